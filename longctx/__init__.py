@@ -1,0 +1,1 @@
+"""Sequence-parallel fine-tuning: exact, or refused."""

@@ -1,0 +1,1 @@
+"""Attention backends: local kernels, and the registry that transformers calls."""

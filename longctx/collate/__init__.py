@@ -1,0 +1,1 @@
+"""Make batches of packs or documents; the only place that pads."""

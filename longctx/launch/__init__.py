@@ -1,0 +1,1 @@
+"""Start and configure processes on any machine."""

@@ -1,0 +1,1 @@
+"""Put documents into packs: lengths in, bins out."""

@@ -1,0 +1,1 @@
+"""Ring attention over packed documents: plan, communication, operator."""

@@ -1,0 +1,1 @@
+"""Ulysses attention: exchange sequence shards for head shards."""
