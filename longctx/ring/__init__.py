@@ -1,1 +1,14 @@
-"""Ring attention over packed documents: plan, communication, operator."""
+"""Ring attention over packed documents: plan and operator."""
+
+from longctx.ring.plan import RingPlan, plan_ring
+
+__all__ = ["RingPlan", "plan_ring", "ring_attention"]
+
+
+def __getattr__(name: str):
+    # The operator needs torch and the kernels; the plan, which every stage may import, needs neither.
+    if name == "ring_attention":
+        from longctx.ring.attention import ring_attention
+
+        return ring_attention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,309 @@
+"""Local attention kernels over packed segments; the only file that knows them.
+
+A kernel works on one flattened row and a list of entries. An entry pairs a range of queries with a range of
+keys: causal entries are the same tokens of one document on both sides, full entries attend all to all.
+
+Shape legend: H query heads, K key/value heads (H a multiple of K), S tokens held, N tokens in entries, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Pairs of token ranges that attend to each other.
+
+    A query token, and likewise a key token, lies in at most one entry, so results are written, never summed.
+    """
+
+    q_ranges: np.ndarray
+    """int64 [n, 2]: first and past-the-last query row of each entry, no range empty."""
+    kv_ranges: np.ndarray
+    """int64 [n, 2]: the same for keys and values."""
+    causal: bool
+    """Whether an entry is one document's own tokens in order, of which each sees those up to itself."""
+
+    def __post_init__(self) -> None:
+        for name, ranges in (("q_ranges", self.q_ranges), ("kv_ranges", self.kv_ranges)):
+            assert ranges.ndim == 2 and (ranges[:, 0] < ranges[:, 1]).all(), f"empty range in {name}: {ranges}"
+
+    @classmethod
+    def of_documents(cls, cu_seqlens: np.ndarray) -> Entries:
+        """Causal entries of whole documents from their boundaries, int [n + 1]."""
+        ranges = np.stack((cu_seqlens[:-1], cu_seqlens[1:]), axis=1).astype(np.int64)
+        return cls(ranges, ranges, causal=True)
+
+    def __len__(self) -> int:
+        return len(self.q_ranges)
+
+    @functools.cached_property
+    def q_rows(self) -> slice | np.ndarray:
+        """The query rows of all entries in entry order: a slice where they are contiguous, else int64 [N]."""
+        return _rows(self.q_ranges)
+
+    @functools.cached_property
+    def kv_rows(self) -> slice | np.ndarray:
+        """The key rows of all entries in entry order, likewise."""
+        return _rows(self.kv_ranges)
+
+    def compact(self) -> Iterator[tuple[slice, slice]]:
+        """Each entry's (queries, keys) as slices of the rows taken in entry order."""
+        q_bounds, kv_bounds = _boundaries(self.q_ranges), _boundaries(self.kv_ranges)
+        for i in range(len(self)):
+            yield slice(q_bounds[i], q_bounds[i + 1]), slice(kv_bounds[i], kv_bounds[i + 1])
+
+
+def take(x: Tensor, rows: slice | np.ndarray) -> Tensor:
+    """Rows of dimension 2: [1, H, S, D] or [1, H, S] -> [1, H, N, D] or [1, H, N]; a view where rows is a slice."""
+    if isinstance(rows, slice):
+        return x[:, :, rows]
+    return x.index_select(2, torch.from_numpy(rows).to(x.device))
+
+
+def put(x: Tensor, rows: slice | np.ndarray, values: Tensor) -> None:
+    """Write rows of dimension 2 in place, the inverse of `take`."""
+    if isinstance(rows, slice):
+        x[:, :, rows] = values
+    else:
+        x.index_copy_(2, torch.from_numpy(rows).to(x.device), values)
+
+
+def add(x: Tensor, rows: slice | np.ndarray, values: Tensor) -> None:
+    """Add to rows of dimension 2 in place; a row occurs once."""
+    if isinstance(rows, slice):
+        x[:, :, rows] += values
+    else:
+        x.index_add_(2, torch.from_numpy(rows).to(x.device), values.to(x.dtype))
+
+
+class Kernel(Protocol):
+    """Attention of one entry list, given rows already taken in entry order."""
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+        """q [1, H, N, D], k and v [1, K, M, D] -> out [1, H, N, D] of q's dtype, lse [1, H, N] fp32 or wider."""
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v; `out` and `lse` may be those of a wider softmax that these entries are a part of."""
+
+
+class CpuFlashKernel:
+    """torch's blocked CPU attention, one call an entry; native GQA, fp64 to bf16."""
+
+    name = "aten flash for CPU"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for at_q, at_kv in entries.compact():
+            out[:, :, at_q], lse[:, :, at_q] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv], 0.0, entries.causal, scale=scale
+            )
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for at_q, at_kv in entries.compact():
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out[:, :, at_q],
+                q[:, :, at_q],
+                k[:, :, at_kv],
+                v[:, :, at_kv],
+                out[:, :, at_q],
+                lse[:, :, at_q],
+                0.0,
+                entries.causal,
+                scale=scale,
+            )
+            for grad, part, at in zip(grads, parts, (at_q, at_kv, at_kv), strict=True):
+                grad[:, :, at] = part
+        return grads
+
+
+class CudaFlashKernel:
+    """torch's own varlen FlashAttention-2 on CUDA, one call for all entries; fp16 and bf16."""
+
+    name = "aten varlen flash"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            _rows_first(q), _rows_first(k), _rows_first(v), *_varlen(entries, q.device), 0.0, entries.causal, False, scale=scale
+        )
+        return out.transpose(0, 1)[None], lse[None]
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            _rows_first(grad_out),
+            _rows_first(q),
+            _rows_first(k),
+            _rows_first(v),
+            _rows_first(out),
+            lse[0].contiguous(),
+            *_varlen(entries, q.device),
+            0.0,
+            entries.causal,
+            no_dropout,
+            torch.empty(0, device=q.device),
+            scale=scale,
+        )
+        dq, dk, dv = (grad.transpose(0, 1)[None] for grad in grads)
+        return dq, dk, dv
+
+
+class DenseKernel:
+    """Plain torch, one score matrix an entry: any device and dtype, O(L²) memory. The fallback and the yardstick."""
+
+    name = "dense"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for at_q, at_kv in entries.compact():
+            scores = self._scores(q[:, :, at_q], k[:, :, at_kv], entries.causal, scale)
+            lse[:, :, at_q] = scores.logsumexp(-1)
+            weights = (scores - lse[:, :, at_q, None]).exp()
+            out[:, :, at_q] = (weights @ _repeat_heads(v[:, :, at_kv], q).to(weights)).to(out.dtype)
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for at_q, at_kv in entries.compact():
+            scores = self._scores(q[:, :, at_q], k[:, :, at_kv], entries.causal, scale)
+            weights = (scores - lse[:, :, at_q, None]).exp()
+            grad = grad_out[:, :, at_q].to(weights)
+            delta = (grad * out[:, :, at_q].to(weights)).sum(-1, keepdim=True)
+            grad_weights = grad @ _repeat_heads(v[:, :, at_kv], q).to(weights).transpose(-1, -2)
+            grad_scores = weights * (grad_weights - delta) * scale
+            dq[:, :, at_q] = (grad_scores @ _repeat_heads(k[:, :, at_kv], q).to(weights)).to(dq.dtype)
+            dk[:, :, at_kv] = _sum_heads(grad_scores.transpose(-1, -2) @ q[:, :, at_q].to(weights), k).to(dk.dtype)
+            dv[:, :, at_kv] = _sum_heads(weights.transpose(-1, -2) @ grad, v).to(dv.dtype)
+        return dq, dk, dv
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(wide) @ _repeat_heads(k, q).to(wide).transpose(-1, -2) * scale
+        if causal:
+            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(above, float("-inf"))
+        return scores
+
+
+def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The fastest exact kernel for tensors of this device and dtype."""
+    if device.type == "cpu":
+        return CpuFlashKernel()
+    if device.type == "cuda" and dtype in FLASH_DTYPES:
+        return CudaFlashKernel()
+    return DenseKernel()
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of the entries' queries over the entries' keys.
+
+    q [1, H, S, D]; k, v [1, K, S', D] -> out [1, H, N, D] and lse [1, H, N], compact in entry order.
+    """
+    kernel = choose_kernel(q.device, q.dtype)
+    return kernel.forward(take(q, entries.q_rows), take(k, entries.kv_rows), take(v, entries.kv_rows), entries, scale)
+
+
+def block_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one block, given the final `out` and `lse` of all [1, H, S(, D)] queries.
+
+    Returns dq [1, H, N, D], dk and dv [1, K, M, D], compact in entry order.
+    """
+    kernel = choose_kernel(q.device, q.dtype)
+    grad_out, q, out, lse = (take(x, entries.q_rows) for x in (grad_out, q, out, lse))
+    return kernel.backward(
+        grad_out, q, take(k, entries.kv_rows), take(v, entries.kv_rows), out, lse, entries, scale
+    )
+
+
+class VarlenAttention(torch.autograd.Function):
+    """Causal attention within each document of one flattened row, on one device.
+
+    q [1, H, S, D]; k, v [1, K, S, D]; entries cover every row once, in order.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> Tensor:
+        out, lse = block_forward(q, k, v, entries, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.entries, ctx.scale = entries, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = block_backward(grad_out, q, k, v, out, lse, ctx.entries, ctx.scale)
+        return dq, dk, dv, None, None
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: np.ndarray, scale: float | None = None) -> Tensor:
+    """Causal attention within each document: q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D].
+
+    Args:
+        cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
+        scale: of the scores before the softmax; 1/sqrt(D) where None.
+    """
+    entries = Entries.of_documents(np.asarray(cu_seqlens))
+    return VarlenAttention.apply(q, k, v, entries, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _rows(ranges: np.ndarray) -> slice | np.ndarray:
+    if len(ranges) == 0:
+        return slice(0, 0)
+    if (ranges[1:, 0] == ranges[:-1, 1]).all():
+        return slice(int(ranges[0, 0]), int(ranges[-1, 1]))
+    return np.concatenate([np.arange(start, stop) for start, stop in ranges])
+
+
+def _boundaries(ranges: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(ranges[:, 1] - ranges[:, 0])))
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """[1, H, N, D] -> [N, H, D]"""
+    return x[0].transpose(0, 1)
+
+
+def _varlen(entries: Entries, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    cu_q, cu_kv = (
+        torch.from_numpy(_boundaries(ranges).astype(np.int32)).to(device)
+        for ranges in (entries.q_ranges, entries.kv_ranges)
+    )
+    longest = [int((ranges[:, 1] - ranges[:, 0]).max()) for ranges in (entries.q_ranges, entries.kv_ranges)]
+    return cu_q, cu_kv, longest[0], longest[1]
+
+
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """[1, K, M, D] -> [1, H, M, D]: each key/value head once for every query head that uses it."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _sum_heads(grad: Tensor, x: Tensor) -> Tensor:
+    """[1, H, M, D] -> [1, K, M, D]: the adjoint of `_repeat_heads`."""
+    return grad.unflatten(1, (x.shape[1], -1)).sum(2)

@@ -1,0 +1,71 @@
+"""The types that cross stages after collation.
+
+Shape legend: B rows of S tokens are flattened to one row of T = B·S tokens; each of P ranks holds T/P of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from longctx.ring.plan import RingPlan
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchLayout:
+    """Where the documents of a batch lie, and which rank of a sequence group holds which token."""
+
+    shape: tuple[int, int]
+    """(B, S) of the batch before it was flattened."""
+    cu_seqlens: np.ndarray
+    """int64 [n + 1]: boundaries of documents and padding in the flattened row, from 0 to T."""
+    sp: int
+    """Ranks that share the row."""
+    plan: RingPlan | None
+    """How a ring cuts the row; None where every rank holds a contiguous slice."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def local_length(self) -> int:
+        """T/P, the tokens each rank holds."""
+        return self.num_tokens // self.sp
+
+    @property
+    def imbalance(self) -> float:
+        """Maximum over mean of the ranks' attention work; exchanging heads for tokens is always even."""
+        return self.plan.imbalance if self.plan is not None else 1.0
+
+
+class AttentionContext:
+    """What attention needs to know of the batch; travels through the model as keyword `sequence`.
+
+    Not a dataclass: wrappers such as FSDP walk and rebuild dataclasses among the arguments.
+    """
+
+    def __init__(self, local_length: int, attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor]):
+        self.local_length = local_length
+        self.attend = attend
+        """(q [1, H, T/P, D], k and v [1, K, T/P, D], scale) -> [1, H, T/P, D]"""
+        self.calls = 0
+        """Attention layers that have run on this batch, recomputation included."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedBatch:
+    """One rank's part of a batch."""
+
+    inputs: dict[str, object]
+    """Keywords for the model: `input_ids` and `position_ids` int64 [1, T/P], `use_cache`, `sequence`."""
+    shift_labels: Tensor
+    """int64 [1, T/P]: the token that follows each input token in its document; −100 where nothing is learnt."""
+    layout: BatchLayout
+    """To put per-token results back in order."""
+    context: AttentionContext
+    """The object passed as `sequence`."""

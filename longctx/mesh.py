@@ -1,0 +1,90 @@
+"""All parallel degrees in one place: how many processes, and which of them share a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The degrees, validated on construction: world_size = dp_replicate × dp_shard × ring × ulysses."""
+
+    world_size: int
+    dp_replicate: int = 1
+    """Copies of the sharded model (HSDP); 1 is plain FSDP or ZeRO."""
+    dp_shard: int = 1
+    """Groups of ranks with different data that share one sharded copy of the model."""
+    ring: int = 1
+    """Ranks that pass keys and values around."""
+    ulysses: int = 1
+    """Ranks that exchange sequence shards for head shards."""
+
+    def __post_init__(self) -> None:
+        degrees = (self.dp_replicate, self.dp_shard, self.ring, self.ulysses)
+        if min(degrees) < 1 or self.dp_replicate * self.dp_shard * self.sp != self.world_size:
+            raise ValueError(f"{self.world_size} processes cannot be arranged as {self}: the product must match.")
+
+    @classmethod
+    def arrange(cls, world_size: int, *, ring: int = 1, ulysses: int = 1, dp_replicate: int = 1) -> ParallelDims:
+        """Give the ranks that `ring`, `ulysses` and `dp_replicate` leave over to dp_shard.
+
+        Raises:
+            ValueError: if the degrees do not divide `world_size`, with every factor and the legal values.
+        """
+        sp = ring * ulysses
+        if sp < 1 or world_size % sp:
+            legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise ValueError(
+                f"--sp {sp} does not divide the {world_size} processes: every sequence group needs {sp} of them. "
+                f"Use --sp {legal.replace(', ', ' | ')}, or start a multiple of {sp} processes."
+            )
+        if dp_replicate < 1 or (world_size // sp) % dp_replicate:
+            raise ValueError(
+                f"--dp_replicate {dp_replicate} does not divide the {world_size // sp} data-parallel ranks "
+                f"({world_size} processes / sp {sp}). Use a divisor of {world_size // sp}."
+            )
+        dp_shard = world_size // sp // dp_replicate
+        return cls(world_size=world_size, dp_replicate=dp_replicate, dp_shard=dp_shard, ring=ring, ulysses=ulysses)
+
+    @property
+    def sp(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def dp(self) -> int:
+        """Ranks, or groups of sp ranks, that see different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a batch must be a multiple of: 2 × ring for zigzag pieces, × ulysses for equal shards."""
+        return (2 * self.ring if self.ring > 1 else 1) * self.ulysses
+
+    def dp_rank(self, rank: int) -> int:
+        """Which of the dp batches global rank `rank` works on."""
+        return rank // self.sp
+
+    def sp_rank(self, rank: int) -> int:
+        """Which shard of its sequence global rank `rank` holds."""
+        return rank % self.sp
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """A device mesh with axes (dp, sp); the ranks of a sequence group are neighbours."""
+        return init_device_mesh(device_type, (self.dp, self.sp), mesh_dim_names=("dp", "sp"))
+
+    def __str__(self) -> str:
+        return (
+            f"world {self.world_size} = dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} "
+            f"× sp {self.sp} (ring {self.ring} × ulysses {self.ulysses})"
+        )
+
+
+def sequence_group(dims: ParallelDims, device_type: str) -> dist.ProcessGroup | None:
+    """The process group that shares this rank's sequences; None for sp 1. Called by all ranks together."""
+    if dims.sp == 1:
+        return None
+    return dims.build_mesh(device_type)["sp"].get_group()

@@ -1,0 +1,100 @@
+"""Ulysses: every rank gives away tokens of the heads it does not keep (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+Shape legend: P ranks, S tokens of the whole row, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.attention.kernels import varlen_attention
+
+
+def legal_sizes(num_heads: int, limit: int) -> list[int]:
+    """Numbers of ranks up to `limit` over which the query heads divide evenly."""
+    return [size for size in range(1, min(num_heads, limit) + 1) if num_heads % size == 0]
+
+
+def key_value_copies(num_heads: int, num_key_value_heads: int, world_size: int) -> int:
+    """How often each key/value head is repeated so that every rank gets those its query heads use.
+
+    The least repetition that divides over the ranks and still is shared by whole groups of query heads.
+    """
+    group = num_heads // num_key_value_heads
+    return next(n for n in range(1, group + 1) if group % n == 0 and num_key_value_heads * n % world_size == 0)
+
+
+class _AllToAll(torch.autograd.Function):
+    """[P, ...] -> [P, ...]: slice p goes to rank p. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+def heads_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, S/P, P, h, D] -> [1, h, S, D]: tokens of all ranks, for this rank's h heads."""
+    shards = _AllToAll.apply(x[0].transpose(0, 1), group)  # [P, S/P, h, D] by source rank
+    return shards.flatten(0, 1).transpose(0, 1)[None]
+
+
+def tokens_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, h, S, D] -> [1, P·h, S/P, D]: all heads, for this rank's tokens."""
+    world_size = dist.get_world_size(group)
+    heads = _AllToAll.apply(x[0].unflatten(1, (world_size, -1)).transpose(0, 1), group)  # [P, h, S/P, D] by source
+    return heads.flatten(0, 1)[None]
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: np.ndarray, group: dist.ProcessGroup, scale: float | None = None
+) -> Tensor:
+    """Causal attention within each document, the row cut into contiguous slices over `group`.
+
+    Args:
+        q: [1, H, S/P, D], this rank's tokens.
+        k, v: [1, K, S/P, D]; K < P is allowed: the heads are repeated.
+        cu_seqlens: int [n + 1], boundaries of the documents in the whole row, from 0 to S.
+        scale: of the scores before the softmax; 1/sqrt(D) where None.
+
+    Returns:
+        [1, H, S/P, D].
+
+    Raises:
+        ValueError: if H is no multiple of the group's size, or the tensors do not fit `cu_seqlens`.
+    """
+    world_size = dist.get_world_size(group)
+    num_heads, num_key_value_heads = q.shape[1], k.shape[1]
+    if num_heads % world_size:
+        raise ValueError(heads_message(num_heads, world_size))
+    if q.shape[0] != 1 or q.shape[2] * world_size != int(cu_seqlens[-1]):
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} on each of {world_size} ranks, but cu_seqlens ends at {int(cu_seqlens[-1])}: "
+            f"expected [1, H, {int(cu_seqlens[-1]) / world_size:g}, D]. Flatten several rows to one and pad the total."
+        )
+    copies = key_value_copies(num_heads, num_key_value_heads, world_size)
+    heads = [x.repeat_interleave(n, dim=1) if n > 1 else x for x, n in ((q, 1), (k, copies), (v, copies))]
+    per_rank = [x.shape[1] // world_size for x in heads]
+    # [1, n·P, S/P, D] three times -> one exchange of [1, S/P, P, q+k+v heads a rank, D]
+    fused = torch.cat([x.transpose(1, 2).unflatten(2, (world_size, -1)) for x in heads], dim=3)
+    q, k, v = heads_to_ranks(fused, group).split(per_rank, dim=1)
+    return tokens_to_ranks(varlen_attention(q, k, v, cu_seqlens, scale), group)
+
+
+def heads_message(num_heads: int, sp: int) -> str:
+    """Why Ulysses cannot spread this many heads, and what it can do."""
+    legal = ", ".join(map(str, legal_sizes(num_heads, num_heads)))
+    return (
+        f"Ulysses gives every rank whole attention heads, and {num_heads} heads cannot be divided by sp {sp}. "
+        f"Use one of --sp {legal}, or --sp_backend ring, which works with any number of heads."
+    )

@@ -1,0 +1,174 @@
+"""Ring and Ulysses attention on real gloo processes against dense attention per document on one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.workers import run_ranks
+
+from longctx.attention.kernels import CpuFlashKernel, DenseKernel, Entries
+from longctx.ring import plan_ring, ring_attention
+from longctx.ulysses import ulysses_attention
+
+HEADS = {"MHA": (4, 4), "GQA": (8, 2), "MQA": (4, 1)}
+PACKS = {
+    "mixed": [300, 7, 120, 1, 1, 64, 33, 250, 16, 8],
+    "one document": [800],
+    "one-token documents": [1] * 48,
+    "odd lengths": [101, 3, 211, 5, 97, 63],
+    "long and ones": [401] + [1] * 79,
+}
+# fp64 sums of a few hundred terms in another order; fp32 accordingly. Both are the bounds users are promised.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def dense_attention(q, k, v, lengths):
+    """The reference, written on its own: softmax over each document's lower triangle; q [H, S, D]."""
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
+    parts = []
+    for q_doc, k_doc, v_doc in zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True):
+        scores = q_doc @ k_doc.transpose(1, 2) / q.shape[-1] ** 0.5
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        parts.append(scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v_doc)
+    return torch.cat(parts, dim=1)
+
+
+def make_inputs(lengths, heads, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    shapes = [(heads[0], total, 16), (heads[1], total, 16), (heads[1], total, 16), (heads[0], total, 16)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def padded(lengths, multiple):
+    tail = -sum(lengths) % multiple
+    return [*lengths, tail] if tail else list(lengths)
+
+
+def relative_error(actual, expected):
+    """Against the reference's norm; against 1, the size of an input, where the reference vanishes (one-token dq)."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1.0))
+
+
+def sharded_case(backend, lengths, heads, dtype):
+    """Errors of out, dq, dk, dv on this rank, relative to the dense reference."""
+    group, rank, world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    *inputs, grad = make_inputs(lengths, heads, dtype)
+    cu_seqlens = np.cumsum([0, *lengths])
+    plan = plan_ring(cu_seqlens, world_size) if backend == "ring" else None
+    order = plan.permutation if plan is not None else np.arange(sum(lengths))
+    mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
+    local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
+    if backend == "ring":
+        out = ring_attention(*local, plan, group)
+    else:
+        out = ulysses_attention(*local, cu_seqlens, group)
+    out.backward(grad[:, mine][None])
+    reference = [x.clone().requires_grad_() for x in inputs]
+    expected = dense_attention(*reference, lengths)
+    expected.backward(grad)
+    results = [out, *(x.grad for x in local)]
+    references = [expected, *(x.grad for x in reference)]
+    return [relative_error(r[0], e[:, mine]) for r, e in zip(results, references, strict=True)]
+
+
+def all_cases():
+    """Every backend × heads × pack × dtype on one process group; returns the worst error of each."""
+    world_size, errors = dist.get_world_size(), {}
+    for backend in ("ring", "ulysses"):
+        for heads_name, heads in HEADS.items():
+            if backend == "ulysses" and heads[0] % world_size:
+                continue
+            for pack_name, lengths in PACKS.items():
+                for dtype in TOLERANCE:
+                    case = sharded_case(backend, padded(lengths, 2 * world_size), heads, dtype)
+                    errors[backend, heads_name, pack_name, dtype] = max(case)
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_sharded_attention_equals_dense(world_size):
+    for errors in run_ranks(world_size, f"{__name__}:all_cases"):
+        wrong = {case: error for case, error in errors.items() if not error <= TOLERANCE[case[-1]]}
+        assert errors
+        assert not wrong
+
+
+def rerun_and_leak():
+    """Whether a rerun is bitwise the same, and which documents' outputs change with one key of one document."""
+    group, rank, world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    lengths = padded(PACKS["mixed"], 2 * world_size)
+    cu_seqlens = np.cumsum([0, *lengths])
+    *inputs, _ = make_inputs(lengths, (4, 4), torch.float32)
+    changed = [x.clone() for x in inputs]
+    position = cu_seqlens[2] + 1  # in document 2
+    for x in changed:
+        x[:, position] += 1.0
+    results = {}
+    for backend in ("ring", "ulysses"):
+        plan = plan_ring(cu_seqlens, world_size) if backend == "ring" else None
+        order = plan.permutation if plan is not None else np.arange(sum(lengths))
+        mine = order.reshape(world_size, -1)[rank].copy()
+
+        def attend(tensors, plan=plan, mine=mine):
+            local = [x[:, torch.from_numpy(mine)][None] for x in tensors]
+            return ring_attention(*local, plan, group) if plan else ulysses_attention(*local, cu_seqlens, group)
+
+        first, again, other = attend(inputs), attend(inputs), attend(changed)
+        document = np.searchsorted(cu_seqlens, mine, side="right") - 1
+        touched = (first != other).any(-1).any(1)[0].numpy()
+        results[backend] = torch.equal(first, again), sorted(set(document[touched].tolist()))
+    return results
+
+
+def test_rerun_is_bitwise_equal_and_documents_do_not_leak():
+    results = run_ranks(4, f"{__name__}:rerun_and_leak")
+    for backend in ("ring", "ulysses"):
+        assert all(result[backend][0] for result in results)
+        assert {doc for result in results for doc in result[backend][1]} == {2}
+
+
+def wrong_calls():
+    """The messages of calls that do not fit together."""
+    group = dist.group.WORLD
+    q = torch.randn(1, 3, 8, 4)
+    calls = {
+        "plan of another size": lambda: ring_attention(q, q, q, plan_ring([0, 32], 4), group),
+        "tensors of another length": lambda: ring_attention(q, q, q, plan_ring([0, 32], 2), group),
+        "heads": lambda: ulysses_attention(q, q, q, np.array([0, 16]), group),
+        "boundaries": lambda: ulysses_attention(q[:, :2], q[:, :2], q[:, :2], np.array([0, 20]), group),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_arguments_that_do_not_fit_are_refused_on_every_rank():
+    for messages in run_ranks(2, f"{__name__}:wrong_calls"):
+        assert "plan_ring(cu_seqlens, 2)" in messages["plan of another size"]
+        assert "expected [1, heads, 16, D]" in messages["tensors of another length"]
+        assert "--sp 1, 3" in messages["heads"]
+        assert "cu_seqlens ends at 20" in messages["boundaries"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_agree(causal):
+    """The CPU kernel and the plain one, forward and backward, with an outside out and lse."""
+    generator = torch.Generator().manual_seed(0)
+    ranges = np.array([[0, 5], [5, 30], [30, 31]])
+    kv_ranges = ranges if causal else np.array([[0, 9], [9, 10], [10, 31]])
+    q, grad = (torch.randn(1, 4, 31, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(1, 2, 31, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    entries = Entries(ranges, kv_ranges, causal)
+    results = []
+    for kernel in (CpuFlashKernel(), DenseKernel()):
+        out, lse = kernel.forward(q, k, v, entries, 0.3)
+        results.append((out, lse, *kernel.backward(grad, q, k, v, out * 0.5, lse + 1.0, entries, 0.3)))
+    for cpu, dense in zip(*results, strict=True):
+        torch.testing.assert_close(cpu, dense, rtol=1e-12, atol=1e-12)
