@@ -1,0 +1,290 @@
+"""Rows cut from a data set of documents by a packing plan, when they are needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from .columns import INPUT_IDS, TokenColumn, arrow_table, document_lengths, token_columns
+from .overlong import plan_packing
+from .plan import Packing
+
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_PER_WRITE = 1 << 22
+
+
+def read_lengths(source: Any, columns: list[str] | None = None) -> NDArray[np.int64]:
+    """Tokens of each document, int64 [n], of a datasets.Dataset or pyarrow.Table.
+
+    Args:
+        source: the documents; `input_ids` (or else its first list column of numbers) gives the lengths.
+        columns: per-token columns that must agree; every list column of numbers when None.
+
+    Raises:
+        ValueError: columns of different lengths, nulls, no per-token column.
+    """
+    table, rows = arrow_table(source)
+    return document_lengths(token_columns(table, columns), rows)
+
+
+class PackedDataset:
+    """Map-style data set of packs: row i is cut from the documents' Arrow buffers when it is asked for.
+
+    Nothing is copied ahead: a memory-mapped datasets.Dataset stays on disk, and so does its selection or
+    shuffle. Works as the data set of a torch DataLoader. What is sent to a worker is the source (a
+    memory-mapped data set sends file names) and the plan.
+    """
+
+    def __init__(self, source: Any, packing: Packing, columns: list[str] | None = None) -> None:
+        """
+        Args:
+            source: documents, a datasets.Dataset or pyarrow.Table with `input_ids`.
+            packing: plan over these documents.
+            columns: per-token columns of a row; every list column of numbers when None, other columns are
+                ignored.
+
+        Raises:
+            ValueError: a per-token column with another length than `input_ids`; a plan for other documents.
+        """
+        self.packing = packing
+        self._source = source
+        self._column_names = columns
+        self._open()
+        lengths = document_lengths(self._columns, self._rows)
+        _check_plan(packing, lengths)
+
+    def _open(self) -> None:
+        table, self._rows = arrow_table(self._source)
+        self._columns = token_columns(table, self._column_names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"packing": self.packing, "source": self._source, "columns": self._column_names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.packing, self._source = state["packing"], state["source"]
+        self._column_names = state["columns"]
+        self._open()
+
+    @property
+    def column_names(self) -> list[str]:
+        """Keys of a row."""
+        return [*self._columns, "seq_lengths", "position_ids"]
+
+    def __len__(self) -> int:
+        return len(self.packing)
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
+        """Pack `index`.
+
+        Returns:
+            `input_ids` int64 [S]; the other per-token columns [S] in their own dtype; `seq_lengths` int64
+            [documents], the length of each in the row; `position_ids` int64 [S], from 0 in each document, so
+            that the documents stay known where a trainer passes on only the model's own arguments.
+        """
+        index = self._checked(index)
+        pieces = self._pieces(index)
+        row = self._cut(*pieces)
+        seq_lengths = pieces[2]
+        row["seq_lengths"] = seq_lengths
+        row["position_ids"] = _positions(seq_lengths)
+        return row
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, NDArray[Any]]]:
+        """Several packs; torch's DataLoader calls this."""
+        return [self[index] for index in indices]
+
+    def _checked(self, index: int) -> int:
+        packs = len(self)
+        if not -packs <= index < packs:
+            raise IndexError(f"pack {index} of {packs}")
+        return int(index) % packs
+
+    def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
+        """(rows of the table, first tokens or None for 0, lengths) of the pieces of a pack, int64
+        [pieces].
+        """
+        rows: NDArray[Any] = self.packing.documents(index).astype(np.int64)
+        if self._rows is not None:
+            rows = self._rows[rows].astype(np.int64)
+        spans = self.packing.spans(index)
+        if spans is not None:
+            return rows, spans[0], spans[1] - spans[0]
+        _, starts, stops = next(iter(self._columns.values())).spans(rows)
+        return rows, None, np.subtract(stops, starts, dtype=np.int64)
+
+    def _cut(
+        self,
+        rows: NDArray[np.int64],
+        starts: NDArray[np.int64] | None,
+        lengths: NDArray[np.int64],
+        *,
+        keep_dtype: bool = False,
+    ) -> dict[str, NDArray[Any]]:
+        """The tokens of these pieces in every column, [sum of lengths] each."""
+        total, sizes = int(lengths.sum()), lengths.tolist()
+        cut = {}
+        for name, column in self._columns.items():
+            chunks, begins, _ = column.spans(rows)
+            if starts is not None:
+                begins = (np.asarray(begins, dtype=np.int64) + starts).tolist()
+            dtype = column.dtype if keep_dtype or name != INPUT_IDS else np.dtype(np.int64)
+            cut[name] = column.read(chunks, begins, sizes, np.empty(total, dtype=dtype))
+        return cut
+
+    def arrow_rows(self, indices: list[int]) -> pa.Table:
+        """Several packs as an Arrow table in the columns' own types, with `seq_lengths`."""
+        per_pack = [self._pieces(self._checked(index)) for index in indices]
+        rows = _join([pieces[0] for pieces in per_pack])
+        lengths = _join([pieces[2] for pieces in per_pack])
+        starts = None if self.packing.starts is None else _join([pieces[1] for pieces in per_pack])
+        tokens = [int(pieces[2].sum()) for pieces in per_pack]
+        offsets = np.cumsum([0, *tokens])
+        arrays = {
+            name: _list_array(offsets, pa.array(values, type=self._columns[name].value_type))
+            for name, values in self._cut(rows, starts, lengths, keep_dtype=True).items()
+        }
+        documents = np.cumsum([0, *(len(pieces[2]) for pieces in per_pack)])
+        return pa.table(arrays | {"seq_lengths": _list_array(documents, pa.array(lengths, type=pa.int64()))})
+
+
+def pack_dataset(
+    dataset: Any,
+    seq_length: int,
+    strategy: str = "bfd",
+    map_kwargs: dict[str, Any] | None = None,
+    overlong: str = "raise",
+) -> Any:
+    """Write a packed copy of a data set: `trl.pack_dataset`'s signature and columns, packed over all
+    documents.
+
+    Differences from TRL: documents of the whole data set are packed together (not of each 1,000); a document
+    longer than `seq_length` is an error unless `overlong` says what to do; columns that are no lists of
+    numbers are left out instead of refused; "wrapped" gives `seq_lengths` too, so that documents stay apart.
+    `PackedDataset` cuts the same rows without writing a copy.
+
+        input_ids [1 2 3 4] [5 6] [7 8 9], seq_length 6  ->  input_ids [1 2 3 4 5 6] [7 8 9], seq_lengths [4
+        2] [3]
+
+    Args:
+        dataset: datasets.Dataset or DatasetDict whose list columns of numbers hold one value a token.
+        seq_length: most tokens in a pack.
+        strategy: "bfd", "bfd_split" or "wrapped", as in `pack`.
+        map_kwargs: passed to datasets' `map` (`num_proc`, `desc`, `keep_in_memory`, `cache_file_name`, ...).
+        overlong: "raise", "truncate" (TRL's silent choice), "drop" or "split", as in `plan_packing`.
+
+    Returns:
+        The same kind of data set, one pack a row: the per-token columns in their own types, and
+        `seq_lengths`.
+
+    Raises:
+        ValueError: a document is too long; columns of different lengths; a streaming data set.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.DatasetDict):
+        return datasets.DatasetDict(
+            {
+                name: pack_dataset(part, seq_length, strategy, map_kwargs, overlong)
+                for name, part in dataset.items()
+            }
+        )
+    if not isinstance(dataset, datasets.Dataset):
+        raise ValueError(
+            f"pack_dataset takes a datasets.Dataset or DatasetDict, got {type(dataset).__name__}; load it "
+            "without "
+            "streaming=True"
+        )
+    packing, report = plan_packing(read_lengths(dataset), seq_length, strategy=strategy, overlong=overlong)
+    lossless = report.tokens_kept == report.tokens
+    logger.log(logging.INFO if lossless else logging.WARNING, "%s", report)
+    key = (dataset._fingerprint, seq_length, strategy, overlong)
+    return _write_packs(dataset, PackedDataset(dataset, packing), key, map_kwargs or {})
+
+
+def _write_packs(
+    dataset: datasets.Dataset, packs: PackedDataset, key: tuple[Any, ...], map_kwargs: dict[str, Any]
+) -> datasets.Dataset:
+    """Cut every pack and write it through datasets' `map`, so that its cache and worker processes apply."""
+    import datasets
+    from datasets.fingerprint import Hasher
+
+    fingerprint = Hasher.hash(("longctx.pack_dataset", *key))
+    values = {name: dataset.features[name].feature for name in packs._columns}
+    features = {name: datasets.List(value) for name, value in values.items()}
+    features["seq_lengths"] = datasets.List(datasets.Value("int64"))
+    arguments: dict[str, Any] = {
+        "batched": True,
+        "batch_size": max(1, _TOKENS_PER_WRITE // packs.packing.capacity),
+        "remove_columns": ["pack"],
+        "features": datasets.Features(features),
+        "new_fingerprint": fingerprint,
+        "desc": "Packing dataset",
+    }
+    if dataset.cache_files:
+        folder = os.path.dirname(dataset.cache_files[0]["filename"])
+        arguments["cache_file_name"] = os.path.join(folder, f"cache-{fingerprint}.arrow")
+    numbers = datasets.Dataset.from_dict({"pack": np.arange(len(packs))}).with_format("numpy")
+    packed = numbers.map(_cut_batch, fn_kwargs={"packs": packs}, **(arguments | map_kwargs))
+    format_ = dataset.format
+    if len(format_["columns"]) < len(dataset.column_names):  # the user chose some
+        kept = [name for name in format_["columns"] if name in packs._columns]
+        return packed.with_format(format_["type"], columns=[*kept, "seq_lengths"], **format_["format_kwargs"])
+    return packed.with_format(format_["type"], **format_["format_kwargs"])
+
+
+def _cut_batch(batch: dict[str, NDArray[np.int64]], packs: PackedDataset) -> pa.Table:
+    return packs.arrow_rows(batch["pack"].tolist())
+
+
+def _check_plan(packing: Packing, lengths: NDArray[np.int64]) -> None:
+    """ValueError unless the plan's pieces exist in documents of these lengths and its packs are not
+    overfull.
+    """
+    if len(packing) == 0:
+        return
+    wrong = None
+    if packing.indices.max() >= len(lengths):
+        wrong = f"it names document {packing.indices.max()}, the data set has {len(lengths)}"
+    elif packing.stops is not None and (packing.stops > lengths[packing.indices]).any():
+        piece = int(np.flatnonzero(packing.stops > lengths[packing.indices])[0])
+        document = int(packing.indices[piece])
+        wrong = (
+            f"it takes {packing.stops[piece]} tokens of document {document}, which has {lengths[document]}"
+        )
+    elif packing.piece_lengths(lengths).min() < 1:
+        wrong = "it places a document of 0 tokens"
+    else:
+        fills = packing.fills(lengths)
+        if fills.max() > packing.capacity:
+            wrong = (
+                f"its pack {fills.argmax()} would hold {fills.max()} tokens, the limit is {packing.capacity}"
+            )
+    if wrong:
+        raise ValueError(f"the plan is for other documents: {wrong}. Plan again with read_lengths(data set)")
+
+
+def _positions(seq_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 .. length - 1 for each document, int64 [sum of seq_lengths]."""
+    ends = np.cumsum(seq_lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - seq_lengths, seq_lengths)
+
+
+def _join(parts: list[Any]) -> NDArray[np.int64]:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _list_array(offsets: NDArray[np.int64], values: pa.Array) -> pa.Array:
+    """Lists [len(offsets) - 1] over values, with 32-bit offsets (the batches are small)."""
+    return pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values)
+
+
+__all__ = ["PackedDataset", "TokenColumn", "pack_dataset", "read_lengths"]

@@ -1,0 +1,173 @@
+"""What happens to documents longer than a pack, with an exact count of every token that is not trained on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .plan import STRATEGIES, Packing, check_lengths, cut_into_pieces, pack, pack_pieces
+
+OVERLONG = ("raise", "truncate", "drop", "split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingReport:
+    """Where every document and token of the data set went: tokens == tokens_kept + tokens_cut +
+    tokens_dropped.
+    """
+
+    strategy: str
+    overlong: str
+    capacity: int
+    """Most tokens in a pack."""
+    documents: int
+    """Documents in the data set, empty and too long ones included."""
+    tokens: int
+    """Tokens in the data set."""
+    empty_documents: int
+    """Documents of 0 tokens; they are in no pack."""
+    too_long_documents: int
+    """Documents longer than the capacity."""
+    longest_document: int
+    """Tokens in the longest document."""
+    tokens_cut: int
+    """Tokens lost at the end of truncated documents."""
+    documents_dropped: int
+    """Too long documents left out whole."""
+    tokens_dropped: int
+    """Tokens in them."""
+    pieces: int
+    """Pieces in the packs: documents, or parts of them."""
+    packs: int
+    tokens_kept: int
+    """Tokens in the packs."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' room that holds tokens."""
+        return self.tokens_kept / (self.packs * self.capacity) if self.packs else 0.0
+
+    def to_dict(self) -> dict[str, int | float | str]:
+        """Plain values for trainer_state.json."""
+        return asdict(self) | {"fill": self.fill}
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.documents:,} documents with {self.tokens:,} tokens in {self.packs:,} packs of up to "
+            f"{self.capacity:,} tokens ({self.strategy}, {self.fill:.2%} full)"
+        ]
+        if self.too_long_documents:
+            parts.append(
+                f"{self.too_long_documents:,} longer than a pack (the longest {self.longest_document:,} "
+                "tokens)"
+            )
+        if self.tokens_cut:
+            parts.append(f"{self.tokens_cut:,} tokens cut off ({self.tokens_cut / self.tokens:.2%})")
+        if self.documents_dropped:
+            share = self.tokens_dropped / self.tokens
+            parts.append(
+                f"{self.documents_dropped:,} documents dropped with {self.tokens_dropped:,} tokens "
+                f"({share:.2%})"
+            )
+        if self.pieces > self.documents - self.empty_documents - self.documents_dropped:
+            parts.append(f"{self.pieces:,} pieces after cutting, no token lost by it")
+        if self.empty_documents:
+            parts.append(f"{self.empty_documents:,} empty documents left out")
+        return "; ".join(parts)
+
+
+def plan_packing(
+    lengths: ArrayLike, capacity: int, *, strategy: str = "bfd", overlong: str = "raise"
+) -> tuple[Packing, PackingReport]:
+    """Pack documents of any length, and count what became of them.
+
+    Args:
+        lengths: tokens of each document, integers [n].
+        capacity: most tokens in a pack (`--max_length`).
+        strategy: as in `pack`.
+        overlong: for documents longer than `capacity`: "raise", "truncate" (keep the first `capacity`
+            tokens), "drop" (leave them out) or "split" (cut every `capacity` tokens, nothing lost). It comes
+            before the strategy. The strategies "bfd_split" and "wrapped" cut documents themselves, so "raise"
+            never raises with them.
+
+    Raises:
+        ValueError: overlong="raise" and a document is too long; the message says what each choice would cost.
+    """
+    array = check_lengths(lengths, capacity)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"unknown packing strategy {strategy!r}, must be one of {', '.join(STRATEGIES)}")
+    if overlong not in OVERLONG:
+        raise ValueError(f"unknown overlong={overlong!r}, must be one of {', '.join(OVERLONG)}")
+    too_long = array > capacity
+    if overlong == "raise" and strategy in ("bfd", "none") and too_long.any():
+        raise ValueError(too_long_message(array, capacity))
+    kept = array
+    if overlong == "truncate":
+        kept = np.minimum(array, capacity)
+    elif overlong == "drop":
+        kept = np.where(too_long, 0, array)
+    packing = _pack_kept(kept, capacity, strategy, split=overlong == "split")
+    if overlong == "truncate" and too_long.any():
+        packing = _with_spans(packing, kept)
+    dropped = too_long if overlong == "drop" else np.zeros_like(too_long)
+    report = PackingReport(
+        strategy=strategy,
+        overlong=overlong,
+        capacity=int(capacity),
+        documents=len(array),
+        tokens=int(array.sum()),
+        empty_documents=int(np.count_nonzero(array == 0)),
+        too_long_documents=int(too_long.sum()),
+        longest_document=int(array.max(initial=0)),
+        tokens_cut=int((array - kept)[~dropped].sum()),
+        documents_dropped=int(dropped.sum()),
+        tokens_dropped=int(array[dropped].sum()),
+        pieces=len(packing.indices),
+        packs=len(packing),
+        tokens_kept=int(packing.piece_lengths(kept).sum()),
+    )
+    assert report.tokens == report.tokens_kept + report.tokens_cut + report.tokens_dropped, (
+        "tokens unaccounted for"
+    )
+    return packing, report
+
+
+def too_long_message(lengths: NDArray[np.int64], capacity: int) -> str:
+    """What is too long, by how much, and what each choice of --overlong would do to it."""
+    too_long = lengths[lengths > capacity]
+    tokens = int(too_long.sum())
+    share = f"of the {int(lengths.sum()):,} tokens"
+    return (
+        f"{len(too_long):,} of {len(lengths):,} documents are longer than max_length = {capacity:,} tokens; "
+        "the "
+        f"longest is document {int(lengths.argmax())} with {int(lengths.max()):,}. Raise --max_length to "
+        f"{int(lengths.max())}, or choose what happens to them:\n"
+        f"  --overlong truncate  cuts {tokens - len(too_long) * capacity:,} {share}\n"
+        f"  --overlong drop      drops {len(too_long):,} documents with {tokens:,} {share}\n"
+        f"  --overlong split     makes {int((-(-too_long // capacity)).sum()):,} pieces of them, 0 tokens "
+        "lost"
+    )
+
+
+def _pack_kept(lengths: NDArray[np.int64], capacity: int, strategy: str, *, split: bool) -> Packing:
+    if strategy == "bfd" and split:
+        return pack(lengths, capacity, "bfd_split")
+    if strategy == "none" and split:
+        return pack_pieces(lengths, capacity, *cut_into_pieces(lengths, capacity), join=False)
+    return pack(lengths, capacity, strategy)
+
+
+def _with_spans(packing: Packing, kept: NDArray[np.int64]) -> Packing:
+    """The same plan with explicit starts and stops, because documents end before their last token."""
+    if packing.starts is not None:
+        return packing
+    stops = kept[packing.indices]
+    return Packing(
+        indices=packing.indices,
+        offsets=packing.offsets,
+        capacity=packing.capacity,
+        starts=np.zeros_like(stops),
+        stops=stops,
+    )
