@@ -1,1 +1,13 @@
-"""Sequence-parallel fine-tuning: exact, or refused."""
+"""Sequence-parallel fine-tuning of language models: exact, or refused, never silently wrong."""
+
+__version__ = "0.1.0"
+__all__ = ["parallelize"]
+
+
+def __getattr__(name: str):
+    # Importing longctx stays cheap; torch and transformers load when they are needed.
+    if name == "parallelize":
+        from longctx.parallel import parallelize
+
+        return parallelize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,62 @@
+"""The attention function that transformers calls in every layer of a parallelized model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from longctx.batch import AttentionContext
+
+NAME = "longctx"
+"""Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
+
+REFUSED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""What layers pass when they are not plain causal attention."""
+
+
+def longctx_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sequence: AttentionContext | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """query [1, H, S/P, D], key and value [1, K, S/P, D] -> [1, S/P, H, D], in transformers' signature.
+
+    Args:
+        sequence: comes with every batch that `SequenceParallel.shard` made.
+
+    Raises:
+        ValueError: without `sequence`, or for a layer that is not plain causal attention.
+    """
+    if sequence is None:
+        raise ValueError(
+            "This model's attention was put in place by longctx.parallelize and needs batches cut by its second "
+            "result: model(**sequence.shard(batch).inputs). To use the model as before, for generation say, call "
+            "model.set_attn_implementation('sdpa') first."
+        )
+    refused = [name for name in REFUSED_KEYWORDS if kwargs.get(name) is not None]
+    if dropout:
+        refused.append(f"dropout={dropout}")
+    if not getattr(module, "is_causal", True):
+        refused.append("is_causal=False")
+    if refused or attention_mask is not None:
+        what = ", ".join([*refused, *(["a mask"] if attention_mask is not None else [])])
+        raise ValueError(f"{type(module).__name__} asks for {what}, which is not supported exactly; see the limits in the README.")
+    assert query.shape[2] == sequence.local_length, (
+        f"attention sees {query.shape[2]} tokens where this rank's shard has {sequence.local_length}: "
+        "the model was called with a batch that was not cut"
+    )
+    sequence.calls += 1
+    return sequence.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+
+def install(model: PreTrainedModel) -> None:
+    """Make every attention layer of `model` call `longctx_attention`."""
+    AttentionInterface.register(NAME, longctx_attention)
+    model.set_attn_implementation(NAME)

@@ -1,0 +1,127 @@
+"""`longctx.parallelize`: sequence parallelism for any training loop. The trainer itself uses nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longctx.attention.backends import BACKENDS, Backend, choose_backend
+from longctx.attention.interface import install
+from longctx.attention.support import check_model, num_heads
+from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
+from longctx.loss import step_loss, token_losses
+from longctx.mesh import ParallelDims, sequence_group
+from longctx.shard import (
+    complete_position_ids,
+    count_label_tokens,
+    plan_batch,
+    shard_tokens,
+    shift_labels,
+    unshard_tokens,
+)
+
+
+class SequenceParallel:
+    """Cuts batches over a sequence group and reduces the loss over everything. Made by `parallelize`."""
+
+    def __init__(self, dims: ParallelDims, backend: Backend, group: dist.ProcessGroup | None, device: torch.device):
+        self.dims, self.backend, self.group, self.device = dims, backend, group, device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def shard(self, batch: Mapping[str, Tensor]) -> ShardedBatch:
+        """This rank's part of a batch, on its device. Every rank of a sequence group passes the same batch.
+
+        Args:
+            batch: `input_ids` and `labels` (not shifted) int64 [B, S], and `position_ids` [B, S] or a right-padded
+                `attention_mask` [B, S]; as `SequenceCollator` makes it. B·S a multiple of `dims.multiple`.
+
+        Raises:
+            ValueError: if the batch cannot be cut exactly, with the remedy.
+        """
+        position_ids = complete_position_ids(batch)
+        layout = plan_batch(position_ids, self.dims)
+        cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
+        context = AttentionContext(layout.local_length, partial(self._attend, layout))
+        inputs = {
+            "input_ids": cut(batch["input_ids"]).to(self.device),
+            "position_ids": cut(position_ids).to(self.device),
+            "use_cache": False,
+            "sequence": context,
+        }
+        targets = cut(shift_labels(batch["labels"], position_ids)).to(self.device)
+        return ShardedBatch(inputs=inputs, shift_labels=targets, layout=layout, context=context)
+
+    def count_label_tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
+        """Tokens learnt in one optimizer step: over these micro-batches of every data-parallel rank, each once."""
+        count = torch.tensor(sum(map(count_label_tokens, batches)), device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return int(count) // self.dims.sp
+
+    def loss(self, logits: Tensor, shift_labels: Tensor, num_label_tokens: int) -> Tensor:
+        """This rank's share of the step's mean loss, to call backward on.
+
+        Averaging the gradients over all ranks, as DDP, FSDP and ZeRO do, and adding up micro-batches gives the
+        gradient of the mean over all label tokens of the step.
+
+        Args:
+            logits: [1, T/P, V] of the sharded batch.
+            shift_labels: [1, T/P] of the sharded batch.
+            num_label_tokens: of the whole optimizer step, from `count_label_tokens`.
+        """
+        return self.reduce(token_losses(logits, shift_labels), num_label_tokens)
+
+    def reduce(self, losses: Tensor, num_label_tokens: int) -> Tensor:
+        """The same from per-token losses [1, T/P] that are 0 where nothing is learnt."""
+        return step_loss(losses, num_label_tokens, self.dims.world_size)
+
+    def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
+        """Per-token results [1, T/P, ...] of every rank in the batch's order: [B, S, ...], on every rank."""
+        if self.group is None:
+            return unshard_tokens(tokens, layout)
+        shards = [torch.empty_like(tokens[0]) for _ in range(self.dims.sp)]
+        dist.all_gather(shards, tokens[0].contiguous(), group=self.group)
+        return unshard_tokens(torch.stack(shards), layout)
+
+    def _attend(self, layout: BatchLayout, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return self.backend.attend(q, k, v, layout, self.group, scale)
+
+
+def parallelize(
+    model: PreTrainedModel,
+    sp: int,
+    *,
+    sp_backend: str = "auto",
+    dp_replicate: int = 1,
+    device: torch.device | None = None,
+) -> tuple[PreTrainedModel, SequenceParallel]:
+    """Put sequence-parallel attention into a model. Called by all ranks together, before the model is wrapped.
+
+    Args:
+        model: a causal language model of an allowed type; wrap it (FSDP2, DeepSpeed, DDP) afterwards.
+        sp: devices that share one sequence; neighbours in rank. Needs an initialised process group if above 1.
+        sp_backend: auto, ulysses or ring.
+        dp_replicate: copies of the sharded model.
+        device: where batches go; the model's where None.
+
+    Returns:
+        The model, and the object that shards batches and reduces the loss.
+
+    Raises:
+        ValueError: if the model's attention is not known to be exact, sp does not divide the processes, or the
+            heads do not fit the backend.
+    """
+    check_model(model.config)
+    name, _ = choose_backend(sp_backend, sp, num_heads(model.config)[0])
+    backend = BACKENDS[name]
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    ring, ulysses = (1, sp) if backend.splits_heads else (sp, 1)
+    dims = ParallelDims.arrange(world_size, ring=ring, ulysses=ulysses, dp_replicate=dp_replicate)
+    device = device or next(model.parameters()).device
+    install(model)
+    return model, SequenceParallel(dims, backend, sequence_group(dims, device.type), device)
