@@ -125,9 +125,8 @@ def best_fit_decreasing(
         capacity: tokens per bin.
 
     Returns:
-        (documents, offsets), int64 [n] and int64 [n_bins + 1]: bin b holds documents[offsets[b]:offsets[b +
-        1]], longest first. Which of several equal documents or equally full bins are joined is fixed by their
-        order.
+        (documents, offsets), int64 [n] and int64 [n_bins + 1]: bin b holds documents offsets[b] to
+        offsets[b + 1] - 1 of the first, longest first. Equal documents and equally full bins are taken in a fixed order.
     """
     order, decreasing = sort_decreasing(lengths, capacity)
     edges = np.flatnonzero(np.diff(decreasing, prepend=-1, append=-1))

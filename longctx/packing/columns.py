@@ -1,6 +1,4 @@
-"""Token columns read in place from Arrow tables, whatever their layout: chunked, sliced, large or fixed
-lists.
-"""
+"""Token columns read in place from Arrow tables, whatever their layout."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ class TokenColumn:
 
 
 def _list_offsets(chunk: pa.Array) -> NDArray[np.integer]:
-    """Where each list starts in `chunk.values`, [rows + 1]; a slice of a longer array keeps its place in
-    it.
-    """
+    """Where each list starts in `chunk.values`, [rows + 1]; in a slice these do not begin at 0."""
     if pa.types.is_fixed_size_list(chunk.type):
         return (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
     return chunk.offsets.to_numpy()

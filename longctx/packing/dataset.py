@@ -109,9 +109,7 @@ class PackedDataset:
         return int(index) % packs
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
-        """(rows of the table, first tokens or None for 0, lengths) of the pieces of a pack, int64
-        [pieces].
-        """
+        """(rows of the table, first tokens or None for 0, lengths) of a pack's pieces, int64 [pieces]."""
         rows: NDArray[Any] = self.packing.documents(index).astype(np.int64)
         if self._rows is not None:
             rows = self._rows[rows].astype(np.int64)
@@ -163,16 +161,15 @@ def pack_dataset(
     map_kwargs: dict[str, Any] | None = None,
     overlong: str = "raise",
 ) -> Any:
-    """Write a packed copy of a data set: `trl.pack_dataset`'s signature and columns, packed over all
-    documents.
+    """Write a packed copy of a data set; `trl.pack_dataset`'s signature and columns, packed globally.
 
     Differences from TRL: documents of the whole data set are packed together (not of each 1,000); a document
     longer than `seq_length` is an error unless `overlong` says what to do; columns that are no lists of
     numbers are left out instead of refused; "wrapped" gives `seq_lengths` too, so that documents stay apart.
     `PackedDataset` cuts the same rows without writing a copy.
 
-        input_ids [1 2 3 4] [5 6] [7 8 9], seq_length 6  ->  input_ids [1 2 3 4 5 6] [7 8 9], seq_lengths [4
-        2] [3]
+        input_ids [1 2 3 4] [5 6] [7 8 9], seq_length 6
+        ->  input_ids [1 2 3 4 5 6] [7 8 9], seq_lengths [4 2] [3]
 
     Args:
         dataset: datasets.Dataset or DatasetDict whose list columns of numbers hold one value a token.
@@ -200,8 +197,7 @@ def pack_dataset(
     if not isinstance(dataset, datasets.Dataset):
         raise ValueError(
             f"pack_dataset takes a datasets.Dataset or DatasetDict, got {type(dataset).__name__}; load it "
-            "without "
-            "streaming=True"
+            "without streaming=True"
         )
     packing, report = plan_packing(read_lengths(dataset), seq_length, strategy=strategy, overlong=overlong)
     lossless = report.tokens_kept == report.tokens
@@ -246,9 +242,7 @@ def _cut_batch(batch: dict[str, NDArray[np.int64]], packs: PackedDataset) -> pa.
 
 
 def _check_plan(packing: Packing, lengths: NDArray[np.int64]) -> None:
-    """ValueError unless the plan's pieces exist in documents of these lengths and its packs are not
-    overfull.
-    """
+    """ValueError unless the plan's pieces exist in documents [n] of these lengths and no pack is overfull."""
     if len(packing) == 0:
         return
     wrong = None
@@ -257,9 +251,8 @@ def _check_plan(packing: Packing, lengths: NDArray[np.int64]) -> None:
     elif packing.stops is not None and (packing.stops > lengths[packing.indices]).any():
         piece = int(np.flatnonzero(packing.stops > lengths[packing.indices])[0])
         document = int(packing.indices[piece])
-        wrong = (
-            f"it takes {packing.stops[piece]} tokens of document {document}, which has {lengths[document]}"
-        )
+        stop, length = packing.stops[piece], lengths[document]
+        wrong = f"it cuts up to token {stop} of document {document}, which has {length}"
     elif packing.piece_lengths(lengths).min() < 1:
         wrong = "it places a document of 0 tokens"
     else:
