@@ -17,9 +17,12 @@ K/V ranges shifted by that beginning; gradients are reduce-scattered over the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -244,35 +247,57 @@ def plan_ring(
     world_size: int,
     *,
     max_imbalance: float = 1.02,
+    group_fraction: float = 0.125,
 ) -> RingPlan:
     """Spread a packed sequence over a ring of ranks: equal tokens, balanced attention work, little K/V sent.
 
     Pure and deterministic: every rank that calls it with the same arguments gets the same plan.
 
+    The K/V of a document that climbs the ring (its positions in the order of the ranks) travels only as far
+    as its last rank, while a zigzagged one (https://github.com/zhuzilin/ring-flash-attention) travels all the
+    way round. So as few documents as possible are zigzagged:
+
+    1. Starting at the last rank, every rank takes tails of the longest documents and whole short ones, in
+       the proportion that gives it its share of both tokens and attention work; what is left of a document
+       goes to the ranks before.
+    2. If that does not balance, the longest document is halved first, and its second half climbs the ring's
+       first ranks while the first half climbs its last ones: the document goes over the end of the ring.
+    3. If that does not either, the longest documents are zigzagged, one more at a time. The longest of them
+       is dealt last, from both its ends, in the parts that make up for what the others leave unbalanced.
+
     Args:
         cu_seqlens: int [n + 1], document boundaries: starts with 0, strictly increasing, ends with T.
         world_size: P, the number of ranks in the ring.
-        max_imbalance: documents are split over all ranks, longest first, until the largest attention work
-            of a rank is at most this multiple of the mean.
+        max_imbalance: the first arrangement whose largest attention work of a rank is at most this multiple
+            of the mean is taken; if there is none, the most balanced one.
+        group_fraction: neighbouring documents of at most this fraction of T/P tokens are dealt together, in
+            groups of about as many tokens, so that a rank gets few runs of the original sequence.
 
     Returns:
         The plan. Its arrays are int64.
 
     Raises:
         ValueError: if `cu_seqlens` is not as described, `world_size` is below 1, or T is not divisible
-            by `world_size`.
+            by `world_size`; or if `max_imbalance` is below 1 or `group_fraction` is negative.
     """
+    if max_imbalance < 1 or group_fraction < 0:
+        raise ValueError(
+            f"max_imbalance must be at least 1 and group_fraction at least 0, got {max_imbalance} and "
+            f"{group_fraction}"
+        )
     cu = _checked(cu_seqlens, world_size)
-    lengths = np.diff(cu)
-    order = np.argsort(-lengths, kind="stable")
+    problem = _Problem.of(cu, world_size, max_imbalance, group_fraction)
     best: RingPlan | None = None
-    for num_zigzag in _candidates(len(lengths)):
-        plan = _assemble(cu, world_size, *_partition(lengths, order[:num_zigzag], world_size))
+    for num_zigzag, cut in _candidates(problem):
+        pieces = _partition(problem, num_zigzag, cut)
+        if pieces is None:
+            continue
+        plan = _assemble(cu, world_size, pieces)
         if best is None or plan.imbalance < best.imbalance:
             best = plan
         if plan.imbalance <= max_imbalance:
             break
-    assert best is not None
+    assert best is not None, "the first candidate always gives a plan"
     return best
 
 
@@ -304,64 +329,404 @@ def _checked(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], world_size: in
     return cu
 
 
-def _candidates(num_documents: int) -> list[int]:
-    """How many of the longest documents to zigzag: few values, growing."""
-    values = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, num_documents]
-    return sorted({min(value, num_documents) for value in values})
+_NUM_ZIGZAG = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of zigzagged documents that are tried."""
+_CUT_FRACTIONS = (0.5, 0.45, 0.55, 0.4, 0.6)
+"""Where the document that goes over the end of the ring is cut, tried in this order."""
+_LONGEST_CUT = 0.55
+"""Above this fraction of all tokens a document leaves too little for the ranks to pair its tail with."""
+_FRESH = 0.75
+"""A document with more than this fraction of the cut one left is used before the cut one's second half."""
 
 
-def _partition(lengths: IntArray, zigzag: IntArray, world_size: int) -> tuple[IntArray, ...]:
-    """Pieces (document, length, rank), each document's in position order."""
-    z_document, z_length, z_rank = _zigzag_pieces(lengths, zigzag, world_size)
-    taken = np.bincount(z_rank, weights=z_length, minlength=world_size).astype(np.int64)
-    rest = np.setdiff1d(np.arange(len(lengths)), zigzag)
-    f_document, f_length, f_rank = _contiguous_pieces(lengths, rest, lengths.sum() // world_size - taken)
-    return (
-        np.concatenate([z_document, f_document]),
-        np.concatenate([z_length, f_length]),
-        np.concatenate([z_rank, f_rank]),
-    )
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """What every candidate arrangement starts from."""
+
+    lengths: IntArray
+    """int64 [n]."""
+    longest_first: IntArray
+    """int64 [n]: documents by length, descending."""
+    area: IntArray
+    """int64 [n]: L(L+1)/2 legal pairs of each document."""
+    world_size: int
+    group_tokens: int
+    slack: float
+    """Legal pairs that a rank may have above the mean."""
+
+    @staticmethod
+    def of(cu: IntArray, world_size: int, max_imbalance: float, group_fraction: float) -> _Problem:
+        lengths = np.diff(cu)
+        area = lengths * (lengths + 1) // 2
+        return _Problem(
+            lengths=lengths,
+            longest_first=np.argsort(-lengths, kind="stable"),
+            area=area,
+            world_size=world_size,
+            group_tokens=int(cu[-1] / world_size * group_fraction),
+            slack=(max_imbalance - 1) * int(area.sum()) / world_size,
+        )
 
 
-def _zigzag_pieces(lengths: IntArray, documents: IntArray, world_size: int) -> tuple[IntArray, ...]:
-    """Pieces r and 2P-1-r of each document on rank r; ranks' totals differ by one token at most.
+class _Lists(NamedTuple):
+    """Pieces in position order within each document, documents in any order; int64 [m] each."""
+
+    document: IntArray
+    length: IntArray
+    rank: IntArray
+
+
+class _Take(NamedTuple):
+    """`tokens` tokens at the end of what is left of a unit go to `rank`."""
+
+    unit: int
+    tokens: int
+    rank: int
+
+
+class _Cut(NamedTuple):
+    """The document that goes over the end of the ring, and where its part on the first ranks begins."""
+
+    document: int
+    position: int
+
+
+def _candidates(problem: _Problem) -> Iterator[tuple[int, _Cut | None]]:
+    """(number of zigzagged documents, document cut in two), from little K/V sent to much."""
+    longest, num_tokens = int(problem.longest_first[0]), int(problem.lengths.sum())
+    length, num_documents = int(problem.lengths[longest]), len(problem.lengths)
+    yield 0, None
+    if 1 < length <= _LONGEST_CUT * num_tokens:
+        for fraction in _CUT_FRACTIONS:
+            yield 0, _Cut(longest, max(1, int(length * fraction)))
+    yield from ((k, None) for k in sorted({min(k, num_documents) for k in _NUM_ZIGZAG}))
+
+
+def _partition(problem: _Problem, num_zigzag: int, cut: _Cut | None) -> _Lists | None:
+    """Pieces of all documents, or None where the arrangement does not work out."""
+    world_size, lengths = problem.world_size, problem.lengths
+    zigzag = problem.longest_first[:num_zigzag]
+    share = _equal_shares(lengths[zigzag], world_size)
+    capacity = int(lengths.sum()) // world_size - share.sum(axis=0)
+    rest = np.ones(len(lengths), bool)
+    rest[zigzag] = False
+    climbing = _climbing_pieces(problem, rest, capacity, cut, strict=cut is not None)
+    if climbing is None:
+        return None
+    pieces = _joined(climbing, _zigzag_pieces(zigzag[1:], share[1:]))
+    if not num_zigzag:
+        return pieces
+    area = int(problem.area.sum()) / world_size - _area_per_rank(pieces, world_size)
+    return _joined(pieces, _make_up_pieces(int(zigzag[0]), int(lengths[zigzag[0]]), share[0], area))
+
+
+def _joined(*lists: _Lists) -> _Lists:
+    return _Lists(*(np.concatenate(columns) for columns in zip(*lists, strict=True)))
+
+
+def _area_per_rank(pieces: _Lists, world_size: int) -> IntArray:
+    """int64 [P]: legal pairs of each rank's queries."""
+    if not len(pieces.document):
+        return np.zeros(world_size, np.int64)
+    _, start, length, rank = _merged(pieces)
+    return _summed_area(start, length, rank, world_size)
+
+
+def _summed_area(start: IntArray, length: IntArray, rank: IntArray, world_size: int) -> IntArray:
+    """int64 [P]: legal pairs of the queries start..start+length-1 of documents, summed by rank."""
+    area = np.zeros(world_size, np.int64)
+    np.add.at(area, rank, length * (2 * start + length + 1) // 2)
+    return area
+
+
+def _equal_shares(lengths: IntArray, world_size: int) -> IntArray:
+    """int64 [k, P]: tokens of k documents on each rank; ranks' totals differ by one token at most.
 
     Tokens left over by the division by P go round-robin, going on where the document before stopped.
     """
-    length = lengths[documents, None]
+    length = lengths[:, None]
     spare = length % world_size
     turn = np.cumsum(spare, axis=0) - spare
-    rank = np.arange(world_size)
-    per_rank = length // world_size + ((rank - turn) % world_size < spare)
-    head = per_rank // 2
-    piece_length = np.concatenate([head, (per_rank - head)[:, ::-1]], axis=1)
-    piece_rank = np.concatenate([rank, rank[::-1]])
-    return (
+    return length // world_size + ((np.arange(world_size) - turn) % world_size < spare)
+
+
+def _zigzag_pieces(documents: IntArray, share: IntArray) -> _Lists:
+    """Pieces i and 2P-1-i of each document on one rank; share: int64 [k, P], the documents' tokens there.
+
+    Each document begins one rank further on: the last piece of a document is of no use to other ranks, and
+    so every rank may have one of these at the end of the prefix that travels, where it can be left out.
+    """
+    num_documents, world_size = share.shape
+    rank = (np.arange(world_size) + np.arange(1, num_documents + 1)[:, None]) % world_size
+    share = np.take_along_axis(share, rank, axis=1)
+    head = share // 2
+    return _Lists(
         np.repeat(documents, 2 * world_size),
-        piece_length.reshape(-1),
-        np.tile(piece_rank, len(documents)),
+        np.concatenate([head, (share - head)[:, ::-1]], axis=1).reshape(-1),
+        np.concatenate([rank, rank[:, ::-1]], axis=1).reshape(-1),
     )
 
 
-def _contiguous_pieces(lengths: IntArray, documents: IntArray, capacity: IntArray) -> tuple[IntArray, ...]:
-    """Lay the documents end to end and cut the line at the ranks' capacities, int64 [P]."""
-    document_end, rank_end = np.cumsum(lengths[documents]), np.cumsum(capacity)
-    ends = np.union1d(document_end, rank_end[rank_end > 0])
+def _make_up_pieces(document: int, length: int, share: IntArray, area: npt.NDArray[Any]) -> _Lists:
+    """Deal one document from both its ends so that each rank gets `share` tokens and about `area` pairs.
+
+    Tokens near the end of a document cost more, so a longer tail and a shorter head give more pairs for as
+    many tokens. Ranks that need the most unusual mixture choose first, while both ends are far apart.
+
+    Args:
+        document, length: the document.
+        share: int64 [P], its tokens on each rank, `length` in all.
+        area: float64 [P], legal pairs that each rank still needs.
+    """
+    unusual = np.abs(area - share * (length + 1) / 2)
+    heads, tails, ranks = [], [], []
+    begin, end = 0, length
+    for rank in np.argsort(-unusual.round(-1), kind="stable").tolist():
+        tokens = int(share[rank])
+        # Least work: all from the head. Every token moved from head to tail adds the distance between them.
+        least = tokens * (2 * begin + tokens + 1) / 2
+        tail = (area[rank] - least) / max(1, end - begin - tokens)
+        tail = min(tokens, max(0, round(float(tail))))
+        heads.append(tokens - tail)
+        tails.append(tail)
+        ranks.append(rank)
+        begin, end = begin + tokens - tail, end - tail
+    return _Lists(
+        np.full(2 * len(ranks), document),
+        np.array(heads + tails[::-1], np.int64),
+        np.array(ranks + ranks[::-1], np.int64),
+    )
+
+
+def _climbing_pieces(
+    problem: _Problem, rest: npt.NDArray[np.bool_], capacity: IntArray, cut: _Cut | None, *, strict: bool
+) -> _Lists | None:
+    """Pieces of the documents marked in `rest`, bool [n], whose positions climb the ring rank by rank.
+
+    Args:
+        capacity: int64 [P], tokens of these documents for each rank.
+        cut: the document that goes over the end of the ring, if any.
+        strict: give up (None) as soon as a rank can't be balanced.
+    """
+    documents = np.flatnonzero(rest)
     if not len(documents):
-        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
-    starts = np.append(0, ends[:-1])
-    return (
-        documents[np.searchsorted(document_end, starts, side="right")],
-        ends - starts,
-        np.searchsorted(rank_end, starts, side="right"),
+        return _Lists(documents, documents, documents)
+    line = _Line.of(problem, documents, cut)
+    takes = line.deal(
+        capacity.tolist(), tolerance=0.2 * problem.slack, slack=problem.slack if strict else None
+    )
+    if takes is None:
+        return None
+    unit, tokens, rank = np.array(takes).T
+    order = np.argsort(line.place[unit[::-1]], kind="stable")  # a unit's tail was taken first
+    tokens, rank = tokens[::-1][order], rank[::-1][order]
+    document_end, take_end = np.cumsum(problem.lengths[documents]), np.cumsum(tokens)
+    end = np.union1d(document_end, take_end)
+    begin = np.append(0, end[:-1])
+    return _Lists(
+        documents[np.searchsorted(document_end, begin, side="right")],
+        end - begin,
+        rank[np.searchsorted(take_end, begin, side="right")],
     )
 
 
-def _assemble(
-    cu: IntArray, world_size: int, document: IntArray, length: IntArray, rank: IntArray
-) -> RingPlan:
+class _Line:
+    """Units, each a document or a group of neighbouring short ones, from which ranks take tails.
+
+    `ready` holds the units with tokens left by work per token, ascending: its begin is cheap and its end
+    dear. Work is computed exactly for documents; groups are taken to be even.
+    """
+
+    def __init__(self, tokens: IntArray, area: IntArray, is_group: npt.NDArray[np.bool_]):
+        self.place = np.arange(len(tokens))
+        """int64 [units]: sorts the units by their place in the sequence."""
+        self.left: list[int] = tokens.tolist()
+        self.base: list[int] = [0] * len(tokens)
+        """Tokens of the unit's document that come before the unit."""
+        self.even: list[float] = np.where(is_group, area / tokens, 0.0).tolist()
+        self.slope: list[float] = np.where(is_group, 0.0, 0.5).tolist()
+        self.size: list[float] = np.where(is_group, 2 * area / tokens - 1, tokens).tolist()
+        """Length left of the document, or length of one with the group's work per token."""
+        self.lower: int | None = None
+        self.upper: int | None = None
+        """Units of a document cut in two; the upper one is not ready before the lower one is used up."""
+        self.ready = sorted(range(len(tokens)), key=self.size.__getitem__)
+
+    @staticmethod
+    def of(problem: _Problem, documents: IntArray, cut: _Cut | None) -> _Line:
+        """The line of `documents`, int64 [m] ascending."""
+        lengths = problem.lengths[documents]
+        first = _first_of_groups(lengths, problem.group_tokens)
+        is_group = np.diff(np.append(first, len(documents))) > 1
+        line = _Line(
+            np.add.reduceat(lengths, first), np.add.reduceat(problem.area[documents], first), is_group
+        )
+        if cut is not None:
+            unit = np.searchsorted(first, np.searchsorted(documents, cut.document), side="right") - 1
+            if not is_group[unit]:
+                line._cut_in_two(int(unit), cut.position)
+        return line
+
+    def _cut_in_two(self, unit: int, position: int) -> None:
+        self.lower, self.upper = unit, len(self.left)
+        self.left.append(self.left[unit] - position)
+        self.size.append(self.left[unit])
+        self.left[unit] = position
+        self.size[unit] = position
+        self.base.append(position)
+        self.even.append(0.0)
+        self.slope.append(0.5)
+        self.place = np.append(2 * self.place, 2 * unit + 1)
+        self.ready.sort(key=self.size.__getitem__)
+
+    def work(self, unit: int, tokens: int) -> float:
+        """Legal pairs of the last `tokens` tokens left of a unit."""
+        end = self.base[unit] + self.left[unit]
+        return tokens * (self.even[unit] + self.slope[unit] * (2 * end - tokens + 1))
+
+    def deal(self, capacity: list[int], tolerance: float, slack: float | None) -> list[_Take] | None:
+        """Fill the ranks from the last to the first.
+
+        Args:
+            capacity: tokens for each rank; all tokens of the line together.
+            tolerance: how far a rank may be off its share of the work if that saves cutting a document.
+            slack: give up (None) when a rank is further above its share; None: never.
+        """
+        work_left = sum(self.work(unit, tokens) for unit, tokens in enumerate(self.left))
+        limit = np.inf if slack is None else slack
+        takes: list[_Take] = []
+        for rank in range(len(capacity) - 1, 0, -1):
+            share = work_left / (rank + 1)
+            chosen = self._choose(capacity[rank], share, tolerance, limit)
+            if chosen is None:
+                return None
+            work = sum(self._take(take) for take in chosen)
+            if work > share + limit:
+                return None
+            takes += [_Take(*take, rank) for take in chosen]
+            work_left -= work
+            self.ready = [unit for unit in self.ready if self.left[unit]]
+            self.ready.sort(key=self.size.__getitem__)
+        return takes + [_Take(unit, tokens, 0) for unit, tokens in enumerate(self.left) if tokens]
+
+    def _take(self, take: tuple[int, int]) -> float:
+        """Remove (unit, tokens) from the line and return the work taken."""
+        unit, tokens = take
+        work = self.work(unit, tokens)
+        self.left[unit] -= tokens
+        if self.slope[unit]:
+            self.size[unit] -= tokens
+        return work
+
+    def _choose(
+        self, tokens: int, share: float, tolerance: float, limit: float
+    ) -> list[tuple[int, int]] | None:
+        """(unit, tokens) for one rank, `tokens` in all; None where there are not as many.
+
+        No rank but one may hold parts of both units of a document cut in two: the pieces of two such ranks
+        would interleave. So the upper unit waits until the lower one is used up, or is taken whole here.
+        """
+        lower, upper = self.lower, self.upper
+        may_open = upper is not None and all(
+            unit == lower or self.size[unit] <= _FRESH * self.size[upper] for unit in self.ready
+        )
+        if may_open and lower is not None and not self.left[lower]:
+            self._open_upper()
+            may_open = False
+        mixture = self._mixture(tokens, share, tolerance)
+        if mixture is not None and mixture[1] <= share + limit:
+            return mixture[0]
+        if not may_open or lower is None or self.left[lower] > tokens:
+            return mixture and mixture[0]
+        whole = (lower, self.left[lower])
+        work = self._take(whole)
+        self.ready.remove(lower)
+        self._open_upper()
+        mixture = self._mixture(tokens - whole[1], share - work, tolerance)
+        self.left[lower] = whole[1]
+        return mixture and [whole, *mixture[0]]
+
+    def _open_upper(self) -> None:
+        assert self.upper is not None
+        self.ready.append(self.upper)
+        self.ready.sort(key=self.size.__getitem__)
+        self.lower = self.upper = None
+
+    def _mixture(
+        self, tokens: int, share: float, tolerance: float
+    ) -> tuple[list[tuple[int, int]], float] | None:
+        """Dear tokens from the end of `ready` and cheap ones from its begin: `tokens` in all, work `share`.
+
+        Returns:
+            The (unit, tokens) to take, and their work; None where there are too few tokens.
+        """
+        dear, cheap = _Profile(self, reversed(self.ready), tokens), _Profile(self, self.ready, tokens)
+        if dear.tokens[-1] < tokens:
+            return None
+        num_dear = _root(
+            lambda x: dear.work(x) + cheap.work(tokens - x) - share,
+            [x for x in dear.tokens if x <= tokens],
+            [tokens - x for x in cheap.tokens if x <= tokens],
+            tolerance,
+        )
+        work = dear.work(num_dear) + cheap.work(tokens - num_dear)
+        return dear.first(num_dear) + cheap.first(tokens - num_dear), work
+
+
+class _Profile:
+    """Units of a line in one order, up to a number of tokens, and the work of their first x tokens."""
+
+    def __init__(self, line: _Line, units: Iterable[int], max_tokens: int):
+        self.line, self.units, self.tokens, self.total = line, list[int](), [0], [0.0]
+        for unit in units:
+            if self.tokens[-1] >= max_tokens:
+                break
+            self.units.append(unit)
+            self.tokens.append(self.tokens[-1] + line.left[unit])
+            self.total.append(self.total[-1] + line.work(unit, line.left[unit]))
+
+    def work(self, tokens: int) -> float:
+        """Legal pairs of the first `tokens` tokens."""
+        i = bisect.bisect_right(self.tokens, tokens) - 1
+        part = tokens - self.tokens[i]
+        return self.total[i] + (self.line.work(self.units[i], part) if part else 0.0)
+
+    def first(self, tokens: int) -> list[tuple[int, int]]:
+        """(unit, tokens) of the first `tokens` tokens."""
+        bounds = zip(self.units, self.tokens[:-1], self.tokens[1:], strict=True)
+        return [(unit, min(end, tokens) - begin) for unit, begin, end in bounds if begin < tokens]
+
+
+def _root(error: Callable[[int], float], best_cuts: list[int], good_cuts: list[int], tolerance: float) -> int:
+    """A zero of `error` on integers, or one of the given points if `error` is at most `tolerance` there.
+
+    `best_cuts`, ascending, and `good_cuts`, descending, are the points that cut no dear or no cheap unit.
+    """
+    best_errors, good_errors = [error(x) for x in best_cuts], [error(x) for x in good_cuts]
+    for cuts, errors in ((best_cuts, best_errors), (good_cuts, good_errors)):
+        smallest = min(range(len(cuts)), key=lambda i: abs(errors[i]))
+        if abs(errors[smallest]) <= tolerance:
+            return cuts[smallest]
+    points = sorted(dict(zip(best_cuts + good_cuts, best_errors + good_errors, strict=True)).items())
+    if points[0][1] >= 0:
+        return points[0][0]
+    for (low, _), (high, at_high) in itertools.pairwise(points):
+        if at_high >= 0:
+            return low + 1 + bisect.bisect_left(range(low + 1, high), 0.0, key=error)
+    return min(points, key=lambda point: abs(point[1]))[0]
+
+
+def _first_of_groups(lengths: IntArray, group_tokens: int) -> IntArray:
+    """int64 [units]: first document of each unit; short neighbours share one of about `group_tokens`."""
+    short = lengths <= group_tokens
+    bucket = (np.cumsum(lengths) - lengths) // max(1, group_tokens)
+    joins = short[1:] & short[:-1] & (bucket[1:] == bucket[:-1])
+    return np.flatnonzero(np.append(True, ~joins))
+
+
+def _assemble(cu: IntArray, world_size: int, pieces: _Lists) -> RingPlan:
     """The plan for pieces given in position order within each document."""
-    document, start, length, rank = _merged(document, length, rank)
+    document, start, length, rank = _merged(pieces)
     far = _farthest_hop(document, start, rank, world_size)
     order = _shard_order(document, start, rank, far)
     document, start, length, rank, far = (a[order] for a in (document, start, length, rank, far))
@@ -372,24 +737,22 @@ def _assemble(
     prefix = np.maximum.accumulate(prefix[:, ::-1], axis=1)[:, ::-1]
     prefix[:, 0] = num_tokens
     original = cu[document] + start
-    end = start + length
-    area = np.zeros(world_size, np.int64)
-    np.add.at(area, rank, (end * (end + 1) - start * (start + 1)) // 2)
     new_run = np.append(True, (original[1:] != original[:-1] + length[:-1]) | (rank[1:] != rank[:-1]))
     place = np.cumsum(length) - length
     return RingPlan(
         world_size=world_size,
         cu_seqlens=cu,
         permutation=np.arange(int(cu[-1])) + np.repeat(original - place, length),
-        area_per_rank=area,
+        area_per_rank=_summed_area(start, length, rank, world_size),
         runs_per_rank=np.bincount(rank[new_run], minlength=world_size),
         prefix_tokens=prefix,
         _pieces=_Pieces(document, start, length, rank, offset),
     )
 
 
-def _merged(document: IntArray, length: IntArray, rank: IntArray) -> tuple[IntArray, ...]:
+def _merged(pieces: _Lists) -> tuple[IntArray, ...]:
     """Drop empty pieces, sort by document, join neighbours on one rank: (document, start, length, rank)."""
+    document, length, rank = pieces
     kept = np.flatnonzero(length)
     kept = kept[np.argsort(document[kept], kind="stable")]
     document, length, rank = document[kept], length[kept], rank[kept]
