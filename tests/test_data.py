@@ -1,0 +1,661 @@
+"""Data stage: every format loads, every bad input has its error, and the tokens are the ones TRL gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from longctx.data import DataError, document_lengths, load_records, stdlib_files, tokenize_records
+from longctx.tiny import tiny_model, tiny_tokenizer
+
+VOCAB_SIZE = 272
+EOS = 256
+TEXTS = ["hello", "def f(x):\n    return 'ü€'\n", "x" * 300]
+CHATS = [
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ],
+    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}],
+]
+PAIRS = [("2+2=", "4"), ("the sky is", " blue"), ("", "nothing before")]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """Each test has its own cache of `datasets`, and never waits for the hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def _write_lines(path: Path, records: list[Any], end: str = "\n") -> str:
+    path.write_text(
+        end.join(json.dumps(record, ensure_ascii=False) for record in records) + end, encoding="utf-8"
+    )
+    return str(path)
+
+
+def _error(function, *args, **kwargs) -> str:
+    with pytest.raises(DataError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def _load_error(*args, **kwargs) -> str:
+    return _error(load_records, *map(str, args), **kwargs)
+
+
+def _tokenize_error(records: Dataset, tokenizer, **kwargs) -> str:
+    return _error(tokenize_records, records, tokenizer, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Formats
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
+def test_one_file_of_each_format(tmp_path, suffix) -> None:
+    path = tmp_path / f"data{suffix}"
+    records = [{"text": text, "source": 1} for text in TEXTS]
+    if suffix in (".jsonl", ".json"):
+        _write_lines(path, records)
+    elif suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    else:
+        table = pa.Table.from_pylist(records)
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    assert load_records(str(path))["text"][:] == TEXTS
+
+
+def test_arrow_file_format_too(tmp_path) -> None:
+    table = pa.table({"text": TEXTS})
+    with pa.ipc.new_file(str(tmp_path / "data.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert load_records(str(tmp_path / "data.arrow"))["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_array(tmp_path, indent) -> None:
+    path = tmp_path / "data.json"
+    path.write_text("\n " + json.dumps([{"text": text} for text in TEXTS], indent=indent))
+    assert load_records(str(path))["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\n  \n"])
+def test_line_ends_blank_lines_and_byte_order_mark(tmp_path, end) -> None:
+    path = tmp_path / "data.jsonl"
+    _write_lines(path, [{"text": text} for text in TEXTS], end)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\n\n")
+    assert load_records(str(path))["text"][:] == TEXTS
+    path.write_bytes(path.read_bytes().rstrip())
+    assert load_records(str(path))["text"][:] == TEXTS
+
+
+def test_folder_of_json_lines_in_path_order(tmp_path) -> None:
+    folder = tmp_path / "data"
+    (folder / "b").mkdir(parents=True)
+    _write_lines(folder / "b" / "0.jsonl", [{"text": "third"}])
+    _write_lines(folder / "a2.jsonl", [{"text": "second"}])
+    _write_lines(folder / "a1.jsonl", [{"text": "first"}])
+    (folder / "README.md").write_text("notes")
+    (folder / ".hidden").write_text("x")
+    assert sorted(load_records(str(folder))["text"]) == ["first", "second", "third"]
+    assert load_records(str(folder / "*.jsonl"))["text"][:] == ["first", "second"]
+
+
+def test_folder_with_split_names(tmp_path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    _write_lines(folder / "train.jsonl", [{"text": "a"}, {"text": "b"}])
+    _write_lines(folder / "test.jsonl", [{"text": "c"}])
+    assert load_records(str(folder))["text"][:] == ["a", "b"]
+    assert load_records(str(folder), split="test")["text"][:] == ["c"]
+    assert load_records(str(folder), split="train[1:]+test")["text"][:] == ["b", "c"]
+    assert load_records(str(folder), split="train[:50%]")["text"][:] == ["a"]
+    message = _load_error(folder, split="validation")
+    assert "no split 'validation'" in message
+    assert "available: test, train" in message
+    assert "not understood" in _load_error(folder, split="train[x]")
+
+
+def test_folder_of_parquet_files(tmp_path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(2):
+        pq.write_table(
+            pa.table({"text": [f"{number}{i}" for i in range(2)]}), folder / f"part-{number}.parquet"
+        )
+    assert load_records(str(folder))["text"][:] == ["00", "01", "10", "11"]
+
+
+def test_folder_and_glob_of_text_files(tmp_path) -> None:
+    folder = tmp_path / "src"
+    (folder / "pkg" / "__pycache__").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "b.py").write_bytes("print('ü')\r\n".encode())
+    (folder / "pkg" / "a.py").write_text("import os\n")
+    (folder / "pkg" / "notes.txt").write_text("")
+    (folder / ".git" / "blob").write_bytes(b"\x00\x01")
+    (folder / "pkg" / "__pycache__" / "a.pyc").write_bytes(b"\x00\x01")
+    assert load_records(str(folder))["text"][:] == ["print('ü')\r\n", "import os\n", ""]
+    assert load_records(f"{folder}/**/*.py", text_field="code")["code"][:] == [
+        "print('ü')\r\n",
+        "import os\n",
+    ]
+    assert load_records(str(folder / "b.py"))["text"][:] == ["print('ü')\r\n"]
+
+
+def test_saved_to_disk(tmp_path) -> None:
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "one"))
+    assert load_records(str(tmp_path / "one"))["text"][:] == TEXTS
+    parts = DatasetDict(
+        {"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"text": ["t"]})}
+    )
+    parts.save_to_disk(str(tmp_path / "two"))
+    assert load_records(str(tmp_path / "two"), split="test")["text"][:] == ["t"]
+    assert "available: test, train" in _load_error(tmp_path / "two", split="dev")
+    (tmp_path / "one" / "state.json").write_text("{}")
+    assert "not a readable folder of Dataset.save_to_disk" in _load_error(tmp_path / "one")
+
+
+def test_changed_file_is_read_again(tmp_path) -> None:
+    path = tmp_path / "data.jsonl"
+    _write_lines(path, [{"text": "one"}])
+    assert load_records(str(path))["text"][:] == ["one"]
+    _write_lines(path, [{"text": "two"}, {"text": "three"}])
+    assert load_records(str(path))["text"][:] == ["two", "three"]
+
+
+def test_stdlib(tokenizer, capfd) -> None:
+    files = stdlib_files()
+    parts = {part for path in files for part in path.parts}
+    assert not parts & {"site-packages", "dist-packages", "idlelib"}
+    assert len(files) > 300
+    records = load_records("stdlib")
+    documents = tokenize_records(records, tokenizer, vocab_size=VOCAB_SIZE)
+    lengths = document_lengths(documents)
+    marks = sum(path.read_bytes().startswith(b"\xef\xbb\xbf") for path in files)
+    assert lengths.sum() == sum(path.stat().st_size for path in files) + len(files) - 3 * marks
+    assert (lengths > 8192).sum() > 50
+    first = tokenizer.decode(documents[0]["input_ids"])
+    assert first == files[0].read_text(encoding="utf-8-sig") + "<|endoftext|>"
+    assert "longer than" not in "".join(capfd.readouterr())
+
+
+def test_extra_columns_and_later_columns_are_left_alone(tmp_path, tokenizer) -> None:
+    path = _write_lines(
+        tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b", "score": 1}, {"text": "c", "score": "x"}]
+    )
+    assert tokenize_records(load_records(path), tokenizer)["input_ids"][:] == [
+        [97 - 33, EOS],
+        [65, EOS],
+        [66, EOS],
+    ]
+
+
+def test_text_that_looks_like_a_date_stays_text(tmp_path) -> None:
+    path = _write_lines(tmp_path / "a.jsonl", [{"text": "2020-01-01T00:00:00"}])
+    assert load_records(path)["text"][:] == ["2020-01-01T00:00:00"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Errors while loading
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["no/such/file.jsonl", "./nowhere", "/nowhere/at/all", "data.parquet", "~/nope.txt"]
+)
+def test_missing_file(name) -> None:
+    message = _load_error(name)
+    assert message.startswith(name)
+    assert "no such file or folder" in message
+    assert ".jsonl/.json/.parquet/.arrow" in message
+
+
+def test_glob_without_a_match(tmp_path) -> None:
+    assert "no file matches" in _load_error(tmp_path / "*.py")
+
+
+def test_hub_out_of_reach() -> None:
+    message = _load_error("someone/something")
+    assert "'someone/something'" in message
+    assert "No such file or folder here either" in message
+
+
+def test_config_of_a_local_file(tmp_path) -> None:
+    path = _write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    assert "--dataset_config 'en'" in _load_error(path, config="en")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".gz", ".zip"])
+def test_unknown_format(tmp_path, suffix) -> None:
+    (tmp_path / f"data{suffix}").write_text("a,b\n")
+    message = _load_error(tmp_path / f"data{suffix}")
+    assert f"unknown format '{suffix}'" in message
+    assert "Convert" in message
+
+
+def test_mixed_formats_in_a_folder(tmp_path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("x")
+    _write_lines(tmp_path / "src" / "b.jsonl", [{"text": "a"}])
+    message = _load_error(tmp_path / "src")
+    assert "mixed formats" in message
+    assert "glob" in message
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "[]"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_empty_json(tmp_path, content, suffix) -> None:
+    (tmp_path / f"a{suffix}").write_text(content)
+    message = _load_error(tmp_path / f"a{suffix}")
+    assert "0 records" in message
+    assert str(tmp_path / f"a{suffix}") in message
+
+
+def test_empty_folder_and_empty_parquet(tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "holds no files" in _load_error(tmp_path / "empty")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), pa.schema([("text", pa.string())])):
+        pass
+    for suffix in (".parquet", ".arrow"):
+        assert "0 records" in _load_error(tmp_path / f"a{suffix}")
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "b.parquet")
+    assert load_records(str(tmp_path / "*.parquet"))["text"][:] == ["a"]
+
+
+BAD_LINES = {
+    "cut off": (b'{"text": "a', "malformed JSON"),
+    "not JSON": (b"hello", "malformed JSON"),
+    "two on a line": (b'{"text": "a"}{"text": "b"}', "malformed JSON"),
+    "nul": (b"\x00\x00\x00\x00", "malformed JSON"),
+    "list": (b'["a"]', "a JSON list, not an object"),
+    "number": (b"3", "a JSON int, not an object"),
+    "not UTF-8": (b'{"text": "\xff"}', "not UTF-8 (byte 0xff at column 11)"),
+    "number as text": (b'{"text": 3}', "'text' is int ('3'); expected a string"),
+    "null as text": (b'{"text": null}', "no known kind of record"),
+    "no text": (b'{"body": "a"}', "no known kind of record in the columns ['body']"),
+    "other kind": (b'{"messages": [{"role": "user", "content": "a"}]}', "mixed kinds of records"),
+    "half a pair": (b'{"text": "\\ud83d"}', "half a surrogate pair"),
+    "deep": (b'{"text": ' + b"[" * 100_000, "malformed JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_bad_line_is_named(tmp_path, name) -> None:
+    line, expected = BAD_LINES[name]
+    path = tmp_path / "data.jsonl"
+    good = b'{"text": "fine"}\n'
+    path.write_bytes(good * 1500 + b"\n" + line + b"\n" + good)
+    message = _load_error(path)
+    assert message.startswith(f"{path}:1502: "), message
+    assert expected in message
+
+
+def test_bad_second_file_is_named(tmp_path) -> None:
+    _write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{"text": }\n')
+    assert f"{tmp_path}/b.jsonl:2: malformed JSON" in _load_error(tmp_path / "*.jsonl")
+
+
+def test_bad_json_array(tmp_path) -> None:
+    (tmp_path / "a.json").write_text('[\n{"text": "a"},\n{"text": }\n]')
+    assert f"{tmp_path}/a.json:3: malformed JSON" in _load_error(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('[{"text": "a"}, 3]')
+    assert f"{tmp_path}/a.json, record 1: a JSON int" in _load_error(tmp_path / "a.json")
+
+
+def test_unknown_kind_lists_columns_and_kinds(tmp_path) -> None:
+    message = _load_error(_write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}]))
+    assert "['answer', 'question']" in message
+    for kind in ("'text'", "'messages'", "'prompt' and 'completion'", "'input_ids'", "--dataset_text_field"):
+        assert kind in message
+    pq.write_table(pa.table({"body": ["a"]}), tmp_path / "a.parquet")
+    assert "['body']" in _load_error(tmp_path / "a.parquet")
+    assert load_records(str(tmp_path / "a.parquet"), text_field="body")["body"][:] == ["a"]
+
+
+def test_mixed_kinds_over_parquet_files(tmp_path) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"input_ids": [[1]]}), tmp_path / "b.parquet")
+    message = _load_error(tmp_path / "*.parquet")
+    assert "mixed kinds of records: 'text' in" in message
+    assert "b.parquet" in message
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_damaged_binary_data(tmp_path, suffix) -> None:
+    (tmp_path / f"a{suffix}").write_bytes(b"garbage " * 40)
+    message = _load_error(tmp_path / f"a{suffix}")
+    assert f"a{suffix}: not a readable {suffix[1:]} file" in message
+
+
+def test_binary_and_badly_encoded_text_files(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "b.txt").write_bytes(b"one\ntwo \xe9\n")
+    assert f"{tmp_path}/b.txt:2: not UTF-8 (byte 0xe9 at offset 8)" in _load_error(tmp_path / "*.txt")
+    (tmp_path / "b.txt").write_bytes(b"\x7fELF\x00\x00")
+    assert f"{tmp_path}/b.txt: NUL byte at offset 4" in _load_error(tmp_path / "*.txt")
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"messages": CHATS[1]}, {"messages": []}],
+        [{"messages": CHATS[1]}, {"messages": [{"content": "no role"}]}],
+        [{"messages": CHATS[1]}, {"messages": "plain"}],
+        [{"prompt": "a", "completion": "b"}, {"prompt": ["a"], "completion": "b"}],
+        [{"prompt": "a", "completion": "b"}, {"prompt": "a"}],
+        [{"input_ids": [1, 2]}, {"input_ids": [1.5]}],
+        [{"input_ids": [1, 2]}, {"input_ids": [[1], [1, 2]]}],
+        [{"input_ids": [1, 2]}, {"input_ids": [1, None]}],
+        [{"input_ids": [1, 2]}, {"input_ids": "12"}],
+        [{"input_ids": [1, 2]}, {"input_ids": [2**40]}],
+        [{"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [1, 2]}],
+        [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2]}],
+    ],
+)
+def test_record_of_the_wrong_form_is_named(tmp_path, records) -> None:
+    path = _write_lines(tmp_path / "a.jsonl", records)
+    assert _load_error(path).startswith(f"{path}:2: ")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tokens and labels, compared with TRL
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trl_prepare(tokenizer, tmp_path_factory):
+    """TRL's own preparation: records, options -> rows of input_ids and labels."""
+    from trl import SFTConfig, SFTTrainer
+
+    folder = str(tmp_path_factory.mktemp("trl"))
+
+    def prepare(records: list[dict[str, Any]], **options: Any) -> list[dict[str, list[int]]]:
+        args = SFTConfig(folder, use_cpu=True, report_to="none", max_length=None, bf16=False, **options)
+        trainer = SFTTrainer(
+            tiny_model(), args, train_dataset=Dataset.from_list(records), processing_class=tokenizer
+        )
+        return [{key: row[key] for key in ("input_ids", "labels")} for row in trainer.train_dataset]
+
+    return prepare
+
+
+CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "text": ([{"text": text} for text in [*TEXTS, "ends<|endoftext|>", ""]], {}),
+    "messages": ([{"messages": chat} for chat in CHATS], {}),
+    "messages, assistant only": ([{"messages": chat} for chat in CHATS], {"assistant_only_loss": True}),
+    "from/value": (
+        [{"conversations": [{"from": m["role"], "value": m["content"]} for m in chat]} for chat in CHATS],
+        {},
+    ),
+    "prompt+completion": ([{"prompt": p, "completion": c} for p, c in PAIRS], {}),
+    "prompt+completion, all tokens": (
+        [{"prompt": p, "completion": c} for p, c in PAIRS],
+        {"completion_only_loss": False},
+    ),
+    "chat prompt+completion": ([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS], {}),
+    "chat prompt+completion, assistant only": (
+        [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS],
+        {"assistant_only_loss": True, "completion_only_loss": False},
+    ),
+    "input_ids": ([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], {}),
+    "input_ids and labels": ([{"input_ids": [1, 2, 3], "labels": [-100, 2, -100]}], {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_tokens_and_labels_as_trl(name, tmp_path, tokenizer, trl_prepare) -> None:
+    records, options = CASES[name]
+    expected = trl_prepare(records, **options)
+    path = _write_lines(tmp_path / "records.jsonl", records)
+    for source in (load_records(path), Dataset.from_list(records)):
+        documents = tokenize_records(source, tokenizer, vocab_size=VOCAB_SIZE, **options)
+        assert documents["input_ids"][:] == [row["input_ids"] for row in expected]
+        labels = documents["labels"][:] if "labels" in documents.column_names else documents["input_ids"][:]
+        assert labels == [row["labels"] for row in expected]
+        masked = any(-100 in row["labels"] for row in expected)
+        assert ("labels" in documents.column_names) == (masked or "labels" in records[0])
+        for column in documents.column_names:
+            assert documents.features[column] == datasets.List(datasets.Value("int32"))
+
+
+def test_known_template_without_markers_gets_trls_training_version(
+    tokenizer, trl_prepare, monkeypatch
+) -> None:
+    from trl.chat_template_utils import qwen3_chat_template
+
+    monkeypatch.setattr(tokenizer, "chat_template", qwen3_chat_template)
+    records = [{"messages": chat} for chat in CHATS]
+    expected = trl_prepare(records, assistant_only_loss=True)
+    documents = tokenize_records(Dataset.from_list(records), tokenizer, assistant_only_loss=True)
+    assert documents["labels"][:] == [row["labels"] for row in expected]
+    assert tokenizer.chat_template == qwen3_chat_template
+    given = tiny_tokenizer()
+    again = tokenize_records(
+        Dataset.from_list(records), given, assistant_only_loss=True, chat_template=qwen3_chat_template
+    )
+    assert again["labels"][:] == documents["labels"][:]
+
+
+def test_chat_template_option_and_tools(tokenizer) -> None:
+    template = "{{ tools | length if tools else 0 }}{{ suffix }}{{ messages[0]['content'] }}"
+    records = [
+        {
+            "messages": CHATS[1],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "chat_template_kwargs": None,
+        },
+        {"messages": CHATS[1], "tools": None, "chat_template_kwargs": {"suffix": "!"}},
+    ]
+    source = Dataset.from_list(records, on_mixed_types="use_json")
+    documents = tokenize_records(source, tokenizer, chat_template=template)
+    assert [tokenizer.decode(ids) for ids in documents["input_ids"]] == ["1hi", "0!hi"]
+
+
+def test_tools_of_differing_arguments_keep_their_keys(tmp_path, tokenizer) -> None:
+    call = {"role": "assistant", "content": ""}
+    records = [{"messages": [{**call, "args": {key: 1}}]} for key in ("a", "b")]
+    path = _write_lines(tmp_path / "a.jsonl", records)
+    template = "{% for m in messages %}{{ m['args'] | tojson }}{% endfor %}"
+    documents = tokenize_records(load_records(path), tokenizer, chat_template=template)
+    assert [tokenizer.decode(ids) for ids in documents["input_ids"]] == ['{"a": 1}', '{"b": 1}']
+
+
+def test_pretokenized_masks_become_labels(tokenizer) -> None:
+    source = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "assistant_masks": [[0, 1, 0], [1, 1]]})
+    assert tokenize_records(source, tokenizer)["labels"][:] == [[-100, 2, -100], [4, 5]]
+    source = source.add_column("completion_mask", [[0, 1, 1], [0, 1]])
+    assert "set --completion_only_loss" in _tokenize_error(source, tokenizer)
+    documents = tokenize_records(source, tokenizer, completion_only_loss=True)
+    assert documents["labels"][:] == [[-100, 2, -100], [-100, 5]]
+
+
+def test_selected_and_sliced_records_keep_their_masks(tokenizer) -> None:
+    rows = [{"input_ids": list(range(n)), "labels": [-100, *range(1, n)]} for n in range(2, 40)]
+    source = Dataset.from_list(rows)
+    for part, expected in (
+        (source.select([30, 3, 3, 17]), [30, 3, 3, 17]),
+        (source.select(range(5, 9)), range(5, 9)),
+    ):
+        documents = tokenize_records(part, tokenizer)
+        assert documents["input_ids"][:] == [rows[i]["input_ids"] for i in expected]
+        assert documents["labels"][:] == [rows[i]["labels"] for i in expected]
+
+
+def test_long_document_prints_no_warning(tokenizer, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(tokenizer, "model_max_length", 16)
+    tokenize_records(Dataset.from_dict({"text": ["x" * 100]}), tokenizer)
+    tokenize_records(Dataset.from_list([{"messages": CHATS[0]}]), tokenizer)
+    assert "longer than" not in "".join(capfd.readouterr())
+
+
+def test_second_tokenization_comes_from_the_cache(tmp_path, monkeypatch) -> None:
+    path = _write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    first = tokenize_records(load_records(path), tiny_tokenizer())
+    calls = []
+    original = datasets.arrow_writer.ArrowWriter.finalize
+    monkeypatch.setattr(
+        datasets.arrow_writer.ArrowWriter,
+        "finalize",
+        lambda self, *a, **k: calls.append(1) or original(self, *a, **k),
+    )
+    second = tokenize_records(load_records(path), tiny_tokenizer())
+    assert second._fingerprint == first._fingerprint
+    assert second.cache_files == first.cache_files
+    assert not calls, "nothing may be written the second time"
+    other = tiny_tokenizer()
+    other.eos_token = "<|im_end|>"
+    assert tokenize_records(load_records(path), other)["input_ids"][0][-1] == other.eos_token_id
+    assert calls
+
+
+def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
+    path = _write_lines(tmp_path / "a.jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS * 4])
+    one = tokenize_records(load_records(path), tokenizer)
+    datasets.config.HF_DATASETS_CACHE = str(tmp_path / "other")
+    two = tokenize_records(load_records(path), tokenizer, num_proc=2)
+    assert two[:] == one[:]
+    bad = Dataset.from_dict({"input_ids": [[1, 2]] * 5 + [[9999]]})
+    assert "record 5 " in _tokenize_error(bad, tokenizer, vocab_size=VOCAB_SIZE, num_proc=2)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Errors while tokenising
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (
+            {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]},
+            "record 1 (counted from 0): 'labels' has 1 entries and 'input_ids' has 2",
+        ),
+        ({"input_ids": [[1, 2], [3, 272]]}, "record 1 (counted from 0): 'input_ids' holds the token id 272"),
+        ({"input_ids": [[1, -1]]}, "holds the token id -1, and the vocabulary has the ids 0 to 271"),
+        ({"input_ids": [[1, 2]], "labels": [[1, 999]]}, "'labels' holds the token id 999"),
+        ({"input_ids": [[1, 2]], "labels": [[1, -1]]}, "'labels' holds the token id -1"),
+        ({"input_ids": [[1, 2], None]}, "record 1 (counted from 0): 'input_ids' is null"),
+        (
+            {"input_ids": [[1, 2], [3, None]]},
+            "record 1 (counted from 0): 'input_ids' is null or holds a null",
+        ),
+        ({"input_ids": [[1, 2], []]}, "record 1 (counted from 0): 'input_ids' is empty"),
+        ({"input_ids": [[1.5, 2.0]]}, "expected lists of integers"),
+        ({"input_ids": [[1, 2]], "labels": [[-100, -100]]}, "every label is -100"),
+        ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, -100], [3, -100]]}, "the first token of a document"),
+        ({"input_ids": [[1], [3]]}, "one token only"),
+        ({"text": ["a", None]}, "record 1 (counted from 0): 'text' is NoneType"),
+        ({"text": [1, 2]}, "column 'text' has the type int64; expected strings"),
+        ({"messages": ["a"]}, "column 'messages' has the type string; expected lists of messages"),
+        ({"prompt": ["a"], "completion": [None]}, "column 'completion' has the type null"),
+        ({"prompt": ["a", "b"], "completion": ["c", None]}, "record 1 (counted from 0): 'completion'"),
+        ({"body": ["a"]}, "no known kind of record in the columns ['body']"),
+        ({"text": []}, "0 records"),
+    ],
+)
+def test_bad_records(columns, expected, tokenizer) -> None:
+    assert expected in _tokenize_error(Dataset.from_dict(columns), tokenizer, vocab_size=VOCAB_SIZE)
+
+
+def test_ids_beyond_the_vocabulary_of_text(tokenizer) -> None:
+    message = _tokenize_error(Dataset.from_dict({"text": ["a"]}), tokenizer, vocab_size=200)
+    assert "holds the token id 256" in message
+    assert "0 to 199" in message
+
+
+def test_options_that_do_not_apply(tokenizer) -> None:
+    text, chat = Dataset.from_dict({"text": TEXTS}), Dataset.from_list([{"messages": CHATS[0]}])
+    assert "needs conversations" in _tokenize_error(text, tokenizer, assistant_only_loss=True)
+    assert "'prompt' and 'completion'" in _tokenize_error(text, tokenizer, completion_only_loss=True)
+    assert "--assistant_only_loss" in _tokenize_error(chat, tokenizer, completion_only_loss=True)
+    ids = Dataset.from_dict({"input_ids": [[1, 2]]})
+    assert "assistant_masks" in _tokenize_error(ids, tokenizer, assistant_only_loss=True)
+    assert "completion_mask" in _tokenize_error(ids, tokenizer, completion_only_loss=True)
+
+
+def test_tokenizer_without_what_is_needed(monkeypatch) -> None:
+    tokenizer = tiny_tokenizer()
+    chat = Dataset.from_list([{"messages": CHATS[0]}])
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = template
+    assert "{% generation %}" in _tokenize_error(chat, tokenizer, assistant_only_loss=True)
+    tokenizer.chat_template = None
+    assert "no chat template" in _tokenize_error(chat, tokenizer)
+    tokenizer.eos_token = None
+    assert "no EOS token" in _tokenize_error(Dataset.from_dict({"text": TEXTS}), tokenizer)
+
+
+def test_chat_problems_name_the_record(tokenizer) -> None:
+    no_answer = Dataset.from_list([{"messages": CHATS[0]}, {"messages": CHATS[0][:2]}])
+    message = _tokenize_error(no_answer, tokenizer, assistant_only_loss=True)
+    assert message.startswith("record 1 ")
+    refusing = "{% for m in messages %}{{ raise_exception('roles must alternate') }}{% endfor %}"
+    message = _tokenize_error(no_answer, tokenizer, chat_template=refusing)
+    assert "roles must alternate" in message
+    none = Dataset.from_list([{"messages": [{"role": "user", "content": None}]}])
+    assert _tokenize_error(none, tokenizer).startswith("record 0 ")
+    empty = Dataset.from_list([{"messages": CHATS[0]}, {"messages": []}])
+    assert _tokenize_error(empty, tokenizer).startswith("record 1 ")
+
+
+def test_transforms_and_streams_are_refused(tokenizer) -> None:
+    source = Dataset.from_dict({"text": TEXTS})
+    assert "with_transform" in _tokenize_error(source.with_transform(lambda batch: batch), tokenizer)
+    assert "IterableDataset" in _tokenize_error(source.to_iterable_dataset(), tokenizer)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Lengths, imports
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_document_lengths() -> None:
+    rows = [[1], [1, 2, 3], [], [4, 5]]
+    plain = Dataset.from_dict({"input_ids": rows})
+    large = plain.cast_column("input_ids", datasets.LargeList(datasets.Value("int32")))
+    for source in (plain, large):
+        lengths = document_lengths(source)
+        assert lengths.dtype == np.int64
+        assert lengths.tolist() == [1, 3, 0, 2]
+        assert document_lengths(source.select([3, 0, 3])).tolist() == [2, 1, 2]
+        assert document_lengths(source.select(range(1, 3))).tolist() == [3, 0]
+        assert document_lengths(datasets.concatenate_datasets([source, source])).tolist() == [1, 3, 0, 2] * 2
+        assert document_lengths(source.shuffle(seed=0)).sum() == 6
+    assert document_lengths(plain.select([])).tolist() == []
+    assert "1 documents have null" in _error(document_lengths, Dataset.from_dict({"input_ids": [[1], None]}))
+
+
+def test_import_is_light() -> None:
+    script = (
+        "import sys, longctx.data, longctx.tiny; print([m for m in ('trl', 'deepspeed') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
