@@ -100,6 +100,10 @@ def _require_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     return kind
 
 
+def _present(record: Mapping[str, Any]) -> list[str]:
+    return [column for column, value in record.items() if value is not None]
+
+
 def _kind_columns(kind: str) -> tuple[str, ...]:
     """Columns every record of a kind has."""
     return ("prompt", "completion") if kind == "prompt+completion" else (kind,)
@@ -148,8 +152,7 @@ def _parse_json_line(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}). "
-            "Save the file as UTF-8."
+            f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}). Save the file as UTF-8."
         ) from None
     except (json.JSONDecodeError, RecursionError) as error:
         shown = line[:60].decode("utf-8", "backslashreplace").rstrip()
@@ -224,7 +227,7 @@ class _JsonRecords:
         if first is None:
             raise _no_records(self.files)
         self.first_where, record = first
-        self.kind = _require_kind(list(record), text_field, self.first_where)
+        self.kind = _require_kind(_present(record), text_field, self.first_where)
         self.conversational = any(isinstance(record[column], list) for column in _kind_columns(self.kind))
         self.conversational = self.conversational and self.kind != "input_ids"
         self.columns = self._columns_of(record)
@@ -242,7 +245,10 @@ class _JsonRecords:
 
     def _iterate_raw(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in self.files:
-            yield from _iterate_json(path)
+            try:
+                yield from _iterate_json(path)
+            except OSError as error:
+                raise _unreadable(path, error) from error
 
     def __call__(self) -> Iterator[dict[str, Any]]:
         for where, record in self._iterate_raw():
@@ -250,7 +256,7 @@ class _JsonRecords:
             yield {column: self._value(record.get(column), column, where) for column in self.columns}
 
     def _check_kind(self, record: Mapping[str, Any], where: str) -> None:
-        present = [column for column, value in record.items() if value is not None]
+        present = _present(record)
         kind = _record_kind(present, self.text_field)
         if kind is None:
             _require_kind(present, self.text_field, where)
@@ -284,8 +290,7 @@ def _token_array(value: object, column: str, where: str) -> np.ndarray:
         array = np.asarray(None)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(
-            f"{where}: '{column}' is {str(value)[:60]!r}; expected a flat list of integers. Correct the "
-            f"record."
+            f"{where}: '{column}' is {str(value)[:60]!r}; expected a flat list of integers. Correct the record."
         )
     if array.max() > _INT32_MAX or array.min() < -_INT32_MAX:
         raise DataError(
@@ -315,12 +320,13 @@ class _TextFiles:
 
 def _read_text(path: Path) -> str:
     """A text file as it is on disk (line ends kept); a UTF-8 byte order mark is taken off."""
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
     remedy = "Give a glob that leaves it out (such as 'folder/**/*.py'), or convert it to UTF-8 text."
     if b"\x00" in data:
-        raise DataError(
-            f"{path}: NUL byte at offset {data.index(0)}; this is a binary file, expected text. {remedy}"
-        )
+        raise DataError(f"{path}: NUL byte at offset {data.index(0)}; this is a binary file, expected text. {remedy}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -386,9 +392,7 @@ def load_records(
     else:
         dataset = _read_split(splits, split, dataset_name)
     if len(dataset) == 0:
-        raise DataError(
-            f"{dataset_name} (split {split!r}): empty data set, 0 records. Give at least one record."
-        )
+        raise DataError(f"{dataset_name} (split {split!r}): empty data set, 0 records. Give at least one record.")
     _require_kind(dataset.column_names, text_field, dataset_name)
     return dataset
 
@@ -465,6 +469,12 @@ def _split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     wanted = {str(file.resolve()): file for file in files}
     found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     splits = {str(name): [wanted[file] for file in part if file in wanted] for name, part in found.items()}
+    left = sorted(set(files).difference(*splits.values()))
+    if left:
+        raise DataError(
+            f"{folder}: some files carry split names ({', '.join(splits)}) and {len(left)} do not, such as "
+            f"{left[0]}. Name a split in every file, or give a glob that selects the files."
+        )
     return {name: part for name, part in splits.items() if part}
 
 
@@ -529,9 +539,7 @@ def _size_and_time(file: Path) -> tuple[int, int]:
     try:
         stat = file.stat()
     except OSError as error:
-        raise DataError(
-            f"{file}: unreadable ({error.strerror}). Check the file and its permissions."
-        ) from None
+        raise _unreadable(file, error) from error
     return stat.st_size, stat.st_mtime_ns
 
 
@@ -614,15 +622,17 @@ def _read_split(splits: Mapping[str, _Loader], split: str, name: str) -> Dataset
         instruction = datasets.ReadInstruction.from_spec(split)
         spans = instruction.to_absolute({part: len(dataset) for part, dataset in loaded.items()})
     except (AssertionError, ValueError) as error:
-        raise DataError(
-            f"{name}: split {split!r} is not understood ({error}). Example: 'train[:10%]'."
-        ) from None
+        raise DataError(f"{name}: split {split!r} is not understood ({error}). Example: 'train[:10%]'.") from None
     parts = [loaded[span.splitname].select(range(span.from_ or 0, _end(span, loaded))) for span in spans]
     return datasets.concatenate_datasets(parts)
 
 
 def _end(span: Any, loaded: Mapping[str, Dataset]) -> int:
     return len(loaded[span.splitname]) if span.to is None else span.to
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(f"{file}: unreadable ({error.strerror}). Check the file and its permissions.")
 
 
 def _name_files(files: Sequence[Path]) -> str:
@@ -674,9 +684,7 @@ def tokenize_records(
             of the loss.
     """
     if not isinstance(dataset, Dataset):
-        raise DataError(
-            f"{type(dataset).__name__} is not supported; expected a datasets.Dataset (map-style)."
-        )
+        raise DataError(f"{type(dataset).__name__} is not supported; expected a datasets.Dataset (map-style).")
     if dataset.format["type"] == "custom":
         raise DataError(
             "the data set has a transform (Dataset.with_transform), which caching would bake in. "
@@ -735,9 +743,7 @@ def _check_column_types(features: Features, kind: str) -> None:
             )
 
 
-def _check_options(
-    kind: str, conversational: bool, completion_only: bool | None, assistant_only: bool
-) -> None:
+def _check_options(kind: str, conversational: bool, completion_only: bool | None, assistant_only: bool) -> None:
     if assistant_only and not conversational:
         raise DataError(
             f"assistant_only_loss=True needs conversations, and the records are {kind!r} with plain text. "
@@ -836,9 +842,7 @@ class _TextEncoder(_Encoder):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: str, masks_prompt: bool) -> None:
         if tokenizer.eos_token is None:
-            raise DataError(
-                "the tokenizer has no EOS token, which ends every document. Set tokenizer.eos_token."
-            )
+            raise DataError("the tokenizer has no EOS token, which ends every document. Set tokenizer.eos_token.")
         self.tokenizer = tokenizer
         self.kind = kind
         self.masked = masks_prompt
@@ -864,9 +868,7 @@ class _TextEncoder(_Encoder):
         """Tokenise a million characters at a time: the tokenizer needs over 100 bytes per token meanwhile."""
         input_ids: list[np.ndarray] = []
         for part in _by_characters(texts, _TOKENIZER_CHARACTERS):
-            encoded = self.tokenizer(
-                part, verbose=False, return_attention_mask=False, return_token_type_ids=False
-            )
+            encoded = self.tokenizer(part, verbose=False, return_attention_mask=False, return_token_type_ids=False)
             input_ids.extend(np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"])
         return input_ids
 
@@ -903,9 +905,7 @@ class _ChatEncoder(_Encoder):
             _check_chat(record[column], column, _record(index))
             chats.append(_to_chatml(record[column]))
         options = self._template_options(record)
-        out = self._apply(
-            [message for chat in chats for message in chat], index, options, self.assistant_only
-        )
+        out = self._apply([message for chat in chats for message in chat], index, options, self.assistant_only)
         ids = np.asarray(out["input_ids"], dtype=np.int64)
         labels = ids
         if self.masks_prompt:
@@ -931,9 +931,7 @@ class _ChatEncoder(_Encoder):
             **(record.get("chat_template_kwargs") or {}),
         }
 
-    def _apply(
-        self, chat: list, index: int, options: dict[str, Any], assistant_mask: bool
-    ) -> Mapping[str, Any]:
+    def _apply(self, chat: list, index: int, options: dict[str, Any], assistant_mask: bool) -> Mapping[str, Any]:
         from jinja2 import TemplateError
 
         try:
@@ -957,9 +955,7 @@ class _PretokenizedEncoder(_Encoder):
     """Token ids that come ready made, with labels or masks of the same length."""
 
     def __init__(self, columns: list[str], completion_only: bool | None, assistant_only: bool) -> None:
-        self.masks: list[str] = (
-            [] if "labels" in columns else self._masks(columns, completion_only, assistant_only)
-        )
+        self.masks: list[str] = [] if "labels" in columns else self._masks(columns, completion_only, assistant_only)
         self.given_labels = "labels" in columns
         self.masked = self.given_labels or bool(self.masks)
 
@@ -1018,9 +1014,7 @@ def _rows(column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np
     lists = _one_chunk(column)
     if lists.null_count or lists.flatten().null_count:
         row = next(row for row, value in enumerate(lists.to_pylist()) if value is None or None in value)
-        raise DataError(
-            f"{_record(indices[row])}: '{name}' is null or holds a null. Correct or remove the record."
-        )
+        raise DataError(f"{_record(indices[row])}: '{name}' is null or holds a null. Correct or remove the record.")
     values = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
     ends = np.cumsum(pc.list_value_length(lists).to_numpy())
     return np.split(values, ends[:-1])
@@ -1084,9 +1078,7 @@ def _check_ids(ids: np.ndarray, vocab_size: int | None, column: str, index: int)
         )
 
 
-def _map(
-    dataset: Dataset, encoder: _Encoder, tokenizer: PreTrainedTokenizerBase, num_proc: int | None
-) -> Dataset:
+def _map(dataset: Dataset, encoder: _Encoder, tokenizer: PreTrainedTokenizerBase, num_proc: int | None) -> Dataset:
     columns = ["input_ids", "labels"] if encoder.masked else ["input_ids"]
     if isinstance(encoder, _PretokenizedEncoder):
         dataset = dataset.with_format("arrow")

@@ -10,7 +10,9 @@ IGNORE_INDEX = -100
 
 def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
     """Cross-entropy of each token in fp32: logits [1, S, V], targets [1, S] -> [1, S], 0 where the target is −100."""
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(), shift_labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+    )
     return losses.view(shift_labels.shape)
 
 

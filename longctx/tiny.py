@@ -75,9 +75,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     # No merges, so splitting into words would change nothing but the time.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS]
-    )
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=_EOS,

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.workers import run_ranks
 
 from longctx.attention.kernels import CpuFlashKernel, DenseKernel, Entries
 from longctx.ring import plan_ring, ring_attention
 from longctx.ulysses import ulysses_attention
+from tests.workers import run_ranks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 2), "MQA": (4, 1)}
 PACKS = {

@@ -16,8 +16,8 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300):
 
     Raises AssertionError with the output of all ranks if one fails or the time-out (seconds) passes.
     """
-    module = sys.modules[target.split(":")[0]] if target.split(":")[0] in sys.modules else None
-    path = Path(module.__file__) if module is not None else None
+    module, function = target.split(":")
+    path = Path(sys.modules[module].__file__)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -34,9 +34,9 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300):
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
             }
-            command = [sys.executable, __file__, str(path), target.split(":")[1], folder]
-            output = open(Path(folder, f"{rank}.log"), "w")
-            processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
+            command = [sys.executable, __file__, str(path), function, folder]
+            with open(Path(folder, f"{rank}.log"), "w") as output:
+                processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
         try:
             codes = [process.wait(timeout) for process in processes]
         except subprocess.TimeoutExpired:

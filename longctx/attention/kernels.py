@@ -36,7 +36,7 @@ class Entries:
 
     def __post_init__(self) -> None:
         for name, ranges in (("q_ranges", self.q_ranges), ("kv_ranges", self.kv_ranges)):
-            assert ranges.ndim == 2 and (ranges[:, 0] < ranges[:, 1]).all(), f"empty range in {name}: {ranges}"
+            assert (ranges[:, 0] < ranges[:, 1]).all(), f"empty range in {name}: {ranges}"
 
     @classmethod
     def of_documents(cls, cu_seqlens: np.ndarray) -> Entries:
@@ -96,7 +96,15 @@ class Kernel(Protocol):
         """q [1, H, N, D], k and v [1, K, M, D] -> out [1, H, N, D] of q's dtype, lse [1, H, N] fp32 or wider."""
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        entries: Entries,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v; `out` and `lse` may be those of a wider softmax that these entries are a part of."""
 
@@ -116,9 +124,17 @@ class CpuFlashKernel:
         return out, lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        entries: Entries,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for at_q, at_kv in entries.compact():
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_out[:, :, at_q],
@@ -131,9 +147,9 @@ class CpuFlashKernel:
                 entries.causal,
                 scale=scale,
             )
-            for grad, part, at in zip(grads, parts, (at_q, at_kv, at_kv), strict=True):
+            for grad, part, at in zip((dq, dk, dv), parts, (at_q, at_kv, at_kv), strict=True):
                 grad[:, :, at] = part
-        return grads
+        return dq, dk, dv
 
 
 class CudaFlashKernel:
@@ -143,12 +159,27 @@ class CudaFlashKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            _rows_first(q), _rows_first(k), _rows_first(v), *_varlen(entries, q.device), 0.0, entries.causal, False, scale=scale
+            _rows_first(q),
+            _rows_first(k),
+            _rows_first(v),
+            *_varlen(entries, q.device),
+            0.0,
+            entries.causal,
+            False,
+            scale=scale,
         )
         return out.transpose(0, 1)[None], lse[None]
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        entries: Entries,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
         grads = torch.ops.aten._flash_attention_backward(
@@ -185,7 +216,15 @@ class DenseKernel:
         return out, lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        entries: Entries,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for at_q, at_kv in entries.compact():
@@ -229,7 +268,14 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: floa
 
 
 def block_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, entries: Entries, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    entries: Entries,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one block, given the final `out` and `lse` of all [1, H, S(, D)] queries.
 
@@ -237,9 +283,7 @@ def block_backward(
     """
     kernel = choose_kernel(q.device, q.dtype)
     grad_out, q, out, lse = (take(x, entries.q_rows) for x in (grad_out, q, out, lse))
-    return kernel.backward(
-        grad_out, q, take(k, entries.kv_rows), take(v, entries.kv_rows), out, lse, entries, scale
-    )
+    return kernel.backward(grad_out, q, take(k, entries.kv_rows), take(v, entries.kv_rows), out, lse, entries, scale)
 
 
 class VarlenAttention(torch.autograd.Function):

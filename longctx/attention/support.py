@@ -58,7 +58,8 @@ def _layer_types(config: PretrainedConfig) -> str | None:
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     if types - {"full_attention"}:
-        return f"layer_types holds {sorted(types - {'full_attention'})}; only full_attention is supported. {_WINDOW_REMEDY}"
+        others = sorted(types - {"full_attention"})
+        return f"layer_types holds {others}; only full_attention is supported. {_WINDOW_REMEDY}"
     if window is not None and getattr(config, "layer_types", None) is None:
         return f"sliding_window is {window}; only full attention is supported. {_WINDOW_REMEDY}"
     return None
@@ -72,7 +73,7 @@ def _dropout(config: PretrainedConfig) -> str | None:
     if dropout:
         return (
             f"attention_dropout is {dropout}; random masks would differ between one device and several. "
-            'Pass --model_init_kwargs \'{"attention_dropout": 0.0}\' or set it to 0 in config.json.'
+            "Pass --model_init_kwargs '{\"attention_dropout\": 0.0}' or set it to 0 in config.json."
         )
     return None
 

@@ -118,9 +118,7 @@ class _Ring:
     def _length(self, source: int, hop: int) -> int:
         return int(self.prefixes[source % self.world_size, hop])
 
-    def _exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> list[dist.Work]:
+    def _exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[dist.Work]:
         """Post all non-empty messages at once; between two ranks they match in the order given."""
         operations = [
             dist.P2POp(op, tensor, dist.get_global_rank(self.group, peer % self.world_size), self.group)

@@ -57,7 +57,12 @@ def tokens_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: np.ndarray, group: dist.ProcessGroup, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: np.ndarray,
+    group: dist.ProcessGroup,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention within each document, the row cut into contiguous slices over `group`.
 
@@ -77,10 +82,11 @@ def ulysses_attention(
     num_heads, num_key_value_heads = q.shape[1], k.shape[1]
     if num_heads % world_size:
         raise ValueError(heads_message(num_heads, world_size))
-    if q.shape[0] != 1 or q.shape[2] * world_size != int(cu_seqlens[-1]):
+    total = int(cu_seqlens[-1])
+    if q.shape[0] != 1 or q.shape[2] * world_size != total:
         raise ValueError(
-            f"q has shape {tuple(q.shape)} on each of {world_size} ranks, but cu_seqlens ends at {int(cu_seqlens[-1])}: "
-            f"expected [1, H, {int(cu_seqlens[-1]) / world_size:g}, D]. Flatten several rows to one and pad the total."
+            f"q has shape {tuple(q.shape)} on each of {world_size} ranks, but cu_seqlens ends at {total}: "
+            f"expected [1, H, {total / world_size:g}, D]. Flatten several rows to one and pad the total."
         )
     copies = key_value_copies(num_heads, num_key_value_heads, world_size)
     heads = [x.repeat_interleave(n, dim=1) if n > 1 else x for x, n in ((q, 1), (k, copies), (v, copies))]

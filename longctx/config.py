@@ -1,0 +1,456 @@
+"""From flags and launcher profile to one resolved run; every cross-check between options is here.
+
+Nothing here starts a process, opens data or reads weights, so a bad combination costs seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+from transformers import PretrainedConfig
+from trl import SFTConfig
+
+from longctx.attention.backends import choose_backend
+from longctx.attention.support import check_model, num_heads
+from longctx.flags import Flags
+from longctx.launch.processes import device_count
+from longctx.launch.profile import LaunchProfile, default_config_file
+from longctx.mesh import ParallelDims
+from longctx.model import load_config
+from longctx.tiny import TINY
+
+DEMO = {
+    "model_name_or_path": TINY,
+    "dataset_name": "stdlib",
+    "packing": True,
+    "max_length": 8192,
+    "overlong": "split",
+    "max_steps": 20,
+    "per_device_train_batch_size": 1,
+    "learning_rate": 4e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "output_dir": "longctx-output",
+}
+"""What runs without --model_name_or_path and --dataset_name."""
+
+DEFAULTS = {"packing": True, "max_length": None}
+"""Where a run of one's own differs from SFTConfig; max_length None stands for the model's context length."""
+
+MINIMUM_VERSIONS = {
+    "deepspeed": {"deepspeed": "0.19.0"},
+    "fsdp2": {"accelerate": "1.14.0"},
+    "fsdp1": {"accelerate": "1.14.0"},
+    "none": {},
+}
+"""Oldest releases each engine is tested with, besides those every run needs."""
+
+REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.14.0", "transformers": "5.17.0", "trl": "1.13.0"}
+
+NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+    "activation_offloading": (False,),
+    "auto_find_batch_size": (False,),
+    "average_tokens_across_devices": (True,),
+    "dataset_streaming": (False,),
+    "do_eval": (False,),
+    "do_predict": (False,),
+    "eval_on_start": (False,),
+    "eval_packing": (None,),
+    "eval_strategy": ("no",),
+    "fp16": (False,),
+    "include_num_input_tokens_seen": ("no", False),
+    "label_smoothing_factor": (0.0,),
+    "load_best_model_at_end": (False,),
+    "load_in_4bit": (False,),
+    "load_in_8bit": (False,),
+    "loss_type": ("nll",),
+    "neftune_noise_alpha": (None,),
+    "packing_strategy": ("bfd", "bfd_split", "wrapped"),
+    "prepare_only": (False,),
+    "resume_from_checkpoint": (None,),
+    "ring_size": (None,),
+    "router_aux_loss_coef": (None,),
+    "torch_compile": (False,),
+    "train_sampling_strategy": ("random", "sequential"),
+    "truncation_mode": ("keep_start",),
+    "use_liger_kernel": (False,),
+    "use_peft": (False,),
+}
+"""Flags with the only values whose exact meaning is built; any other value is refused by name."""
+
+GIVEN_ELSEWHERE = {
+    "deepspeed": "choose the engine with --engine deepspeed or a DeepSpeed profile (--config_file configs/zero3.yaml)",
+    "fsdp": "choose the engine with --engine fsdp2 or an FSDP profile (--config_file configs/fsdp2.yaml)",
+    "fsdp_config": "set FSDP's options in an FSDP profile (--config_file configs/fsdp2.yaml)",
+    "parallelism_config": "set the degrees with --sp and --dp_replicate",
+}
+"""Flags of TRL's that would switch on stock sharding behind our back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that is decided before processes start."""
+
+    flags: Flags
+    settings: Mapping[str, Any]
+    """Every flag's final value: the user's, the profile's, the preset's or the default."""
+    changed: Mapping[str, Any]
+    """Values that nobody set and that differ from SFTConfig's defaults."""
+    model_config: PretrainedConfig
+    dims: ParallelDims
+    backend: str
+    backend_reason: str
+    engine: str
+    """deepspeed, fsdp2, fsdp1 or none (one process)."""
+    engine_reason: str
+    zero_stage: int | None
+    use_cpu: bool
+    launched: bool
+    is_demo: bool
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def must_spawn(self) -> bool:
+        """Whether this one process has to start the others."""
+        return not self.launched and self.dims.world_size > 1
+
+    @property
+    def promotes_engine(self) -> bool:
+        """Whether the launcher named no engine, so that we do."""
+        return self.engine in ("deepspeed", "fsdp2") and "profile" not in self.engine_reason
+
+    def training_arguments(self) -> dict[str, Any]:
+        """Keywords for SFTConfig."""
+        chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
+        chosen["use_cpu"] = self.use_cpu
+        if self.use_cpu and self.dims.world_size > 1:  # the state that launch.engines.start_on_cpu made
+            config = chosen.get("accelerator_config") or {}
+            chosen["accelerator_config"] = {**config, "use_configured_state": True}
+        return chosen
+
+    def describe(self) -> list[str]:
+        """The resolved run, a line each."""
+        precision = "bf16" if self.settings["bf16"] else "fp32"
+        stage = f" ZeRO-{self.zero_stage}" if self.zero_stage is not None else ""
+        lines = [
+            f"mesh      {self.dims}",
+            f"backend   {self.backend} ({self.backend_reason})",
+            f"engine    {self.engine}{stage} ({self.engine_reason})",
+            f"device    {'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}",
+            f"model     {self.settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})",
+            f"data      {self.settings['dataset_name']}, "
+            + ("packed" if self.settings["packing"] else "padding-free" if self.settings["padding_free"] else "padded")
+            + f", max_length {self.settings['max_length']:,}, overlong {self.settings['overlong']}, "
+            f"padded to a multiple of {self.settings['pad_to_multiple_of']}",
+        ]
+        if self.changed:
+            lines.append("preset    " + " ".join(f"--{name} {value}" for name, value in sorted(self.changed.items())))
+        return lines + [f"note      {note}" for note in self.notes]
+
+
+def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run:
+    """Decide everything, or refuse.
+
+    Raises:
+        ValueError: for the first setting that cannot be carried out exactly, with its value, the limit, the remedy.
+    """
+    _check_versions(REQUIRED_VERSIONS, "longctx")
+    _check_profile(profile)
+    settings, changed, is_demo = _defaults(flags)
+    _check_flags(settings)
+    notes: list[str] = []
+    model_config = load_config(
+        settings["model_name_or_path"],
+        revision=settings["model_revision"],
+        trust_remote_code=settings["trust_remote_code"],
+        **_config_overrides(settings),
+    )
+    check_model(model_config)
+    sp, wanted_backend = _degrees(flags, profile)
+    dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
+    backend, backend_reason = choose_backend(wanted_backend, sp, num_heads(model_config)[0])
+    use_cpu = bool(settings["use_cpu"]) or device_count() == 0
+    world_size = _world_size(flags, profile, env, sp=sp, dp_replicate=dp_replicate, use_cpu=use_cpu)
+    ring, ulysses = (1, sp) if backend == "ulysses" else (sp, 1)
+    dims = ParallelDims.arrange(world_size, ring=ring, ulysses=ulysses, dp_replicate=dp_replicate)
+    _check_dp_shard(profile, dims)
+    engine, engine_reason = _engine(flags, profile, backend, dims)
+    _check_versions(MINIMUM_VERSIONS[engine], f"the {engine} engine")
+    zero_stage = (3 if profile.zero_stage is None else profile.zero_stage) if engine == "deepspeed" else None
+    _check_engine(engine, zero_stage, dims)
+    settings["bf16"] = _precision(flags, profile, use_cpu)
+    _take_from_profile(flags, profile, settings, notes)
+    settings["max_length"] = _max_length(settings, model_config, notes)
+    settings["pad_to_multiple_of"] = _pad_multiple(flags, settings, dims)
+    return Run(
+        flags=flags,
+        settings=settings,
+        changed=changed,
+        model_config=model_config,
+        dims=dims,
+        backend=backend,
+        backend_reason=backend_reason,
+        engine=engine,
+        engine_reason=engine_reason,
+        zero_stage=zero_stage,
+        use_cpu=use_cpu,
+        launched=profile.launched,
+        is_demo=is_demo,
+        notes=tuple(notes),
+    )
+
+
+def _defaults(flags: Flags) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """All values with the demo preset or our defaults filled in, those filled in, and whether it is the demo."""
+    named = {name for name in ("model_name_or_path", "dataset_name") if flags.values[name] is not None}
+    if len(named) == 1:
+        missing, example = (
+            ("--dataset_name", "stdlib") if "model_name_or_path" in named else ("--model_name_or_path", "tiny")
+        )
+        raise ValueError(
+            f"{missing} is missing. Give both a model and a data set ({missing} {example} is built in), "
+            "or neither for the demo preset."
+        )
+    preset = DEFAULTS if named else DEMO
+    filled = {name: value for name, value in preset.items() if name not in flags.explicit}
+    changed = {name: value for name, value in filled.items() if flags.values.get(name) != value}
+    return {**flags.values, **filled}, changed, not named
+
+
+def _check_versions(minimum: Mapping[str, str], user: str) -> None:
+    for package, oldest in minimum.items():
+        if Version(version(package)) < Version(oldest):
+            raise ValueError(
+                f"{package} {version(package)} is installed and {user} needs {oldest} or later. "
+                f"Run pip install -U '{package}>={oldest}'."
+            )
+
+
+def _check_profile(profile: LaunchProfile) -> None:
+    if profile.unsupported:
+        raise ValueError(
+            f"{_profile_name()} asks for distributed_type {profile.unsupported}, which longctx does not run on. "
+            "Use a profile of configs/, such as --config_file configs/fsdp2.yaml."
+        )
+    if profile.tp > 1:
+        raise ValueError(
+            f"{_profile_name()} sets parallelism_config_tp_size {profile.tp}; longctx has no tensor parallelism. "
+            "Set it to 1: --sp spreads the sequence and FSDP2 or ZeRO-3 the weights "
+            "(torchtitan or Megatron-LM have tensor parallelism)."
+        )
+    if profile.mixed_precision in ("fp16", "fp8"):
+        raise ValueError(
+            f"{_profile_name()} sets mixed_precision {profile.mixed_precision}, which is not compared with the "
+            "reference yet. Use bf16, or leave the key out and set --bf16."
+        )
+
+
+def _profile_name() -> str:
+    left_behind = default_config_file()
+    if left_behind is not None:
+        return f"The accelerate config (--config_file, or {left_behind} where none was given)"
+    return "The accelerate config"
+
+
+def _check_flags(settings: Mapping[str, Any]) -> None:
+    for name, remedy in GIVEN_ELSEWHERE.items():
+        if settings.get(name):
+            raise ValueError(f"--{name} {settings[name]} cannot be combined with sequence parallelism: {remedy}.")
+    for name, allowed in NOT_BUILT.items():
+        value = settings.get(name, allowed[0])
+        if getattr(value, "value", value) not in allowed:
+            choices = " or ".join(str(value) for value in allowed)
+            raise ValueError(
+                f"--{name} {value} is refused: its exact meaning under sequence parallelism is not built yet. "
+                f"Leave it at {choices}."
+            )
+    if min(degree for degree in (settings["sp"], settings["cp"], 1) if degree is not None) < 1:
+        raise ValueError(f"--sp {settings['sp']} / --cp {settings['cp']}: a degree is at least 1.")
+    if settings["max_length"] is not None and settings["max_length"] < 2:
+        raise ValueError(f"--max_length {settings['max_length']} is below 2: a token needs one to predict.")
+    path = settings["chat_template_path"]
+    if path and not str(path).endswith((".jinja", ".j2")):
+        raise ValueError(
+            f"--chat_template_path {path} would add the tokens of another tokenizer to the model, which is not built "
+            "yet. Give a .jinja file."
+        )
+
+
+def _config_overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
+    overrides = settings["model_init_kwargs"] or {}
+    if isinstance(overrides, str):
+        import json
+
+        overrides = json.loads(overrides)
+    return dict(overrides)
+
+
+def _degrees(flags: Flags, profile: LaunchProfile) -> tuple[int, str]:
+    """(sp, backend as asked for), from --sp/--cp/--sp_backend and the profile's cp_size/sp_size."""
+    backend = flags.sp_backend
+    if flags.cp is not None:
+        if flags.sp not in (None, flags.cp) or ("sp_backend" in flags.explicit and backend != "ring"):
+            raise ValueError(
+                f"--cp {flags.cp} means --sp {flags.cp} --sp_backend ring, but --sp {flags.sp} --sp_backend {backend} "
+                "is given too. Keep one of the two."
+            )
+        backend = "ring"
+    asked = flags.cp if flags.cp is not None else flags.sp
+    if profile.cp and profile.sp:
+        raise ValueError(
+            f"{_profile_name()} sets cp_size {profile.cp} and sp_size {profile.sp} together. Set one of them."
+        )
+    for size, key, its_backend in ((profile.cp, "cp_size", "ring"), (profile.sp, "sp_size", "ulysses")):
+        if size is None:
+            continue
+        if asked not in (None, size) or ("sp_backend" in flags.explicit and backend not in ("auto", its_backend)):
+            raise ValueError(
+                f"--sp {asked} --sp_backend {backend} contradicts {_profile_name().lower()}, which sets "
+                f"parallelism_config_{key} {size} ({its_backend}). Change one of them."
+            )
+        return size, its_backend
+    return asked or 1, backend
+
+
+def _agree(flags: Flags, name: str, from_profile: Any, key: str) -> Any:
+    """A value that flag and profile may both set."""
+    given = flags.values[name] if name in flags.explicit else None
+    if given is not None and from_profile is not None and given != from_profile:
+        raise ValueError(
+            f"--{name} {given} contradicts {_profile_name().lower()}, which sets {key} {from_profile}. "
+            "Change one of them, or set the key to auto."
+        )
+    return given if given is not None else from_profile
+
+
+def _world_size(
+    flags: Flags, profile: LaunchProfile, env: Mapping[str, str], *, sp: int, dp_replicate: int, use_cpu: bool
+) -> int:
+    if profile.launched:
+        world_size, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
+        if flags.num_processes not in (None, world_size):
+            raise ValueError(
+                f"--num_processes {flags.num_processes} contradicts the launcher, which started {world_size}."
+            )
+    else:
+        world_size = local = flags.num_processes or sp * dp_replicate
+    if world_size < 1:
+        raise ValueError(f"--num_processes {world_size} is below 1.")
+    devices = device_count()
+    if not use_cpu and local > devices:
+        raise ValueError(
+            f"{local} processes on this machine need {local} GPUs, and {devices} are visible. "
+            f"Use --sp {devices}, or --use_cpu to run on the CPU."
+        )
+    return world_size
+
+
+def _check_dp_shard(profile: LaunchProfile, dims: ParallelDims) -> None:
+    if profile.dp_shard is not None and profile.dp_shard != dims.dp_shard:
+        raise ValueError(
+            f"{_profile_name()} sets parallelism_config_dp_shard_size {profile.dp_shard}, but {dims} leaves "
+            f"dp_shard {dims.dp_shard}. dp_replicate × dp_shard × sp must equal num_processes {dims.world_size}."
+        )
+
+
+def _engine(flags: Flags, profile: LaunchProfile, backend: str, dims: ParallelDims) -> tuple[str, str]:
+    if profile.engine is not None:
+        if flags.engine not in ("auto", profile.engine):
+            raise ValueError(
+                f"--engine {flags.engine} contradicts {_profile_name().lower()}, which starts {profile.engine}. "
+                "Change one of them."
+            )
+        return profile.engine, "the launcher's profile"
+    if flags.engine != "auto":
+        return flags.engine, "asked for"
+    if dims.world_size == 1:
+        return "none", "one process"
+    if backend == "ulysses":
+        return "deepspeed", "auto: Ulysses runs on DeepSpeed ZeRO-3"
+    return "fsdp2", f"auto: {'sp 1' if backend == 'local' else backend} runs on FSDP2"
+
+
+def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> None:
+    if engine in ("deepspeed", "fsdp2", "fsdp1") and dims.world_size == 1 and engine != "deepspeed":
+        raise ValueError(
+            f"The engine {engine} shards over processes, and there is 1. Leave out --engine, or start more."
+        )
+    if engine == "deepspeed" and zero_stage == 0:
+        raise ValueError("ZeRO stage 0 is not compared with the reference yet. Set zero_stage to 1, 2 or 3.")
+    if engine == "deepspeed" and dims.dp_replicate > 1:
+        raise ValueError(
+            f"--dp_replicate {dims.dp_replicate} keeps copies of a sharded model, which FSDP2 can do and DeepSpeed "
+            "cannot. Use --engine fsdp2, or dp_replicate 1."
+        )
+    if engine == "fsdp1" and dims.sp > 1:
+        raise ValueError(f"sp {dims.sp} needs FSDP2 or DeepSpeed; the profile asks for FSDP1. Set fsdp_version: 2.")
+    if engine == "fsdp2" and dims.dp_replicate > 1 and dims.dp_replicate == dims.world_size:
+        raise ValueError(
+            f"--dp_replicate {dims.dp_replicate} on {dims.world_size} processes leaves nothing to shard. "
+            "Lower it, or leave it out to shard over all processes."
+        )
+
+
+def _precision(flags: Flags, profile: LaunchProfile, use_cpu: bool) -> bool:
+    """Whether to train in bf16: the flag, else the profile, else bf16 on GPUs and fp32 on the CPU."""
+    given = flags.bf16 if "bf16" in flags.explicit else None
+    if given is False and profile.mixed_precision == "bf16":
+        raise ValueError(
+            f"--bf16 False contradicts {_profile_name().lower()}, which sets mixed_precision bf16. Change one."
+        )
+    if given is not None:
+        return bool(given)
+    return profile.mixed_precision == "bf16" or not use_cpu
+
+
+def _take_from_profile(flags: Flags, profile: LaunchProfile, settings: dict[str, Any], notes: list[str]) -> None:
+    """Values that a profile may hold instead of a flag; `auto` there leaves them to the flags."""
+    sources = (
+        ("gradient_accumulation_steps", profile.gradient_accumulation_steps, "gradient_accumulation_steps"),
+        ("max_grad_norm", profile.gradient_clipping, "gradient_clipping"),
+        ("per_device_train_batch_size", profile.micro_batch_size, "train_micro_batch_size_per_gpu"),
+    )
+    for name, value, key in sources:
+        agreed = _agree(flags, name, value, key)
+        if agreed is not None and agreed != settings[name]:
+            notes.append(f"{name} {agreed} is the profile's {key}")
+            settings[name] = agreed
+    if profile.activation_checkpointing:
+        if "gradient_checkpointing" in flags.explicit and flags.gradient_checkpointing:
+            raise ValueError(
+                "--gradient_checkpointing True and fsdp_activation_checkpointing: true would both checkpoint every "
+                "layer. Keep one: --gradient_checkpointing False, or fsdp_activation_checkpointing: false."
+            )
+        if settings["gradient_checkpointing"]:
+            notes.append("gradient_checkpointing is off: the profile's fsdp_activation_checkpointing does it")
+        settings["gradient_checkpointing"] = False
+
+
+def _max_length(settings: Mapping[str, Any], model_config: PretrainedConfig, notes: list[str]) -> int:
+    """As set, else the model's context length."""
+    context = model_config.get_text_config().max_position_embeddings
+    length = settings["max_length"] or context
+    if length > context:
+        notes.append(f"max_length {length:,} is beyond the model's context of {context:,}; positions are not rescaled")
+    return int(length)
+
+
+def _pad_multiple(flags: Flags, settings: Mapping[str, Any], dims: ParallelDims) -> int:
+    wanted = settings["pad_to_multiple_of"] if "pad_to_multiple_of" in flags.explicit else None
+    if wanted in (None, "auto"):
+        return dims.multiple
+    wanted = int(wanted)
+    if wanted < 1 or wanted % dims.multiple:
+        raise ValueError(
+            f"--pad_to_multiple_of {wanted} is no multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
+            f"{dims.ulysses} needs. Leave it out, or use {math.lcm(max(wanted, 1), dims.multiple)}."
+        )
+    return wanted

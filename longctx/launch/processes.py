@@ -1,0 +1,84 @@
+"""Start the processes of a run where no launcher has: on one machine, `accelerate launch` starts one without GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from importlib.resources import files
+from pathlib import Path
+
+from longctx.flags import Flags
+from longctx.launch.profile import LaunchProfile
+
+FAILED = 1
+
+
+def device_count() -> int:
+    """GPUs that this process can see."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def spawn(num_processes: int, arguments: list[str]) -> int:
+    """Run `python -m longctx.train` with these arguments in `num_processes` processes, under torch's elastic agent.
+
+    Returns the exit code: 0, or that of the process that failed first. When one fails the agent stops the others.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "longctx.train", *arguments)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else FAILED
+    return 0
+
+
+def relaunch(flags: Flags, profile: LaunchProfile) -> None:
+    """Replace this process by `accelerate launch --config_file … -m longctx.train …` for --accelerate_config.
+
+    Raises:
+        ValueError: inside a launched process, where a profile comes too late, or if there is no such profile.
+    """
+    name = flags.accelerate_config
+    if profile.launched or profile.by_accelerate:
+        raise ValueError(
+            f"--accelerate_config {name} comes too late: the launcher has started this process already. "
+            f"Use accelerate launch --config_file {name} -m longctx.train …, or python -m longctx.train."
+        )
+    path = find_profile(name)
+    arguments = list(flags.arguments)
+    given = next(i for i, a in enumerate(arguments) if a.replace("-", "_").startswith("__accelerate_config"))
+    del arguments[given : given + (1 if "=" in arguments[given] else 2)]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*launcher, "-m", "longctx.train", *arguments])
+
+
+def find_profile(name: str) -> Path:
+    """A profile of configs/ by its name, or a path to a YAML file.
+
+    Raises:
+        ValueError: if it is neither, with the names there are.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    shipped = {Path(str(entry)).stem: Path(str(entry)) for entry in files("longctx.configs").iterdir()}
+    if name not in shipped:
+        profiles = ", ".join(sorted(n for n, path in shipped.items() if path.suffix == ".yaml"))
+        raise ValueError(f"--accelerate_config {name} is neither a file nor one of the profiles {profiles}.")
+    return shipped[name]

@@ -1,0 +1,145 @@
+"""What the launcher's config file asks for, read from the environment that `accelerate launch` exports.
+
+A profile is input to us: its parallel degrees are ours to carry out, so the variables that would make accelerate
+shard by itself are removed before anything reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_PARALLELISM = "PARALLELISM_CONFIG_"
+_HANDLED_HERE = ("ACCELERATE_USE_PARALLELISM_CONFIG",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchProfile:
+    """Settings of a config file; None where it leaves them to the flags."""
+
+    launched: bool
+    """Whether a launcher (accelerate, torchrun, srun) set this process's rank and world size."""
+    by_accelerate: bool
+    """Whether that launcher was `accelerate launch`."""
+    engine: str | None
+    """deepspeed, fsdp2 or fsdp1; None for plain or single-device launches."""
+    zero_stage: int | None
+    cp: int | None
+    """Ranks of ring attention, parallelism_config_cp_size."""
+    sp: int | None
+    """Ranks of Ulysses, parallelism_config_sp_size."""
+    dp_replicate: int | None
+    dp_shard: int | None
+    tp: int
+    mixed_precision: str | None
+    """bf16 or fp16."""
+    gradient_accumulation_steps: int | None
+    gradient_clipping: float | None
+    micro_batch_size: int | None
+    activation_checkpointing: bool
+    """FSDP's own, fsdp_activation_checkpointing."""
+    unsupported: str | None
+    """A distributed type that longctx cannot use, such as Megatron-LM."""
+
+
+def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
+    """Read the launcher's environment, and take our settings out of it so that accelerate does not act on them."""
+    env = os.environ if env is None else env
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
+    degrees = {name: _integer(env.get(_PARALLELISM + name)) for name in _degree_names()}
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    deepspeed_file = _deepspeed_file(env)
+    profile = LaunchProfile(
+        launched="RANK" in env and "WORLD_SIZE" in env,
+        by_accelerate=by_accelerate,
+        engine=_engine(env),
+        zero_stage=_zero_stage(env, deepspeed_file),
+        cp=_above_one(degrees["CP_SIZE"]),
+        sp=_above_one(degrees["SP_SIZE"]),
+        dp_replicate=_above_one(degrees["DP_REPLICATE_SIZE"]),
+        dp_shard=_above_one(degrees["DP_SHARD_SIZE"]),
+        tp=degrees["TP_SIZE"] or 1,
+        mixed_precision=precision if precision in ("bf16", "fp16", "fp8") else None,
+        gradient_accumulation_steps=_integer(
+            env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or deepspeed_file.get("gradient_accumulation_steps")
+        ),
+        gradient_clipping=_number(env.get("ACCELERATE_GRADIENT_CLIPPING") or deepspeed_file.get("gradient_clipping")),
+        micro_batch_size=_integer(deepspeed_file.get("train_micro_batch_size_per_gpu")),
+        activation_checkpointing=_flag(env, "ACCELERATE_USE_FSDP") and _flag(env, "FSDP_ACTIVATION_CHECKPOINTING"),
+        unsupported=_unsupported(env),
+    )
+    for name in [name for name in env if name.startswith(_PARALLELISM)] + list(_HANDLED_HERE):
+        env.pop(name, None)
+    return profile
+
+
+def default_config_file() -> Path | None:
+    """The file that `accelerate config` left behind and `accelerate launch` reads unasked, if there is one."""
+    from accelerate.commands.config.config_args import default_config_file as path
+
+    return Path(path) if Path(path).is_file() else None
+
+
+def _degree_names() -> tuple[str, ...]:
+    return ("CP_SIZE", "SP_SIZE", "DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE")
+
+
+def _engine(env: MutableMapping[str, str]) -> str | None:
+    if _flag(env, "ACCELERATE_USE_DEEPSPEED"):
+        return "deepspeed"
+    if _flag(env, "ACCELERATE_USE_FSDP"):
+        return "fsdp2" if env.get("FSDP_VERSION", "1") == "2" else "fsdp1"
+    return None
+
+
+def _zero_stage(env: MutableMapping[str, str], deepspeed_file: dict) -> int | None:
+    stage = _integer(env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"))
+    return _integer(deepspeed_file.get("zero_optimization", {}).get("stage", stage))
+
+
+def _deepspeed_file(env: MutableMapping[str, str]) -> dict:
+    path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if not path or path == "none":
+        return {}
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"deepspeed_config_file {path} cannot be read as JSON ({error}). Correct the path or the file."
+        ) from error
+
+
+def _unsupported(env: MutableMapping[str, str]) -> str | None:
+    if _flag(env, "ACCELERATE_USE_MEGATRON_LM"):
+        return "MEGATRON_LM"
+    if _flag(env, "ACCELERATE_USE_SAGEMAKER"):
+        return "SAGEMAKER"
+    if env.get("PJRT_DEVICE") == "TPU":
+        return "XLA"
+    return None
+
+
+def _flag(env: MutableMapping[str, str], name: str) -> bool:
+    return env.get(name, "false").lower() in ("true", "1", "yes")
+
+
+def _integer(value: object) -> int | None:
+    """An int, or None for a missing value, `auto` and `None`."""
+    try:
+        return int(str(value))
+    except ValueError:
+        return None
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(str(value))
+    except ValueError:
+        return None
+
+
+def _above_one(value: int | None) -> int | None:
+    return value if value is not None and value > 1 else None

@@ -1,0 +1,106 @@
+"""What a run reports at every logging step, exact over all ranks and micro-batches since the step before."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from longctx.batch import BatchLayout
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bf16 peak of a device whose name holds the key (NVIDIA data sheets)."""
+
+
+class StepMetrics:
+    """Sums over this rank's micro-batches, reduced over all ranks when read."""
+
+    _SUMS = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", "work")
+
+    def __init__(self, *, sp: int, sp_rank: int, config: PretrainedConfig, num_parameters: int, device: torch.device):
+        self.sp, self.sp_rank, self.device = sp, sp_rank, device
+        self.peak_flops = next((peak for key, peak in PEAK_FLOPS.items() if key in _device_name(device)), None)
+        self.num_parameters = num_parameters
+        text = config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_dim
+        self.total_tokens = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums = torch.zeros(len(self._SUMS), dtype=torch.float64, device=self.device)
+        self._started = time.perf_counter()
+
+    def add(
+        self, *, layout: BatchLayout, num_tokens: int, shift_labels: Tensor, correct: Tensor, entropy: Tensor
+    ) -> None:
+        """Count one micro-batch.
+
+        Args:
+            layout: of the whole batch, which every rank of the sequence group has.
+            num_tokens: of the whole batch, without padding.
+            shift_labels, correct, entropy: of this rank's tokens, [1, T/P]; 0 where nothing is learnt.
+        """
+        self._sums += torch.stack(
+            [
+                torch.tensor(num_tokens / self.sp, dtype=torch.float64, device=self.device),
+                torch.tensor(layout.num_tokens / self.sp, dtype=torch.float64, device=self.device),
+                (shift_labels != -100).sum().double(),
+                correct.sum().double(),
+                entropy.detach().sum().double(),
+                torch.tensor(attention_work(layout, self.sp_rank), dtype=torch.float64, device=self.device),
+            ]
+        )
+
+    def read(self) -> dict[str, float | None]:
+        """The log's values since the last call. Called by all ranks together."""
+        seconds = time.perf_counter() - self._started
+        ranks = _gather(self._sums)
+        total = dict(zip(self._SUMS, ranks.sum(0).tolist(), strict=True))
+        work = ranks[:, -1]
+        self.total_tokens += round(total["tokens"])
+        flops = 6 * self.num_parameters * total["tokens"] + self.flops_per_pair * total["work"]
+        labels = max(total["label_tokens"], 1)
+        memory = _gather(torch.tensor([_peak_memory(self.device)], dtype=torch.float64, device=self.device))
+        has_memory = self.device.type == "cuda"
+        self._reset()
+        return {
+            "num_tokens": self.total_tokens,
+            "tokens_per_second": total["tokens"] / seconds,
+            "tokens_per_second_per_device": total["tokens"] / seconds / len(ranks),
+            "mfu": flops / seconds / len(ranks) / self.peak_flops if self.peak_flops else None,
+            "peak_memory_gib_max": float(memory.max()) if has_memory else None,
+            "peak_memory_gib_min": float(memory.min()) if has_memory else None,
+            "padding_fraction": 1 - total["tokens"] / total["padded_tokens"] if total["padded_tokens"] else 0.0,
+            "attention_imbalance": float(work.max() / work.mean()) if work.sum() else 1.0,
+            "mean_token_accuracy": total["correct"] / labels,
+            "entropy": total["entropy"] / labels,
+        }
+
+
+def attention_work(layout: BatchLayout, sp_rank: int) -> float:
+    """Query-key pairs that one rank of the sequence group computes, padding included."""
+    if layout.plan is not None:
+        return float(layout.plan.area_per_rank[sp_rank])
+    lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
+    return float((lengths * (lengths + 1) // 2).sum()) / layout.sp
+
+
+def _gather(values: Tensor) -> Tensor:
+    """[n] -> [world, n]"""
+    if not dist.is_initialized():
+        return values[None]
+    ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, values)
+    return torch.stack(ranks)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _peak_memory(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0

@@ -1,0 +1,150 @@
+"""Carry out a resolved run: processes and data first, then weights and training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig
+
+from longctx.attention.kernels import choose_kernel
+from longctx.collate import SequenceCollator
+from longctx.config import Run
+from longctx.launch.engines import promote, start_on_cpu
+from longctx.model import load_model, load_tokenizer
+from longctx.parallel import parallelize
+from longctx.rows import TrainingRows, prepare_rows
+from longctx.trainer import SequenceTrainer
+from longctx.verify import single_device_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """Processes are up and data is ready; no weights are loaded."""
+
+    run: Run
+    args: SFTConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: TrainingRows
+
+
+def prepare(run: Run) -> PreparedRun:
+    """Start the process group, then load, tokenise and pack the data.
+
+    Raises:
+        ValueError: for data that cannot be trained on as asked.
+    """
+    settings = run.settings
+    if run.promotes_engine:
+        promote(run.engine)
+    if run.use_cpu and run.dims.world_size > 1:
+        start_on_cpu(run.engine)
+    args = SFTConfig(**run.training_arguments(), **_replicas(run))
+    tokenizer = load_tokenizer(
+        settings["model_name_or_path"],
+        revision=settings["model_revision"],
+        trust_remote_code=settings["trust_remote_code"],
+    )
+    for kind in ("eos_token", "pad_token"):
+        if settings[kind] is not None:
+            if settings[kind] not in tokenizer.get_vocab():
+                raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Name one that is.")
+            setattr(tokenizer, kind, settings[kind])
+    data = prepare_rows(settings, tokenizer, run.model_config)
+    return PreparedRun(run=run, args=args, tokenizer=tokenizer, data=data)
+
+
+def fit(prepared: PreparedRun) -> SequenceTrainer:
+    """Load the weights, train, and save the model and trainer_state.json in output_dir."""
+    run, args, settings = prepared.run, prepared.args, prepared.run.settings
+    model = load_model(
+        settings["model_name_or_path"],
+        run.model_config,
+        dtype=settings["dtype"],
+        revision=settings["model_revision"],
+        trust_remote_code=settings["trust_remote_code"],
+    )
+    model, sequence = parallelize(
+        model,
+        run.dims.sp,
+        sp_backend=run.backend if run.dims.sp > 1 else "auto",
+        dp_replicate=run.dims.dp_replicate,
+        device=args.device,
+    )
+    collator = SequenceCollator(
+        pad_token_id=prepared.tokenizer.pad_token_id,
+        pad_to_multiple_of=settings["pad_to_multiple_of"],
+        padding_free=settings["packing"] or settings["padding_free"],
+    )
+    if sequence.rank == 0:
+        print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
+    trainer = SequenceTrainer(
+        model,
+        args,
+        sequence=sequence,
+        rows=prepared.data.rows,
+        collator=collator,
+        documents=prepared.data.documents,
+        processing_class=prepared.tokenizer,
+    )
+    trainer.train()
+    trainer.save_state()
+    trainer.save_model(args.output_dir)
+    if run.is_demo and sequence.rank == 0:
+        print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
+    return trainer
+
+
+def finish() -> None:
+    """Leave the process group together."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _replicas(run: Run) -> dict[str, object]:
+    """HSDP is the one degree that accelerate carries out; sequence groups are part of its shards."""
+    if run.dims.dp_replicate == 1:
+        return {}
+    from accelerate import ParallelismConfig
+
+    shards = run.dims.world_size // run.dims.dp_replicate
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=run.dims.dp_replicate, dp_shard_size=shards)}
+
+
+def _sizes(prepared: PreparedRun, model) -> list[str]:
+    """The lines that need the data and the model: batch equation, tokens, kernel."""
+    dims, args, settings = prepared.run.dims, prepared.args, prepared.run.settings
+    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    sequences = micro * dims.dp * accumulation
+    length = settings["max_length"]
+    kernel = choose_kernel(args.device, torch.bfloat16 if args.bf16 else model.dtype)
+    asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
+    return [
+        f"packing   {prepared.data.report}",
+        f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "
+        f"sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
+        f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",
+        f"model     {model.num_parameters():,} parameters, attention kernel {kernel.name} (packed-exact{asked})",
+    ]
+
+
+def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
+    """Compare the first logged step with the same step on one device, from the same weights."""
+    samplers = [trainer.step_sampler(dp_rank) for dp_rank in range(run.dims.dp)]
+    batches = [
+        trainer.data_collator(trainer.rows.__getitems__(rows))
+        for sampler in samplers
+        for _, rows in zip(range(trainer.args.gradient_accumulation_steps), sampler, strict=False)
+        if rows
+    ]
+    model = load_model(run.settings["model_name_or_path"], run.model_config)
+    loss, grad_norm = single_device_step(model, batches)
+    logged = trainer.state.log_history[0]
+    difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
+    return (
+        f"step 1 matched one device to {difference:.0e} "
+        f"(loss {logged['loss']:.6f} and {loss:.6f}, gradient norm {logged['grad_norm']:.6f} and {grad_norm:.6f})"
+    )

@@ -1,0 +1,63 @@
+"""Train: `accelerate launch -m longctx.train --sp 4`, or `python -m longctx.train`, or torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+USAGE_ERROR = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one training; returns the exit code. Input that cannot be trained on exactly ends with one clear line."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if os.environ.get("RANK", "0") != "0":
+        warnings.simplefilter("ignore")  # rank 0 shows each once
+    arguments = sys.argv[1:] if arguments is None else arguments
+    from longctx.config import resolve
+    from longctx.flags import parse_flags
+    from longctx.launch.processes import relaunch, spawn
+    from longctx.launch.profile import read_profile
+
+    try:
+        flags = parse_flags(arguments)
+        profile = read_profile()
+        if flags.accelerate_config is not None:
+            relaunch(flags, profile)
+        run = resolve(flags, profile, os.environ)
+    except ValueError as error:
+        return _refuse(error)
+    if run.must_spawn or run.settings["dry_run"]:
+        _announce(run)
+    if run.settings["dry_run"]:
+        return 0
+    if run.must_spawn:
+        print(
+            f"longctx: no launcher started {run.dims.world_size} processes, so longctx.train does.",
+            flush=True,
+        )
+        return spawn(run.dims.world_size, arguments)
+
+    from longctx.run import finish, fit, prepare
+
+    try:
+        prepared = prepare(run)
+    except ValueError as error:
+        return _refuse(error)
+    fit(prepared)
+    finish()
+    return 0
+
+
+def _announce(run) -> None:
+    print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"longctx: error: {error}", file=sys.stderr, flush=True)
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

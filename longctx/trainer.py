@@ -1,0 +1,154 @@
+"""A thin subclass of TRL's SFTTrainer: our rows, our cut, our loss, our log. No attention code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from datasets import Dataset
+from torch.utils.data import Dataset as TorchDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer
+
+from longctx.collate import SequenceCollator
+from longctx.metrics import StepMetrics
+from longctx.packing import PackedDataset
+from longctx.parallel import SequenceParallel
+from longctx.steps import StepLoader, StepSampler
+
+
+class SequenceTrainer(SFTTrainer):
+    """Trains on rows cut over sequence groups.
+
+    Args:
+        model: after `longctx.parallelize`.
+        sequence: the second result of `longctx.parallelize`.
+        rows: packs or single documents, in data set order.
+        collator: pads to a multiple of `sequence.dims.multiple`.
+        documents: the tokenised documents that `rows` are cut from.
+    """
+
+    _name = "longctx"
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: SFTConfig,
+        *,
+        sequence: SequenceParallel,
+        rows: PackedDataset,
+        collator: SequenceCollator,
+        documents: Dataset,
+        processing_class: PreTrainedTokenizerBase,
+        **kwargs: Any,
+    ):
+        self.sequence, self.rows = sequence, rows
+        self.step_metrics = StepMetrics(
+            sp=sequence.dims.sp,
+            sp_rank=sequence.dims.sp_rank(sequence.rank),
+            config=model.config,
+            num_parameters=model.num_parameters(),
+            device=sequence.device,
+        )
+        self._layers_checked = False
+        super().__init__(
+            model=model,
+            args=_without_data_preparation(args),
+            data_collator=_CountingCollator(collator),
+            train_dataset=documents,
+            processing_class=processing_class,
+            **kwargs,
+        )
+
+    def step_sampler(self, dp_rank: int) -> StepSampler:
+        """The row numbers that data-parallel rank `dp_rank` reads."""
+        args = self.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        return StepSampler(
+            len(self.rows),
+            micro_batch_size=self._train_batch_size,
+            accumulation_steps=args.gradient_accumulation_steps,
+            dp=self.sequence.dims.dp,
+            dp_rank=dp_rank,
+            seed=None if args.train_sampling_strategy == "sequential" else seed,
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def get_train_dataloader(self) -> StepLoader:
+        args = self.args
+        return StepLoader(
+            cast(TorchDataset, self.rows),  # a map-style data set by protocol; packing does not know torch
+            batch_sampler=self.step_sampler(self.sequence.dims.dp_rank(self.sequence.rank)),
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def get_total_train_batch_size(self, args: SFTConfig) -> int:
+        """Sequences in an optimizer step."""
+        return self._train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> int:
+        return self.sequence.count_label_tokens(batch_samples)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return inputs  # cut on the CPU first; only this rank's part goes to the device
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        shard = self.sequence.shard(inputs)
+        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, fused_lm_head=True)
+        self._check_shard_length(shard, outputs.log_probs)
+        self.step_metrics.add(
+            layout=shard.layout,
+            num_tokens=inputs["num_tokens"],
+            shift_labels=shard.shift_labels,
+            correct=outputs.is_top1,
+            entropy=outputs.entropy,
+        )
+        loss = self.sequence.reduce(-outputs.log_probs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _check_shard_length(self, shard, log_probs: torch.Tensor) -> None:
+        """In the first step, prove that every layer worked on S/sp tokens: a cut that did not happen is silent."""
+        if self._layers_checked:
+            return
+        layers = self.model.config.get_text_config().num_hidden_layers
+        assert shard.context.calls == layers, (
+            f"{shard.context.calls} of {layers} attention layers went through longctx; the others would not see "
+            "the other ranks' tokens"
+        )
+        assert log_probs.shape == (1, shard.layout.local_length), (
+            f"the model's output has shape {tuple(log_probs.shape)}, expected one row of {shard.layout.local_length} "
+            f"tokens: {shard.layout.num_tokens} over sp {shard.layout.sp}"
+        )
+        self._layers_checked = True
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs.update(self.step_metrics.read())
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        return super().floating_point_ops(inputs) / self.sequence.dims.sp
+
+
+class _CountingCollator:
+    """Adds `num_tokens`, the batch's tokens without padding; a rank without rows feeds padding alone."""
+
+    def __init__(self, collator: SequenceCollator):
+        self.collator = collator
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(rows) if rows else self.collator.empty()
+        return batch | {"num_tokens": sum(len(row["input_ids"]) for row in rows)}
+
+
+def _without_data_preparation(args: SFTConfig) -> SFTConfig:
+    """TRL refuses packing with a collator of one's own and truncates by itself: our rows are ready."""
+    prepared = copy.copy(args)
+    prepared.packing = prepared.padding_free = False
+    prepared.dataset_kwargs = {**(prepared.dataset_kwargs or {}), "skip_prepare_dataset": True}
+    return prepared
