@@ -54,9 +54,7 @@ def _place(values: list[int], counts: list[int], capacity: int) -> tuple[NDArray
     steps: list[int] = []
     smallest = values[-1] if values else 0
     n_bins = 0
-    stack: list[
-        tuple[int, int, int, int]
-    ] = []  # (space, first bin, bins, documents in each), smallest on top
+    stack: list[tuple[int, int, int, int]] = []  # (space, first bin, bins, documents in each), smallest on top
     waiting: dict[int, list[tuple[int, int, int, int]]] = {}  # runs of bins too full for the current length
     spaces: list[int] = []  # heap of the negated keys of `waiting`
 
@@ -113,9 +111,7 @@ def _place(values: list[int], counts: list[int], capacity: int) -> tuple[NDArray
     return np.asarray(steps, dtype=np.int64).reshape(-1, _FIELDS), n_bins
 
 
-def best_fit_decreasing(
-    lengths: NDArray[np.int64], capacity: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pack documents into bins: longest first, each into the fullest bin that still takes it.
 
     With capacity 6 and lengths 4 3 2 1 2, the bins hold documents (0, 2), (1, 4, 3).
@@ -125,8 +121,8 @@ def best_fit_decreasing(
         capacity: tokens per bin.
 
     Returns:
-        (documents, offsets), int64 [n] and int64 [n_bins + 1]: bin b holds documents offsets[b] to
-        offsets[b + 1] - 1 of the first, longest first. Equal documents and equally full bins are taken in a fixed order.
+        (documents, offsets), int64 [n] and int64 [n_bins + 1]: bin b holds documents[offsets[b]] and
+        so on, longest first. Equal documents and equally full bins are taken in a fixed order.
     """
     order, decreasing = sort_decreasing(lengths, capacity)
     edges = np.flatnonzero(np.diff(decreasing, prepend=-1, append=-1))

@@ -36,9 +36,7 @@ class TokenColumn:
         for first, chunk in zip(self._first_rows, chunks, strict=False):
             if chunk.null_count:
                 document = int(first) + int(np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False))[0])
-                raise ValueError(
-                    f"column {self.name!r} has no value (null) for document {document}; remove it"
-                )
+                raise ValueError(f"column {self.name!r} has no value (null) for document {document}; remove it")
             if chunk.values.null_count and chunk.flatten().null_count:
                 null = chunk.flatten().is_null().to_numpy(zero_copy_only=False)
                 token = int(np.flatnonzero(null)[0])
@@ -64,9 +62,7 @@ class TokenColumn:
         stops = [int(offsets[c][i + 1]) for c, i in zip(chunk_list, local, strict=True)]
         return chunk_list, starts, stops
 
-    def read(
-        self, chunks: list[int], starts: list[int], lengths: list[int], out: NDArray[Any]
-    ) -> NDArray[Any]:
+    def read(self, chunks: list[int], starts: list[int], lengths: list[int], out: NDArray[Any]) -> NDArray[Any]:
         """Copy pieces [k] (chunk, first value, tokens) one after another into `out` [sum of lengths]."""
         position = 0
         values = self._values

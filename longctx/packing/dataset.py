@@ -189,10 +189,7 @@ def pack_dataset(
 
     if isinstance(dataset, datasets.DatasetDict):
         return datasets.DatasetDict(
-            {
-                name: pack_dataset(part, seq_length, strategy, map_kwargs, overlong)
-                for name, part in dataset.items()
-            }
+            {name: pack_dataset(part, seq_length, strategy, map_kwargs, overlong) for name, part in dataset.items()}
         )
     if not isinstance(dataset, datasets.Dataset):
         raise ValueError(
@@ -258,9 +255,7 @@ def _check_plan(packing: Packing, lengths: NDArray[np.int64]) -> None:
     else:
         fills = packing.fills(lengths)
         if fills.max() > packing.capacity:
-            wrong = (
-                f"its pack {fills.argmax()} would hold {fills.max()} tokens, the limit is {packing.capacity}"
-            )
+            wrong = f"its pack {fills.argmax()} would hold {fills.max()} tokens, the limit is {packing.capacity}"
     if wrong:
         raise ValueError(f"the plan is for other documents: {wrong}. Plan again with read_lengths(data set)")
 

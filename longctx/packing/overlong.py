@@ -60,16 +60,14 @@ class PackingReport:
         ]
         if self.too_long_documents:
             parts.append(
-                f"{self.too_long_documents:,} longer than a pack (the longest {self.longest_document:,} "
-                "tokens)"
+                f"{self.too_long_documents:,} longer than a pack (the longest {self.longest_document:,} tokens)"
             )
         if self.tokens_cut:
             parts.append(f"{self.tokens_cut:,} tokens cut off ({self.tokens_cut / self.tokens:.2%})")
         if self.documents_dropped:
             share = self.tokens_dropped / self.tokens
             parts.append(
-                f"{self.documents_dropped:,} documents dropped with {self.tokens_dropped:,} tokens "
-                f"({share:.2%})"
+                f"{self.documents_dropped:,} documents dropped with {self.tokens_dropped:,} tokens ({share:.2%})"
             )
         if self.pieces > self.documents - self.empty_documents - self.documents_dropped:
             parts.append(f"{self.pieces:,} pieces after cutting, no token lost by it")
@@ -128,9 +126,7 @@ def plan_packing(
         packs=len(packing),
         tokens_kept=int(packing.piece_lengths(kept).sum()),
     )
-    assert report.tokens == report.tokens_kept + report.tokens_cut + report.tokens_dropped, (
-        "tokens unaccounted for"
-    )
+    assert report.tokens == report.tokens_kept + report.tokens_cut + report.tokens_dropped, "tokens unaccounted for"
     return packing, report
 
 

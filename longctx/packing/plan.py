@@ -117,8 +117,7 @@ def check_lengths(lengths: ArrayLike, capacity: int) -> NDArray[np.int64]:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"lengths must be a flat array of integers, one per document, got shape {array.shape} of "
-            f"{array.dtype}"
+            f"lengths must be a flat array of integers, one per document, got shape {array.shape} of {array.dtype}"
         )
     array = array.astype(np.int64, copy=False)
     if array.size and array.min() < 0:
@@ -169,9 +168,7 @@ def pack(lengths: ArrayLike, capacity: int, strategy: str = "bfd") -> Packing:
         return one_per_bin(array, capacity)
     present = np.flatnonzero(array)
     placed, offsets = best_fit_decreasing(array[present], capacity)
-    return Packing(
-        indices=present[placed].astype(index_dtype(len(array))), offsets=offsets, capacity=capacity
-    )
+    return Packing(indices=present[placed].astype(index_dtype(len(array))), offsets=offsets, capacity=capacity)
 
 
 def one_per_bin(lengths: ArrayLike, capacity: int | None = None) -> Packing:
