@@ -49,6 +49,12 @@ class RingStep:
     query or a key, so each step writes every out, lse, dK and dV row at most once.
     """
 
+    @property
+    def num_pairs(self) -> int:
+        """(query, key) pairs in the entries."""
+        q_start, q_end, kv_start, kv_end = self.entries.T
+        return int(((q_end - q_start) * (kv_end - kv_start)).sum())
+
 
 @dataclass(frozen=True, eq=False)
 class RankShard:
@@ -135,9 +141,7 @@ class RingPlan:
             ValueError: if `rank` is not in 0..world_size-1.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"rank must be in 0..{self.world_size - 1} (world_size {self.world_size}), got {rank}"
-            )
+            raise ValueError(f"rank must be in 0..{self.world_size - 1} (world_size {self.world_size}), got {rank}")
         if rank not in self._shard_cache:
             self._shard_cache[rank] = _make_shard(self, rank)
         return self._shard_cache[rank]
@@ -196,12 +200,18 @@ def _make_shard(plan: RingPlan, rank: int) -> RankShard:
     document, offset = plan._pieces.document[own], plan._pieces.offset[own]
     num_tokens = plan.num_tokens // plan.world_size
     boundaries = np.append(offset[np.append(True, document[1:] != document[:-1])], num_tokens)
+    steps = _make_steps(plan, rank)
+    local = np.diff(boundaries)
+    computed = int((local * (local + 1) // 2).sum()) + sum(step.num_pairs for step in steps)
+    assert computed == plan.area_per_rank[rank], (
+        f"rank {rank} computes {computed} legal pairs of {plan.area_per_rank[rank]}: pieces interleave"
+    )
     return RankShard(
         rank=rank,
         num_tokens=num_tokens,
         cu_seqlens=boundaries,
         prefix_tokens=plan.prefix_tokens[rank],
-        steps=_make_steps(plan, rank),
+        steps=steps,
     )
 
 
@@ -260,7 +270,7 @@ def plan_ring(
     1. Starting at the last rank, every rank takes tails of the longest documents and whole short ones, in
        the proportion that gives it its share of both tokens and attention work; what is left of a document
        goes to the ranks before.
-    2. If that does not balance, the longest document is halved first, and its second half climbs the ring's
+    2. If that does not balance, the longest document is cut in two first, and its second half climbs the ring's
        first ranks while the first half climbs its last ones: the document goes over the end of the ring.
     3. If that does not either, the longest documents are zigzagged, one more at a time. The longest of them
        is dealt last, from both its ends, in the parts that make up for what the others leave unbalanced.
@@ -282,23 +292,19 @@ def plan_ring(
     """
     if max_imbalance < 1 or group_fraction < 0:
         raise ValueError(
-            f"max_imbalance must be at least 1 and group_fraction at least 0, got {max_imbalance} and "
-            f"{group_fraction}"
+            f"max_imbalance must be at least 1 and group_fraction at least 0, got {max_imbalance} and {group_fraction}"
         )
     cu = _checked(cu_seqlens, world_size)
     problem = _Problem.of(cu, world_size, max_imbalance, group_fraction)
-    best: RingPlan | None = None
+    best, most_work = None, np.inf
     for num_zigzag, cut in _candidates(problem):
         pieces = _partition(problem, num_zigzag, cut)
-        if pieces is None:
-            continue
-        plan = _assemble(cu, world_size, pieces)
-        if best is None or plan.imbalance < best.imbalance:
-            best = plan
-        if plan.imbalance <= max_imbalance:
+        if pieces is not None and (work := _area_per_rank(pieces, world_size).max()) < most_work:
+            best, most_work = pieces, work
+        if most_work <= problem.mean_work + problem.slack:
             break
-    assert best is not None, "the first candidate always gives a plan"
-    return best
+    assert best is not None, "the first candidate always gives pieces"
+    return _assemble(cu, world_size, best)
 
 
 def _checked(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], world_size: int) -> IntArray:
@@ -330,13 +336,21 @@ def _checked(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], world_size: in
 
 
 _NUM_ZIGZAG = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of zigzagged documents that are tried."""
-_CUT_FRACTIONS = (0.5, 0.45, 0.55, 0.4, 0.6)
-"""Where the document that goes over the end of the ring is cut, tried in this order."""
+"""Numbers of zigzagged documents that are tried, after 0."""
+_CUTS = (0.5, 0.45, 0.55, 0.4, 0.6, 0.35, 0.65)
+"""Where the document that goes over the end of the ring is cut: tried in this order without zigzag."""
+_CUTS_WITH_ZIGZAG = (0.5, 0.45, 0.55)
+"""The same beside zigzagged documents, which make up for what does not balance."""
+_MANY_RANKS = 16
+"""Above this many ranks only `_CUTS_WITH_ZIGZAG` are tried: planning time grows with the ranks."""
 _LONGEST_CUT = 0.55
-"""Above this fraction of all tokens a document leaves too little for the ranks to pair its tail with."""
+"""Above this fraction of the tokens a document leaves the ranks too few to pair its tail with."""
 _FRESH = 0.75
-"""A document with more than this fraction of the cut one left is used before the cut one's second half."""
+"""Documents with more than this fraction of the cut one left are used before the cut one's second half."""
+_MADE_UP = 0.5
+"""Fraction of a zigzagged document's work on a rank by which that rank may be off before it is dealt."""
+_TOLERANCE = 0.2
+"""Fraction of the allowed imbalance that a rank may use to keep a document whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,6 +365,8 @@ class _Problem:
     """int64 [n]: L(L+1)/2 legal pairs of each document."""
     world_size: int
     group_tokens: int
+    mean_work: float
+    """Legal pairs of a rank, on average."""
     slack: float
     """Legal pairs that a rank may have above the mean."""
 
@@ -364,6 +380,7 @@ class _Problem:
             area=area,
             world_size=world_size,
             group_tokens=int(cu[-1] / world_size * group_fraction),
+            mean_work=int(area.sum()) / world_size,
             slack=(max_imbalance - 1) * int(area.sum()) / world_size,
         )
 
@@ -384,6 +401,16 @@ class _Take(NamedTuple):
     rank: int
 
 
+class _Mixture(NamedTuple):
+    """What a rank takes from a line."""
+
+    takes: list[tuple[int, int]]
+    """(unit, tokens), in the order of taking."""
+    work: int
+    started: int | None
+    """The unit to go on with."""
+
+
 class _Cut(NamedTuple):
     """The document that goes over the end of the ring, and where its part on the first ranks begins."""
 
@@ -393,13 +420,15 @@ class _Cut(NamedTuple):
 
 def _candidates(problem: _Problem) -> Iterator[tuple[int, _Cut | None]]:
     """(number of zigzagged documents, document cut in two), from little K/V sent to much."""
-    longest, num_tokens = int(problem.longest_first[0]), int(problem.lengths.sum())
-    length, num_documents = int(problem.lengths[longest]), len(problem.lengths)
-    yield 0, None
-    if 1 < length <= _LONGEST_CUT * num_tokens:
-        for fraction in _CUT_FRACTIONS:
-            yield 0, _Cut(longest, max(1, int(length * fraction)))
-    yield from ((k, None) for k in sorted({min(k, num_documents) for k in _NUM_ZIGZAG}))
+    num_documents = len(problem.lengths)
+    for num_zigzag in sorted({0, *(min(k, num_documents) for k in _NUM_ZIGZAG)}):
+        yield num_zigzag, None
+        rest = problem.longest_first[num_zigzag:]
+        longest = int(problem.lengths[rest[:1]].sum())
+        if problem.group_tokens < longest <= _LONGEST_CUT * int(problem.lengths[rest].sum()):
+            thorough = num_zigzag == 0 and problem.world_size <= _MANY_RANKS
+            for fraction in _CUTS if thorough else _CUTS_WITH_ZIGZAG:
+                yield num_zigzag, _Cut(int(rest[0]), max(1, int(longest * fraction)))
 
 
 def _partition(problem: _Problem, num_zigzag: int, cut: _Cut | None) -> _Lists | None:
@@ -408,15 +437,14 @@ def _partition(problem: _Problem, num_zigzag: int, cut: _Cut | None) -> _Lists |
     zigzag = problem.longest_first[:num_zigzag]
     share = _equal_shares(lengths[zigzag], world_size)
     capacity = int(lengths.sum()) // world_size - share.sum(axis=0)
-    rest = np.ones(len(lengths), bool)
-    rest[zigzag] = False
-    climbing = _climbing_pieces(problem, rest, capacity, cut, strict=cut is not None)
+    limit = problem.slack + _MADE_UP * problem.area[zigzag[:1]].sum() / world_size
+    climbing = _climbing_pieces(problem, np.sort(problem.longest_first[num_zigzag:]), capacity, cut, limit)
     if climbing is None:
         return None
     pieces = _joined(climbing, _zigzag_pieces(zigzag[1:], share[1:]))
     if not num_zigzag:
         return pieces
-    area = int(problem.area.sum()) / world_size - _area_per_rank(pieces, world_size)
+    area = problem.mean_work - _area_per_rank(pieces, world_size)
     return _joined(pieces, _make_up_pieces(int(zigzag[0]), int(lengths[zigzag[0]]), share[0], area))
 
 
@@ -499,29 +527,29 @@ def _make_up_pieces(document: int, length: int, share: IntArray, area: npt.NDArr
 
 
 def _climbing_pieces(
-    problem: _Problem, rest: npt.NDArray[np.bool_], capacity: IntArray, cut: _Cut | None, *, strict: bool
+    problem: _Problem, documents: IntArray, capacity: IntArray, cut: _Cut | None, limit: float
 ) -> _Lists | None:
-    """Pieces of the documents marked in `rest`, bool [n], whose positions climb the ring rank by rank.
+    """Pieces of `documents`, int64 [m] ascending, whose positions climb the ring rank by rank.
 
     Args:
         capacity: int64 [P], tokens of these documents for each rank.
         cut: the document that goes over the end of the ring, if any.
-        strict: give up (None) as soon as a rank can't be balanced.
+        limit: with a cut, give up (None) when a rank's work is this much above its share.
     """
-    documents = np.flatnonzero(rest)
     if not len(documents):
         return _Lists(documents, documents, documents)
-    line = _Line.of(problem, documents, cut)
-    takes = line.deal(
-        capacity.tolist(), tolerance=0.2 * problem.slack, slack=problem.slack if strict else None
-    )
+    line = _Line(problem, documents)
+    if cut is not None:
+        line.cut_in_two(int(np.searchsorted(documents, cut.document)), cut.position)
+    takes = line.deal(capacity.tolist(), tolerance=_TOLERANCE * problem.slack, limit=np.inf if cut is None else limit)
     if takes is None:
         return None
     unit, tokens, rank = np.array(takes).T
-    order = np.argsort(line.place[unit[::-1]], kind="stable")  # a unit's tail was taken first
+    order = np.argsort(np.array(line.begin)[unit[::-1]], kind="stable")  # a unit's tail was taken first
     tokens, rank = tokens[::-1][order], rank[::-1][order]
     document_end, take_end = np.cumsum(problem.lengths[documents]), np.cumsum(tokens)
-    end = np.union1d(document_end, take_end)
+    end = np.sort(np.concatenate([document_end, take_end]))
+    end = end[np.append(True, end[1:] != end[:-1])]
     begin = np.append(0, end[:-1])
     return _Lists(
         documents[np.searchsorted(document_end, begin, side="right")],
@@ -531,120 +559,123 @@ def _climbing_pieces(
 
 
 class _Line:
-    """Units, each a document or a group of neighbouring short ones, from which ranks take tails.
+    """Documents laid end to end in units, from which ranks take tails.
 
-    `ready` holds the units with tokens left by work per token, ascending: its begin is cheap and its end
-    dear. Work is computed exactly for documents; groups are taken to be even.
+    A unit is a document, a part of the one that is cut in two, or a group of short neighbours. `ready` holds
+    the units that have tokens left by their work per token: its begin is cheap and its end dear.
     """
 
-    def __init__(self, tokens: IntArray, area: IntArray, is_group: npt.NDArray[np.bool_]):
-        self.place = np.arange(len(tokens))
-        """int64 [units]: sorts the units by their place in the sequence."""
+    def __init__(self, problem: _Problem, documents: IntArray):
+        lengths, area = problem.lengths[documents], problem.area[documents]
+        first = _first_of_groups(lengths, problem.group_tokens)
+        is_group = np.diff(np.append(first, len(documents))) > 1
+        tokens, start = np.add.reduceat(lengths, first), np.cumsum(lengths) - lengths
+        self.document_start: list[int] = start.tolist()
+        self.work_before: list[int] = (np.cumsum(area) - area).tolist()
+        self.begin: list[int] = start[first].tolist()
         self.left: list[int] = tokens.tolist()
-        self.base: list[int] = [0] * len(tokens)
+        self.base: list[int] = [0] * len(first)
         """Tokens of the unit's document that come before the unit."""
-        self.even: list[float] = np.where(is_group, area / tokens, 0.0).tolist()
-        self.slope: list[float] = np.where(is_group, 0.0, 0.5).tolist()
-        self.size: list[float] = np.where(is_group, 2 * area / tokens - 1, tokens).tolist()
-        """Length left of the document, or length of one with the group's work per token."""
+        self.is_group: list[bool] = is_group.tolist()
+        self.size: list[float] = (2 * np.add.reduceat(area, first) / tokens - 1).tolist()
+        """Length of the document that is left, or of one with as much work per token as the group."""
+        self.ready = sorted(range(len(first)), key=self.size.__getitem__)
+        self.started: int | None = None
+        """The document from whose end the last rank took."""
         self.lower: int | None = None
         self.upper: int | None = None
         """Units of a document cut in two; the upper one is not ready before the lower one is used up."""
-        self.ready = sorted(range(len(tokens)), key=self.size.__getitem__)
 
-    @staticmethod
-    def of(problem: _Problem, documents: IntArray, cut: _Cut | None) -> _Line:
-        """The line of `documents`, int64 [m] ascending."""
-        lengths = problem.lengths[documents]
-        first = _first_of_groups(lengths, problem.group_tokens)
-        is_group = np.diff(np.append(first, len(documents))) > 1
-        line = _Line(
-            np.add.reduceat(lengths, first), np.add.reduceat(problem.area[documents], first), is_group
-        )
-        if cut is not None:
-            unit = np.searchsorted(first, np.searchsorted(documents, cut.document), side="right") - 1
-            if not is_group[unit]:
-                line._cut_in_two(int(unit), cut.position)
-        return line
-
-    def _cut_in_two(self, unit: int, position: int) -> None:
+    def cut_in_two(self, document: int, position: int) -> None:
+        """Make two units of a document that is one: its first `position` tokens and the others."""
+        unit = bisect.bisect_right(self.begin, self.document_start[document]) - 1
+        if self.is_group[unit]:
+            return
         self.lower, self.upper = unit, len(self.left)
+        self.begin.append(self.begin[unit] + position)
+        self.base.append(position)
         self.left.append(self.left[unit] - position)
-        self.size.append(self.left[unit])
+        self.size.append(self.size[unit])
+        self.is_group.append(False)
         self.left[unit] = position
         self.size[unit] = position
-        self.base.append(position)
-        self.even.append(0.0)
-        self.slope.append(0.5)
-        self.place = np.append(2 * self.place, 2 * unit + 1)
         self.ready.sort(key=self.size.__getitem__)
 
-    def work(self, unit: int, tokens: int) -> float:
+    def work(self, unit: int, tokens: int) -> int:
         """Legal pairs of the last `tokens` tokens left of a unit."""
-        end = self.base[unit] + self.left[unit]
-        return tokens * (self.even[unit] + self.slope[unit] * (2 * end - tokens + 1))
+        if not self.is_group[unit]:
+            return tokens * (2 * (self.base[unit] + self.left[unit]) - tokens + 1) // 2
+        end = self.begin[unit] + self.left[unit]
+        return self._work_to(end) - self._work_to(end - tokens)
 
-    def deal(self, capacity: list[int], tolerance: float, slack: float | None) -> list[_Take] | None:
+    def _work_to(self, place: int) -> int:
+        i = bisect.bisect_right(self.document_start, place) - 1
+        position = place - self.document_start[i]
+        return self.work_before[i] + position * (position + 1) // 2
+
+    def deal(self, capacity: list[int], tolerance: float, limit: float) -> list[_Take] | None:
         """Fill the ranks from the last to the first.
 
         Args:
             capacity: tokens for each rank; all tokens of the line together.
             tolerance: how far a rank may be off its share of the work if that saves cutting a document.
-            slack: give up (None) when a rank is further above its share; None: never.
+            limit: give up (None) when a rank is further above its share.
         """
         work_left = sum(self.work(unit, tokens) for unit, tokens in enumerate(self.left))
-        limit = np.inf if slack is None else slack
         takes: list[_Take] = []
         for rank in range(len(capacity) - 1, 0, -1):
             share = work_left / (rank + 1)
             chosen = self._choose(capacity[rank], share, tolerance, limit)
             if chosen is None:
                 return None
-            work = sum(self._take(take) for take in chosen)
+            work = sum(self._take(unit, tokens) for unit, tokens in chosen.takes)
             if work > share + limit:
                 return None
-            takes += [_Take(*take, rank) for take in chosen]
+            takes += [_Take(unit, tokens, rank) for unit, tokens in chosen.takes]
             work_left -= work
+            self.started = chosen.started
             self.ready = [unit for unit in self.ready if self.left[unit]]
             self.ready.sort(key=self.size.__getitem__)
         return takes + [_Take(unit, tokens, 0) for unit, tokens in enumerate(self.left) if tokens]
 
-    def _take(self, take: tuple[int, int]) -> float:
-        """Remove (unit, tokens) from the line and return the work taken."""
-        unit, tokens = take
+    def _take(self, unit: int, tokens: int) -> int:
+        """Remove tokens from the end of a unit and return their work."""
         work = self.work(unit, tokens)
         self.left[unit] -= tokens
-        if self.slope[unit]:
+        if not self.is_group[unit]:
             self.size[unit] -= tokens
         return work
 
-    def _choose(
-        self, tokens: int, share: float, tolerance: float, limit: float
-    ) -> list[tuple[int, int]] | None:
-        """(unit, tokens) for one rank, `tokens` in all; None where there are not as many.
+    def _choose(self, tokens: int, share: float, tolerance: float, limit: float) -> _Mixture | None:
+        """`tokens` tokens for one rank, their work near `share`; None where there are not as many.
 
         No rank but one may hold parts of both units of a document cut in two: the pieces of two such ranks
         would interleave. So the upper unit waits until the lower one is used up, or is taken whole here.
         """
-        lower, upper = self.lower, self.upper
-        may_open = upper is not None and all(
-            unit == lower or self.size[unit] <= _FRESH * self.size[upper] for unit in self.ready
-        )
-        if may_open and lower is not None and not self.left[lower]:
+        lower, may_open = self.lower, self._upper_may_open()
+        if lower is not None and may_open and not self.left[lower]:
             self._open_upper()
-            may_open = False
+            lower = None
         mixture = self._mixture(tokens, share, tolerance)
-        if mixture is not None and mixture[1] <= share + limit:
-            return mixture[0]
-        if not may_open or lower is None or self.left[lower] > tokens:
-            return mixture and mixture[0]
+        if mixture is not None and mixture.work <= share + limit:
+            return mixture
+        if lower is None or not may_open or self.left[lower] > tokens:
+            return mixture
         whole = (lower, self.left[lower])
-        work = self._take(whole)
+        size = self.size[lower]
+        work = self._take(*whole)
         self.ready.remove(lower)
         self._open_upper()
         mixture = self._mixture(tokens - whole[1], share - work, tolerance)
-        self.left[lower] = whole[1]
-        return mixture and [whole, *mixture[0]]
+        self.left[lower], self.size[lower] = whole[1], size
+        return mixture and _Mixture([whole, *mixture.takes], mixture.work + work, mixture.started)
+
+    def _upper_may_open(self) -> bool:
+        """Whether all other documents have been started."""
+        if self.upper is None:
+            return False
+        fresh = _FRESH * self.size[self.upper]
+        return all(unit == self.lower or self.size[unit] <= fresh for unit in reversed(self.ready))
 
     def _open_upper(self) -> None:
         assert self.upper is not None
@@ -652,32 +683,45 @@ class _Line:
         self.ready.sort(key=self.size.__getitem__)
         self.lower = self.upper = None
 
-    def _mixture(
-        self, tokens: int, share: float, tolerance: float
-    ) -> tuple[list[tuple[int, int]], float] | None:
+    def _mixture(self, tokens: int, share: float, tolerance: float) -> _Mixture | None:
         """Dear tokens from the end of `ready` and cheap ones from its begin: `tokens` in all, work `share`.
 
-        Returns:
-            The (unit, tokens) to take, and their work; None where there are too few tokens.
+        The document that is in use already is the dear one if that works: going on with it keeps the others
+        whole, at different stages of use, and its K/V near. None where there are too few tokens.
         """
-        dear, cheap = _Profile(self, reversed(self.ready), tokens), _Profile(self, self.ready, tokens)
-        if dear.tokens[-1] < tokens:
+        if not tokens:
+            return _Mixture([], 0, self.started)
+        if sum(map(self.left.__getitem__, self.ready)) < tokens:
             return None
+        mixture = None
+        if self.started in self.ready[1:-1]:
+            order = [*(unit for unit in self.ready if unit != self.started), self.started]
+            mixture = self._mixture_of(order, tokens, share, tolerance)
+        if mixture is None or abs(mixture.work - share) > tolerance + self.size[self.ready[-1]]:
+            mixture = self._mixture_of(self.ready, tokens, share, tolerance)
+        return mixture
+
+    def _mixture_of(self, order: list[int], tokens: int, share: float, tolerance: float) -> _Mixture:
+        dear, cheap = _Profile(self, reversed(order), tokens), _Profile(self, order, tokens)
         num_dear = _root(
             lambda x: dear.work(x) + cheap.work(tokens - x) - share,
             [x for x in dear.tokens if x <= tokens],
             [tokens - x for x in cheap.tokens if x <= tokens],
             tolerance,
         )
-        work = dear.work(num_dear) + cheap.work(tokens - num_dear)
-        return dear.first(num_dear) + cheap.first(tokens - num_dear), work
+        takes = dear.first(num_dear)
+        return _Mixture(
+            takes=takes + cheap.first(tokens - num_dear),
+            work=dear.work(num_dear) + cheap.work(tokens - num_dear),
+            started=takes[-1][0] if takes else self.started,
+        )
 
 
 class _Profile:
     """Units of a line in one order, up to a number of tokens, and the work of their first x tokens."""
 
     def __init__(self, line: _Line, units: Iterable[int], max_tokens: int):
-        self.line, self.units, self.tokens, self.total = line, list[int](), [0], [0.0]
+        self.line, self.units, self.tokens, self.total = line, list[int](), [0], [0]
         for unit in units:
             if self.tokens[-1] >= max_tokens:
                 break
@@ -685,11 +729,11 @@ class _Profile:
             self.tokens.append(self.tokens[-1] + line.left[unit])
             self.total.append(self.total[-1] + line.work(unit, line.left[unit]))
 
-    def work(self, tokens: int) -> float:
+    def work(self, tokens: int) -> int:
         """Legal pairs of the first `tokens` tokens."""
         i = bisect.bisect_right(self.tokens, tokens) - 1
         part = tokens - self.tokens[i]
-        return self.total[i] + (self.line.work(self.units[i], part) if part else 0.0)
+        return self.total[i] + (self.line.work(self.units[i], part) if part else 0)
 
     def first(self, tokens: int) -> list[tuple[int, int]]:
         """(unit, tokens) of the first `tokens` tokens."""
@@ -717,7 +761,7 @@ def _root(error: Callable[[int], float], best_cuts: list[int], good_cuts: list[i
 
 
 def _first_of_groups(lengths: IntArray, group_tokens: int) -> IntArray:
-    """int64 [units]: first document of each unit; short neighbours share one of about `group_tokens`."""
+    """int64 [units]: first document of each unit; short neighbours share one of about `group_tokens` tokens."""
     short = lengths <= group_tokens
     bucket = (np.cumsum(lengths) - lengths) // max(1, group_tokens)
     joins = short[1:] & short[:-1] & (bucket[1:] == bucket[:-1])
@@ -770,12 +814,18 @@ def _farthest_hop(document: IntArray, start: IntArray, rank: IntArray, world_siz
 
     A rank needs a piece if it holds a later piece of the same document.
     """
-    last_start = np.full((int(document.max()) + 1, world_size), -1, np.int64)
-    np.maximum.at(last_start, (document, rank), start)
+    first = np.flatnonzero(np.append(True, document[1:] != document[:-1]))
+    pieces = np.diff(np.append(first, len(document)))
     far = np.zeros(len(document), np.int64)
-    pending = np.arange(len(document))
+    pending = np.flatnonzero(np.repeat(pieces > 1, pieces))
+    if not len(pending):
+        return far
+    row = np.zeros(len(document), np.int64)
+    row[pending] = np.unique(document[pending], return_inverse=True)[1]
+    last_start = np.full((int(row.max()) + 1, world_size), -1, np.int64)
+    np.maximum.at(last_start, (row[pending], rank[pending]), start[pending])
     for hop in range(world_size - 1, 0, -1):
-        needed = last_start[document[pending], (rank[pending] + hop) % world_size] > start[pending]
+        needed = last_start[row[pending], (rank[pending] + hop) % world_size] > start[pending]
         far[pending[needed]] = hop
         pending = pending[~needed]
     return far
@@ -786,5 +836,6 @@ def _shard_order(document: IntArray, start: IntArray, rank: IntArray, far: IntAr
     num_ranks = int(rank.max()) + 1
     key = document * num_ranks + rank
     farthest = np.zeros(int(key.max()) + 1, np.int64)
-    np.maximum.at(farthest, key, far)
+    travels = far > 0
+    np.maximum.at(farthest, key[travels], far[travels])
     return np.lexsort((start, document, -farthest[key], rank))
