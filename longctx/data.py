@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import transformers
 from datasets import Dataset, DatasetDict, Features, Json, List, Value
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -41,6 +42,11 @@ IGNORE_INDEX = -100
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 _JSON_SUFFIXES = (".jsonl", ".json")
 _DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".arrow")
+# Data and archives that would otherwise be taken for one text document, or refused as binary only.
+_OTHER_SUFFIXES = re.compile(
+    r"\.(ndjson|jsonlines|csv|tsv|xlsx|feather|orc|avro|h5|tfrecord|npy|npz|pkl|pt|bin|safetensors"
+    r"|gz|bz2|xz|zst|zip|tar|tgz|7z)"
+)
 _COMPANION_FILES = frozenset({"readme.md", "license", "license.txt", "license.md", "dataset_infos.json"})
 _FORMATS_HELP = (
     "a hub name, a .jsonl/.json/.parquet/.arrow file or a folder of them, a folder or glob of text files, "
@@ -94,8 +100,7 @@ def _require_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     if kind is None:
         raise DataError(
             f"{where}: no known kind of record in the columns {sorted(columns)}; expected "
-            f"{_kinds_help(text_field)}. "
-            "Rename the column or pass its name with --dataset_text_field."
+            f"{_kinds_help(text_field)}. Rename the column or pass its name with --dataset_text_field."
         )
     return kind
 
@@ -129,8 +134,7 @@ def _check_chat(value: object, column: str, where: str) -> None:
         shown = repr(value)
         raise DataError(
             f"{where}: '{column}' is {shown[:80]}{'…' if len(shown) > 80 else ''}; expected a non-empty "
-            f"list of "
-            'messages such as {"role": "user", "content": "…"}. Correct or remove the record.'
+            'list of messages such as {"role": "user", "content": "…"}. Correct or remove the record.'
         )
 
 
@@ -158,8 +162,7 @@ def _parse_json_line(line: bytes, where: str) -> dict[str, Any]:
         shown = line[:60].decode("utf-8", "backslashreplace").rstrip()
         raise DataError(
             f"{where}: malformed JSON ({error}): {shown!r}. Expected one JSON object per line; correct or "
-            f"remove "
-            "the line (no line is skipped silently)."
+            "remove the line (no line is skipped silently)."
         ) from None
     if b"\\ud" in line.lower():
         _check_surrogates(record, where)
@@ -293,8 +296,9 @@ def _token_array(value: object, column: str, where: str) -> np.ndarray:
             f"{where}: '{column}' is {str(value)[:60]!r}; expected a flat list of integers. Correct the record."
         )
     if array.max() > _INT32_MAX or array.min() < -_INT32_MAX:
+        worst = array.max() if array.max() > _INT32_MAX else array.min()
         raise DataError(
-            f"{where}: '{column}' holds {max(array.max(), -array.min())}, which is beyond 32-bit token ids "
+            f"{where}: '{column}' holds {worst}, which is beyond 32-bit token ids "
             f"(limit {_INT32_MAX}). Correct the record."
         )
     return array.astype(np.int32)
@@ -386,8 +390,7 @@ def load_records(
     elif config is not None:
         raise DataError(
             f"--dataset_config {config!r}: only hub data sets have configurations and {dataset_name!r} is "
-            f"local. "
-            "Leave it out, or name the files of that configuration."
+            "local. Leave it out, or name the files of that configuration."
         )
     else:
         dataset = _read_split(splits, split, dataset_name)
@@ -429,7 +432,7 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, _Loader]:
     files = _visible_files(path)
     if not files:
         raise DataError(f"{path}: the folder holds no files. Expected {_FORMATS_HELP}.")
-    if not all(file.suffix in _DATA_SUFFIXES for file in files):
+    if not all(file.suffix.lower() in _DATA_SUFFIXES for file in files):
         return {"train": _files_loader(files, text_field)}
     return {name: _files_loader(part, text_field) for name, part in _split_files(path, files).items()}
 
@@ -455,7 +458,7 @@ def _visible_files(folder: Path) -> list[Path]:
         if file.is_file()
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
     ]
-    data = [file for file in files if file.suffix in _DATA_SUFFIXES]
+    data = [file for file in files if file.suffix.lower() in _DATA_SUFFIXES]
     if data and all(file in data or file.name.lower() in _COMPANION_FILES for file in files):
         files = [file for file in data if file.name.lower() not in _COMPANION_FILES]
     return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
@@ -465,10 +468,9 @@ def _split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Divide data files by the split names in their paths, as `datasets` does (train, test, …)."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
-    base = str(folder.resolve())
-    wanted = {str(file.resolve()): file for file in files}
+    base = os.path.abspath(folder)
     found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
-    splits = {str(name): [wanted[file] for file in part if file in wanted] for name, part in found.items()}
+    splits = {str(name): _in_order(files, set(part)) for name, part in found.items()}
     left = sorted(set(files).difference(*splits.values()))
     if left:
         raise DataError(
@@ -476,6 +478,11 @@ def _split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
             f"{left[0]}. Name a split in every file, or give a glob that selects the files."
         )
     return {name: part for name, part in splits.items() if part}
+
+
+def _in_order(files: Sequence[Path], wanted: Set[str]) -> list[Path]:
+    # Without resolving links: the files of a hub snapshot are links into another folder.
+    return [file for file in files if os.path.abspath(file) in wanted]
 
 
 def _files_loader(files: Sequence[Path], text_field: str) -> _Loader:
@@ -496,28 +503,15 @@ def _files_loader(files: Sequence[Path], text_field: str) -> _Loader:
 
 
 def _format_of(file: Path) -> str:
-    if file.suffix in _JSON_SUFFIXES:
+    suffix = file.suffix.lower()
+    if suffix in _JSON_SUFFIXES:
         return "json"
-    if file.suffix in (".parquet", ".arrow"):
-        return file.suffix[1:]
-    if file.suffix in (
-        ".gz",
-        ".bz2",
-        ".xz",
-        ".zst",
-        ".zip",
-        ".tar",
-        ".csv",
-        ".tsv",
-        ".pkl",
-        ".npy",
-        ".pt",
-        ".bin",
-    ):
+    if suffix in _DATA_SUFFIXES:
+        return suffix.removeprefix(".")
+    if _OTHER_SUFFIXES.fullmatch(suffix):
         raise DataError(
-            f"{file}: unknown format '{file.suffix}'. Expected {_FORMATS_HELP}. Convert the file to .jsonl "
-            f"or "
-            ".parquet (or unpack it)."
+            f"{file}: unknown format '{file.suffix}'. Expected {_FORMATS_HELP}. Unpack or convert the file to "
+            ".jsonl or .parquet."
         )
     return "text"
 
@@ -696,7 +690,7 @@ def tokenize_records(
     columns = [column for column in _used_columns(kind) if column in dataset.column_names]
     _check_column_types(dataset.features, kind)
     dataset = dataset.with_format(None).select_columns(columns)
-    conversational = kind != "input_ids" and isinstance(dataset[0][columns[0]], list)
+    conversational = kind != "input_ids" and _holds_chats(dataset, columns[0])
     encoder: _Encoder
     if kind == "input_ids":
         encoder = _PretokenizedEncoder(columns, completion_only_loss, assistant_only_loss)
@@ -712,6 +706,11 @@ def tokenize_records(
     tokenized = _map(dataset, encoder, tokenizer, num_proc)
     _check_targets(tokenized)
     return tokenized
+
+
+def _holds_chats(dataset: Dataset, column: str) -> bool:
+    feature = dataset.features[column]
+    return isinstance(dataset[0][column], list) if isinstance(feature, Json) else not isinstance(feature, Value)
 
 
 def _used_columns(kind: str) -> tuple[str, ...]:
@@ -752,8 +751,7 @@ def _check_options(kind: str, conversational: bool, completion_only: bool | None
     if completion_only and kind != "prompt+completion":
         raise DataError(
             f"completion_only_loss=True needs records with 'prompt' and 'completion', and these are "
-            f"{kind!r}. "
-            "Leave it out" + (", or use --assistant_only_loss." if conversational else ".")
+            f"{kind!r}. Leave it out" + (", or use --assistant_only_loss." if conversational else ".")
         )
 
 
@@ -765,8 +763,7 @@ def _training_template(
     if not template:
         raise DataError(
             "the tokenizer has no chat template, and the records are conversations. Use a chat model's "
-            "tokenizer, "
-            "or pass a template with --chat_template_path."
+            "tokenizer, or pass a template with --chat_template_path."
         )
     text = template.get("default", "") if isinstance(template, dict) else template
     if not assistant_only:
@@ -828,6 +825,8 @@ class _Encoder:
     def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> pa.Table:
         input_ids, labels = self.encode(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):
+            if len(ids) == 0:
+                raise DataError(f"{_record(index)}: 'input_ids' is empty, 0 tokens. Remove the record.")
             _check_ids(ids, self.vocab_size, "input_ids", index)
         columns = {"input_ids": _list_array(input_ids)}
         if labels is not None:
@@ -916,8 +915,7 @@ class _ChatEncoder(_Encoder):
             if not mask.any():
                 raise DataError(
                     f"{_record(index)}: assistant_only_loss=True, but none of its {len(ids)} tokens are the "
-                    "assistant's. Remove the record, or check the {% generation %} markers of the chat "
-                    "template."
+                    "assistant's. Remove the record, or check the {% generation %} markers of the template."
                 )
             labels = np.where(mask, labels, IGNORE_INDEX)
         return ids, labels
@@ -974,8 +972,7 @@ class _PretokenizedEncoder(_Encoder):
         if completion_only is None and "completion_mask" in columns:
             raise DataError(
                 "the records are 'input_ids' with a 'completion_mask' and no 'labels': set "
-                "--completion_only_loss "
-                "to true to train on the completions, or to false to train on every token."
+                "--completion_only_loss to true to train on the completions, or to false to train on every token."
             )
         masks = ["assistant_masks"] if "assistant_masks" in columns else []
         return masks + (["completion_mask"] if completion_only else [])
@@ -986,8 +983,6 @@ class _PretokenizedEncoder(_Encoder):
         for row, index in enumerate(indices):
             values = {name: rows[row] for name, rows in columns.items()}
             ids = values["input_ids"]
-            if len(ids) == 0:
-                raise DataError(f"{_record(index)}: 'input_ids' is empty. Remove the record.")
             for column in (*self.masks, *(["labels"] if self.given_labels else [])):
                 self._check_length(len(values[column]), len(ids), column, index)
             input_ids.append(ids)
@@ -1072,8 +1067,7 @@ def _check_ids(ids: np.ndarray, vocab_size: int | None, column: str, index: int)
     if low < 0 or high >= limit:
         raise DataError(
             f"{_record(index)}: '{column}' holds the token id {low if low < 0 else high}, and the "
-            f"vocabulary has "
-            f"the ids 0 to {limit - 1}. Tokenise with this model's tokenizer"
+            f"vocabulary has the ids 0 to {limit - 1}. Tokenise with this model's tokenizer"
             + (", and mask labels with -100." if column == "labels" else ".")
         )
 
@@ -1082,17 +1076,22 @@ def _map(dataset: Dataset, encoder: _Encoder, tokenizer: PreTrainedTokenizerBase
     columns = ["input_ids", "labels"] if encoder.masked else ["input_ids"]
     if isinstance(encoder, _PretokenizedEncoder):
         dataset = dataset.with_format("arrow")
-    tokenized = dataset.map(
-        encoder,
-        batched=True,
-        with_indices=True,
-        batch_size=_batch_size(dataset),
-        remove_columns=dataset.column_names,
-        features=Features(dict.fromkeys(columns, _TOKENS)),
-        new_fingerprint=_fingerprint(dataset, encoder, tokenizer),
-        num_proc=num_proc,
-        desc="Tokenizing",
-    )
+    try:
+        tokenized = dataset.map(
+            encoder,
+            batched=True,
+            with_indices=True,
+            batch_size=_batch_size(dataset),
+            remove_columns=dataset.column_names,
+            features=Features(dict.fromkeys(columns, _TOKENS)),
+            new_fingerprint=_fingerprint(dataset, encoder, tokenizer),
+            num_proc=num_proc,
+            desc="Tokenizing",
+        )
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a text column holds bytes that are not UTF-8 ({error}). Write the files again with valid UTF-8."
+        ) from error
     return tokenized.with_format(None)
 
 
@@ -1104,7 +1103,7 @@ def _batch_size(dataset: Dataset) -> int:
 
 def _fingerprint(dataset: Dataset, encoder: _Encoder, tokenizer: PreTrainedTokenizerBase) -> str:
     """Cache key. `datasets` would pickle the tokenizer, whose state changes when it is first called."""
-    parts = [_CACHE_VERSION, type(encoder).__name__, dataset._fingerprint, encoder.options()]
+    parts = [_CACHE_VERSION, transformers.__version__, type(encoder).__name__, dataset._fingerprint, encoder.options()]
     if not isinstance(encoder, _PretokenizedEncoder):
         parts.append(_tokenizer_state(tokenizer))
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -1136,8 +1135,7 @@ def _check_targets(dataset: Dataset) -> None:
         reason = "every label is -100 (the first token of a document never counts)"
     raise DataError(
         f"no token to train on in {len(dataset)} documents with {document_lengths(dataset).sum()} tokens: "
-        f"{reason}. "
-        "Check the labels, and --completion_only_loss or --assistant_only_loss where set."
+        f"{reason}. Check the labels, and --completion_only_loss or --assistant_only_loss where set."
     )
 
 

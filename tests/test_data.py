@@ -50,9 +50,7 @@ def tokenizer():
 
 
 def _write_lines(path: Path, records: list[Any], end: str = "\n") -> str:
-    path.write_text(
-        end.join(json.dumps(record, ensure_ascii=False) for record in records) + end, encoding="utf-8"
-    )
+    path.write_text(end.join(json.dumps(record, ensure_ascii=False) for record in records) + end, encoding="utf-8")
     return str(path)
 
 
@@ -88,6 +86,7 @@ def test_one_file_of_each_format(tmp_path, suffix) -> None:
         with pa.ipc.new_stream(str(path), table.schema) as writer:
             writer.write_table(table)
     assert load_records(str(path))["text"][:] == TEXTS
+    assert load_records(str(path.rename(tmp_path / f"DATA{suffix.upper()}")))["text"][:] == TEXTS
 
 
 def test_arrow_file_format_too(tmp_path) -> None:
@@ -122,7 +121,12 @@ def test_folder_of_json_lines_in_path_order(tmp_path) -> None:
     _write_lines(folder / "a1.jsonl", [{"text": "first"}])
     (folder / "README.md").write_text("notes")
     (folder / ".hidden").write_text("x")
-    assert sorted(load_records(str(folder))["text"]) == ["first", "second", "third"]
+    assert load_records(str(folder))["text"][:] == ["first", "second", "third"]
+    links = tmp_path / "links"
+    links.mkdir()
+    for number, name in enumerate(("b/0.jsonl", "a1.jsonl")):
+        (links / f"part-{number}.jsonl").symlink_to(folder / name)
+    assert load_records(str(links))["text"][:] == ["third", "first"]
     assert load_records(str(folder / "*.jsonl"))["text"][:] == ["first", "second"]
 
 
@@ -141,13 +145,40 @@ def test_folder_with_split_names(tmp_path) -> None:
     assert "not understood" in _load_error(folder, split="train[x]")
 
 
+def test_folder_where_only_some_files_name_a_split(tmp_path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    _write_lines(folder / "train.jsonl", [{"text": "a"}])
+    _write_lines(folder / "more.jsonl", [{"text": "b"}])
+    message = _load_error(folder)
+    assert "more.jsonl" in message
+    assert "Name a split in every file" in message
+
+
+def test_unreadable_file(tmp_path, monkeypatch) -> None:
+    paths = [_write_lines(tmp_path / name, [{"text": "a"}]) for name in ("a.jsonl", "a.txt")]
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for path in paths:
+        assert f"{path}: unreadable (Permission denied)" in _load_error(path)
+
+
+def test_invalid_utf8_in_parquet(tmp_path, tokenizer) -> None:
+    bad = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"], pa.binary()).buffers())
+    pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="not UTF-8"):
+        tokenize_records(load_records(str(tmp_path / "a.parquet")), tokenizer)
+
+
 def test_folder_of_parquet_files(tmp_path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for number in range(2):
-        pq.write_table(
-            pa.table({"text": [f"{number}{i}" for i in range(2)]}), folder / f"part-{number}.parquet"
-        )
+        pq.write_table(pa.table({"text": [f"{number}{i}" for i in range(2)]}), folder / f"part-{number}.parquet")
     assert load_records(str(folder))["text"][:] == ["00", "01", "10", "11"]
 
 
@@ -171,9 +202,7 @@ def test_folder_and_glob_of_text_files(tmp_path) -> None:
 def test_saved_to_disk(tmp_path) -> None:
     Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "one"))
     assert load_records(str(tmp_path / "one"))["text"][:] == TEXTS
-    parts = DatasetDict(
-        {"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"text": ["t"]})}
-    )
+    parts = DatasetDict({"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"text": ["t"]})})
     parts.save_to_disk(str(tmp_path / "two"))
     assert load_records(str(tmp_path / "two"), split="test")["text"][:] == ["t"]
     assert "available: test, train" in _load_error(tmp_path / "two", split="dev")
@@ -206,9 +235,7 @@ def test_stdlib(tokenizer, capfd) -> None:
 
 
 def test_extra_columns_and_later_columns_are_left_alone(tmp_path, tokenizer) -> None:
-    path = _write_lines(
-        tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b", "score": 1}, {"text": "c", "score": "x"}]
-    )
+    path = _write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b", "score": 1}, {"text": "c", "score": "x"}])
     assert tokenize_records(load_records(path), tokenizer)["input_ids"][:] == [
         [97 - 33, EOS],
         [65, EOS],
@@ -226,9 +253,7 @@ def test_text_that_looks_like_a_date_stays_text(tmp_path) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["no/such/file.jsonl", "./nowhere", "/nowhere/at/all", "data.parquet", "~/nope.txt"]
-)
+@pytest.mark.parametrize("name", ["no/such/file.jsonl", "./nowhere", "/nowhere/at/all", "data.parquet", "~/nope.txt"])
 def test_missing_file(name) -> None:
     message = _load_error(name)
     assert message.startswith(name)
@@ -251,12 +276,12 @@ def test_config_of_a_local_file(tmp_path) -> None:
     assert "--dataset_config 'en'" in _load_error(path, config="en")
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".gz", ".zip"])
+@pytest.mark.parametrize("suffix", [".csv", ".gz", ".zip", ".ndjson", ".CSV"])
 def test_unknown_format(tmp_path, suffix) -> None:
     (tmp_path / f"data{suffix}").write_text("a,b\n")
     message = _load_error(tmp_path / f"data{suffix}")
     assert f"unknown format '{suffix}'" in message
-    assert "Convert" in message
+    assert "Unpack or convert" in message
 
 
 def test_mixed_formats_in_a_folder(tmp_path) -> None:
@@ -399,9 +424,7 @@ def trl_prepare(tokenizer, tmp_path_factory):
 
     def prepare(records: list[dict[str, Any]], **options: Any) -> list[dict[str, list[int]]]:
         args = SFTConfig(folder, use_cpu=True, report_to="none", max_length=None, bf16=False, **options)
-        trainer = SFTTrainer(
-            tiny_model(), args, train_dataset=Dataset.from_list(records), processing_class=tokenizer
-        )
+        trainer = SFTTrainer(tiny_model(), args, train_dataset=Dataset.from_list(records), processing_class=tokenizer)
         return [{key: row[key] for key in ("input_ids", "labels")} for row in trainer.train_dataset]
 
     return prepare
@@ -425,6 +448,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS],
         {"assistant_only_loss": True, "completion_only_loss": False},
     ),
+    "chat prompt+completion, assistant's part of the completion": (
+        [{"prompt": CHATS[0][:2], "completion": CHATS[0][2:]}],
+        {"assistant_only_loss": True},
+    ),
     "input_ids": ([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], {}),
     "input_ids and labels": ([{"input_ids": [1, 2, 3], "labels": [-100, 2, -100]}], {}),
 }
@@ -446,9 +473,7 @@ def test_same_tokens_and_labels_as_trl(name, tmp_path, tokenizer, trl_prepare) -
             assert documents.features[column] == datasets.List(datasets.Value("int32"))
 
 
-def test_known_template_without_markers_gets_trls_training_version(
-    tokenizer, trl_prepare, monkeypatch
-) -> None:
+def test_known_template_without_markers_gets_trls_training_version(tokenizer, trl_prepare, monkeypatch) -> None:
     from trl.chat_template_utils import qwen3_chat_template
 
     monkeypatch.setattr(tokenizer, "chat_template", qwen3_chat_template)
@@ -620,6 +645,8 @@ def test_chat_problems_name_the_record(tokenizer) -> None:
     refusing = "{% for m in messages %}{{ raise_exception('roles must alternate') }}{% endfor %}"
     message = _tokenize_error(no_answer, tokenizer, chat_template=refusing)
     assert "roles must alternate" in message
+    silent = _tokenize_error(no_answer, tokenizer, chat_template="{# nothing #}")
+    assert silent.startswith("record 0 (counted from 0): 'input_ids' is empty")
     none = Dataset.from_list([{"messages": [{"role": "user", "content": None}]}])
     assert _tokenize_error(none, tokenizer).startswith("record 0 ")
     empty = Dataset.from_list([{"messages": CHATS[0]}, {"messages": []}])
@@ -654,8 +681,6 @@ def test_document_lengths() -> None:
 
 
 def test_import_is_light() -> None:
-    script = (
-        "import sys, longctx.data, longctx.tiny; print([m for m in ('trl', 'deepspeed') if m in sys.modules])"
-    )
+    script = "import sys, longctx.data, longctx.tiny; print([m for m in ('trl', 'deepspeed') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
