@@ -77,8 +77,14 @@ def find_profile(name: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    shipped = {Path(str(entry)).stem: Path(str(entry)) for entry in files("longctx.configs").iterdir()}
+    shipped = {path.stem: path for path in shipped_configs().glob("*.yaml")}
     if name not in shipped:
-        profiles = ", ".join(sorted(n for n, path in shipped.items() if path.suffix == ".yaml"))
-        raise ValueError(f"--accelerate_config {name} is neither a file nor one of the profiles {profiles}.")
+        raise ValueError(
+            f"--accelerate_config {name} is neither a file nor one of the profiles {', '.join(sorted(shipped))}."
+        )
     return shipped[name]
+
+
+def shipped_configs() -> Path:
+    """The folder of the shipped profiles: configs/ of the repository, which the wheel holds as longctx/configs."""
+    return Path(str(files("longctx") / "configs"))
