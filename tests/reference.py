@@ -1,0 +1,41 @@
+"""Training as one process would do it, written without longctx: dense attention under a block-diagonal mask."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+
+def train_reference(model_folder, documents, *, steps, learning_rate, batches=None):
+    """AdamW on `documents`, a list of (input_ids, labels), all of them in every step.
+
+    With `batches`, a list of document lists, step i trains on batches[i]. Returns the losses and the gradient
+    norms, token-weighted over the step, linear schedule, clipping at 1.0, fp32.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * (1 - step / steps)
+        loss = dense_loss(model, documents if batches is None else batches[step])
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def dense_loss(model, documents):
+    """Mean cross-entropy over all label tokens of the documents, in one row that keeps them apart."""
+    lengths = [len(ids) for ids, _ in documents]
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    same, before = document[:, None] == document[None], positions[:, None] >= positions[None]
+    mask = torch.zeros(sum(lengths), sum(lengths)).masked_fill(~(same & before), torch.finfo(torch.float32).min)
+    ids = torch.tensor([token for tokens, _ in documents for token in tokens])
+    targets = torch.tensor([token for _, labels in documents for token in [*labels[1:], -100]])
+    logits = model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask[None, None]).logits[0]
+    return F.cross_entropy(logits, targets, ignore_index=-100)
