@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from transformers import PretrainedConfig
 
 FULL_CAUSAL_MODELS = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "ernie4_5",
+    "exaone4",
     "gemma",
+    "glm",
+    "glm4",
+    "gpt_neox",
     "granite",
+    "helium",
+    "hunyuan_v1_dense",
     "llama",
     "mistral",
+    "olmo",
     "olmo2",
+    "phi",
     "phi3",
     "qwen2",
     "qwen3",
+    "seed_oss",
     "smollm3",
+    "starcoder2",
 )
-"""model_type of the decoders whose attention layers are compared with the dense reference in the test suite."""
+"""model_type of every decoder that tests/test_models.py compares with stock transformers, document by document."""
 
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
+
+REFUSED_SETTINGS = {
+    "attn_logit_softcapping": "soft-capped attention scores",
+    "attention_chunk_size": "chunked attention",
+    "num_experts": "mixture-of-experts layers",
+    "num_local_experts": "mixture-of-experts layers",
+    "n_routed_experts": "mixture-of-experts layers",
+    "state_size": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "use_bidirectional_attention": "non-causal attention",
+}
+"""Config keys that switch on layers which would silently compute something else once a sequence is cut."""
 
 
 class UnsupportedModelError(ValueError):
@@ -29,12 +59,10 @@ def check_model(config: PretrainedConfig) -> None:
     """Refuse every model that is not known to be exact.
 
     Raises:
-        UnsupportedModelError: naming the attention type, its value in the config, and the remedy.
+        UnsupportedModelError: naming each reason with its value in the config, and the remedy.
     """
-    text = config.get_text_config()
-    reasons = [reason for reason in (_architecture(text), _layer_types(text), _dropout(text), _rope(text)) if reason]
-    if reasons:
-        raise UnsupportedModelError(f"Model type {text.model_type!r} is refused: " + " ".join(reasons))
+    if reasons := list(_reasons(config, config.get_text_config())):
+        raise UnsupportedModelError(f"Model type {config.model_type!r} is refused: " + " ".join(reasons))
 
 
 def num_heads(config: PretrainedConfig) -> tuple[int, int]:
@@ -43,47 +71,65 @@ def num_heads(config: PretrainedConfig) -> tuple[int, int]:
     return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
-def _architecture(config: PretrainedConfig) -> str | None:
-    if config.model_type in FULL_CAUSAL_MODELS:
-        return None
-    return (
-        "its layers are not on the list of attention types known to be exact when a sequence is cut "
-        f"({', '.join(FULL_CAUSAL_MODELS)}: full causal attention with any number of key/value heads). "
-        "State-space, linear, chunked, windowed and non-causal layers would silently compute something else. "
-        "Use one of these model types."
-    )
+def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
+    if text is not config:
+        yield f"{text.model_type!r} is one part of it, and only models that are a decoder and nothing else are exact."
+    yield from _layers(text)
+    yield from _windows(text)
+    yield from _dropouts(text)
+    yield from _rope(text)
+    if text.model_type not in FULL_CAUSAL_MODELS or not _is_stock(config):
+        yield (
+            f"Its layers are not known to be exact when a sequence is cut. "
+            f"{_kind_of_code(config)}Use one of the types compared with one device: {', '.join(FULL_CAUSAL_MODELS)}."
+        )
 
 
-def _layer_types(config: PretrainedConfig) -> str | None:
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+def _is_stock(config: PretrainedConfig) -> bool:
+    return type(config).__module__.startswith("transformers.models.")
+
+
+def _kind_of_code(config: PretrainedConfig) -> str:
+    return "" if _is_stock(config) else f"Its config {type(config).__name__} is code of the model's own. "
+
+
+def _layers(config: PretrainedConfig) -> Iterator[str]:
+    for name, kind in REFUSED_SETTINGS.items():
+        if value := getattr(config, name, None):
+            yield f"{name} is {value}: {kind}."
+    if getattr(config, "is_causal", True) is False:
+        yield "is_causal is False: non-causal attention."
+
+
+def _windows(config: PretrainedConfig) -> Iterator[str]:
+    types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    if types - {"full_attention"}:
-        others = sorted(types - {"full_attention"})
-        return f"layer_types holds {others}; only full_attention is supported. {_WINDOW_REMEDY}"
-    if window is not None and getattr(config, "layer_types", None) is None:
-        return f"sliding_window is {window}; only full attention is supported. {_WINDOW_REMEDY}"
-    return None
+    remedy = "Choose a model without a sliding window (for Mistral: v0.2 or later)."
+    if others := sorted(set(types or ()) - {"full_attention"}):
+        yield f"layer_types holds {', '.join(others)}; only full_attention is supported. {remedy}"
+    elif window is not None and types is None:
+        yield f"sliding_window is {window}; only full attention is supported. {remedy}"
 
 
-_WINDOW_REMEDY = "Choose a model without a sliding window (for Mistral: v0.2 or later)."
+def _dropouts(config: PretrainedConfig) -> Iterator[str]:
+    """Dropout anywhere in the decoder; a classification head's is never used here."""
+    for name, value in sorted(vars(config).items()):
+        is_rate = "dropout" in name or name.endswith("_pdrop")
+        if is_rate and not name.startswith("classifier") and isinstance(value, int | float) and value > 0:
+            yield (
+                f"{name} is {value}; random masks would differ between one device and several. "
+                f"Pass --model_init_kwargs '{{\"{name}\": 0.0}}' or set it to 0 in config.json."
+            )
 
 
-def _dropout(config: PretrainedConfig) -> str | None:
-    dropout = getattr(config, "attention_dropout", 0.0)
-    if dropout:
-        return (
-            f"attention_dropout is {dropout}; random masks would differ between one device and several. "
-            "Pass --model_init_kwargs '{\"attention_dropout\": 0.0}' or set it to 0 in config.json."
-        )
-    return None
-
-
-def _rope(config: PretrainedConfig) -> str | None:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", "default") if isinstance(parameters, dict) else "default"
-    if kind not in POSITION_INDEPENDENT_ROPE:
-        return (
-            f"rope_type is {kind!r}, whose frequencies depend on the longest position a rank sees. "
-            f"Use one of {', '.join(POSITION_INDEPENDENT_ROPE)}."
-        )
-    return None
+def _rope(config: PretrainedConfig) -> Iterator[str]:
+    parameters: Any = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return
+    of_each_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    for kind in sorted({str(layer.get("rope_type", "default")) for layer in of_each_layer_type}):
+        if kind not in POSITION_INDEPENDENT_ROPE:
+            yield (
+                f"rope_type is {kind!r}, whose frequencies depend on the longest position a rank sees. "
+                f"Use one of {', '.join(POSITION_INDEPENDENT_ROPE)}."
+            )
