@@ -41,7 +41,7 @@ def prepare(run: Run) -> PreparedRun:
         promote(run.engine)
     if run.use_cpu and run.dims.world_size > 1:
         start_on_cpu(run.engine)
-    args = SFTConfig(**run.training_arguments(), **_replicas(run))
+    args = SFTConfig(**run.training_arguments() | _replicas(run))
     tokenizer = load_tokenizer(
         settings["model_name_or_path"],
         revision=settings["model_revision"],
