@@ -6,6 +6,7 @@
 What is timed for TRL is its own `_pack_bfd`, stopped where it starts to copy tokens: the sort and the packing
 loop. Its data set map calls that function for each 1,000 documents; the column "per 1,000" is the packs this
 gives. "over bound" is against max(ceil(sum / L), Martello-Toth L2); documents longer than L are cut to L.
+Times are CPU seconds of one thread, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
 
 from longctx.collate import SequenceCollator
@@ -102,23 +104,23 @@ def trl_plan(lengths: Lengths, capacity: int) -> tuple[list[dict[str, Any]], flo
     documents = pa.LargeListArray.from_arrays(pa.array(offsets), pa.nulls(int(offsets[-1])))
     table = pa.table({"input_ids": documents})
     trl.data_utils.pc = _NoCopyCompute()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         trl.data_utils._pack_bfd(table, capacity)
     except _StopAtCopyError as stop:
-        return stop.bins, time.perf_counter() - start
+        return stop.bins, time.process_time() - start
     finally:
         trl.data_utils.pc = pc
     raise RuntimeError("TRL's _pack_bfd no longer copies with pyarrow.compute.take; adapt trl_plan")
 
 
 def timed(function: Callable[[], Any], repeats: int) -> tuple[Any, list[float]]:
-    """(last result, seconds of each call)."""
+    """(last result, CPU seconds of each call)."""
     seconds = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         result = function()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return result, seconds
 
 
@@ -283,8 +285,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=20, help="packs cut and collated for each length; 0: none")
     options = parser.parse_args(arguments)
 
+    torch.set_num_threads(1)
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     print(f"{device()}; Python {platform.python_version()}, {versions}\n")
+    if options.rows:
+        print(line(ROW_HEADER), line(["---"] * len(ROW_HEADER)), sep="\n", flush=True)
+        for capacity in options.capacity:
+            print(line(row_cells(capacity, *measure_rows(capacity, options.rows))), flush=True)
+        print()
     print(line(PLAN_HEADER), line(["---"] * len(PLAN_HEADER)), sep="\n", flush=True)
     for documents in options.documents:
         for name in options.lengths:
@@ -292,10 +300,6 @@ def main(arguments: list[str] | None = None) -> None:
                 with_trl = documents <= options.trl_documents
                 row = measure_plan(documents, name, capacity, repeats=options.repeats, with_trl=with_trl)
                 print(line(row.cells()), flush=True)
-    if options.rows:
-        print("\n" + line(ROW_HEADER), line(["---"] * len(ROW_HEADER)), sep="\n", flush=True)
-        for capacity in options.capacity:
-            print(line(row_cells(capacity, *measure_rows(capacity, options.rows))), flush=True)
 
 
 if __name__ == "__main__":

@@ -72,9 +72,7 @@ def test_contract(lengths: list[list[int]], multiple: int, padding_free: bool) -
     st.booleans(),
 )
 @settings(deadline=None, max_examples=60)
-def test_label_tokens_of_an_epoch(
-    lengths: list[int], strategy: str, multiple: int, padding_free: bool
-) -> None:
+def test_label_tokens_of_an_epoch(lengths: list[int], strategy: str, multiple: int, padding_free: bool) -> None:
     table = pa.table({"input_ids": [list(range(8, 8 + n)) for n in lengths]})
     packing, report = plan_packing(lengths, 16, strategy=strategy, overlong="split")
     rows = PackedDataset(table, packing)
@@ -123,6 +121,7 @@ def test_labels_and_masks() -> None:
     assert labels(labels=[1, 2, 3, 4], completion_mask=[0, 0, 0, 0]) == [-100, 2, 3, 4]
     assert labels(labels=None, seq_lengths=None) == [-100, 12, 13, 14]
     assert labels(seq_lengths=[2, 0, 2], text="ignored", score=[0.5] * 9) == [-100, 12, -100, 14]
+    assert collate([{"input_ids": ids, "seq_lengths": [2, 0, 2]}])["cu_seq_lens_q"].tolist() == [0, 2, 4]
 
 
 def test_documents_survive_where_only_position_ids_do() -> None:
@@ -169,9 +168,7 @@ def test_bad_examples(example: dict[str, Any], words: list[str]) -> None:
 
 
 def test_bad_collators() -> None:
-    with pytest.raises(
-        ValueError, match="got None; for a tokenizer without a pad token use its eos_token_id"
-    ):
+    with pytest.raises(ValueError, match="got None; for a tokenizer without a pad token use its eos_token_id"):
         SequenceCollator(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"pad_to_multiple_of must be .* got 0"):
         SequenceCollator(PAD, 0)
@@ -243,9 +240,7 @@ def check_documents_alone(model: torch.nn.Module, **tolerance: float) -> None:
             for number, document in enumerate(split_documents(examples)):
                 alone = document_logits(model, document.to(device))
                 got = logits[starts[number] : starts[number] + len(document)]
-                torch.testing.assert_close(
-                    got, alone, **tolerance, msg=lambda m, n=number: f"document {n}: {m}"
-                )
+                torch.testing.assert_close(got, alone, **tolerance, msg=lambda m, n=number: f"document {n}: {m}")
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])

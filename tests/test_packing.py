@@ -170,9 +170,7 @@ def test_lengths_beyond_32_bits() -> None:
     check_nothing_lost(wrapped, lengths)
     assert wrapped.stops is not None
     assert wrapped.stops.dtype == wrapped.offsets.dtype == np.int64
-    check_nothing_lost(
-        pack([2**61, 2**61, 2**60], 2**62), [2**61, 2**61, 2**60]
-    )  # beyond the 64-bit sort key
+    check_nothing_lost(pack([2**61, 2**61, 2**60], 2**62), [2**61, 2**61, 2**60])  # beyond the 64-bit sort key
 
 
 def test_plan_is_compact() -> None:
@@ -357,9 +355,7 @@ def test_rows_are_byte_equal_to_their_documents(
         assert row["seq_lengths"].tolist() == [stop - start for _, start, stop in pieces]
         assert row["position_ids"].tolist() == [i for _, start, stop in pieces for i in range(stop - start)]
         for name, type_ in (COLUMNS | SCORE).items():
-            expected = [
-                value for document, start, stop in pieces for value in documents[document][name][start:stop]
-            ]
+            expected = [value for document, start, stop in pieces for value in documents[document][name][start:stop]]
             assert row[name].tolist() == expected, name
             dtype = np.int64 if name == "input_ids" else type_.to_pandas_dtype()
             assert row[name].dtype == dtype
@@ -371,6 +367,12 @@ def test_fixed_size_lists_and_slices() -> None:
     table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(values, 4)}).slice(1, 4)
     packed = PackedDataset(table, pack(read_lengths(table), 8))
     assert sorted(token for row in packed for token in row["input_ids"].tolist()) == list(range(4, 20))
+
+
+def test_values_that_are_a_slice_themselves() -> None:
+    values = pa.array(range(10), type=pa.int32()).slice(3)
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array([0, 2, 5], type=pa.int32()), values)})
+    assert PackedDataset(table, pack([2, 3], 5))[0]["input_ids"].tolist() == [5, 6, 7, 3, 4]
 
 
 def small_dataset() -> datasets.Dataset:
