@@ -1,7 +1,9 @@
 """Put documents into packs: lengths in, bins out."""
 
+from longctx.data import document_lengths as read_lengths
+
 from .bfd import lower_bound
-from .dataset import PackedDataset, pack_dataset, read_lengths
+from .dataset import PackedDataset, pack_dataset
 from .overlong import OVERLONG, PackingReport, plan_packing
 from .plan import STRATEGIES, Packing, Piece, one_per_bin, pack
 

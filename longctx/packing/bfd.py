@@ -32,16 +32,12 @@ def sort_decreasing(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[
     Returns:
         (order, sorted lengths), both int64 [n].
     """
-    index_bits = max(1, (max(len(lengths), 1) - 1).bit_length())
-    if capacity.bit_length() + index_bits > 63:
-        order = np.argsort(-lengths, kind="stable")
-        return order, lengths[order]
-    keys = (capacity - lengths) << index_bits  # one sort of unique keys is several times faster than argsort
-    keys |= np.arange(len(lengths), dtype=np.int64)
-    keys.sort()
-    order = keys & ((1 << index_bits) - 1)
-    keys >>= index_bits
-    return order, capacity - keys
+    remaining = capacity - lengths
+    order = np.argsort(remaining.astype(np.uint16), kind="stable")  # a radix sort, linear in n
+    for shift in range(16, capacity.bit_length(), 16):
+        digits = (remaining >> shift).astype(np.uint16)
+        order = order[np.argsort(digits[order], kind="stable")]
+    return order, lengths[order]
 
 
 def _place(values: list[int], counts: list[int], capacity: int) -> tuple[NDArray[np.int64], int]:
@@ -58,13 +54,12 @@ def _place(values: list[int], counts: list[int], capacity: int) -> tuple[NDArray
     waiting: dict[int, list[tuple[int, int, int, int]]] = {}  # runs of bins too full for the current length
     spaces: list[int] = []  # heap of the negated keys of `waiting`
 
-    def leave(space: int, first: int, bins: int, held: int) -> None:
-        if space < smallest:
-            return  # nothing will ever fit
+    def leave(run: tuple[int, int, int, int]) -> None:
+        space = run[0]
         if space in waiting:
-            waiting[space].append((space, first, bins, held))
-        else:
-            waiting[space] = [(space, first, bins, held)]
+            waiting[space].append(run)
+        elif space >= smallest:  # else nothing will ever fit
+            waiting[space] = [run]
             heappush(spaces, -space)
 
     # A document longer than half a bin always opens its own: no search needed for these.
@@ -92,13 +87,13 @@ def _place(values: list[int], counts: list[int], capacity: int) -> tuple[NDArray
             fit = space // value  # documents of this length that one such bin still takes
             if fit * bins <= count:
                 steps += (fit, bins, first, held)
-                leave(space - fit * value, first, bins, held + fit)
+                leave((space - fit * value, first, bins, held + fit))
                 count -= fit * bins
                 continue
             filled, rest = divmod(count, fit)
             if filled:
                 steps += (fit, filled, first, held)
-                leave(space - fit * value, first, filled, held + fit)
+                leave((space - fit * value, first, filled, held + fit))
             opened = filled
             if rest:
                 steps += (rest, 1, first + filled, held)

@@ -10,7 +10,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from .columns import INPUT_IDS, TokenColumn, arrow_table, document_lengths, token_columns
+from longctx.data.columns import (
+    INPUT_IDS,
+    agreed_lengths,
+    arrow_table,
+    document_lengths,
+    list_array,
+    token_columns,
+)
+
 from .overlong import plan_packing
 from .plan import Packing
 
@@ -20,20 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TOKENS_PER_WRITE = 1 << 22
-
-
-def read_lengths(source: Any, columns: list[str] | None = None) -> NDArray[np.int64]:
-    """Tokens of each document, int64 [n], of a datasets.Dataset or pyarrow.Table.
-
-    Args:
-        source: the documents; `input_ids` (or else its first list column of numbers) gives the lengths.
-        columns: per-token columns that must agree; every list column of numbers when None.
-
-    Raises:
-        ValueError: columns of different lengths, nulls, no per-token column.
-    """
-    table, rows = arrow_table(source)
-    return document_lengths(token_columns(table, columns), rows)
 
 
 class PackedDataset:
@@ -59,8 +53,7 @@ class PackedDataset:
         self._source = source
         self._column_names = columns
         self._open()
-        lengths = document_lengths(self._columns, self._rows)
-        _check_plan(packing, lengths)
+        _check_plan(packing, agreed_lengths(self._columns, self._rows))
 
     def _open(self) -> None:
         table, self._rows = arrow_table(self._source)
@@ -147,11 +140,11 @@ class PackedDataset:
         tokens = [int(pieces[2].sum()) for pieces in per_pack]
         offsets = np.cumsum([0, *tokens])
         arrays = {
-            name: _list_array(offsets, pa.array(values, type=self._columns[name].value_type))
+            name: list_array(offsets, pa.array(values, type=self._columns[name].value_type))
             for name, values in self._cut(rows, starts, lengths, keep_dtype=True).items()
         }
         documents = np.cumsum([0, *(len(pieces[2]) for pieces in per_pack)])
-        return pa.table(arrays | {"seq_lengths": _list_array(documents, pa.array(lengths, type=pa.int64()))})
+        return pa.table(arrays | {"seq_lengths": list_array(documents, pa.array(lengths, type=pa.int64()))})
 
 
 def pack_dataset(
@@ -196,7 +189,7 @@ def pack_dataset(
             f"pack_dataset takes a datasets.Dataset or DatasetDict, got {type(dataset).__name__}; load it "
             "without streaming=True"
         )
-    packing, report = plan_packing(read_lengths(dataset), seq_length, strategy=strategy, overlong=overlong)
+    packing, report = plan_packing(document_lengths(dataset), seq_length, strategy=strategy, overlong=overlong)
     lossless = report.tokens_kept == report.tokens
     logger.log(logging.INFO if lossless else logging.WARNING, "%s", report)
     key = (dataset._fingerprint, seq_length, strategy, overlong)
@@ -268,11 +261,3 @@ def _positions(seq_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _join(parts: list[Any]) -> NDArray[np.int64]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _list_array(offsets: NDArray[np.int64], values: pa.Array) -> pa.Array:
-    """Lists [len(offsets) - 1] over values, with 32-bit offsets (the batches are small)."""
-    return pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values)
-
-
-__all__ = ["PackedDataset", "TokenColumn", "pack_dataset", "read_lengths"]
