@@ -53,7 +53,7 @@ MINIMUM_VERSIONS = {
 }
 """Oldest releases each engine is tested with, besides those every run needs."""
 
-REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.14.0", "transformers": "5.17.0", "trl": "1.13.0"}
+REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.14.0", "transformers": "5.17.0", "trl": "1.15.0"}
 
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "activation_offloading": (False,),
@@ -177,7 +177,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     sp, wanted_backend = _degrees(flags, profile)
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
     backend, backend_reason = choose_backend(wanted_backend, sp, num_heads(model_config)[0])
-    use_cpu = bool(settings["use_cpu"]) or device_count() == 0
+    use_cpu = bool(settings["use_cpu"]) or profile.use_cpu or device_count() == 0
     world_size = _world_size(flags, profile, env, sp=sp, dp_replicate=dp_replicate, use_cpu=use_cpu)
     ring, ulysses = (1, sp) if backend == "ulysses" else (sp, 1)
     dims = ParallelDims.arrange(world_size, ring=ring, ulysses=ulysses, dp_replicate=dp_replicate)
@@ -186,6 +186,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     _check_versions(MINIMUM_VERSIONS[engine], f"the {engine} engine")
     zero_stage = (3 if profile.zero_stage is None else profile.zero_stage) if engine == "deepspeed" else None
     _check_engine(engine, zero_stage, dims)
+    _check_fsdp1(engine, use_cpu)
     settings["bf16"] = _precision(flags, profile, use_cpu)
     _take_from_profile(flags, profile, settings, notes)
     settings["max_length"] = _max_length(settings, model_config, notes)
@@ -237,18 +238,18 @@ def _check_versions(minimum: Mapping[str, str], user: str) -> None:
 def _check_profile(profile: LaunchProfile) -> None:
     if profile.unsupported:
         raise ValueError(
-            f"{_profile_name()} asks for distributed_type {profile.unsupported}, which longctx does not run on. "
+            f"{_sentence(_profile_name())} asks for distributed_type {profile.unsupported}, which longctx does not run on. "
             "Use a profile of configs/, such as --config_file configs/fsdp2.yaml."
         )
     if profile.tp > 1:
         raise ValueError(
-            f"{_profile_name()} sets parallelism_config_tp_size {profile.tp}; longctx has no tensor parallelism. "
+            f"{_sentence(_profile_name())} sets parallelism_config_tp_size {profile.tp}; longctx has no tensor parallelism. "
             "Set it to 1: --sp spreads the sequence and FSDP2 or ZeRO-3 the weights "
             "(torchtitan or Megatron-LM have tensor parallelism)."
         )
     if profile.mixed_precision in ("fp16", "fp8"):
         raise ValueError(
-            f"{_profile_name()} sets mixed_precision {profile.mixed_precision}, which is not compared with the "
+            f"{_sentence(_profile_name())} sets mixed_precision {profile.mixed_precision}, which is not compared with the "
             "reference yet. Use bf16, or leave the key out and set --bf16."
         )
 
@@ -256,8 +257,12 @@ def _check_profile(profile: LaunchProfile) -> None:
 def _profile_name() -> str:
     left_behind = default_config_file()
     if left_behind is not None:
-        return f"The accelerate config (--config_file, or {left_behind} where none was given)"
-    return "The accelerate config"
+        return f"the accelerate config (--config_file, or {left_behind} where none was given)"
+    return "the accelerate config"
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _check_flags(settings: Mapping[str, Any]) -> None:
@@ -306,14 +311,14 @@ def _degrees(flags: Flags, profile: LaunchProfile) -> tuple[int, str]:
     asked = flags.cp if flags.cp is not None else flags.sp
     if profile.cp and profile.sp:
         raise ValueError(
-            f"{_profile_name()} sets cp_size {profile.cp} and sp_size {profile.sp} together. Set one of them."
+            f"{_sentence(_profile_name())} sets cp_size {profile.cp} and sp_size {profile.sp} together. Set one of them."
         )
     for size, key, its_backend in ((profile.cp, "cp_size", "ring"), (profile.sp, "sp_size", "ulysses")):
         if size is None:
             continue
         if asked not in (None, size) or ("sp_backend" in flags.explicit and backend not in ("auto", its_backend)):
             raise ValueError(
-                f"--sp {asked} --sp_backend {backend} contradicts {_profile_name().lower()}, which sets "
+                f"--sp {asked} --sp_backend {backend} contradicts {_profile_name()}, which sets "
                 f"parallelism_config_{key} {size} ({its_backend}). Change one of them."
             )
         return size, its_backend
@@ -325,7 +330,7 @@ def _agree(flags: Flags, name: str, from_profile: Any, key: str) -> Any:
     given = flags.values[name] if name in flags.explicit else None
     if given is not None and from_profile is not None and given != from_profile:
         raise ValueError(
-            f"--{name} {given} contradicts {_profile_name().lower()}, which sets {key} {from_profile}. "
+            f"--{name} {given} contradicts {_profile_name()}, which sets {key} {from_profile}. "
             "Change one of them, or set the key to auto."
         )
     return given if given is not None else from_profile
@@ -356,7 +361,7 @@ def _world_size(
 def _check_dp_shard(profile: LaunchProfile, dims: ParallelDims) -> None:
     if profile.dp_shard is not None and profile.dp_shard != dims.dp_shard:
         raise ValueError(
-            f"{_profile_name()} sets parallelism_config_dp_shard_size {profile.dp_shard}, but {dims} leaves "
+            f"{_sentence(_profile_name())} sets parallelism_config_dp_shard_size {profile.dp_shard}, but {dims} leaves "
             f"dp_shard {dims.dp_shard}. dp_replicate × dp_shard × sp must equal num_processes {dims.world_size}."
         )
 
@@ -365,7 +370,7 @@ def _engine(flags: Flags, profile: LaunchProfile, backend: str, dims: ParallelDi
     if profile.engine is not None:
         if flags.engine not in ("auto", profile.engine):
             raise ValueError(
-                f"--engine {flags.engine} contradicts {_profile_name().lower()}, which starts {profile.engine}. "
+                f"--engine {flags.engine} contradicts {_profile_name()}, which starts {profile.engine}. "
                 "Change one of them."
             )
         return profile.engine, "the launcher's profile"
@@ -399,12 +404,20 @@ def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> No
         )
 
 
+def _check_fsdp1(engine: str, use_cpu: bool) -> None:
+    if engine == "fsdp1" and use_cpu:
+        raise ValueError(
+            f"{_sentence(_profile_name())} sets fsdp_version 1, and PyTorch's FSDP1 does not run on the CPU. "
+            "Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or use a machine with GPUs."
+        )
+
+
 def _precision(flags: Flags, profile: LaunchProfile, use_cpu: bool) -> bool:
     """Whether to train in bf16: the flag, else the profile, else bf16 on GPUs and fp32 on the CPU."""
     given = flags.bf16 if "bf16" in flags.explicit else None
     if given is False and profile.mixed_precision == "bf16":
         raise ValueError(
-            f"--bf16 False contradicts {_profile_name().lower()}, which sets mixed_precision bf16. Change one."
+            f"--bf16 False contradicts {_profile_name()}, which sets mixed_precision bf16. Change one."
         )
     if given is not None:
         return bool(given)
