@@ -19,7 +19,7 @@ from longctx.attention.backends import choose_backend
 from longctx.attention.support import check_model, num_heads
 from longctx.flags import Flags
 from longctx.launch.processes import device_count
-from longctx.launch.profile import LaunchProfile, default_config_file
+from longctx.launch.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
 from longctx.mesh import ParallelDims
 from longctx.model import load_config
 from longctx.tiny import TINY
@@ -94,6 +94,11 @@ GIVEN_ELSEWHERE = {
 }
 """Flags of TRL's that would switch on stock sharding behind our back."""
 
+ONE_STARTED = (
+    "accelerate starts one process on a machine without a GPU, whatever num_processes says: give --num_processes or "
+    "--sp after -m longctx.train"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -166,7 +171,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     _check_profile(profile)
     settings, changed, is_demo = _defaults(flags)
     _check_flags(settings)
-    notes: list[str] = []
+    notes = [ONE_STARTED] if profile.only_one_started else []
     model_config = load_config(
         settings["model_name_or_path"],
         revision=settings["model_revision"],
@@ -238,31 +243,27 @@ def _check_versions(minimum: Mapping[str, str], user: str) -> None:
 def _check_profile(profile: LaunchProfile) -> None:
     if profile.unsupported:
         raise ValueError(
-            f"{_sentence(_profile_name())} asks for distributed_type {profile.unsupported}, which longctx does not run on. "
+            f"distributed_type {profile.unsupported} in {_profile_name()} is none that longctx runs on. "
             "Use a profile of configs/, such as --config_file configs/fsdp2.yaml."
         )
     if profile.tp > 1:
         raise ValueError(
-            f"{_sentence(_profile_name())} sets parallelism_config_tp_size {profile.tp}; longctx has no tensor parallelism. "
+            f"parallelism_config_tp_size {profile.tp} in {_profile_name()}: longctx has no tensor parallelism. "
             "Set it to 1: --sp spreads the sequence and FSDP2 or ZeRO-3 the weights "
             "(torchtitan or Megatron-LM have tensor parallelism)."
         )
     if profile.mixed_precision in ("fp16", "fp8"):
         raise ValueError(
-            f"{_sentence(_profile_name())} sets mixed_precision {profile.mixed_precision}, which is not compared with the "
-            "reference yet. Use bf16, or leave the key out and set --bf16."
+            f"mixed_precision {profile.mixed_precision} in {_profile_name()} is not compared with the reference yet. "
+            "Use bf16, or leave the key out and set --bf16."
         )
 
 
 def _profile_name() -> str:
     left_behind = default_config_file()
     if left_behind is not None:
-        return f"the accelerate config (--config_file, or {left_behind} where none was given)"
-    return "the accelerate config"
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+        return f"accelerate's config (--config_file, or {left_behind} where none was given)"
+    return "accelerate's config"
 
 
 def _check_flags(settings: Mapping[str, Any]) -> None:
@@ -311,7 +312,8 @@ def _degrees(flags: Flags, profile: LaunchProfile) -> tuple[int, str]:
     asked = flags.cp if flags.cp is not None else flags.sp
     if profile.cp and profile.sp:
         raise ValueError(
-            f"{_sentence(_profile_name())} sets cp_size {profile.cp} and sp_size {profile.sp} together. Set one of them."
+            f"parallelism_config_cp_size {profile.cp} and parallelism_config_sp_size {profile.sp} in "
+            f"{_profile_name()}: set one of them to 1. Both at once are --sp_backend hybrid."
         )
     for size, key, its_backend in ((profile.cp, "cp_size", "ring"), (profile.sp, "sp_size", "ulysses")):
         if size is None:
@@ -361,8 +363,8 @@ def _world_size(
 def _check_dp_shard(profile: LaunchProfile, dims: ParallelDims) -> None:
     if profile.dp_shard is not None and profile.dp_shard != dims.dp_shard:
         raise ValueError(
-            f"{_sentence(_profile_name())} sets parallelism_config_dp_shard_size {profile.dp_shard}, but {dims} leaves "
-            f"dp_shard {dims.dp_shard}. dp_replicate × dp_shard × sp must equal num_processes {dims.world_size}."
+            f"parallelism_config_dp_shard_size {profile.dp_shard} in {_profile_name()} contradicts dp_shard "
+            f"{dims.dp_shard} of {dims}. dp_replicate × dp_shard × sp must equal num_processes {dims.world_size}."
         )
 
 
@@ -407,7 +409,7 @@ def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> No
 def _check_fsdp1(engine: str, use_cpu: bool) -> None:
     if engine == "fsdp1" and use_cpu:
         raise ValueError(
-            f"{_sentence(_profile_name())} sets fsdp_version 1, and PyTorch's FSDP1 does not run on the CPU. "
+            f"fsdp_version 1 in {_profile_name()}: PyTorch's FSDP1 does not run on the CPU. "
             "Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or use a machine with GPUs."
         )
 
@@ -416,9 +418,7 @@ def _precision(flags: Flags, profile: LaunchProfile, use_cpu: bool) -> bool:
     """Whether to train in bf16: the flag, else the profile, else bf16 on GPUs and fp32 on the CPU."""
     given = flags.bf16 if "bf16" in flags.explicit else None
     if given is False and profile.mixed_precision == "bf16":
-        raise ValueError(
-            f"--bf16 False contradicts {_profile_name()}, which sets mixed_precision bf16. Change one."
-        )
+        raise ValueError(f"--bf16 False contradicts {_profile_name()}, which sets mixed_precision bf16. Change one.")
     if given is not None:
         return bool(given)
     return profile.mixed_precision == "bf16" or not use_cpu
@@ -430,6 +430,7 @@ def _take_from_profile(flags: Flags, profile: LaunchProfile, settings: dict[str,
         ("gradient_accumulation_steps", profile.gradient_accumulation_steps, "gradient_accumulation_steps"),
         ("max_grad_norm", profile.gradient_clipping, "gradient_clipping"),
         ("per_device_train_batch_size", profile.micro_batch_size, "train_micro_batch_size_per_gpu"),
+        *((name, profile.deepspeed_values.get(name), key) for name, key in DEEPSPEED_FLAGS.items()),
     )
     for name, value, key in sources:
         agreed = _agree(flags, name, value, key)

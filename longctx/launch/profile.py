@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _PARALLELISM = "PARALLELISM_CONFIG_"
 _HANDLED_HERE = ("ACCELERATE_USE_PARALLELISM_CONFIG",)
+
+DEEPSPEED_FLAGS = {
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "adam_epsilon": "optimizer.params.eps",
+}
+"""Flags that a deepspeed_config_file can set as well, and where; `auto` there leaves them to the flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +43,7 @@ class LaunchProfile:
     dp_shard: int | None
     tp: int
     mixed_precision: str | None
-    """bf16 or fp16."""
+    """bf16, fp16 or fp8."""
     gradient_accumulation_steps: int | None
     gradient_clipping: float | None
     micro_batch_size: int | None
@@ -43,6 +51,12 @@ class LaunchProfile:
     """FSDP's own, fsdp_activation_checkpointing."""
     unsupported: str | None
     """A distributed type that longctx cannot use, such as Megatron-LM."""
+    use_cpu: bool = False
+    """use_cpu: true, or accelerate launch --cpu."""
+    only_one_started: bool = False
+    """Whether num_processes asks for several and accelerate, without a GPU, started this one alone."""
+    deepspeed_values: Mapping[str, Any] = field(default_factory=dict)
+    """What the deepspeed_config_file sets that flags set too, by flag; see DEEPSPEED_FLAGS."""
 
 
 def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
@@ -50,10 +64,10 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
     env = os.environ if env is None else env
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
     degrees = {name: _integer(env.get(_PARALLELISM + name)) for name in _degree_names()}
-    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
     deepspeed_file = _deepspeed_file(env)
+    precision = _deepspeed_precision(deepspeed_file) or env.get("ACCELERATE_MIXED_PRECISION", "no")
     profile = LaunchProfile(
-        launched="RANK" in env and "WORLD_SIZE" in env,
+        launched=_launched(env),
         by_accelerate=by_accelerate,
         engine=_engine(env),
         zero_stage=_zero_stage(env, deepspeed_file),
@@ -70,6 +84,9 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
         micro_batch_size=_integer(deepspeed_file.get("train_micro_batch_size_per_gpu")),
         activation_checkpointing=_flag(env, "ACCELERATE_USE_FSDP") and _flag(env, "FSDP_ACTIVATION_CHECKPOINTING"),
         unsupported=_unsupported(env),
+        use_cpu=_flag(env, "ACCELERATE_USE_CPU"),
+        only_one_started=by_accelerate and not _launched(env) and "MASTER_ADDR" in env,
+        deepspeed_values=_deepspeed_values(deepspeed_file),
     )
     for name in [name for name in env if name.startswith(_PARALLELISM)] + list(_HANDLED_HERE):
         env.pop(name, None)
@@ -81,6 +98,10 @@ def default_config_file() -> Path | None:
     from accelerate.commands.config.config_args import default_config_file as path
 
     return Path(path) if Path(path).is_file() else None
+
+
+def _launched(env: Mapping[str, str]) -> bool:
+    return "RANK" in env and "WORLD_SIZE" in env
 
 
 def _degree_names() -> tuple[str, ...]:
@@ -110,6 +131,23 @@ def _deepspeed_file(env: MutableMapping[str, str]) -> dict:
         raise ValueError(
             f"deepspeed_config_file {path} cannot be read as JSON ({error}). Correct the path or the file."
         ) from error
+
+
+def _deepspeed_precision(deepspeed_file: Mapping[str, Any]) -> str | None:
+    """bf16 or fp16 where the file switches one on; `auto` follows --bf16."""
+    enabled = (name for name in ("bf16", "fp16") if deepspeed_file.get(name, {}).get("enabled") is True)
+    return next(enabled, None)
+
+
+def _deepspeed_values(deepspeed_file: Mapping[str, Any]) -> dict[str, Any]:
+    """{flag: number} of DEEPSPEED_FLAGS, as far as the file has numbers there."""
+    values = {}
+    for flag, path in DEEPSPEED_FLAGS.items():
+        node: Any = deepspeed_file
+        for key in path.split("."):
+            node = node.get(key) if isinstance(node, dict) else None
+        values[flag] = _number(node)
+    return {flag: value for flag, value in values.items() if value is not None}
 
 
 def _unsupported(env: MutableMapping[str, str]) -> str | None:
