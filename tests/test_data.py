@@ -352,7 +352,7 @@ def test_bad_json_array(tmp_path) -> None:
     (tmp_path / "a.json").write_text('[\n{"text": "a"},\n{"text": }\n]')
     assert f"{tmp_path}/a.json:3: malformed JSON" in _load_error(tmp_path / "a.json")
     (tmp_path / "a.json").write_text('[{"text": "a"}, 3]')
-    assert f"{tmp_path}/a.json, record 1: a JSON int" in _load_error(tmp_path / "a.json")
+    assert f"{tmp_path}/a.json, record 1 (counted from 0): a JSON int" in _load_error(tmp_path / "a.json")
 
 
 def test_unknown_kind_lists_columns_and_kinds(tmp_path) -> None:

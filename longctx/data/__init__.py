@@ -1,0 +1,46 @@
+"""Data sets on disk, on the hub or built in -> tokenised documents.
+
+Two steps, both cached on disk by `datasets` so that a second run starts at once:
+
+    load_records     name, file, folder or glob -> one row per record: text, messages, prompt+completion, ids
+    tokenize_records records -> one row per document: input_ids, and labels where some tokens are no target
+
+A document is what packing places and attention isolates. Nothing is shortened, split or dropped here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from longctx.data.columns import IGNORE_INDEX, document_lengths
+from longctx.data.errors import DataError
+
+if TYPE_CHECKING:
+    from longctx.data.records import load_records
+    from longctx.data.text_files import STDLIB, stdlib_files
+    from longctx.data.tokenize import tokenize_records
+
+__all__ = [
+    "IGNORE_INDEX",
+    "STDLIB",
+    "DataError",
+    "document_lengths",
+    "load_records",
+    "stdlib_files",
+    "tokenize_records",
+]
+
+# Packing reads columns and needs neither `datasets` nor `transformers`, which take seconds to import.
+_LOADED_WHEN_USED = {
+    "STDLIB": "text_files",
+    "load_records": "records",
+    "stdlib_files": "text_files",
+    "tokenize_records": "tokenize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADED_WHEN_USED:
+        return getattr(import_module(f"{__name__}.{_LOADED_WHEN_USED[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

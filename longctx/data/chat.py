@@ -1,0 +1,144 @@
+"""Conversations -> token ids and labels, through a chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from longctx.data.columns import IGNORE_INDEX
+from longctx.data.encoders import Encoder, mask_prompt
+from longctx.data.errors import DataError, name_record
+from longctx.data.kinds import check_chat, kind_columns, to_chatml
+
+logger = logging.get_logger(__name__)
+
+
+class ChatEncoder(Encoder):
+    """Conversations: messages, or prompt and completion as messages."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: str,
+        chat_template: str | None,
+        assistant_only: bool,
+        masks_prompt: bool,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.kind = kind
+        self.chat_template = chat_template
+        self.assistant_only = assistant_only
+        self.masks_prompt = masks_prompt
+        self.masked = assistant_only or masks_prompt
+
+    def encode(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
+        input_ids, labels = [], []
+        for row, index in enumerate(indices):
+            ids, label = self._encode_one({column: values[row] for column, values in batch.items()}, index)
+            input_ids.append(ids)
+            labels.append(label)
+        return input_ids, labels if self.masked else None
+
+    def _encode_one(self, record: dict[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
+        chats = []
+        for column in kind_columns(self.kind):
+            check_chat(record[column], column, name_record(index))
+            chats.append(to_chatml(record[column]))
+        options = self._template_options(record)
+        out = self._apply([message for chat in chats for message in chat], index, options, self.assistant_only)
+        ids = np.asarray(out["input_ids"], dtype=np.int64)
+        labels = ids
+        if self.masks_prompt:
+            prompt = self._apply(chats[0], index, {**options, "add_generation_prompt": True}, False)
+            labels = mask_prompt(ids, np.asarray(prompt["input_ids"], dtype=np.int64))
+        if self.assistant_only:
+            mask = np.asarray(out["assistant_masks"], dtype=bool)
+            if not mask.any():
+                raise DataError(
+                    f"{name_record(index)}: assistant_only_loss=True, but none of its {len(ids)} tokens are the "
+                    "assistant's. Remove the record, or check the {% generation %} markers of the template."
+                )
+            labels = np.where(mask, labels, IGNORE_INDEX)
+        return ids, labels
+
+    def _template_options(self, record: dict[str, Any]) -> dict[str, Any]:
+        tools = record.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        return {"chat_template": self.chat_template, "tools": tools, **(record.get("chat_template_kwargs") or {})}
+
+    def _apply(self, chat: list, index: int, options: dict[str, Any], assistant_mask: bool) -> Mapping[str, Any]:
+        from jinja2 import TemplateError
+
+        try:
+            out = self.tokenizer.apply_chat_template(
+                chat,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=assistant_mask,
+                tokenizer_kwargs={"verbose": False},
+                **options,
+            )
+        except (TemplateError, TypeError) as error:
+            raise DataError(
+                f"{name_record(index)}: the chat template refuses its messages ({error}). Correct or remove it."
+            ) from error
+        assert isinstance(out, Mapping), f"apply_chat_template(return_dict=True) gave {type(out).__name__}"
+        return out
+
+
+def training_template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, assistant_only: bool
+) -> str | None:
+    """Template to render with, None for the tokenizer's own; with generation markers where needed."""
+    template = chat_template or tokenizer.chat_template
+    if not template:
+        raise DataError(
+            "the tokenizer has no chat template, and the records are conversations. Use a chat model's "
+            "tokenizer, or pass a template with --chat_template_path."
+        )
+    if not assistant_only:
+        return chat_template
+    text = template.get("default", "") if isinstance(template, dict) else template
+    if re.search(r"\{%-?\s*generation\s*-?%\}", text) is None:
+        chat_template = _known_training_template(tokenizer, chat_template)
+    _warn_if_stop_token_is_masked(tokenizer, chat_template)
+    return chat_template
+
+
+def _known_training_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str:
+    """TRL's version, with generation markers, of a template that has none."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    given = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = chat_template or given
+        template = get_training_chat_template(tokenizer)
+        assert template is not None, "a template without markers needs patching"
+        return template
+    except ValueError:
+        pass
+    finally:
+        tokenizer.chat_template = given
+    raise DataError(
+        "assistant_only_loss=True needs a chat template with {% generation %} markers; this one has none and "
+        "TRL knows no training version of it. Put the assistant's turn (with its end-of-turn token) between "
+        "{% generation %} and {% endgeneration %} and pass the template with --chat_template_path."
+    )
+
+
+def _warn_if_stop_token_is_masked(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+    from trl.chat_template_utils import is_chat_template_stop_token_trained
+
+    if not is_chat_template_stop_token_trained(tokenizer, chat_template=chat_template):
+        logger.warning(
+            "The chat template leaves the assistant's end-of-turn token out of the loss: the model may not "
+            "learn to stop. Move the token into {% generation %} … {% endgeneration %}, or use every token."
+        )

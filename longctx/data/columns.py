@@ -1,0 +1,203 @@
+"""The columns of documents that hold one value a token: read in place from Arrow tables, whatever their layout.
+
+Tokenising checks with it, packing measures and cuts with it; it needs NumPy and Arrow only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from longctx.data.errors import DataError
+
+INPUT_IDS = "input_ids"
+
+IGNORE_INDEX = -100
+"""Label of a token that is no target of the loss."""
+
+
+def is_list_type(type_: pa.DataType) -> bool:
+    return pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)
+
+
+def is_token_type(type_: pa.DataType) -> bool:
+    """Whether a column of this type can hold one number (or boolean) for every token."""
+    if not is_list_type(type_):
+        return False
+    value = type_.value_type
+    return pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
+
+
+class TokenColumn:
+    """A list column of numbers as NumPy views of the Arrow buffers; nothing is copied before `read`."""
+
+    def __init__(self, name: str, column: pa.ChunkedArray) -> None:
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self.name = name
+        self.value_type: pa.DataType = column.type.value_type
+        self.dtype = np.dtype(self.value_type.to_pandas_dtype())
+        self._first_rows = np.cumsum([0] + [len(chunk) for chunk in chunks])
+        self._refuse_nulls(chunks)
+        self._offsets = [_list_offsets(chunk) for chunk in chunks]
+        self._values = [_values_view(chunk.values) for chunk in chunks]
+
+    def _refuse_nulls(self, chunks: list[pa.Array]) -> None:
+        nulls = sum(chunk.null_count for chunk in chunks)
+        for first, chunk in zip(self._first_rows, chunks, strict=False):
+            if chunk.null_count:
+                document = int(first) + _first_true(chunk.is_null())
+                raise DataError(
+                    f"column {self.name!r}: {nulls} documents have null instead of a list, the first of them is "
+                    f"document {document} (counted from 0); remove them"
+                )
+            if chunk.values.null_count and chunk.flatten().null_count:
+                ends = np.cumsum(np.diff(_list_offsets(chunk)))
+                document = int(first) + int(np.searchsorted(ends, _first_true(chunk.flatten().is_null()), side="right"))
+                raise DataError(
+                    f"column {self.name!r} has a null among the tokens of document {document} (counted from 0); "
+                    "correct or remove it"
+                )
+
+    def __len__(self) -> int:
+        return int(self._first_rows[-1])
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row of the table, int64 [n_rows]."""
+        parts = [np.diff(offsets).astype(np.int64, copy=False) for offsets in self._offsets]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def spans(self, rows: NDArray[np.integer]) -> tuple[list[int], list[int], list[int]]:
+        """(chunk, start, stop) of each row within the chunk's values, for rows [k]."""
+        chunks = np.searchsorted(self._first_rows, rows, side="right") - 1
+        local = (rows - self._first_rows[chunks]).tolist()
+        chunk_list = chunks.tolist()
+        offsets = self._offsets
+        starts = [int(offsets[c][i]) for c, i in zip(chunk_list, local, strict=True)]
+        stops = [int(offsets[c][i + 1]) for c, i in zip(chunk_list, local, strict=True)]
+        return chunk_list, starts, stops
+
+    def read(self, chunks: list[int], starts: list[int], lengths: list[int], out: NDArray[Any]) -> NDArray[Any]:
+        """Copy pieces [k] (chunk, first value, tokens) one after another into `out` [sum of lengths]."""
+        position = 0
+        values = self._values
+        for chunk, start, length in zip(chunks, starts, lengths, strict=True):
+            piece = values[chunk][start : start + length]
+            if isinstance(piece, pa.Array):  # booleans are bits in Arrow
+                piece = piece.to_numpy(zero_copy_only=False)
+            out[position : position + length] = piece
+            position += length
+        return out
+
+
+def _first_true(values: pa.BooleanArray) -> int:
+    return int(np.flatnonzero(values.to_numpy(zero_copy_only=False))[0])
+
+
+def _list_offsets(chunk: pa.Array) -> NDArray[np.integer]:
+    """Where each list starts in `chunk.values`, [rows + 1]; in a slice these do not begin at 0."""
+    if pa.types.is_fixed_size_list(chunk.type):
+        return (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
+    return chunk.offsets.to_numpy()
+
+
+def _values_view(values: pa.Array) -> NDArray[Any] | pa.Array:
+    if pa.types.is_boolean(values.type):
+        return values
+    # A view of the buffer itself: to_numpy would refuse (or copy) where a part outside a slice has nulls.
+    start, dtype = values.offset, np.dtype(values.type.to_pandas_dtype())
+    data = values.buffers()[1]
+    if data is None:
+        return np.zeros(0, dtype=dtype)
+    return np.frombuffer(data, dtype=dtype)[start : start + len(values)]
+
+
+def arrow_table(source: Any) -> tuple[pa.Table, NDArray[np.integer] | None]:
+    """The Arrow table behind a datasets.Dataset or a table, and the rows it selects (None: all, in order)."""
+    if isinstance(source, pa.Table):
+        return source, None
+    data = getattr(source, "data", None)
+    if data is None or not isinstance(getattr(data, "table", None), pa.Table):
+        raise DataError(
+            f"expected a datasets.Dataset or a pyarrow.Table, got {type(source).__name__}; a streaming data "
+            "set has no table, load it without streaming=True"
+        )
+    indices = source._indices
+    if indices is None:
+        return data.table, None
+    return data.table, indices.column(0).to_numpy()
+
+
+def token_columns(table: pa.Table, names: list[str] | None = None) -> dict[str, TokenColumn]:
+    """Every per-token column of a table, or those in `names`; the first is `input_ids` where there is one.
+
+    Raises:
+        DataError: no list column of numbers; a name that is not one; a table of packs; nulls.
+    """
+    if names is None:
+        if "seq_lengths" in table.column_names:
+            raise DataError(
+                "the data set has a column 'seq_lengths', so it is packed already; use its rows as they are, "
+                "or remove the column to pack them as single documents"
+            )
+        names = [name for name in table.column_names if is_token_type(table.schema.field(name).type)]
+    for name in names:
+        if name not in table.column_names or not is_token_type(table.schema.field(name).type):
+            raise DataError(
+                f"column {name!r} is not a list of numbers per document; the columns are "
+                + ", ".join(f"{field.name}: {field.type}" for field in table.schema)
+            )
+    if not names:
+        raise DataError(
+            "no column holds a list of numbers per document (such as input_ids); tokenise first. The "
+            "columns are " + ", ".join(f"{field.name}: {field.type}" for field in table.schema)
+        )
+    names = sorted(names, key=lambda name: name != INPUT_IDS)
+    return {name: TokenColumn(name, table.column(name)) for name in names}
+
+
+def document_lengths(source: Any, columns: list[str] | None = None) -> NDArray[np.int64]:
+    """Tokens of each document, int64 [n_documents], read from the Arrow offsets alone.
+
+    Args:
+        source: the documents, a datasets.Dataset or pyarrow.Table; `input_ids` (or else its first list column
+            of numbers) gives the lengths.
+        columns: per-token columns that must agree; every list column of numbers when None.
+
+    Raises:
+        DataError: columns of different lengths, nulls, no per-token column, a table of packs.
+    """
+    table, rows = arrow_table(source)
+    return agreed_lengths(token_columns(table, columns), rows)
+
+
+def agreed_lengths(columns: dict[str, TokenColumn], rows: NDArray[np.integer] | None) -> NDArray[np.int64]:
+    """Tokens of each selected document, int64 [n_documents], after checking that every column agrees on them.
+
+    Raises:
+        DataError: a column of another length than the first, with its name and the document.
+    """
+    reference, *others = columns.values()
+    lengths = _selected(reference, rows)
+    for column in others:
+        other = _selected(column, rows)
+        if not np.array_equal(lengths, other):
+            document = int(np.flatnonzero(lengths != other)[0])
+            raise DataError(
+                f"column {column.name!r} has {other[document]} values for document {document} (counted from 0), which "
+                f"has {lengths[document]} {reference.name}; every per-token column needs one value a token. "
+                "Correct or remove the column, or name the columns to keep with columns=[...]"
+            )
+    return lengths
+
+
+def _selected(column: TokenColumn, rows: NDArray[np.integer] | None) -> NDArray[np.int64]:
+    lengths = column.lengths()
+    return lengths if rows is None else lengths[rows]
+
+
+def list_array(offsets: NDArray[np.integer], values: pa.Array) -> pa.ListArray:
+    """Lists [len(offsets) - 1] over values, with 32-bit offsets: for batches, which are small."""
+    return pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values)

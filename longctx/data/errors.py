@@ -1,0 +1,27 @@
+"""The error of the data stage, and the wording that several of its files share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class DataError(ValueError):
+    """The data cannot be read or used; the message names the place, what was expected and the remedy."""
+
+
+def unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(f"{file}: unreadable ({error.strerror}). Check the file and its permissions.")
+
+
+def no_records(where: str) -> DataError:
+    return DataError(f"{where}: empty, 0 records. Give at least one record.")
+
+
+def name_files(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"{files[0]} … {files[-1]} ({len(files)} files)"
+
+
+def name_record(index: int) -> str:
+    """A record where the file it came from is not known any more."""
+    return f"record {index} (counted from 0)"

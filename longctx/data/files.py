@@ -1,0 +1,134 @@
+"""Files of one format -> records, through the cache of `datasets`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from longctx.data.cache import cache_key
+from longctx.data.errors import DataError, name_files, no_records, unreadable
+from longctx.data.json_records import JsonRecords
+from longctx.data.kinds import record_kind
+from longctx.data.text_files import STDLIB, TextFiles
+
+Loader = Callable[[], Dataset]
+
+_JSON_SUFFIXES = (".jsonl", ".json")
+DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".arrow")
+"""Files of records; any other file is one text document."""
+
+# Data and archives that would otherwise be taken for one text document, or refused as binary only.
+_OTHER_SUFFIXES = re.compile(
+    r"\.(ndjson|jsonlines|csv|tsv|xlsx|feather|orc|avro|h5|tfrecord|npy|npz|pkl|pt|bin|safetensors"
+    r"|gz|bz2|xz|zst|zip|tar|tgz|7z)"
+)
+
+FORMATS_HELP = (
+    "a hub name, a .jsonl/.json/.parquet/.arrow file or a folder of them, a folder or glob of text files, "
+    f"a folder written by Dataset.save_to_disk, or '{STDLIB}'"
+)
+
+
+def files_loader(files: Sequence[Path], text_field: str) -> Loader:
+    """Loader of files that must all be of one format."""
+    formats = {_format_of(file): file for file in reversed(files)}
+    if len(formats) > 1:
+        examples = ", ".join(f"{format_name} ({file})" for format_name, file in sorted(formats.items()))
+        raise DataError(
+            f"{len(files)} files of mixed formats: {examples}. Expected files of one format; "
+            "give a glob that selects them, such as 'folder/**/*.py' or 'folder/*.jsonl'."
+        )
+    (format_name,) = formats
+    if format_name == "json":
+        return lambda: load_generated(JsonRecords(files, text_field))
+    if format_name == "text":
+        return lambda: load_generated(TextFiles(files, text_field))
+    return lambda: _load_arrow(files, format_name, text_field)
+
+
+def _format_of(file: Path) -> str:
+    suffix = file.suffix.lower()
+    if suffix in _JSON_SUFFIXES:
+        return "json"
+    if suffix in DATA_SUFFIXES:
+        return suffix.removeprefix(".")
+    if _OTHER_SUFFIXES.fullmatch(suffix):
+        raise DataError(
+            f"{file}: unknown format '{file.suffix}'. Expected {FORMATS_HELP}. Unpack or convert the file to "
+            ".jsonl or .parquet."
+        )
+    return "text"
+
+
+def load_generated(records: JsonRecords | TextFiles) -> Dataset:
+    """Write records to the cache of `datasets` once per state of the files, and map them into memory."""
+    stats = [(str(file.resolve()), *_size_and_time(file)) for file in records.files]
+    fingerprint = cache_key(type(records).__name__, records.text_field, stats)
+    try:
+        return Dataset.from_generator(records, features=records.features, fingerprint=fingerprint)
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, DataError):
+            raise error.__cause__ from None
+        raise
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dataset:
+    """Load parquet or Arrow files after a look at every file's schema. Files without rows are left out."""
+    kinds: dict[str, Path] = {}
+    filled = []
+    for file in files:
+        schema, has_rows = _inspect(file, format_name)
+        kinds.setdefault(record_kind(schema.names, text_field, str(file)), file)
+        if has_rows:
+            filled.append(str(file))
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind!r} in {file}" for kind, file in kinds.items())
+        raise DataError(f"mixed kinds of records: {listed}. Put each kind into a data set of its own.")
+    if not filled:
+        raise no_records(name_files(files))
+    try:
+        return datasets.load_dataset(format_name, data_files=filled, split="train")
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
+        cause = error.__cause__ or error
+        raise DataError(
+            f"{name_files(files)}: not readable as one {format_name} data set ({cause}). "
+            "Check that the files are whole and have the same columns and types."
+        ) from error
+
+
+def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, bool]:
+    """Schema of a parquet or Arrow file, and whether it has rows."""
+    try:
+        if format_name == "parquet":
+            metadata = pq.read_metadata(file)
+            return metadata.schema.to_arrow_schema(), metadata.num_rows > 0
+        with pa.memory_map(str(file)) as source:
+            return _inspect_arrow(source)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{file}: not a readable {format_name} file ({error}). Write it anew, or correct its suffix."
+        ) from None
+
+
+def _inspect_arrow(source: pa.NativeFile) -> tuple[pa.Schema, bool]:
+    """The same for an open Arrow file, which may be of the stream or the file format."""
+    try:
+        stream = pa.ipc.open_stream(source)
+        return stream.schema, any(batch.num_rows for batch in stream)
+    except pa.ArrowInvalid:
+        reader = pa.ipc.open_file(source)
+        return reader.schema, any(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))

@@ -1,0 +1,182 @@
+"""JSON files -> records: one object per line or one array of objects, each checked and named on error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Features, Json, Value
+
+from longctx.data.errors import DataError, name_files, name_record, no_records, unreadable
+from longctx.data.kinds import (
+    CONVERSATION_EXTRAS,
+    PER_TOKEN_COLUMNS,
+    TOKENS,
+    check_chat,
+    check_text,
+    kind_columns,
+    record_kind,
+)
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+class JsonRecords:
+    """The records of JSON files, all of the first one's kind, cut to that kind's columns."""
+
+    def __init__(self, files: Sequence[Path], text_field: str) -> None:
+        self.files = list(files)
+        self.text_field = text_field
+        first = next(self._iterate_raw(), None)
+        if first is None:
+            raise no_records(name_files(self.files))
+        self.first_where, record = first
+        self.kind = record_kind(_present(record), text_field, self.first_where)
+        self.conversational = self.kind != "input_ids" and any(
+            isinstance(record[column], list) for column in kind_columns(self.kind)
+        )
+        self.columns = self._columns_of(record)
+
+    def _columns_of(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        if self.kind == "input_ids":
+            return tuple(column for column in PER_TOKEN_COLUMNS if record.get(column) is not None)
+        return kind_columns(self.kind) + (CONVERSATION_EXTRAS if self.conversational else ())
+
+    @property
+    def features(self) -> Features:
+        if self.kind == "input_ids":
+            return Features(dict.fromkeys(self.columns, TOKENS))
+        return Features(dict.fromkeys(self.columns, Json() if self.conversational else Value("string")))
+
+    def _iterate_raw(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path in self.files:
+            try:
+                yield from _iterate(path)
+            except OSError as error:
+                raise unreadable(path, error) from error
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        for where, record in self._iterate_raw():
+            self._check_kind(record, where)
+            yield {column: self._value(record.get(column), column, where) for column in self.columns}
+
+    def _check_kind(self, record: Mapping[str, Any], where: str) -> None:
+        present = _present(record)
+        same_kind = record_kind(present, self.text_field, where) == self.kind
+        if not same_kind or self._columns_of(record) != self.columns:
+            raise DataError(
+                f"{where}: mixed kinds of records: this one has the columns {sorted(present)}, "
+                f"but {self.first_where} is a {self.kind!r} record with {sorted(self.columns)}. "
+                "Put each kind into a data set of its own."
+            )
+
+    def _value(self, value: Any, column: str, where: str) -> Any:
+        if self.kind == "input_ids":
+            return _token_array(value, column, where)
+        if not self.conversational:
+            check_text(value, column, where)
+        elif column not in CONVERSATION_EXTRAS:
+            check_chat(value, column, where)
+        return value
+
+
+def _present(record: Mapping[str, Any]) -> list[str]:
+    return [column for column, value in record.items() if value is not None]
+
+
+def _token_array(value: object, column: str, where: str) -> np.ndarray:
+    """A JSON list of integers as int32 [num_tokens]."""
+    if value == []:
+        return np.empty(0, np.int32)
+    try:
+        array = np.asarray(value if isinstance(value, list) else None)
+    except ValueError:  # lists of several lengths inside
+        array = np.asarray(None)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"{where}: '{column}' is {str(value)[:60]!r}; expected a flat list of integers. Correct the record."
+        )
+    worst = max(int(array.max()), int(array.min()), key=abs)
+    if abs(worst) > _INT32_MAX:
+        raise DataError(
+            f"{where}: '{column}' holds {worst}, which is beyond 32-bit token ids "
+            f"(limit {_INT32_MAX}). Correct the record."
+        )
+    return array.astype(np.int32)
+
+
+def _iterate(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, record) of one file."""
+    with path.open("rb") as file:
+        start = file.read(64).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    return _iterate_array(path) if start.startswith(b"[") else _iterate_lines(path)
+
+
+def _iterate_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`file:line`, record). Lines of white space only are passed over wherever they stand."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, _parse_line(line, where)
+
+
+def _iterate_array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`file, record n`, record) of a file that is one JSON array (this one form is read whole)."""
+    data = path.read_bytes()
+    try:
+        records = json.loads(data.decode("utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(
+            f"{path}{line}: malformed JSON ({error}). Expected an array of objects, or one object per line."
+        ) from None
+    may_hold_surrogates = _holds_surrogates(data)
+    for number, record in enumerate(records):
+        where = f"{path}, {name_record(number)}"
+        yield where, _checked(record, where, may_hold_surrogates)
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}). Save the file as UTF-8."
+        ) from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        shown = line[:60].decode("utf-8", "backslashreplace").rstrip()
+        raise DataError(
+            f"{where}: malformed JSON ({error}): {shown!r}. Expected one JSON object per line; correct or "
+            "remove the line (no line is skipped silently)."
+        ) from None
+    return _checked(record, where, _holds_surrogates(line))
+
+
+def _holds_surrogates(data: bytes) -> bool:
+    """Whether JSON text may hold escaped halves of surrogate pairs, so that looking closer is worth its time."""
+    return b"\\ud" in data.lower()
+
+
+def _checked(record: object, where: str, may_hold_surrogates: bool) -> dict[str, Any]:
+    """Refuse what is no object, and half a surrogate pair, which json accepts and no tokenizer does."""
+    try:
+        if may_hold_surrogates:
+            json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: the escape \\u{ord(error.object[error.start]):04x} is half a surrogate pair, not a "
+            "character. Write the text again as UTF-8."
+        ) from None
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{where}: a JSON {type(record).__name__}, not an object. Expected a record such as "
+            '{"text": "…"}; correct or remove it.'
+        )
+    return record

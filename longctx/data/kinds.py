@@ -1,0 +1,99 @@
+"""The kinds of record there are, by their columns, and what a value in each column must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+from datasets import Features, Json, List, Value
+
+from longctx.data.columns import is_list_type
+from longctx.data.errors import DataError
+
+PER_TOKEN_COLUMNS = ("input_ids", "labels", "assistant_masks", "completion_mask")
+"""Columns of pre-tokenised records that are read."""
+
+CONVERSATION_EXTRAS = ("tools", "chat_template_kwargs")
+"""Columns of chats that go to the chat template."""
+
+TOKENS = List(Value("int32"))
+"""Type of every per-token column that is written."""
+
+_LIST_KINDS = {
+    "input_ids": "lists of integers",
+    "messages": "lists of messages",
+    "conversations": "lists of messages",
+}
+
+
+def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
+    """Kind of the records with these columns, by TRL's precedence.
+
+    Returns:
+        The kind's column, or "prompt+completion".
+
+    Raises:
+        DataError: none of the known kinds.
+    """
+    if "input_ids" in columns:
+        return "input_ids"
+    if "prompt" in columns and "completion" in columns:
+        return "prompt+completion"
+    for column in ("messages", "conversations", text_field):
+        if column in columns:
+            return column
+    raise DataError(
+        f"{where}: no known kind of record in the columns {sorted(columns)}; expected '{text_field}', 'messages' "
+        "(or 'conversations'), 'prompt' and 'completion', or 'input_ids' (+ 'labels'). Rename the column or pass "
+        "its name with --dataset_text_field."
+    )
+
+
+def kind_columns(kind: str) -> tuple[str, ...]:
+    """Columns every record of a kind has."""
+    return ("prompt", "completion") if kind == "prompt+completion" else (kind,)
+
+
+def check_column_types(features: Features, kind: str) -> None:
+    """Refuse columns whose Arrow type no record of this kind has, such as numbers where text is expected."""
+    for column in kind_columns(kind):
+        arrow_type = features.arrow_schema.field(column).type
+        fits = is_list_type(arrow_type) or isinstance(features[column], Json)
+        if kind == "input_ids":
+            fits = is_list_type(arrow_type) and pa.types.is_integer(arrow_type.value_type)
+        elif kind not in _LIST_KINDS:
+            fits = fits or pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)
+        if not fits:
+            raise DataError(
+                f"column '{column}' has the type {arrow_type}; expected {_LIST_KINDS.get(kind, 'strings')}. "
+                "Convert the column (Dataset.cast_column), or name another one with --dataset_text_field."
+            )
+
+
+def check_text(value: object, column: str, where: str) -> None:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: '{column}' is {type(value).__name__} ({str(value)[:60]!r}); expected a string. "
+            "Convert or remove the record."
+        )
+
+
+def check_chat(value: object, column: str, where: str) -> None:
+    """Refuse what is no list of messages with `role` (or, in the older form, `from`)."""
+    if not (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(message, dict) and ("role" in message or "from" in message) for message in value)
+    ):
+        shown = repr(value)
+        raise DataError(
+            f"{where}: '{column}' is {shown[:80]}{'…' if len(shown) > 80 else ''}; expected a non-empty "
+            'list of messages such as {"role": "user", "content": "…"}. Correct or remove the record.'
+        )
+
+
+def to_chatml(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rename `from`/`value` to `role`/`content`, as TRL's maybe_convert_to_chatml does."""
+    names = {"from": "role", "value": "content"}
+    return [{names.get(key, key): value for key, value in message.items()} for message in messages]

@@ -1,0 +1,176 @@
+"""The name of a data set -> its records: where it is, which splits it has, and the slice asked for."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+from datasets import Dataset, DatasetDict
+
+from longctx.data.errors import DataError, no_records
+from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, load_generated
+from longctx.data.kinds import record_kind
+from longctx.data.text_files import STDLIB, TextFiles, stdlib_files
+
+_COMPANION_FILES = frozenset({"readme.md", "license", "license.txt", "license.md", "dataset_infos.json"})
+
+
+def load_records(
+    dataset_name: str, *, config: str | None = None, split: str = "train", text_field: str = "text"
+) -> Dataset:
+    """Load one split of a data set as records.
+
+    Args:
+        dataset_name: a hub name; a `.jsonl`, `.json`, `.parquet` or `.arrow` file or a folder of them; a glob
+            or folder of text files (one document per file, sorted by path, hidden files left out); a folder
+            written by `Dataset.save_to_disk`; or `stdlib`.
+        config: configuration of a hub data set.
+        split: split name, optionally with a slice as `datasets` writes them (`train[:10%]`). Files and
+            folders without split names are the split `train`.
+        text_field: column of plain text; text files are put into this column.
+
+    Returns:
+        A memory-mapped Dataset with at least the columns of one kind of record. Blank lines of JSON-lines
+        files are passed over wherever they stand; no other line is.
+
+    Raises:
+        DataError: not found, unknown format, unreadable or malformed (with file and line), empty, no known
+            kind of record, several kinds in one data set, or no such split (with those there are).
+    """
+    splits = _local_splits(dataset_name, text_field)
+    if splits is None:
+        dataset = _load_from_hub(dataset_name, config, split)
+    elif config is not None:
+        raise DataError(
+            f"--dataset_config {config!r}: only hub data sets have configurations and {dataset_name!r} is "
+            "local. Leave it out, or name the files of that configuration."
+        )
+    else:
+        dataset = _read_split(splits, split, dataset_name)
+    if len(dataset) == 0:
+        raise no_records(f"{dataset_name} (split {split!r})")
+    record_kind(dataset.column_names, text_field, dataset_name)
+    return dataset
+
+
+def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
+    """Loader of each split of a local or built-in data set; None if the name is one for the hub."""
+    if name == STDLIB:
+        return {"train": lambda: load_generated(TextFiles(stdlib_files(), text_field))}
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _folder_splits(path, text_field)
+    if path.exists():
+        return {"train": files_loader([path], text_field)}
+    if glob.has_magic(name):
+        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+        if not found:
+            raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
+        return {"train": files_loader(found, text_field)}
+    if _looks_like_a_path(name):
+        raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
+    return None
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """Hub names are `name` or `owner/name`, without a leading dot or separator and a data file's suffix."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None or name.endswith(DATA_SUFFIXES)
+
+
+def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        saved = _load_saved(path)
+        parts = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
+        return {str(name): _loaded(part) for name, part in parts.items()}
+    files = _visible_files(path)
+    if not files:
+        raise DataError(f"{path}: the folder holds no files. Expected {FORMATS_HELP}.")
+    if not all(file.suffix.lower() in DATA_SUFFIXES for file in files):
+        return {"train": files_loader(files, text_field)}
+    return {name: files_loader(part, text_field) for name, part in _split_files(path, files).items()}
+
+
+def _loaded(dataset: Dataset) -> Loader:
+    return lambda: dataset
+
+
+def _load_saved(path: Path) -> Dataset | DatasetDict:
+    try:
+        return datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again."
+        ) from error
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """Files below a folder, sorted by path, without hidden ones, caches and the notes beside data files."""
+    files = [
+        file
+        for file in folder.rglob("*")
+        if file.is_file()
+        and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
+    ]
+    others = [file for file in files if file.name.lower() not in _COMPANION_FILES]
+    if others and all(file.suffix.lower() in DATA_SUFFIXES for file in others):
+        files = others
+    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def _split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Divide data files by the split names in their paths, as `datasets` does (train, test, …)."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    base = os.path.abspath(folder)
+    found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    splits = {str(name): _in_order(files, set(part)) for name, part in found.items()}
+    left = sorted(set(files).difference(*splits.values()))
+    if left:
+        raise DataError(
+            f"{folder}: some files carry split names ({', '.join(splits)}) and {len(left)} do not, such as "
+            f"{left[0]}. Name a split in every file, or give a glob that selects the files."
+        )
+    return {name: part for name, part in splits.items() if part}
+
+
+def _in_order(files: Sequence[Path], wanted: Set[str]) -> list[Path]:
+    # Without resolving links: the files of a hub snapshot are links into another folder.
+    return [file for file in files if os.path.abspath(file) in wanted]
+
+
+def _load_from_hub(name: str, config: str | None, split: str) -> Dataset:
+    try:
+        dataset = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"--dataset_name {name!r}, split {split!r}: {error}. No such file or folder here either (from "
+            f"{Path.cwd()}). Expected {FORMATS_HELP}; without a connection, give a local one."
+        ) from error
+    assert isinstance(dataset, Dataset), f"load_dataset(split={split!r}) gave {type(dataset).__name__}"
+    return dataset
+
+
+def _read_split(splits: Mapping[str, Loader], split: str, name: str) -> Dataset:
+    """Load the splits that a split expression names and cut the slices it asks for."""
+    wanted = [re.split(r"[\[(]", part, maxsplit=1)[0].strip() for part in split.split("+")]
+    unknown = [part for part in wanted if part not in splits]
+    if unknown:
+        raise DataError(
+            f"{name}: no split {unknown[0]!r}; available: {', '.join(sorted(splits))}. "
+            "Choose one with --dataset_train_split."
+        )
+    loaded = {part: splits[part]() for part in dict.fromkeys(wanted)}
+    if split in loaded:
+        return loaded[split]
+    try:
+        instruction = datasets.ReadInstruction.from_spec(split)
+        spans = instruction.to_absolute({part: len(dataset) for part, dataset in loaded.items()})
+    except (AssertionError, ValueError) as error:
+        raise DataError(f"{name}: split {split!r} is not understood ({error}). Example: 'train[:10%]'.") from None
+    parts = [loaded[span.splitname].select(range(span.from_, span.to)) for span in spans]
+    return datasets.concatenate_datasets(parts)

@@ -1,0 +1,189 @@
+"""Records -> tokenised documents: choose the encoder, run it through the cache of `datasets`, check the result."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+import transformers
+from datasets import Dataset, Features, Json, Value
+from transformers import PreTrainedTokenizerBase
+
+from longctx.data.cache import cache_key
+from longctx.data.chat import ChatEncoder, training_template
+from longctx.data.columns import IGNORE_INDEX, document_lengths
+from longctx.data.encoders import Encoder, PretokenizedEncoder, TextEncoder, one_chunk
+from longctx.data.errors import DataError, no_records
+from longctx.data.kinds import (
+    CONVERSATION_EXTRAS,
+    PER_TOKEN_COLUMNS,
+    TOKENS,
+    check_column_types,
+    kind_columns,
+    record_kind,
+)
+
+_BATCH_BYTES = 8 << 20
+
+
+def tokenize_records(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    text_field: str = "text",
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+    chat_template: str | None = None,
+    num_proc: int | None = None,
+    vocab_size: int | None = None,
+) -> Dataset:
+    """Turn records into documents, with the tokens and masks TRL's SFTTrainer gives them.
+
+    Text and completions end with the EOS token; chats go through the chat template; a completion starts where
+    the tokens of the prompt and of prompt+completion part; pre-tokenised records are checked and passed on.
+    Nothing is truncated. The result is cached under the data set's fingerprint, the tokenizer and these
+    options.
+
+    Args:
+        dataset: records as from `load_records`.
+        tokenizer: needs an EOS token for text and completions, a chat template for chats.
+        text_field: column of plain text.
+        completion_only_loss: mask the prompt; None means True for prompt+completion records.
+        assistant_only_loss: mask all but the assistant's turns; a known template without generation markers
+            is replaced by TRL's training version of it.
+        chat_template: used instead of the tokenizer's own.
+        num_proc: processes; None works in this one.
+        vocab_size: number of embeddings of the model, which token ids must be below; None checks only for
+            negative ids.
+
+    Returns:
+        Dataset with `input_ids` (list of int32) and, where some tokens are masked or labels were given,
+        `labels` (list of int32, -100 where masked, not shifted).
+
+    Raises:
+        DataError: a record is not of the data set's kind; lengths of labels and input_ids differ; ids lie
+            outside the vocabulary; an option does not apply to this kind of record; or no token is a target
+            of the loss.
+    """
+    _check_dataset(dataset)
+    kind = record_kind(dataset.column_names, text_field, "data set")
+    check_column_types(dataset.features, kind)
+    used = PER_TOKEN_COLUMNS if kind == "input_ids" else kind_columns(kind) + CONVERSATION_EXTRAS
+    columns = [column for column in used if column in dataset.column_names]
+    dataset = dataset.with_format(None).select_columns(columns)
+    encoder: Encoder
+    if kind == "input_ids":
+        encoder = PretokenizedEncoder(columns, completion_only_loss, assistant_only_loss)
+    else:
+        conversational = _holds_chats(dataset, columns[0])
+        _check_options(kind, conversational, completion_only_loss, assistant_only_loss)
+        masks_prompt = kind == "prompt+completion" and completion_only_loss is not False
+        if conversational:
+            template = training_template(tokenizer, chat_template, assistant_only_loss)
+            encoder = ChatEncoder(tokenizer, kind, template, assistant_only_loss, masks_prompt)
+        else:
+            encoder = TextEncoder(tokenizer, kind, masks_prompt)
+    encoder.vocab_size = vocab_size
+    tokenized = _encode(dataset, encoder, num_proc)
+    _check_targets(tokenized)
+    return tokenized
+
+
+def _check_dataset(dataset: object) -> None:
+    if not isinstance(dataset, Dataset):
+        raise DataError(f"{type(dataset).__name__} is not supported; expected a datasets.Dataset (map-style).")
+    if dataset.format["type"] == "custom":
+        raise DataError(
+            "the data set has a transform (Dataset.with_transform), which caching would bake in. "
+            "Apply it with Dataset.map first."
+        )
+    if len(dataset) == 0:
+        raise no_records("data set")
+
+
+def _holds_chats(dataset: Dataset, column: str) -> bool:
+    feature = dataset.features[column]
+    return isinstance(dataset[0][column], list) if isinstance(feature, Json) else not isinstance(feature, Value)
+
+
+def _check_options(kind: str, conversational: bool, completion_only: bool | None, assistant_only: bool) -> None:
+    if assistant_only and not conversational:
+        raise DataError(
+            f"assistant_only_loss=True needs conversations, and the records are {kind!r} with plain text. "
+            "Leave it out, or give records with 'messages'."
+        )
+    if completion_only and kind != "prompt+completion":
+        raise DataError(
+            f"completion_only_loss=True needs records with 'prompt' and 'completion', and these are "
+            f"{kind!r}. Leave it out" + (", or use --assistant_only_loss." if conversational else ".")
+        )
+
+
+def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset:
+    columns = ["input_ids", "labels"] if encoder.masked else ["input_ids"]
+    if encoder.tokenizer is None:
+        dataset = dataset.with_format("arrow")
+    try:
+        tokenized = dataset.map(
+            encoder,
+            batched=True,
+            with_indices=True,
+            batch_size=_batch_size(dataset),
+            remove_columns=dataset.column_names,
+            features=Features(dict.fromkeys(columns, TOKENS)),
+            new_fingerprint=_fingerprint(dataset, encoder),
+            num_proc=num_proc,
+            desc="Tokenizing",
+        )
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a text column holds bytes that are not UTF-8 ({error}). Write the files again with valid UTF-8."
+        ) from error
+    return tokenized.with_format(None)
+
+
+def _batch_size(dataset: Dataset) -> int:
+    """Records per batch: about 8 MiB on average, since documents may be megabytes long."""
+    mean_bytes = max(1, dataset.data.nbytes // max(1, dataset.data.num_rows))
+    return int(np.clip(_BATCH_BYTES // mean_bytes, 1, 1000))
+
+
+def _fingerprint(dataset: Dataset, encoder: Encoder) -> str:
+    """Cache key. `datasets` would pickle the tokenizer, whose state changes when it is first called."""
+    tokenizer = [] if encoder.tokenizer is None else [_tokenizer_state(encoder.tokenizer)]
+    return cache_key(
+        transformers.__version__, type(encoder).__name__, dataset._fingerprint, encoder.options(), *tokenizer
+    )
+
+
+def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [datasets.fingerprint.Hasher.hash(tokenizer)]
+    state = json.loads(backend.to_str())
+    state["truncation"] = state["padding"] = None
+    return [state, str(tokenizer.special_tokens_map), tokenizer.chat_template]
+
+
+def _check_targets(dataset: Dataset) -> None:
+    """At least one token besides the documents' first ones, which nothing predicts, must be a target."""
+    if "labels" not in dataset.column_names:
+        if document_lengths(dataset).max() > 1:
+            return
+        reason = "every document has one token only"
+    else:
+        for batch in dataset.with_format("arrow").select_columns("labels").iter(batch_size=1000):
+            lists = one_chunk(batch["labels"])
+            is_target = lists.flatten().to_numpy() != IGNORE_INDEX
+            lengths = pc.list_value_length(lists).to_numpy()
+            is_target[np.cumsum(lengths) - lengths] = False
+            if is_target.any():
+                return
+        reason = "every label is -100 (the first token of a document never counts)"
+    raise DataError(
+        f"no token to train on in {len(dataset)} documents with {document_lengths(dataset).sum()} tokens: "
+        f"{reason}. Check the labels, and --completion_only_loss or --assistant_only_loss where set."
+    )
