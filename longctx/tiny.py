@@ -42,13 +42,13 @@ _CHAT_TEMPLATE = (
 
 
 def tiny_config() -> Qwen3Config:
-    """Tiny model: 4 layers, hidden size 128, 4 query and 2 KV heads of size 32, tied embeddings."""
+    """Tiny model: 2 layers, hidden size 128, 4 query and 2 KV heads of size 32, tied embeddings."""
     vocab_size = -(-(_NUM_BYTES + len(_SPECIAL_TOKENS)) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=352,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

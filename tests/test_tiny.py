@@ -119,6 +119,7 @@ def test_global_random_state_is_untouched() -> None:
 def test_statistics_and_shapes() -> None:
     model, config = tiny_model(), tiny_config()
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert config.num_hidden_layers == len(model.model.layers) == 2
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 32)
     assert config.vocab_size % 16 == 0
     assert config.attention_dropout == 0.0
