@@ -1,0 +1,161 @@
+"""`longctx.parallelize` in a loop of one's own: cutting and joining batches, leaks, gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.workers import run_ranks
+
+import longctx
+from longctx.collate import SequenceCollator
+from longctx.mesh import ParallelDims
+from longctx.packing import PackedDataset, one_per_bin
+from longctx.shard import complete_position_ids, plan_batch, shard_tokens, shift_labels, unshard_tokens
+
+LENGTHS = [40, 3, 100, 1, 17, 64, 9]
+
+
+def packed_batch(multiple, *, change=None, seed=0):
+    """Seven documents in one padded row; `change` names a document whose second token is another one."""
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(3, 250, length) for length in LENGTHS]
+    if change is not None:
+        documents[change][1] += 1
+    collator = SequenceCollator(pad_token_id=0, pad_to_multiple_of=multiple, padding_free=True)
+    return collator([{"input_ids": document} for document in documents])
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (4, 1), (1, 4), (3, 1)])
+def test_cutting_and_joining_are_inverse(ring, ulysses):
+    dims = ParallelDims.arrange(ring * ulysses, ring=ring, ulysses=ulysses)
+    batch = packed_batch(dims.multiple)
+    layout = plan_batch(complete_position_ids(batch), dims)
+    shards = [shard_tokens(batch["input_ids"], layout, rank) for rank in range(dims.sp)]
+    assert {tuple(shard.shape) for shard in shards} == {(1, layout.local_length)}
+    assert torch.equal(unshard_tokens(torch.cat(shards), layout), batch["input_ids"])
+
+
+def test_labels_are_shifted_within_documents():
+    labels = torch.arange(10, 20).reshape(2, 5)
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    expected = [[11, 12, -100, 14, -100, -100, 17, 18, 19, -100]]
+    assert shift_labels(labels, positions).tolist() == expected
+
+
+def test_right_padding_needs_no_positions_and_left_padding_is_refused():
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1, 0], [1] * 4])}
+    assert complete_position_ids(batch).tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    batch["attention_mask"] = torch.tensor([[0, 1, 1, 1], [1] * 4])
+    with pytest.raises(ValueError, match="right padding"):
+        complete_position_ids(batch)
+    with pytest.raises(ValueError, match="must start at 0"):
+        complete_position_ids({"input_ids": batch["input_ids"], "position_ids": torch.tensor([[1, 0, 1, 2]] * 2)})
+
+
+def test_a_length_that_cannot_be_cut_evenly_is_refused():
+    dims = ParallelDims.arrange(4, ring=4)
+    with pytest.raises(ValueError, match="pad_to_multiple_of=8"):
+        plan_batch(torch.arange(12)[None], dims)
+
+
+def outputs_of_documents(change):
+    """Logits of every document, put back in order, on ring and Ulysses; one document changed or none."""
+    from longctx.tiny import tiny_model
+
+    logits = {}
+    for backend in ("ring", "ulysses"):
+        model, sequence = longctx.parallelize(tiny_model(), sp=dist.get_world_size(), sp_backend=backend)
+        shard = sequence.shard(packed_batch(sequence.dims.multiple, change=change))
+        with torch.no_grad():
+            logits[backend] = sequence.unshard(model(**shard.inputs).logits, shard.layout)[0]
+    return logits
+
+
+def leaks():
+    """For each backend, the documents whose outputs change, bit for bit, when a token of document 2 does."""
+    bounds = np.cumsum([0, *LENGTHS])
+    before, after = outputs_of_documents(None), outputs_of_documents(2)
+    return {
+        backend: [
+            document
+            for document, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+            if not torch.equal(before[backend][a:b], after[backend][a:b])
+        ]
+        for backend in before
+    }
+
+
+def test_a_changed_token_changes_its_own_document_only():
+    for changed in run_ranks(4, f"{__name__}:leaks"):
+        assert changed == {"ring": [2], "ulysses": [2]}
+
+
+def loop_of_ones_own():
+    """The README's loop: FSDP2 over all ranks, sp 2, three steps; returns the losses."""
+    from torch.distributed.fsdp import fully_shard
+
+    from longctx.tiny import tiny_model
+
+    model, sequence = longctx.parallelize(tiny_model(), sp=2)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(3):
+        batch = packed_batch(sequence.dims.multiple, seed=10 * step + sequence.dims.dp_rank(dist.get_rank()))
+        num_label_tokens = sequence.count_label_tokens([batch])
+        shard = sequence.shard(batch)
+        loss = sequence.loss(model(**shard.inputs).logits, shard.shift_labels, num_label_tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_loop_of_ones_own_equals_one_process():
+    from tests.reference import dense_loss
+
+    from longctx.tiny import tiny_model
+
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    expected = []
+    for step in range(3):
+        documents = []
+        for dp_rank in range(2):
+            rng = np.random.default_rng(10 * step + dp_rank)
+            ids = [rng.integers(3, 250, length).tolist() for length in LENGTHS]
+            documents += [(tokens, tokens) for tokens in ids]
+        loss = dense_loss(model, documents)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in run_ranks(4, f"{__name__}:loop_of_ones_own"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_calling_the_model_without_a_cut_batch_is_refused():
+    from longctx.tiny import tiny_model
+
+    model, _ = longctx.parallelize(tiny_model(), sp=1)
+    with pytest.raises(ValueError, match=r"sequence\.shard"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    model.set_attn_implementation("sdpa")
+    assert model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, model.config.vocab_size)
+
+
+def test_rows_of_packed_data_can_be_collated_and_cut():
+    from datasets import Dataset
+
+    documents = Dataset.from_dict({"input_ids": [list(range(3, 3 + n)) for n in LENGTHS]})
+    rows = PackedDataset(documents, one_per_bin(np.array(LENGTHS)))
+    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=4)([rows[0], rows[4]])
+    layout = plan_batch(complete_position_ids(batch), ParallelDims.arrange(2, ring=2))
+    assert layout.cu_seqlens.tolist() == [0, 40, 57, 80]
