@@ -195,6 +195,13 @@ def test_one_document_is_a_balanced_zigzag():
     assert plan.runs_per_rank.max() <= 2
 
 
+def test_a_long_document_makes_up_for_the_others():
+    """Only the longest is zigzagged, in unequal parts; the next one climbs the ring."""
+    plan = _plan([49152, 12288, 4096], 8)
+    assert plan.imbalance <= 1.001
+    assert plan.kv_tokens_sent <= 0.9 * plan.num_tokens * 7
+
+
 def _histogram_packs(num_packs: int, seed: int) -> list[list[int]]:
     """Packs of 64k tokens with a heavy tail of lengths; the last document closes the pack."""
     rng = np.random.default_rng(seed)

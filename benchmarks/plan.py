@@ -1,0 +1,288 @@
+"""The ring planner against other ways to spread packed documents over ranks.
+
+    python -m benchmarks.plan                    # all tables, 200 packs each where there are as many tokens
+    python -m benchmarks.plan --packs 20         # quicker
+
+Lengths are drawn from benchmarks/data/document_lengths.csv (a bin by its weight, then a length uniformly in
+it), cut to the cap, packed best fit decreasing; the padding that closes a pack counts as a document.
+
+- *imbalance*: attention work (legal query-key pairs of a rank's queries), largest rank over mean.
+- *K/V*: K/V tokens sent over the p2p ring, over those of a full gather, T(P-1). For `plan_ring` what its
+  prefixes send; for the others what would do if each token travelled exactly as far as it is needed (a ring
+  without a plan sends everything, 1.00).
+- *runs*: maximal contiguous ranges of original tokens on a rank, mean over ranks and packs, and largest.
+- *padding*: tokens added because documents must be divisible by 2P, over all tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx.packing import pack
+from longctx.ring.plan import plan_ring
+
+HISTOGRAM = Path(__file__).parent / "data" / "document_lengths.csv"
+WORLD_SIZES = (2, 4, 8, 16, 32, 64)
+CAPACITIES = (16384, 32768, 65536, 131072, 262144, 524288, 1048576)
+CAPS = (4096, 8192, 16384, 32768, 65536)
+
+Ints = NDArray[np.int64]
+
+
+def draw_packs(capacity: int, cap: int, num_packs: int, seed: int = 0) -> list[Ints]:
+    """Document lengths of about `num_packs` packs; every pack sums to `capacity`."""
+    rng = np.random.default_rng(seed)
+    low, high, weight = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=3, dtype=np.int64).T
+    mean = float((np.minimum((low + high) / 2, cap) * weight).sum() / weight.sum())
+    bins = rng.choice(len(weight), size=int(1.5 * num_packs * capacity / mean) + 1000, p=weight / weight.sum())
+    lengths = np.minimum(rng.integers(low[bins], high[bins] + 1), cap)
+    lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), num_packs * capacity * 0.999)))]
+    packs = [lengths[np.asarray(documents)] for documents in pack(lengths, capacity).bins]
+    return [np.append(p, capacity - p.sum()) if p.sum() < capacity else p for p in packs]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which rank owns which token."""
+
+    lengths: Ints
+    """int64 [n]: documents, with any padding an arrangement needs."""
+    permutation: Ints
+    """int64 [T]: sharded = tokens[permutation], ranks own equal slices."""
+    kv_fraction: float
+    padding: int = 0
+    """Tokens added to the documents."""
+
+
+def arrange_plan_ring(lengths: Ints, world_size: int) -> Arrangement:
+    plan = plan_ring(np.append(0, np.cumsum(lengths)), world_size)
+    return Arrangement(lengths, plan.permutation, plan.kv_tokens_sent / (plan.num_tokens * max(1, world_size - 1)))
+
+
+def arrange_contiguous(lengths: Ints, world_size: int) -> Arrangement:
+    permutation = np.arange(lengths.sum())
+    return Arrangement(lengths, permutation, needed_fraction(lengths, permutation, world_size))
+
+
+def zigzag_order(num_tokens: int, world_size: int) -> Ints:
+    """int64 [2P, pieces' tokens] flattened: pieces r and 2P-1-r for r = 0..P-1."""
+    pieces = np.arange(num_tokens).reshape(2 * world_size, -1)
+    return np.stack([pieces[:world_size], pieces[: world_size - 1 : -1]], axis=1).reshape(-1)
+
+
+def arrange_pack_zigzag(lengths: Ints, world_size: int) -> Arrangement:
+    permutation = zigzag_order(int(lengths.sum()), world_size)
+    return Arrangement(lengths, permutation, needed_fraction(lengths, permutation, world_size))
+
+
+def arrange_document_zigzag(lengths: Ints, world_size: int) -> Arrangement:
+    """Every document in 2P pieces, as the published ring kernels need it: padded to a multiple of 2P."""
+    padded = -(-lengths // (2 * world_size)) * 2 * world_size
+    starts = np.cumsum(padded) - padded
+    shards = [
+        start + zigzag_order(int(n), world_size).reshape(world_size, -1)
+        for start, n in zip(starts, padded, strict=True)
+    ]
+    permutation = np.concatenate(shards, axis=1).reshape(-1)
+    padding = int(padded.sum() - lengths.sum())
+    return Arrangement(padded, permutation, needed_fraction(padded, permutation, world_size), padding)
+
+
+def torch_arrangements() -> dict[str, Callable[[Ints, int], Arrangement]]:
+    """The load balancers of torch's context parallelism, where this torch has them."""
+    try:
+        from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
+    except ImportError:
+        return {}
+
+    def head_tail(lengths: Ints, world_size: int) -> Arrangement:
+        balancer = balancers._HeadTailLoadBalancer(int(lengths.sum()), world_size, "cpu")
+        permutation = balancer._generate_indices().numpy().reshape(-1).astype(np.int64)
+        return Arrangement(lengths, permutation, needed_fraction(lengths, permutation, world_size))
+
+    def per_document(lengths: Ints, world_size: int) -> Arrangement:
+        padded = -(-lengths // (2 * world_size)) * 2 * world_size
+        balancer = balancers._PerDocumentHeadTailLoadBalancer([padded.tolist()], world_size, "cpu")
+        # Its indices go through the documents one after another, each with the pieces of all ranks; a rank's
+        # tokens are then the rank's part of every document.
+        flat, starts = balancer._generate_indices().numpy().reshape(-1).astype(np.int64), np.cumsum(padded) - padded
+        parts = [flat[s : s + n].reshape(world_size, -1) for s, n in zip(starts, padded, strict=True)]
+        permutation = np.concatenate(parts, axis=1).reshape(-1)
+        fraction = needed_fraction(padded, permutation, world_size)
+        return Arrangement(padded, permutation, fraction, int(padded.sum() - lengths.sum()))
+
+    return {"torch head-tail": head_tail, "torch per-document head-tail": per_document}
+
+
+def needed_fraction(lengths: Ints, permutation: Ints, world_size: int) -> float:
+    """K/V tokens sent if each travels to the farthest rank with a later token of its document, over T(P-1)."""
+    num_tokens = len(permutation)
+    rank = np.empty(num_tokens, np.int64)
+    rank[permutation] = np.arange(num_tokens) // (num_tokens // world_size)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    last = np.full((len(lengths), world_size), -1)
+    np.maximum.at(last, (document, rank), np.arange(num_tokens))
+    farthest = np.zeros(num_tokens, np.int64)
+    pending = np.flatnonzero(last[document].max(axis=1) > np.arange(num_tokens)) if world_size > 1 else np.empty(0, int)
+    for hop in range(world_size - 1, 0, -1):
+        needed = last[document[pending], (rank[pending] + hop) % world_size] > pending
+        farthest[pending[needed]] = hop
+        pending = pending[~needed]
+    return float(farthest.sum()) / (num_tokens * max(1, world_size - 1))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one arrangement on some packs."""
+
+    imbalance: list[float]
+    kv_fraction: list[float]
+    runs_mean: list[float]
+    runs_most: list[int]
+    padding: float
+
+    def cells(self) -> list[str]:
+        return [
+            f"{np.mean(self.imbalance):.3f}",
+            f"{np.max(self.imbalance):.3f}",
+            f"{np.mean(self.kv_fraction):.2f}",
+            f"{np.mean(self.runs_mean):.1f}",
+            f"{np.max(self.runs_most)}",
+            f"{self.padding:.1%}",
+        ]
+
+
+def measure(packs: list[Ints], world_size: int, arrange: Callable[[Ints, int], Arrangement]) -> Measured:
+    """Figures counted from the permutation itself, the same way for every arrangement."""
+    imbalance, kv, runs_mean, runs_most, padding = [], [], [], [], 0
+    for lengths in packs:
+        made = arrange(lengths, world_size)
+        position = np.arange(made.lengths.sum()) - np.repeat(np.cumsum(made.lengths) - made.lengths, made.lengths)
+        shards = made.permutation.reshape(world_size, -1)
+        work = (position[shards] + 1).sum(axis=1)
+        runs = 1 + (np.diff(shards, axis=1) != 1).sum(axis=1)
+        imbalance.append(float(work.max() / work.mean()))
+        kv.append(made.kv_fraction)
+        runs_mean.append(float(runs.mean()))
+        runs_most.append(int(runs.max()))
+        padding += made.padding
+    return Measured(imbalance, kv, runs_mean, runs_most, padding / sum(int(p.sum()) for p in packs))
+
+
+ARRANGEMENTS: dict[str, Callable[[Ints, int], Arrangement]] = {
+    "**plan_ring**": arrange_plan_ring,
+    "contiguous": arrange_contiguous,
+    "whole-pack zigzag": arrange_pack_zigzag,
+    "per-document zigzag": arrange_document_zigzag,
+}
+
+
+def plan_seconds(lengths: Ints, world_size: int, repeats: int = 3) -> float:
+    """Shortest time of a plan and one rank's shard with its steps."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        plan_ring(np.append(0, np.cumsum(lengths)), world_size).shard(world_size // 2)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def documents_of_a_million_tokens() -> dict[str, Ints]:
+    """About 10k documents in 1,048,576 tokens, of three shapes."""
+    rng = np.random.default_rng(0)
+    drawn = {
+        "uniform": rng.integers(1, 210, 40000),
+        "lognormal, sigma 1.6": rng.lognormal(3.37, 1.6, 40000).astype(np.int64) + 1,
+        "Pareto, alpha 1.1": np.minimum(rng.pareto(1.1, 40000) * 17 + 1, 262144).astype(np.int64),
+    }
+    return {name: cut_to(lengths, 1 << 20) for name, lengths in drawn.items()}
+
+
+def cut_to(lengths: Ints, num_tokens: int) -> Ints:
+    """The first lengths that sum to `num_tokens`, the last one cut."""
+    end = np.cumsum(lengths)
+    chosen = lengths[: int(np.searchsorted(end, num_tokens)) + 1].copy()
+    chosen[-1] -= end[len(chosen) - 1] - num_tokens
+    return chosen
+
+
+def print_row(cells: Iterable[object]) -> None:
+    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+def print_head(*names: str) -> None:
+    print()
+    print_row(names)
+    print_row("---" for _ in names)
+
+
+FIGURES = ("imbalance mean", "worst", "K/V", "runs mean", "most", "padding")
+
+
+def print_comparison(settings: list[tuple[str, list[Ints], int]], column: str) -> None:
+    """One row for each setting (name, packs, world size) and arrangement."""
+    print_head(column, "packs", "arrangement", *FIGURES)
+    for name, packs, world_size in settings:
+        for arrangement, arrange in (ARRANGEMENTS | torch_arrangements()).items():
+            print_row([name, len(packs), arrangement, *measure(packs, world_size, arrange).cells()])
+
+
+def print_times(packs: list[Ints]) -> None:
+    print_head("planning, with one rank's steps", "documents", "P", "median ms", "p95 ms", "worst ms")
+    for name, chosen, world_size in (
+        ("64k packs", packs, 8),
+        *((f"1M tokens, {name}", [lengths], 64) for name, lengths in documents_of_a_million_tokens().items()),
+    ):
+        ms = [1e3 * plan_seconds(lengths, world_size) for lengths in chosen]
+        documents = f"{np.mean([len(lengths) for lengths in chosen]):.0f}"
+        median, p95, worst = np.quantile(ms, [0.5, 0.95, 1.0])
+        print_row([name, documents, world_size, f"{median:.1f}", f"{p95:.1f}", f"{worst:.1f}"])
+
+
+def device() -> str:
+    """Processor and versions."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "torch"))
+    return f"{model}, {os.cpu_count()} CPUs; Python {platform.python_version()}, {packages}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packs", type=int, default=200, help="packs of 64k; larger ones are fewer")
+    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    packs = draw_packs(65536, 65536, options.packs)
+    rng = np.random.default_rng(1)
+    print("# Ring plan\n")
+    print(f"`{' '.join(['python -m benchmarks.plan', *given])}`  \n{device()}  \n{time.strftime('%Y-%m-%d')}\n")
+    print((__doc__ or "").split("\n\n", 2)[2].rstrip())
+    print("\n## Packs of 64k, P = 8, documents in packing order and shuffled")
+    shuffled = [rng.permutation(lengths) for lengths in packs]
+    print_comparison([("packing order", packs, 8), ("shuffled", shuffled, 8)], "documents")
+    print("\n## Planning time\n\nThe shortest of three runs for each pack; quantiles over packs.")
+    print_times(packs)
+    print("\n## Ranks (packs of 64k)")
+    print_comparison([(str(p), packs, p) for p in WORLD_SIZES], "P")
+    print("\n## Tokens in a pack (P = 8, documents cut to the pack)")
+    sizes = [(c, max(5, min(options.packs, options.packs * 65536 // c))) for c in CAPACITIES]
+    print_comparison([(f"{c // 1024}k", draw_packs(c, c, n), 8) for c, n in sizes], "pack")
+    print("\n## Longest document (packs of 64k, P = 8)")
+    print_comparison([(f"{c // 1024}k", draw_packs(65536, c, options.packs), 8) for c in CAPS], "cap")
+
+
+if __name__ == "__main__":
+    main()
