@@ -147,8 +147,9 @@ class _CountingCollator:
 
 
 def _without_data_preparation(args: SFTConfig) -> SFTConfig:
-    """TRL refuses packing with a collator of one's own and truncates by itself: our rows are ready."""
+    """TRL refuses packing with a collator of one's own, and prepares and truncates data by itself: our rows are ready."""
     prepared = copy.copy(args)
-    prepared.packing = prepared.padding_free = False
+    prepared.packing = prepared.padding_free = prepared.assistant_only_loss = False
+    prepared.completion_only_loss = None
     prepared.dataset_kwargs = {**(prepared.dataset_kwargs or {}), "skip_prepare_dataset": True}
     return prepared
