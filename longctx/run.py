@@ -12,7 +12,7 @@ from trl import SFTConfig
 from longctx.attention.kernels import choose_kernel
 from longctx.collate import SequenceCollator
 from longctx.config import Run
-from longctx.launch.engines import promote, start_on_cpu
+from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
 from longctx.model import load_model, load_tokenizer
 from longctx.parallel import parallelize
 from longctx.rows import TrainingRows, prepare_rows
@@ -39,8 +39,10 @@ def prepare(run: Run) -> PreparedRun:
     settings = run.settings
     if run.promotes_engine:
         promote(run.engine)
-    if run.use_cpu and run.dims.world_size > 1:
-        start_on_cpu(run.engine)
+    if run.use_cpu:
+        stay_on_cpu()
+        if run.dims.world_size > 1:
+            start_on_cpu(run.engine)
     args = SFTConfig(**run.training_arguments() | _replicas(run))
     tokenizer = load_tokenizer(
         settings["model_name_or_path"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 
 USAGE_ERROR = 2
 
@@ -12,9 +11,10 @@ USAGE_ERROR = 2
 def main(arguments: list[str] | None = None) -> int:
     """Run one training; returns the exit code. Input that cannot be trained on exactly ends with one clear line."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if os.environ.get("RANK", "0") != "0":
-        warnings.simplefilter("ignore")  # rank 0 shows each once
     arguments = sys.argv[1:] if arguments is None else arguments
+    from longctx.launch.terminal import quieten, refuse
+
+    quieten()
     from longctx.config import resolve
     from longctx.flags import parse_flags
     from longctx.launch.processes import relaunch, spawn
@@ -27,8 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
             relaunch(flags, profile)
         run = resolve(flags, profile, os.environ)
     except ValueError as error:
-        return _refuse(error)
-    if run.must_spawn or run.settings["dry_run"]:
+        refuse(error)
+        return USAGE_ERROR
+    if run.must_spawn or (run.settings["dry_run"] and os.environ.get("RANK", "0") == "0"):
         _announce(run)
     if run.settings["dry_run"]:
         return 0
@@ -44,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         prepared = prepare(run)
     except ValueError as error:
-        return _refuse(error)
+        refuse(error)
+        return USAGE_ERROR
     fit(prepared)
     finish()
     return 0
@@ -52,11 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _announce(run) -> None:
     print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
-
-
-def _refuse(error: Exception) -> int:
-    print(f"longctx: error: {error}", file=sys.stderr, flush=True)
-    return USAGE_ERROR
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ def promote(engine: str) -> None:
     os.environ.update(ENGINE_ENVIRONMENT[engine])
 
 
+def stay_on_cpu() -> None:
+    """Tell DeepSpeed, which accelerate imports for every engine; else it looks for a GPU, or warns of having none."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def start_on_cpu(engine: str) -> None:
     """Start gloo and tell accelerate which engine runs on it; accelerate itself refuses both engines there.
 

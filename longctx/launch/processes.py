@@ -43,7 +43,9 @@ def spawn(num_processes: int, arguments: list[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "longctx.train", *arguments)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
+        if rank != 0 and isinstance(failure.error_file_data.get("message"), dict):
+            print(f"longctx: error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else FAILED
     return 0
 

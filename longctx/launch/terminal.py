@@ -1,0 +1,36 @@
+"""Keep the terminal short: every message once, and only those that a user can act on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+DEPRECATIONS_BETWEEN_LIBRARIES = (
+    r"`gradient_checkpointing` is deprecated",  # transformers about the name that TRL and its users have for it
+    r"`torch\.distributed\.\w+` is deprecated",  # torch about DeepSpeed's calls, again in every step
+)
+
+
+def quieten() -> None:
+    """Show warnings on the first rank only, and none that one library has for another."""
+    if os.environ.get("RANK", "0") != "0":
+        warnings.simplefilter("ignore")
+    for message in DEPRECATIONS_BETWEEN_LIBRARIES:
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+
+
+def refuse(error: Exception) -> None:
+    """Print an error as one line, once on each machine, and leave it to the launcher for its closing report.
+
+    torchrun and `accelerate launch` end with a page about processes, which then holds the error of every rank.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"longctx: error: {error}", file=sys.stderr, flush=True)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        details = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": details}))
