@@ -1,0 +1,111 @@
+"""Imports follow the data: a stage imports itself and what comes before it, and light modules stay light."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# The one place where the order is stated. A module or folder of longctx/ stands under its own name.
+STAGES: list[tuple[str, ...]] = [
+    ("data",),  # names and files -> tokenised documents
+    ("packing",),  # lengths -> packs
+    ("collate",),  # packs -> batches
+    ("batch", "mesh", "shard"),  # batches -> one rank's part
+    ("attention", "ring", "ulysses"),
+    ("loss",),
+    ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
+    ("tiny", "model", "rows", "steps", "metrics"),  # what a training run is put together from
+    ("trainer",),
+    ("flags", "supported", "launch", "config", "verify", "run", "train"),  # the command line
+    ("benchmarks",),
+]
+
+# Pure, or nearly so: these import nothing of ours, and every stage may import them.
+ANYWHERE = {"longctx.ring.plan", "longctx.attention.kernels"}
+
+STAGE_OF = {name: number for number, names in enumerate(STAGES) for name in names}
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {_module_name(path): path for top in ("longctx", "benchmarks") for path in sorted((ROOT / top).rglob("*.py"))}
+
+
+def _stage(module: str) -> int | None:
+    top, _, rest = module.partition(".")
+    return STAGE_OF.get(rest.partition(".")[0] if top == "longctx" and rest else top)
+
+
+@functools.cache
+def _imports(module: str) -> frozenset[str]:
+    """Our modules that a module imports anywhere in its source, in functions and for type checking too."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, module)
+            found.update(name if (name := f"{base}.{alias.name}") in FILES else base for alias in node.names)
+    return frozenset(found & FILES.keys())
+
+
+def _absolute(node: ast.ImportFrom, module: str) -> str:
+    if not node.level:
+        return node.module or ""
+    package = module.split(".")
+    strip = node.level - (FILES[module].name == "__init__.py")
+    return ".".join([*package[: len(package) - strip], *(node.module or "").split(".")]).removesuffix(".")
+
+
+def test_every_module_has_a_stage() -> None:
+    homeless = [module for module in FILES if _stage(module) is None]
+    assert not homeless, f"put {homeless} into STAGES of {__file__}, where the stages before it are all it needs"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_follow_the_stages(module) -> None:
+    own = _stage(module) or 0
+    later = {name for name in _imports(module) - ANYWHERE if (_stage(name) or 0) > own}
+    assert not later, f"{module} imports {sorted(later)} of a later stage: move what they share to an earlier one"
+
+
+def test_modules_for_every_stage_import_nothing_of_ours() -> None:
+    assert {module: sorted(_imports(module)) for module in ANYWHERE} == {module: [] for module in ANYWHERE}
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    try:
+        TopologicalSorter({module: _imports(module) for module in FILES}).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")
+
+
+def test_relative_and_nested_imports_are_seen() -> None:
+    assert "longctx.packing.plan" in _imports("longctx.packing.overlong")
+    assert "longctx.packing.bfd" in _imports("longctx.packing")
+    assert "longctx.ring.attention" in _imports("longctx.ring")
+    assert "longctx.parallel" in _imports("longctx")
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import longctx", {"numpy", "torch", "transformers", "datasets"}),
+        ("import longctx.packing, longctx.ring.plan", {"torch", "transformers", "datasets"}),
+        ("from longctx.data import load_records, tokenize_records", {"torch", "trl", "deepspeed"}),
+    ],
+)
+def test_light_modules_stay_light(statement, unwanted) -> None:
+    script = f"import sys; {statement}; print(*(sys.modules.keys() & {unwanted}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == []
