@@ -5,10 +5,12 @@ Nothing here starts a process, opens data or reads weights, so a bad combination
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -22,6 +24,7 @@ from longctx.launch.processes import device_count
 from longctx.launch.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
 from longctx.mesh import ParallelDims
 from longctx.model import load_config
+from longctx.supported import check_supported
 from longctx.tiny import TINY
 
 DEMO = {
@@ -55,44 +58,18 @@ MINIMUM_VERSIONS = {
 
 REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.14.0", "transformers": "5.17.0", "trl": "1.15.0"}
 
-NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
-    "activation_offloading": (False,),
-    "auto_find_batch_size": (False,),
-    "average_tokens_across_devices": (True,),
-    "dataset_streaming": (False,),
-    "do_eval": (False,),
-    "do_predict": (False,),
-    "eval_on_start": (False,),
-    "eval_packing": (None,),
-    "eval_strategy": ("no",),
-    "fp16": (False,),
-    "include_num_input_tokens_seen": ("no", False),
-    "label_smoothing_factor": (0.0,),
-    "load_best_model_at_end": (False,),
-    "load_in_4bit": (False,),
-    "load_in_8bit": (False,),
-    "loss_type": ("nll",),
-    "neftune_noise_alpha": (None,),
-    "packing_strategy": ("bfd", "bfd_split", "wrapped"),
-    "prepare_only": (False,),
-    "resume_from_checkpoint": (None,),
-    "ring_size": (None,),
-    "router_aux_loss_coef": (None,),
-    "torch_compile": (False,),
-    "train_sampling_strategy": ("random", "sequential"),
-    "truncation_mode": ("keep_start",),
-    "use_liger_kernel": (False,),
-    "use_peft": (False,),
-}
-"""Flags with the only values whose exact meaning is built; any other value is refused by name."""
+KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""Transformers' names, and hub kernels besides: all ask for attention that keeps packed documents apart, which the
+kernel that is chosen and printed does."""
 
-GIVEN_ELSEWHERE = {
-    "deepspeed": "choose the engine with --engine deepspeed or a DeepSpeed profile (--config_file configs/zero3.yaml)",
-    "fsdp": "choose the engine with --engine fsdp2 or an FSDP profile (--config_file configs/fsdp2.yaml)",
-    "fsdp_config": "set FSDP's options in an FSDP profile (--config_file configs/fsdp2.yaml)",
-    "parallelism_config": "set the degrees with --sp and --dp_replicate",
+_OWN_FLAGS = {
+    "attn_implementation": "attn_implementation",
+    "dtype": "dtype",
+    "revision": "model_revision",
+    "torch_dtype": "dtype",
+    "trust_remote_code": "trust_remote_code",
 }
-"""Flags of TRL's that would switch on stock sharding behind our back."""
+"""Keys of model_init_kwargs that are no part of the model's configuration, and the flags they have."""
 
 ONE_STARTED = (
     "accelerate starts one process on a machine without a GPU, whatever num_processes says: give --num_processes or "
@@ -157,8 +134,17 @@ class Run:
             f"padded to a multiple of {self.settings['pad_to_multiple_of']}",
         ]
         if self.changed:
-            lines.append("preset    " + " ".join(f"--{name} {value}" for name, value in sorted(self.changed.items())))
+            lines.append(f"{'preset   ' if self.is_demo else 'defaults '} {self._changes()}")
         return lines + [f"note      {note}" for note in self.notes]
+
+    def _changes(self) -> str:
+        """The values that nobody set; in a run of one's own, beside those of SFTConfig."""
+        if self.is_demo:
+            return " ".join(f"--{name} {value}" for name, value in sorted(self.changed.items()))
+        defaults = self.flags.values
+        return ", ".join(
+            f"--{name} {value} (SFTConfig: {defaults[name]})" for name, value in sorted(self.changed.items())
+        )
 
 
 def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run:
@@ -169,16 +155,11 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     """
     _check_versions(REQUIRED_VERSIONS, "longctx")
     _check_profile(profile)
-    settings, changed, is_demo = _defaults(flags)
-    _check_flags(settings)
+    settings, filled, is_demo = _defaults(flags)
     notes = [ONE_STARTED] if profile.only_one_started else []
-    model_config = load_config(
-        settings["model_name_or_path"],
-        revision=settings["model_revision"],
-        trust_remote_code=settings["trust_remote_code"],
-        **_config_overrides(settings),
-    )
-    check_model(model_config)
+    notes += check_supported(flags, settings)
+    _check_values(settings)
+    model_config = _model_config(settings)
     sp, wanted_backend = _degrees(flags, profile)
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
     backend, backend_reason = choose_backend(wanted_backend, sp, num_heads(model_config)[0])
@@ -194,12 +175,15 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     _check_fsdp1(engine, use_cpu)
     settings["bf16"] = _precision(flags, profile, use_cpu)
     _take_from_profile(flags, profile, settings, notes)
+    _checkpoint_once(flags, profile, settings, notes)
+    _check_counts(settings)
+    settings["max_grad_norm"] = _max_grad_norm(settings["max_grad_norm"], engine)
     settings["max_length"] = _max_length(settings, model_config, notes)
     settings["pad_to_multiple_of"] = _pad_multiple(flags, settings, dims)
     return Run(
         flags=flags,
         settings=settings,
-        changed=changed,
+        changed={name: settings[name] for name in filled if settings[name] != flags.values[name]},
         model_config=model_config,
         dims=dims,
         backend=backend,
@@ -214,8 +198,8 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     )
 
 
-def _defaults(flags: Flags) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """All values with the demo preset or our defaults filled in, those filled in, and whether it is the demo."""
+def _defaults(flags: Flags) -> tuple[dict[str, Any], frozenset[str], bool]:
+    """All values with the demo preset or our defaults filled in, which were, and whether it is the demo."""
     named = {name for name in ("model_name_or_path", "dataset_name") if flags.values[name] is not None}
     if len(named) == 1:
         missing, example = (
@@ -227,8 +211,7 @@ def _defaults(flags: Flags) -> tuple[dict[str, Any], dict[str, Any], bool]:
         )
     preset = DEFAULTS if named else DEMO
     filled = {name: value for name, value in preset.items() if name not in flags.explicit}
-    changed = {name: value for name, value in filled.items() if flags.values.get(name) != value}
-    return {**flags.values, **filled}, changed, not named
+    return {**flags.values, **filled}, frozenset(filled), not named
 
 
 def _check_versions(minimum: Mapping[str, str], user: str) -> None:
@@ -266,37 +249,51 @@ def _profile_name() -> str:
     return "accelerate's config"
 
 
-def _check_flags(settings: Mapping[str, Any]) -> None:
-    for name, remedy in GIVEN_ELSEWHERE.items():
-        if settings.get(name):
-            raise ValueError(f"--{name} {settings[name]} cannot be combined with sequence parallelism: {remedy}.")
-    for name, allowed in NOT_BUILT.items():
-        value = settings.get(name, allowed[0])
-        if getattr(value, "value", value) not in allowed:
-            choices = " or ".join(str(value) for value in allowed)
-            raise ValueError(
-                f"--{name} {value} is refused: its exact meaning under sequence parallelism is not built yet. "
-                f"Leave it at {choices}."
-            )
+def _check_values(settings: Mapping[str, Any]) -> None:
+    """Values that no other flag decides about."""
     if min(degree for degree in (settings["sp"], settings["cp"], 1) if degree is not None) < 1:
         raise ValueError(f"--sp {settings['sp']} / --cp {settings['cp']}: a degree is at least 1.")
     if settings["max_length"] is not None and settings["max_length"] < 2:
         raise ValueError(f"--max_length {settings['max_length']} is below 2: a token needs one to predict.")
     path = settings["chat_template_path"]
-    if path and not str(path).endswith((".jinja", ".j2")):
+    if path and not (str(path).endswith((".jinja", ".j2")) and Path(path).is_file()):
         raise ValueError(
-            f"--chat_template_path {path} would add the tokens of another tokenizer to the model, which is not built "
-            "yet. Give a .jinja file."
+            f"--chat_template_path {path} is no .jinja or .j2 file; taking over another tokenizer's template and "
+            "tokens is not built yet. Save the template as a .jinja file and name that."
         )
+    kernel = settings["attn_implementation"]
+    if kernel is not None and kernel not in KERNEL_NAMES and "/" not in kernel:
+        raise ValueError(f"--attn_implementation {kernel} is unknown. Use one of {', '.join(KERNEL_NAMES)}.")
 
 
-def _config_overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
-    overrides = settings["model_init_kwargs"] or {}
-    if isinstance(overrides, str):
-        import json
+def _model_config(settings: Mapping[str, Any]) -> PretrainedConfig:
+    """The model's configuration, if it is one of those known to be exact."""
+    config = load_config(
+        settings["model_name_or_path"],
+        revision=settings["model_revision"],
+        trust_remote_code=settings["trust_remote_code"],
+        **_model_init_kwargs(settings["model_init_kwargs"]),
+    )
+    check_model(config)
+    if settings["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
+        raise ValueError(
+            f"--dtype auto means {config.dtype} for {settings['model_name_or_path']}, whose gradients underflow "
+            "without a scaled loss, which is not built. Use --dtype float32 or bfloat16."
+        )
+    return config
 
-        overrides = json.loads(overrides)
-    return dict(overrides)
+
+def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """--model_init_kwargs as keys of the model's configuration."""
+    try:
+        kwargs = json.loads(given) if isinstance(given, str) else dict(given or {})
+    except ValueError as error:
+        raise ValueError(f"--model_init_kwargs {given} is no JSON object: {error}") from None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"--model_init_kwargs {given} is no JSON object. Example: '{{\"attention_dropout\": 0.0}}'.")
+    for name in kwargs.keys() & _OWN_FLAGS.keys():
+        raise ValueError(f"--model_init_kwargs sets {name} {kwargs[name]}. Give it as --{_OWN_FLAGS[name]}.")
+    return kwargs
 
 
 def _degrees(flags: Flags, profile: LaunchProfile) -> tuple[int, str]:
@@ -437,15 +434,34 @@ def _take_from_profile(flags: Flags, profile: LaunchProfile, settings: dict[str,
         if agreed is not None and agreed != settings[name]:
             notes.append(f"{name} {agreed} is the profile's {key}")
             settings[name] = agreed
-    if profile.activation_checkpointing:
-        if "gradient_checkpointing" in flags.explicit and flags.gradient_checkpointing:
+
+
+def _checkpoint_once(flags: Flags, profile: LaunchProfile, settings: dict[str, Any], notes: list[str]) -> None:
+    """FSDP's own activation checkpointing takes the place of the trainer's, which TRL switches on by default."""
+    if not profile.activation_checkpointing:
+        return
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if name in flags.explicit and settings[name]:
             raise ValueError(
-                "--gradient_checkpointing True and fsdp_activation_checkpointing: true would both checkpoint every "
-                "layer. Keep one: --gradient_checkpointing False, or fsdp_activation_checkpointing: false."
+                f"--{name} True and fsdp_activation_checkpointing: true would both checkpoint every layer. "
+                f"Keep one: --{name} False, or fsdp_activation_checkpointing: false."
             )
-        if settings["gradient_checkpointing"]:
-            notes.append("gradient_checkpointing is off: the profile's fsdp_activation_checkpointing does it")
-        settings["gradient_checkpointing"] = False
+    if settings["gradient_checkpointing"]:
+        notes.append("gradient_checkpointing is off: the profile's fsdp_activation_checkpointing does it")
+    settings["gradient_checkpointing"] = False
+
+
+def _check_counts(settings: Mapping[str, Any]) -> None:
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if settings[name] < 1:
+            raise ValueError(f"--{name} {settings[name]} is below 1.")
+
+
+def _max_grad_norm(value: float | None, engine: str) -> float:
+    """0 is no clipping. The Trainer then measures no norm either, except on DeepSpeed: an infinite bound does both."""
+    if value is not None and value < 0:
+        raise ValueError(f"--max_grad_norm {value} is below 0. Use 0 for no clipping.")
+    return value or (0.0 if engine == "deepspeed" else math.inf)
 
 
 def _max_length(settings: Mapping[str, Any], model_config: PretrainedConfig, notes: list[str]) -> int:
@@ -458,10 +474,13 @@ def _max_length(settings: Mapping[str, Any], model_config: PretrainedConfig, not
 
 
 def _pad_multiple(flags: Flags, settings: Mapping[str, Any], dims: ParallelDims) -> int:
-    wanted = settings["pad_to_multiple_of"] if "pad_to_multiple_of" in flags.explicit else None
-    if wanted in (None, "auto"):
+    given = settings["pad_to_multiple_of"] if "pad_to_multiple_of" in flags.explicit else "auto"
+    if str(given).lower() in ("none", "null", "auto"):
         return dims.multiple
-    wanted = int(wanted)
+    try:
+        wanted = int(str(given))
+    except ValueError:
+        raise ValueError(f"--pad_to_multiple_of {given} is neither a number nor auto.") from None
     if wanted < 1 or wanted % dims.multiple:
         raise ValueError(
             f"--pad_to_multiple_of {wanted} is no multiple of {dims.multiple}, which ring {dims.ring} × ulysses "

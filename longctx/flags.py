@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import yaml
+from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 OLDER_NAMES = {"max_seq_length": "max_length", "torch_dtype": "dtype"}
@@ -70,22 +74,51 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     """Read the command line and the YAML file it may name. No dataclass of TRL's is built: SFTConfig starts processes.
 
     Raises:
-        ValueError: for a --config file that cannot be read or sets an unknown flag.
-        SystemExit: for an unknown or malformed flag, as argparse does.
+        ValueError: for an unknown or malformed flag, and for a --config file that cannot be read.
+        SystemExit: after --help.
     """
-    renamed = [_today(argument) for argument in arguments]
-    config_path, rest = _take_config(renamed)
-    config = _read_config(config_path) if config_path else {}
-    parser = TrlParser([SequenceArguments, ScriptArguments, SFTConfig, ModelConfig], prog="longctx.train")
-    parser.allow_abbrev = False
-    unknown = parser.set_defaults_with_config(**config)
-    if unknown:
-        raise ValueError(
-            f"{config_path} sets {unknown[0].lstrip('-')}, which is no flag. See python -m longctx.train --help."
-        )
-    values = vars(parser.parse_args(rest))
-    explicit = frozenset(config) | _given(parser, rest)
-    return Flags(values=values, explicit=explicit, arguments=tuple(arguments))
+    parser = _Parser([SequenceArguments, ScriptArguments, SFTConfig, ModelConfig], prog="longctx.train")
+    parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
+    given = [_today(argument) for argument in arguments]
+    path = _only_config(given)
+    from_file = _read_config(path, parser) if path else {}
+    # Scalars are parsed as on the command line, so that their types and choices are checked; argparse has no
+    # notation for null, lists of one flag and mappings.
+    parser.set_defaults(**{name: value for name, value in from_file.items() if not _is_scalar(value)})
+    scalars = {name: value for name, value in from_file.items() if _is_scalar(value)}
+    given = [f"--{name}={_text(value, parser.action(name))}" for name, value in scalars.items()] + given
+    values = vars(parser.parse_args(given))
+    values.pop("config")
+    return Flags(values=values, explicit=frozenset(from_file) | parser.given(given), arguments=tuple(arguments))
+
+
+class _Parser(TrlParser):
+    """Raises one clear error instead of printing 200 flags and leaving."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: --?([\w-]+)", message)
+        raise ValueError(f"{message}.{self.suggestion(unknown[1]) if unknown else ''}")
+
+    def names(self) -> set[str]:
+        return {action.dest for action in self._actions}
+
+    def action(self, name: str) -> argparse.Action:
+        return next(action for action in self._actions if action.dest == name)
+
+    def suggestion(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.names(), n=1)
+        meant = f" Did you mean --{close[0]}?" if close else ""
+        return f"{meant} All flags: python -m longctx.train --help"
+
+    def given(self, arguments: list[str]) -> frozenset[str]:
+        """Which flags are set: parse again with all defaults left out. The parser is of no use afterwards."""
+        for action in self._actions:
+            action.default = argparse.SUPPRESS
+        self._defaults.clear()
+        return frozenset(vars(self.parse_args(arguments))) - {"config"}
 
 
 def _today(argument: str) -> str:
@@ -93,29 +126,50 @@ def _today(argument: str) -> str:
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument[2:].partition("=")
+    return f"--{_name(name)}{equals}{value}"
+
+
+def _name(name: str) -> str:
     name = name.replace("-", "_")
-    return f"--{OLDER_NAMES.get(name, name)}{equals}{value}"
+    return OLDER_NAMES.get(name, name)
 
 
-def _take_config(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+def _only_config(arguments: Sequence[str]) -> str | None:
+    parser = _Parser(add_help=False)
     parser.add_argument("--config")
-    known, rest = parser.parse_known_args(arguments)
-    return known.config, rest
+    return parser.parse_known_args(arguments)[0].config
 
 
-def _read_config(path: str) -> dict[str, Any]:
+def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
+    """{flag: value} of a YAML file; the variables of its `env:` block are set, as TRL does."""
     try:
-        config = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read as YAML: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"--config {path} holds a {type(config).__name__}, expected 'flag: value' lines.")
-    return {str(OLDER_NAMES.get(name, name)): value for name, value in config.items()}
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} holds a {type(content).__name__}, expected 'flag: value' lines.")
+    config = {_name(str(name)): value for name, value in content.items()}
+    env = config.pop("env", {})
+    if not isinstance(env, dict):
+        raise ValueError(f"--config {path}: env is {env!r}, expected a block of 'VARIABLE: value' lines.")
+    for name in config:
+        if name not in parser.names() - {"help", "config"}:
+            raise ValueError(f"--config {path} sets {name}, which is no flag.{parser.suggestion(name)}")
+    if "accelerate_config" in config:
+        raise ValueError(
+            f"--config {path} sets accelerate_config {config['accelerate_config']}, which decides how processes start. "
+            "Give it on the command line: --accelerate_config, or accelerate launch --config_file."
+        )
+    os.environ.update({str(name): str(value) for name, value in env.items()})
+    return config
 
 
-def _given(parser: argparse.ArgumentParser, arguments: list[str]) -> frozenset[str]:
-    """Which flags the command line sets: parse again with all defaults left out."""
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    return frozenset(vars(parser.parse_args(arguments)))
+def _is_scalar(value: Any) -> bool:
+    return value is not None and not isinstance(value, list | dict)
+
+
+def _text(value: Any, action: argparse.Action) -> str:
+    """A YAML scalar as on the command line. YAML reads an unquoted `no`, which some flags take, as false."""
+    if isinstance(value, bool) and action.type is not string_to_bool:
+        return "yes" if value else "no"
+    return str(value)

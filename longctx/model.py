@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -17,27 +20,65 @@ def load_config(
 ) -> PretrainedConfig:
     """The model's configuration; no weights are read.
 
+    Args:
+        overrides: keys of the configuration with other values.
+
     Raises:
-        ValueError: if there is no such model, with what was looked for.
+        ValueError: if there is no such model, with what was looked for, or no such key, or a model of its own code.
     """
     if name == TINY:
         config = tiny_config()
+        _check_keys(config, overrides)
         config.update(overrides)
         return config
     try:
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **overrides)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        _check_keys(config, overrides)
+        if overrides:  # from the start, so that the config's own checks see them
+            config = AutoConfig.from_pretrained(
+                name, revision=revision, trust_remote_code=trust_remote_code, **overrides
+            )
     except OSError as error:
         raise ValueError(
             f"--model_name_or_path {name} is neither a folder with a config.json, nor a hub model that can be reached, "
             f"nor the built-in {TINY!r}: {error}"
         ) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"--model_name_or_path {name}: its configuration contradicts itself: {error}") from error
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        raise ValueError(
+            f"--trust_remote_code True runs the code in {name}, which is not known to be exact. Leave the flag out if "
+            f"transformers has the model type {config.model_type!r}, or choose another model."
+        )
+    return config
+
+
+def _check_keys(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
+    for key in overrides:
+        if not hasattr(config, key):
+            close = difflib.get_close_matches(key, vars(config), n=3)
+            meant = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise ValueError(
+                f"--model_init_kwargs sets {key}, which a {config.model_type} configuration does not have.{meant} "
+                "Only keys of the model's config.json can be set."
+            )
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer that goes with the model, with a pad token (its own, else the end-of-text token)."""
+    """The tokenizer that goes with the model, with a pad token (its own, else the end-of-text token).
+
+    Raises:
+        ValueError: if the model has none.
+    """
     if name == TINY:
         return tiny_tokenizer()
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ValueError(
+            f"--model_name_or_path {name} has no tokenizer that can be loaded. Put the tokenizer's files "
+            f"(tokenizer.json, tokenizer_config.json) beside its config.json: {error}"
+        ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -1,0 +1,165 @@
+"""Every flag of TRL's by what it does here: an allow-list, so that none is accepted and then quietly ignored.
+
+A flag is in one table. What no table knows, such as a field of a newer TRL, is refused when somebody sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from longctx.flags import Flags, SequenceArguments
+
+_ACTING_GROUPS = {
+    "model and data": (
+        "model_name_or_path model_revision trust_remote_code model_init_kwargs attn_implementation dataset_name "
+        "dataset_config dataset_train_split dataset_text_field dataset_num_proc chat_template_path eos_token "
+        "pad_token max_length shuffle_dataset packing padding_free pad_to_multiple_of completion_only_loss "
+        "assistant_only_loss"
+    ),
+    "batches": (
+        "per_device_train_batch_size gradient_accumulation_steps dataloader_drop_last dataloader_num_workers "
+        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context seed data_seed"
+    ),
+    "optimization": (
+        "num_train_epochs max_steps learning_rate lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 "
+        "adam_beta2 adam_epsilon max_grad_norm full_determinism"
+    ),
+    "memory and precision": (
+        "bf16 tf32 use_cpu gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
+        "activation_checkpointing_kwargs torch_empty_cache_steps ddp_timeout"
+    ),
+    "logs and checkpoints": (
+        "output_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
+        "log_level log_level_replica disable_tqdm skip_memory_metrics report_to run_name project trackio_space_id "
+        "trackio_bucket_id trackio_static_space_id save_steps save_total_limit save_only_model save_on_each_node "
+        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
+    ),
+}
+ACTS = frozenset(name for names in _ACTING_GROUPS.values() for name in names.split())
+"""TRL's flags that mean the same here as on one device, whatever their value."""
+
+NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+    "accelerator_config": (None,),
+    "activation_offloading": (False,),
+    "auto_find_batch_size": (False,),
+    "average_tokens_across_devices": (True,),
+    "bf16_full_eval": (False,),
+    "dataloader_in_order": (True,),
+    "dataset_kwargs": (None,),
+    "dataset_streaming": (False,),
+    "ddp_backend": (None,),
+    "debug": (None, "", []),
+    "do_eval": (False,),
+    "do_predict": (False,),
+    "dtype": ("float32", "bfloat16", "auto"),
+    "enable_jit_checkpoint": (False,),
+    "eval_on_start": (False,),
+    "eval_packing": (None,),
+    "eval_strategy": ("no",),
+    "fp16": (False,),
+    "fp16_full_eval": (False,),
+    "ignore_bias_buffers": (False,),
+    "include_num_input_tokens_seen": ("no", False),
+    "label_names": (None,),
+    "label_smoothing_factor": (0.0,),
+    "liger_kernel_config": (None,),
+    "load_best_model_at_end": (False,),
+    "load_in_4bit": (False,),
+    "load_in_8bit": (False,),
+    "loss_type": ("nll", "chunked_nll"),
+    "lr_scheduler_type": (
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ),
+    "neftune_noise_alpha": (None,),
+    "optim": ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop"),
+    "optim_args": (None,),
+    "optim_target_modules": (None,),
+    "packing_strategy": ("bfd", "bfd_split", "wrapped"),
+    "prepare_only": (False,),
+    "resume_from_checkpoint": (None,),
+    "ring_size": (None,),
+    "router_aux_loss_coef": (None,),
+    "save_strategy": ("steps", "epoch", "no"),
+    "torch_compile": (False,),
+    "torch_compile_backend": (None,),
+    "torch_compile_mode": (None,),
+    "train_sampling_strategy": ("random", "sequential"),
+    "truncation_mode": ("keep_start",),
+    "use_cache": (False,),
+    "use_liger_kernel": (False,),
+    "use_peft": (False,),
+}
+"""Flags with the only values whose exact meaning is built; any other value is refused by name.
+
+Optimizers: those that treat every weight alone, since shards know nothing of the rest of a matrix. Schedules: those
+that need no evaluation. Precision: float16 weights need a scaled loss.
+"""
+
+GIVEN_ELSEWHERE = {
+    "deepspeed": "choose the engine with --engine deepspeed or a DeepSpeed profile (--config_file configs/zero3.yaml)",
+    "fsdp": "choose the engine with --engine fsdp2 or an FSDP profile (--config_file configs/fsdp2.yaml)",
+    "fsdp_config": "set FSDP's options in an FSDP profile (--config_file configs/fsdp2.yaml)",
+    "parallelism_config": "set the degrees with --sp and --dp_replicate",
+}
+"""Flags of TRL's that would switch on stock sharding behind our back."""
+
+_IDLE_GROUPS = {
+    "without evaluation (--eval_strategy)": (
+        "batch_eval_metrics dataset_test_split eval_accumulation_steps eval_delay eval_do_concat_batches eval_steps "
+        "eval_use_gather_object greater_is_better include_for_metrics metric_for_best_model "
+        "per_device_eval_batch_size prediction_loss_only"
+    ),
+    "without --use_peft": (
+        "lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters "
+        "lora_task_type use_dora use_rslora"
+    ),
+    "without --load_in_4bit": "bnb_4bit_quant_storage bnb_4bit_quant_type use_bnb_nested_quant",
+    "without --resume_from_checkpoint": "ignore_data_skip restore_callback_states_from_checkpoint",
+    "without --train_sampling_strategy group_by_length": "length_column_name",
+    "without DDP: FSDP2 or ZeRO average the gradients": (
+        "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph"
+    ),
+    "since batches are cut on the CPU and only a part of each goes to the device": "dataloader_pin_memory",
+    "since rows hold tokens and labels only": "remove_unused_columns",
+    "since this command trains": "do_train",
+    "since the launcher sets the rank": "local_rank",
+}
+IDLE = {name: why for why, names in _IDLE_GROUPS.items() for name in names.split()}
+"""Flags that change nothing, and why: most belong to a switch that is off, as in TRL. Setting one earns a note."""
+
+
+def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
+    """Refuse what has no exact meaning here; returns a note for every flag that was set and changes nothing.
+
+    Raises:
+        ValueError: with the flag, its value, and the values that are built.
+    """
+    for name, remedy in GIVEN_ELSEWHERE.items():
+        if settings.get(name):
+            raise ValueError(f"--{name} {settings[name]} would shard a second time: {remedy}.")
+    for name, allowed in NOT_BUILT.items():
+        value = settings.get(name, allowed[0])
+        if getattr(value, "value", value) not in allowed:
+            choices = " or ".join(str(choice) for choice in allowed if choice not in (None, "", []))
+            raise ValueError(
+                f"--{name} {value} is refused: its exact meaning under sequence parallelism is not built yet. "
+                f"{f'Use {choices}' if choices else 'Leave it out'}."
+            )
+    ours = {field.name for field in fields(SequenceArguments)}
+    for name in sorted(flags.explicit - ours - ACTS - {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE}):
+        raise ValueError(
+            f"--{name} {settings[name]} is refused: it is newer than the releases of TRL and transformers that longctx "
+            "was compared with. Leave it out."
+        )
+    return [f"--{name} has no effect {IDLE[name]}" for name in sorted(flags.explicit & IDLE.keys())]
