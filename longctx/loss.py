@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from longctx.data import IGNORE_INDEX
 
 
 def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from longctx.batch import BatchLayout
+from longctx.data import IGNORE_INDEX
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Dense bf16 peak of a device whose name holds the key (NVIDIA data sheets)."""
@@ -48,7 +49,7 @@ class StepMetrics:
             [
                 torch.tensor(num_tokens / self.sp, dtype=torch.float64, device=self.device),
                 torch.tensor(layout.num_tokens / self.sp, dtype=torch.float64, device=self.device),
-                (shift_labels != -100).sum().double(),
+                (shift_labels != IGNORE_INDEX).sum().double(),
                 correct.sum().double(),
                 entropy.detach().sum().double(),
                 torch.tensor(attention_work(layout, self.sp_rank), dtype=torch.float64, device=self.device),

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from longctx.batch import BatchLayout
+from longctx.data import IGNORE_INDEX
 from longctx.mesh import ParallelDims
 from longctx.ring.plan import plan_ring
-
-IGNORE_INDEX = -100
 
 
 def complete_position_ids(batch: Mapping[str, Tensor]) -> Tensor:

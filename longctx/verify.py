@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from longctx.data import IGNORE_INDEX
 from longctx.shard import complete_position_ids
 
 
@@ -25,13 +26,13 @@ def single_device_step(model: PreTrainedModel, batches: Sequence[Mapping[str, Te
     """
     model.train()
     documents = [document for batch in batches for document in _documents(batch)]
-    num_label_tokens = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
+    num_label_tokens = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in documents)
     total = 0.0
     for input_ids, labels in documents:
-        if not (labels[1:] != -100).any():
+        if not (labels[1:] != IGNORE_INDEX).any():
             continue
         logits = model(input_ids=input_ids[None], use_cache=False).logits[0, :-1].float()
-        loss = F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / num_label_tokens
+        loss = F.cross_entropy(logits, labels[1:], ignore_index=IGNORE_INDEX, reduction="sum") / num_label_tokens
         loss.backward()
         total += loss.item()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
