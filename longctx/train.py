@@ -29,15 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR
-    if run.must_spawn or (run.settings["dry_run"] and os.environ.get("RANK", "0") == "0"):
-        _announce(run)
     if run.settings["dry_run"]:
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
         return 0
     if run.must_spawn:
-        print(
-            f"longctx: no launcher started {run.dims.world_size} processes, so longctx.train does.",
-            flush=True,
-        )
+        print(f"longctx: no launcher started {run.dims.world_size} processes, so longctx.train does.", flush=True)
         return spawn(run.dims.world_size, arguments)
 
     from longctx.run import finish, fit, prepare
@@ -50,10 +47,6 @@ def main(arguments: list[str] | None = None) -> int:
     fit(prepared)
     finish()
     return 0
-
-
-def _announce(run) -> None:
-    print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
 
 
 if __name__ == "__main__":
