@@ -104,9 +104,7 @@ class SequenceCollator:
         widths = [len(row.input_ids) for row in rows]
         multiple = self.pad_to_multiple_of
         length = -(-max(*widths, least) // multiple) * multiple
-        input_ids, labels, position_ids = (
-            torch.empty(len(rows), length, dtype=torch.int64) for _ in range(3)
-        )
+        input_ids, labels, position_ids = (torch.empty(len(rows), length, dtype=torch.int64) for _ in range(3))
         ids_BS, labels_BS, positions_BS = input_ids.numpy(), labels.numpy(), position_ids.numpy()
         segments = []
         for b, (row, width) in enumerate(zip(rows, widths, strict=True)):
@@ -167,9 +165,7 @@ def _join_rows(rows: list[_Row]) -> _Row:
 def _read_row(example: Mapping[str, Any], number: int) -> _Row:
     """Check one example and find its labels and documents."""
     if "input_ids" not in example:
-        raise ValueError(
-            f"example {number} has no input_ids, only {', '.join(map(str, example)) or 'nothing'}"
-        )
+        raise ValueError(f"example {number} has no input_ids, only {', '.join(map(str, example)) or 'nothing'}")
     input_ids = _integers(example, "input_ids", number)
     if len(input_ids) == 0:
         raise ValueError(f"example {number} has no tokens; leave empty documents out")
@@ -243,7 +239,6 @@ def _integers(example: Mapping[str, Any], name: str, number: int) -> NDArray[np.
         values = values.astype(np.int64)
     if values.ndim != 1 or values.dtype.kind not in "iub":
         raise ValueError(
-            f"{name} of example {number} must be a flat list of integers, got shape {values.shape} of "
-            f"{values.dtype}"
+            f"{name} of example {number} must be a flat list of integers, got shape {values.shape} of {values.dtype}"
         )
     return values
