@@ -71,11 +71,6 @@ _OWN_FLAGS = {
 }
 """Keys of model_init_kwargs that are no part of the model's configuration, and the flags they have."""
 
-ONE_STARTED = (
-    "accelerate starts one process on a machine without a GPU, whatever num_processes says: give --num_processes or "
-    "--sp after -m longctx.train"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -156,7 +151,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     _check_versions(REQUIRED_VERSIONS, "longctx")
     _check_profile(profile)
     settings, filled, is_demo = _defaults(flags)
-    notes = [ONE_STARTED] if profile.only_one_started else []
+    notes: list[str] = []
     notes += check_supported(flags, settings)
     _check_values(settings)
     model_config = _model_config(settings)

@@ -93,10 +93,19 @@ def fit(prepared: PreparedRun) -> SequenceTrainer:
     )
     trainer.train()
     trainer.save_state()
-    trainer.save_model(args.output_dir)
+    _save_whole_model(trainer)
     if run.is_demo and sequence.rank == 0:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer
+
+
+def _save_whole_model(trainer: SequenceTrainer) -> None:
+    """A standard folder in output_dir. With FSDP's sharded checkpoints, the Trainer would leave the model out."""
+    if trainer.is_fsdp_enabled:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        plugin.state_dict_config = plugin.optim_state_dict_config = None
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(trainer.args.output_dir)
 
 
 def finish() -> None:

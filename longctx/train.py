@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     quieten()
     from longctx.config import resolve
     from longctx.flags import parse_flags
-    from longctx.launch.processes import relaunch, spawn
+    from longctx.launch.processes import relaunch, spawn, who_starts
     from longctx.launch.profile import read_profile
 
     try:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
         return 0
     if run.must_spawn:
-        print(f"longctx: no launcher started {run.dims.world_size} processes, so longctx.train does.", flush=True)
+        print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
         return spawn(run.dims.world_size, arguments)
 
     from longctx.run import finish, fit, prepare

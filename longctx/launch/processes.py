@@ -21,6 +21,16 @@ def device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def who_starts(profile: LaunchProfile, num_processes: int) -> str:
+    """Why this process starts the others."""
+    if profile.only_one_started:
+        return (
+            "accelerate starts one process on a machine without a GPU, whatever its num_processes says, so "
+            f"longctx.train starts {num_processes}; --num_processes after -m longctx.train asks for more."
+        )
+    return f"no launcher started {num_processes} processes, so longctx.train does."
+
+
 def spawn(num_processes: int, arguments: list[str]) -> int:
     """Run `python -m longctx.train` with these arguments in `num_processes` processes, under torch's elastic agent.
 
