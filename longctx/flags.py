@@ -100,7 +100,7 @@ class _Parser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: --?([\w-]+)", message)
-        raise ValueError(f"{message}.{self.suggestion(unknown[1]) if unknown else ''}")
+        raise ValueError(f"{message.rstrip('.')}.{self.suggestion(unknown[1]) if unknown else ''}")
 
     def names(self) -> set[str]:
         return {action.dest for action in self._actions}

@@ -15,8 +15,8 @@ _ACTING_GROUPS = {
     "model and data": (
         "model_name_or_path model_revision trust_remote_code model_init_kwargs attn_implementation dataset_name "
         "dataset_config dataset_train_split dataset_text_field dataset_num_proc chat_template_path eos_token "
-        "pad_token max_length shuffle_dataset packing padding_free pad_to_multiple_of completion_only_loss "
-        "assistant_only_loss"
+        "pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
+        "completion_only_loss assistant_only_loss"
     ),
     "batches": (
         "per_device_train_batch_size gradient_accumulation_steps dataloader_drop_last dataloader_num_workers "
@@ -85,7 +85,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "optim": ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop"),
     "optim_args": (None,),
     "optim_target_modules": (None,),
-    "packing_strategy": ("bfd", "bfd_split", "wrapped"),
     "prepare_only": (False,),
     "resume_from_checkpoint": (None,),
     "ring_size": (None,),

@@ -1,0 +1,265 @@
+"""Reading flags: the command line over a YAML file, older names, defaults, and what becomes of every flag of TRL's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+
+import pytest
+import yaml
+from trl import ModelConfig, ScriptArguments, SFTConfig
+
+from longctx.config import DEMO, resolve
+from longctx.flags import SequenceArguments, parse_flags
+from longctx.launch.profile import read_profile
+from longctx.supported import ACTS, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
+from longctx.train import main
+
+OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+
+
+def resolved(*arguments):
+    return resolve(parse_flags(arguments), read_profile({}), {})
+
+
+def write(folder, text):
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is given
+# ------------------------------------------------------------------------------------------------
+
+
+def test_command_line_wins_over_the_file_and_both_are_explicit(tmp_path):
+    path = write(tmp_path, "max_steps: 5\nlearning_rate: 2e-5\nsp: 2\npacking: false\n")
+    flags = parse_flags(["--config", path, "--max_steps", "7", "--sp_backend=ring"])
+    assert (flags.max_steps, flags.learning_rate, flags.sp, flags.packing) == (7, 2e-5, 2, False)
+    assert flags.explicit == {"max_steps", "learning_rate", "sp", "packing", "sp_backend"}
+    assert flags.arguments == ("--config", path, "--max_steps", "7", "--sp_backend=ring")
+
+
+def test_nothing_is_explicit_by_itself():
+    assert parse_flags([]).explicit == frozenset()
+
+
+def test_a_value_equal_to_the_default_is_explicit():
+    assert parse_flags(["--packing", "False"]).explicit == {"packing"}
+
+
+@pytest.mark.parametrize("name", ["max_seq_length", "max-seq-length", "max-length"])
+def test_older_and_dashed_names_of_max_length(name, tmp_path):
+    for flags in (
+        parse_flags([f"--{name}", "99"]),
+        parse_flags([f"--{name}=99"]),
+        parse_flags(["--config", write(tmp_path, f"{name}: 99\n")]),
+    ):
+        assert flags.max_length == 99
+        assert flags.explicit == {"max_length"}
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "torch-dtype", "dtype"])
+def test_older_and_dashed_names_of_dtype(name, tmp_path):
+    assert parse_flags([f"--{name}", "bfloat16"]).dtype == "bfloat16"
+    assert parse_flags(["--config", write(tmp_path, f"{name}: bfloat16\n")]).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [([], True), (["--no_gradient_checkpointing"], False), (["--no-gradient-checkpointing"], False)]
+    + [(["--gradient_checkpointing", word], word in ("True", "true", "1")) for word in ("True", "true", "False", "0")]
+    + [(["--gradient_checkpointing"], True)],
+)
+def test_booleans(arguments, value):
+    assert parse_flags(arguments).gradient_checkpointing is value
+
+
+def test_yaml_null_list_mapping_and_unquoted_no(tmp_path, monkeypatch):
+    monkeypatch.delenv("LONGCTX_TEST", raising=False)
+    text = "max_length: null\nreport_to: [tensorboard]\neval_strategy: no\nmodel_init_kwargs: {rms_norm_eps: 1.0e-5}\n"
+    flags = parse_flags(["--config", write(tmp_path, text + "env:\n  LONGCTX_TEST: 3\n")])
+    assert flags.max_length is None
+    assert flags.report_to == ["tensorboard"]
+    assert flags.eval_strategy == "no"
+    assert flags.model_init_kwargs == {"rms_norm_eps": 1e-5}
+    assert os.environ.pop("LONGCTX_TEST") == "3"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_step: 5\n", ("max_step", "Did you mean --max_steps?")),
+        ("sp: 2.5\n", ("--sp", "2.5")),
+        ("overlong: shorten\n", ("shorten", "'raise', 'truncate', 'drop', 'split'")),
+        ("engine: fsdp3\n", ("fsdp3", "'auto', 'deepspeed', 'fsdp2'")),
+        ("- 5\n", ("list", "'flag: value'")),
+        ("a: [\n", ("run.yaml", "YAML")),
+        ("env: 5\n", ("env", "VARIABLE: value")),
+        ("accelerate_config: fsdp2\n", ("accelerate_config fsdp2", "command line")),
+    ],
+)
+def test_wrong_files_are_refused(text, message, tmp_path, capsys):
+    assert main(["--config", write(tmp_path, text)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") <= 1 or "YAML" in error
+    for part in message:
+        assert part in error
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.yaml cannot be read"):
+        parse_flags(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_help_shows_our_flags(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for field in (*fields(SequenceArguments), *fields(ScriptArguments)):
+        assert f"--{field.name}" in shown
+    assert "--config" in shown
+
+
+# ------------------------------------------------------------------------------------------------
+# Defaults
+# ------------------------------------------------------------------------------------------------
+
+
+def test_without_model_and_data_the_demo_preset_applies_and_is_printed():
+    run = resolved()
+    assert run.is_demo
+    assert {name: run.settings[name] for name in DEMO} == DEMO
+    preset = next(line for line in run.describe() if line.startswith("preset"))
+    for name in ("model_name_or_path tiny", "dataset_name stdlib", "max_length 8192", "overlong split", "max_steps 20"):
+        assert f"--{name}" in preset
+
+
+def test_the_demo_preset_is_under_the_flags():
+    run = resolved("--max_steps", "3", "--max_length", "256")
+    assert (run.settings["max_steps"], run.settings["max_length"]) == (3, 256)
+    assert run.settings["overlong"] == "split"
+    assert not {"max_steps", "max_length"} & set(run.changed)
+
+
+def test_a_run_of_ones_own_packs_up_to_the_models_context_and_says_so():
+    run = resolved(*OWN)
+    assert not run.is_demo
+    assert run.settings["max_length"] == run.model_config.max_position_embeddings
+    assert run.settings["overlong"] == "raise"
+    assert run.changed == {"packing": True, "max_length": run.settings["max_length"]}
+    defaults = next(line for line in run.describe() if line.startswith("defaults"))
+    assert f"--max_length {run.settings['max_length']} (SFTConfig: 1024)" in defaults
+    assert "--packing True (SFTConfig: False)" in defaults
+
+
+def test_what_is_set_is_kept():
+    run = resolved(*OWN, "--packing", "False", "--max_length", "64")
+    assert (run.settings["packing"], run.settings["max_length"], run.changed) == (False, 64, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"), [("model_name_or_path", "dataset_name"), ("dataset_name", "model_name_or_path")]
+)
+def test_one_of_model_and_data_asks_for_the_other(given, missing):
+    with pytest.raises(ValueError, match=f"--{missing} is missing"):
+        resolved(f"--{given}", "tiny")
+
+
+def test_no_clipping_still_measures_the_norm():
+    assert resolved("--max_grad_norm", "0").settings["max_grad_norm"] == float("inf")
+
+
+# ------------------------------------------------------------------------------------------------
+# Every flag
+# ------------------------------------------------------------------------------------------------
+
+ALL_FIELDS = {f.name: f for arguments in (SFTConfig, ModelConfig, ScriptArguments) for f in fields(arguments) if f.init}
+TABLES = {"ACTS": ACTS, "NOT_BUILT": NOT_BUILT, "GIVEN_ELSEWHERE": GIVEN_ELSEWHERE, "IDLE": IDLE}
+
+
+@pytest.mark.parametrize("name", ALL_FIELDS)
+def test_every_flag_is_classified_once(name):
+    tables = [table for table, names in TABLES.items() if name in names]
+    assert len(tables) == 1, (
+        f"--{name} is in {tables or 'no table'} of longctx/supported.py. Find out whether it acts in SequenceTrainer "
+        "exactly as on one device, and enter it in one table."
+    )
+
+
+def test_no_table_names_a_flag_that_is_gone():
+    newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # since transformers 5.18
+    ours = {field.name for field in fields(SequenceArguments)}
+    for names in TABLES.values():
+        assert not set(names) - set(ALL_FIELDS) - ours - newer
+
+
+OTHER_VALUES = {
+    "accelerator_config": {"split_batches": True},
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "ddp_backend": "gloo",
+    "debug": "underflow_overflow",
+    "deepspeed": "zero3.json",
+    "dtype": "float16",
+    "eval_packing": True,
+    "eval_strategy": "epoch",
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2},
+    "include_num_input_tokens_seen": True,
+    "label_names": ["labels"],
+    "label_smoothing_factor": 0.5,
+    "liger_kernel_config": {"rope": True},
+    "loss_type": "dft",
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "neftune_noise_alpha": 0.5,
+    "optim": "adafactor",
+    "optim_args": "beta1=0.5",
+    "optim_target_modules": "all-linear",
+    "parallelism_config": {"cp_size": 2},
+    "resume_from_checkpoint": "checkpoint-5",
+    "ring_size": 2,
+    "router_aux_loss_coef": 0.5,
+    "save_strategy": "best",
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+    "train_sampling_strategy": "group_by_length",
+    "truncation_mode": "keep_end",
+}
+"""For each flag that is no switch a value that is not built."""
+
+
+@pytest.mark.parametrize("name", [*NOT_BUILT, *GIVEN_ELSEWHERE])
+def test_what_is_not_built_is_refused_by_name(name, capsys, tmp_path):
+    value = OTHER_VALUES[name] if name in OTHER_VALUES else not parse_flags([]).values[name]
+    assert main(["--config", write(tmp_path, yaml.safe_dump({name: value}))]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"longctx: error: --{name} ")
+    assert str(value) in error or name == "debug"  # TRL's parser shows its own enumeration
+    assert "Use " in error or "Leave it out" in error or GIVEN_ELSEWHERE.get(name, "?") in error
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_is_built_is_accepted(name):
+    for value in NOT_BUILT[name]:
+        if value not in (None, "", []):
+            assert name in resolved(f"--{name}", str(value)).flags.explicit
+
+
+@pytest.mark.parametrize("name", ["lora_r", "eval_steps", "per_device_eval_batch_size", "ddp_bucket_cap_mb"])
+def test_what_changes_nothing_earns_a_note(name):
+    assert [note for note in resolved(f"--{name}", "4").notes if f"--{name} has no effect" in note]
+    assert not resolved().notes
+
+
+def test_a_flag_of_a_newer_trl_is_refused():
+    flags = parse_flags(["--save_steps", "4"])
+    newer = type(flags)(flags.values | {"brand_new": 1}, flags.explicit | {"brand_new"}, flags.arguments)
+    with pytest.raises(ValueError, match="--brand_new 1 is refused: it is newer"):
+        resolve(newer, read_profile({}), {})
