@@ -225,7 +225,7 @@ def test_realistic_packs_are_balanced_and_frugal(world_size):
 
 
 def test_planning_is_fast():
-    """The best of some runs, within four times the published 5 ms and 50 ms: a busy machine passes too."""
+    """Least CPU time of some runs, within four times the 5 ms and 50 ms aimed at: a busy machine passes too."""
     pack = _histogram_packs(1, seed=1)[0]
     rng = np.random.default_rng(0)
     million = _fitted(rng.integers(1, 210, 10_000).tolist(), 128)
@@ -233,9 +233,9 @@ def test_planning_is_fast():
     def best_of(lengths, world_size):
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             _plan(lengths, world_size)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     assert best_of(pack, 8) <= 0.02
