@@ -108,6 +108,7 @@ class Run:
         """Keywords for SFTConfig."""
         chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
         chosen["use_cpu"] = self.use_cpu
+        chosen["pad_token"] = None  # the tokenizer has it already; TRL warns of the flag
         if self.use_cpu and self.dims.world_size > 1:  # the state that launch.engines.start_on_cpu made
             config = chosen.get("accelerator_config") or {}
             chosen["accelerator_config"] = {**config, "use_configured_state": True}

@@ -31,26 +31,28 @@ def load_config(
         _check_keys(config, overrides)
         config.update(overrides)
         return config
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-        _check_keys(config, overrides)
-        if overrides:  # from the start, so that the config's own checks see them
-            config = AutoConfig.from_pretrained(
-                name, revision=revision, trust_remote_code=trust_remote_code, **overrides
-            )
-    except OSError as error:
-        raise ValueError(
-            f"--model_name_or_path {name} is neither a folder with a config.json, nor a hub model that can be reached, "
-            f"nor the built-in {TINY!r}: {error}"
-        ) from error
-    except StrictDataclassError as error:
-        raise ValueError(f"--model_name_or_path {name}: its configuration contradicts itself: {error}") from error
+    config = _read_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    _check_keys(config, overrides)
+    if overrides:  # from the start, so that the config's own checks see them
+        config = _read_config(name, revision=revision, trust_remote_code=trust_remote_code, **overrides)
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         raise ValueError(
             f"--trust_remote_code True runs the code in {name}, which is not known to be exact. Leave the flag out if "
             f"transformers has the model type {config.model_type!r}, or choose another model."
         )
     return config
+
+
+def _read_config(name: str, **kwargs: Any) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--model_name_or_path {name} is neither a folder with the config.json of a model that this transformers "
+            f"knows, nor a hub model that can be reached, nor the built-in {TINY!r}: {error}"
+        ) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"--model_name_or_path {name}: its config.json contradicts itself: {error}") from error
 
 
 def _check_keys(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
@@ -74,7 +76,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         return tiny_tokenizer()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"--model_name_or_path {name} has no tokenizer that can be loaded. Put the tokenizer's files "
             f"(tokenizer.json, tokenizer_config.json) beside its config.json: {error}"

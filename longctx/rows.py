@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from datasets import Dataset
@@ -71,11 +71,39 @@ def _prepare(
     return TrainingRows(documents=documents, rows=PackedDataset(documents, packing), report=report)
 
 
-def _first_rank_first(work: Callable[[], Result]) -> Result:
-    if not dist.is_initialized() or dist.get_rank() == 0:
+class RefusedTogether(ValueError):
+    """What one rank's input was refused for, raised on every rank, so that none waits for another."""
+
+    def __init__(self, message: str, *, is_mine: bool):
+        super().__init__(message)
+        self.is_mine = is_mine
+        """Whether this rank is the one to say why."""
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Run `work` on all ranks; if it raises a ValueError on some, all of them raise the first of these.
+
+    Raises:
+        RefusedTogether: on every rank. A process alone raises the ValueError as it is.
+    """
+    if not dist.is_initialized():
+        return work()
+    result, message = None, None
+    try:
         result = work()
-        if dist.is_initialized():
-            dist.barrier()
-        return result
-    dist.barrier()
-    return work()
+    except ValueError as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    for rank, refusal in enumerate(messages):
+        if refusal is not None:
+            raise RefusedTogether(refusal, is_mine=rank == dist.get_rank())
+    return cast(Result, result)
+
+
+def _first_rank_first(work: Callable[[], Result]) -> Result:
+    if not dist.is_initialized():
+        return work()
+    is_first = dist.get_rank() == 0
+    result = together(lambda: work() if is_first else None)
+    return cast(Result, together(lambda: result if is_first else work()))

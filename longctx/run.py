@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from longctx.config import Run
 from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
 from longctx.model import load_model, load_tokenizer
 from longctx.parallel import parallelize
-from longctx.rows import TrainingRows, prepare_rows
+from longctx.rows import TrainingRows, prepare_rows, together
 from longctx.trainer import SequenceTrainer
 from longctx.verify import single_device_step
 
@@ -44,6 +46,12 @@ def prepare(run: Run) -> PreparedRun:
         if run.dims.world_size > 1:
             start_on_cpu(run.engine)
     args = SFTConfig(**run.training_arguments() | _replicas(run))
+    tokenizer = together(lambda: _tokenizer(settings))
+    data = prepare_rows(settings, tokenizer, run.model_config)
+    return PreparedRun(run=run, args=args, tokenizer=tokenizer, data=data)
+
+
+def _tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(
         settings["model_name_or_path"],
         revision=settings["model_revision"],
@@ -54,8 +62,7 @@ def prepare(run: Run) -> PreparedRun:
             if settings[kind] not in tokenizer.get_vocab():
                 raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Name one that is.")
             setattr(tokenizer, kind, settings[kind])
-    data = prepare_rows(settings, tokenizer, run.model_config)
-    return PreparedRun(run=run, args=args, tokenizer=tokenizer, data=data)
+    return tokenizer
 
 
 def fit(prepared: PreparedRun) -> SequenceTrainer:

@@ -37,10 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
         return spawn(run.dims.world_size, arguments)
 
+    from longctx.rows import RefusedTogether
     from longctx.run import finish, fit, prepare
 
     try:
         prepared = prepare(run)
+    except RefusedTogether as error:
+        if error.is_mine:
+            refuse(error)
+        finish()  # only now, since a launcher stops all processes once one has left
+        return USAGE_ERROR
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR

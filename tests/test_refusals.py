@@ -1,0 +1,411 @@
+"""Input that cannot be trained on exactly ends with exit code 2 and one error: the value, the limit, the remedy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from accelerate.state import AcceleratorState
+from transformers import CONFIG_MAPPING
+
+from longctx.tiny import tiny_config, tiny_tokenizer
+from longctx.train import main
+
+OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
+
+
+@pytest.fixture(autouse=True)
+def single_process(monkeypatch, tmp_path):
+    """No GPU and no launcher, nothing is spawned, no weights are read, no trace is left."""
+    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.launch.processes.spawn", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    yield
+    AcceleratorState._reset_state(True)
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run longctx.train, assert that it refuses with one error that holds every one of `parts`; returns the error."""
+
+    def run(*arguments: str, parts: tuple[str, ...]) -> str:
+        capsys.readouterr()
+        assert main(list(arguments)) == 2
+        error = capsys.readouterr().err
+        assert error.count("longctx: error: ") == 1
+        assert "Traceback" not in error
+        for part in parts:
+            assert part in error
+        return error
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def folder_without_weights(tmp_path_factory):
+    """A model's config and tokenizer, no weights: errors in the data come before they would be missed."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_config().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+# ------------------------------------------------------------------------------------------------
+# Flags, processes and devices: before anything is started
+# ------------------------------------------------------------------------------------------------
+
+
+def test_sp_does_not_divide_the_processes(refused, monkeypatch):
+    refused("--sp", "2", "--num_processes", "3", parts=("--sp 2", "3 processes", "Use --sp 1 | 3", "multiple of 2"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    refused("--sp", "4", parts=("--sp 4", "6 processes", "Use --sp 1 | 2 | 3 | 6"))
+
+
+def test_dp_replicate_does_not_divide(refused):
+    refused(
+        "--dp_replicate", "3", "--num_processes", "4", parts=("--dp_replicate 3", "4 data-parallel", "divisor of 4")
+    )
+
+
+def test_more_ranks_than_devices(refused, monkeypatch):
+    monkeypatch.setattr("longctx.config.device_count", lambda: 2)
+    refused("--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    refused("--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
+
+
+def test_launcher_and_num_processes_disagree(refused, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    refused("--num_processes", "2", parts=("--num_processes 2", "started 4"))
+
+
+def test_only_one_rank_of_a_machine_says_what_all_find(capsys, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--sp", "3"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("sp", ["0", "-2"])
+def test_degrees_below_one(sp, refused):
+    refused("--sp", sp, parts=(f"--sp {sp}", "at least 1"))
+
+
+def test_unknown_backend(refused):
+    refused("--sp", "2", "--sp_backend", "tree", parts=("tree", "'auto', 'ulysses', 'ring', 'gather', 'hybrid'"))
+
+
+@pytest.mark.parametrize("backend", ["gather", "hybrid"])
+def test_backends_that_are_not_built(backend, refused):
+    refused("--sp", "2", "--sp_backend", backend, parts=(f"--sp_backend {backend}", "not built", "ring, ulysses"))
+
+
+def test_ulysses_lists_the_legal_sizes_where_heads_do_not_fit(refused):
+    refused("--sp", "3", "--sp_backend", "ulysses", parts=("4 ", "--sp 1, 2, 4", "--sp_backend ring"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--cp", "2", "--sp", "4"], ("--cp 2", "--sp 4")),
+        (["--cp", "2", "--sp_backend", "ulysses"], ("--cp 2", "ulysses")),
+        (["--engine", "fsdp2"], ("fsdp2", "there is 1")),
+        (["--sp", "2", "--dp_replicate", "2", "--engine", "deepspeed"], ("--dp_replicate 2", "--engine fsdp2")),
+        (["--dp_replicate", "2"], ("--dp_replicate 2", "2 processes", "leave it out")),
+        (["--max_length", "1"], ("--max_length 1", "below 2")),
+        (["--sp", "2", "--pad_to_multiple_of", "6"], ("--pad_to_multiple_of 6", "multiple of 4", "use 12")),
+        (["--pad_to_multiple_of", "many"], ("--pad_to_multiple_of many", "auto")),
+        (["--per_device_train_batch_size", "0"], ("--per_device_train_batch_size 0", "below 1")),
+        (["--gradient_accumulation_steps", "0"], ("--gradient_accumulation_steps 0", "below 1")),
+        (["--max_grad_norm", "-1"], ("--max_grad_norm -1", "Use 0")),
+        (["--attn_implementation", "flash"], ("--attn_implementation flash", "flash_attention_2")),
+        (["--chat_template_path", "none.jinja"], ("--chat_template_path none.jinja", ".jinja")),
+        (["--accelerate_config", "fsdp9"], ("--accelerate_config fsdp9", "fsdp2")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_flags_that_contradict_each_other_or_their_limits(arguments, parts, refused):
+    if "--sp_backend" not in arguments and "--sp" in arguments and "--engine" not in arguments:
+        arguments = [*arguments, "--sp_backend", "ring"] if "--cp" not in arguments else arguments
+    refused(*arguments, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "parts"),
+    [
+        ('{"hidden": 5}', ("hidden", "qwen3", "hidden_size")),
+        ('{"dtype": "bfloat16"}', ("dtype bfloat16", "--dtype")),
+        ('{"a": ', ("no JSON object",)),
+        ('["a"]', ("no JSON object",)),
+    ],
+)
+def test_model_init_kwargs_that_would_not_act(kwargs, parts, refused):
+    refused("--model_init_kwargs", kwargs, parts=("--model_init_kwargs", *parts))
+
+
+# ------------------------------------------------------------------------------------------------
+# The launcher's profile and the installed packages
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched_by_accelerate(monkeypatch):
+    for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch.setenv
+
+
+def test_tensor_parallel_profile(refused, launched_by_accelerate):
+    launched_by_accelerate("PARALLELISM_CONFIG_TP_SIZE", "2")
+    refused(parts=("parallelism_config_tp_size 2", "Set it to 1", "torchtitan"))
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_twice(name, refused, launched_by_accelerate):
+    for variable in ("ACCELERATE_USE_FSDP", "FSDP_ACTIVATION_CHECKPOINTING"):
+        launched_by_accelerate(variable, "true")
+    launched_by_accelerate("FSDP_VERSION", "2")
+    refused(f"--{name}", "True", parts=(f"--{name} True", "fsdp_activation_checkpointing: true", f"--{name} False"))
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [
+        ("torch", []),
+        ("transformers", []),
+        ("trl", []),
+        ("accelerate", ["--sp", "2", "--sp_backend", "ring"]),
+        ("deepspeed", ["--sp", "2", "--sp_backend", "ulysses"]),
+    ],
+)
+def test_package_versions_below_the_minimum(package, arguments, refused, monkeypatch):
+    installed = importlib.metadata.version
+    monkeypatch.setattr("longctx.config.version", lambda name: "0.1.2" if name == package else installed(name))
+    refused(*arguments, parts=(f"{package} 0.1.2 is installed", " needs ", f"pip install -U '{package}>="))
+
+
+def test_a_backend_asks_only_for_what_it_needs(monkeypatch):
+    installed = importlib.metadata.version
+    monkeypatch.setattr("longctx.config.version", lambda name: "0.1.2" if name == "deepspeed" else installed(name))
+    assert main(["--sp", "2", "--sp_backend", "ring", "--dry_run"]) == 0
+
+
+# ------------------------------------------------------------------------------------------------
+# Models: from the config alone, in folders that hold nothing else
+# ------------------------------------------------------------------------------------------------
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+MODELS = {
+    "sliding window": ("mistral", {"sliding_window": 8}, ("sliding_window is 8", "v0.2")),
+    "some windowed layers": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        ("layer_types holds sliding_attention", "full_attention"),
+    ),
+    "soft-capping": ("gemma2", {}, ("attn_logit_softcapping is 50.0", "soft-capped", "llama")),
+    "mamba": ("mamba", {"state_size": 4}, ("'mamba'", "state_size is 4", "state-space", "llama")),
+    "mamba and attention": ("jamba", {}, ("'jamba'", "mamba_d_state", "num_experts")),
+    "linear attention": ("qwen3_next", {}, ("layer_types holds linear_attention",)),
+    "experts": ("mixtral", {"num_local_experts": 4}, ("num_local_experts is 4", "mixture-of-experts")),
+    "chunks": ("llama4_text", {"attention_chunk_size": 16}, ("attention_chunk_size is 16", "chunked_attention")),
+    "bidirectional": ("gemma", {"use_bidirectional_attention": True}, ("use_bidirectional_attention", "non-causal")),
+    "encoder": ("bert", {}, ("'bert'", "not known to be exact", "llama")),
+    "alibi": ("bloom", {}, ("'bloom'", "not known to be exact", "llama")),
+    "part of a larger model": ("llava", {}, ("'llama' is one part of it",)),
+    "attention dropout": ("llama", {"attention_dropout": 0.1}, ("attention_dropout is 0.1", "--model_init_kwargs")),
+    "other dropout": ("phi", {"resid_pdrop": 0.2}, ("resid_pdrop is 0.2", "--model_init_kwargs")),
+    "dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        ("rope_type is 'dynamic'", "default, linear, llama3, yarn"),
+    ),
+    "long rope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+            },
+            "original_max_position_embeddings": 64,
+        },
+        ("rope_type is 'longrope'", "default, linear, llama3, yarn"),
+    ),
+}
+
+
+def save_config(folder, model_type, **settings):
+    small = {} if model_type in ("llava", "bert", "bloom", "mamba") else SMALL
+    if model_type == "phi3":
+        small = small | {"pad_token_id": 0}
+    CONFIG_MAPPING[model_type](**small | settings).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
+    model_type, settings, parts = MODELS[case]
+    folder = save_config(tmp_path, model_type, **settings)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=("refused", *parts))
+
+
+def test_the_remedy_for_dropout_works(tmp_path):
+    folder = save_config(tmp_path, "llama", attention_dropout=0.1)
+    remedy = ["--model_init_kwargs", '{"attention_dropout": 0.0}']
+    assert main(["--model_name_or_path", folder, "--dataset_name", "stdlib", "--dry_run", *remedy]) == 0
+
+
+def test_code_of_the_models_own(tmp_path, refused):
+    folder = save_config(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "own.Model"}}))
+    given = ("--model_name_or_path", folder, "--dataset_name", "stdlib", "--trust_remote_code")
+    refused(*given, parts=("--trust_remote_code", "'llama'", "Leave the flag out"))
+
+
+def test_float16_weights(tmp_path, refused):
+    folder = save_config(tmp_path, "llama", dtype="float16")
+    given = ("--model_name_or_path", folder, "--dataset_name", "stdlib")
+    refused(*given, "--dtype", "auto", parts=("--dtype auto means torch.float16", "--dtype float32 or bfloat16"))
+    refused(*given, "--dtype", "float16", parts=("--dtype float16", "Use float32 or bfloat16 or auto"))
+
+
+def test_no_such_model(tmp_path, refused):
+    refused("--model_name_or_path", str(tmp_path), "--dataset_name", "stdlib", parts=(str(tmp_path), "'tiny'"))
+
+
+def test_no_tokenizer(tmp_path, refused):
+    folder = save_config(tmp_path, "llama")
+    refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=(folder, "tokenizer", "tokenizer.json"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Data: before weights, which the model's folder does not have
+# ------------------------------------------------------------------------------------------------
+
+TEXT = [{"text": "x" * length} for length in (10, 30, 50)]
+IDS = {"input_ids": [5, 6, 7, 8]}
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+DATA = {
+    "nothing": ("", [], ("data.jsonl", "empty, 0 records", "at least one")),
+    "too long": (
+        lines(*TEXT),
+        ["--max_length", "20"],
+        (
+            "2 of 3 documents are longer than max_length = 20",
+            "the longest is document 2 with 51",
+            "--overlong truncate  cuts 42 of the 93 tokens",
+            "--overlong drop      drops 2 documents with 82",
+            "--overlong split     makes 5 pieces of them, 0 tokens lost",
+        ),
+    ),
+    "too long, not packed": (lines(*TEXT), ["--max_length", "20", "--packing", "False"], ("2 of 3", "--overlong drop")),
+    "all labels masked": (lines(IDS | {"labels": [5, -100, -100, -100]}), [], ("every label is -100", "1 documents")),
+    "too few labels": (lines(IDS | {"labels": [5, 6]}), [], ("2 entries", "has 4", "per token")),
+    "malformed line": (
+        lines(*TEXT) + '{"text": \n',
+        [],
+        ("data.jsonl:4", "malformed JSON", "one JSON object per line"),
+    ),
+    "another kind of value": (lines(*TEXT, {"text": 5}), [], ("data.jsonl:4", "int", "string")),
+    "another column": (lines({"body": "x"}), [], ("data.jsonl:1", "body", "--dataset_text_field")),
+    "ids beyond the vocabulary": (lines({"input_ids": [5, 99999]}), [], ("99999", "0 to 271", "tokenizer")),
+    "no such split": (lines(*TEXT), ["--dataset_train_split", "dev"], ("dev", "train")),
+    "no such pad token": (lines(*TEXT), ["--pad_token", "<none>"], ("--pad_token '<none>'", "vocabulary")),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data_that_cannot_be_trained_on(case, tmp_path, folder_without_weights, refused):
+    content, arguments, parts = DATA[case]
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    given = ("--model_name_or_path", folder_without_weights, "--dataset_name", str(path), "--use_cpu")
+    refused(*given, *arguments, parts=parts)
+
+
+def test_data_that_cannot_be_read(tmp_path, folder_without_weights, refused):
+    (tmp_path / "data.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    given = ("--model_name_or_path", folder_without_weights, "--use_cpu", "--dataset_name")
+    refused(*given, str(tmp_path / "data.jsonl"), parts=("data.jsonl:1", "not UTF-8", "0xff"))
+    refused(*given, str(tmp_path / "none.jsonl"), parts=("none.jsonl", "no such file", "'stdlib'"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Real processes
+# ------------------------------------------------------------------------------------------------
+
+TIMED = """
+import runpy, sys, time
+import longctx.config, longctx.flags, longctx.run, longctx.launch.processes
+start = time.monotonic()
+try:
+    runpy.run_module("longctx.train", run_name="__main__")
+finally:
+    print(time.monotonic() - start)
+"""
+
+
+def environment():
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_a_wrong_flag_ends_at_once_with_one_line():
+    command = [sys.executable, "-c", TIMED, "--sp", "3", "--sp_backend", "ulysses"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(errors) == 1
+    assert errors[0].startswith("longctx: error: ")
+    assert float(done.stdout.split()[-1]) < 10  # seconds after imports
+
+
+def test_an_error_in_the_data_is_shown_once_and_ends_every_process(tmp_path, folder_without_weights):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(lines(*TEXT) + "{\n")
+    command = [sys.executable, "-m", "longctx.train", "--sp", "2", "--sp_backend", "ring", "--dataset_name", str(path)]
+    command += ["--model_name_or_path", folder_without_weights, "--output_dir", str(tmp_path / "out")]
+    start = time.monotonic()
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
+        assert process.wait(120) not in (0, None)
+    shown = (tmp_path / "log").read_text()
+    assert shown.count("longctx: error: ") == 1, shown
+    assert f"{path}:4: malformed JSON" in shown
+    assert "Traceback" not in shown, shown
+    assert not children_of(str(path)), f"processes are left after {time.monotonic() - start:.0f} s"
+
+
+def children_of(argument: str) -> list[str]:
+    """Command lines of running processes with this argument."""
+    found = []
+    for entry in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{entry}/cmdline") as file:
+                arguments = file.read().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if argument in arguments:
+            found.append(" ".join(arguments))
+    return found
