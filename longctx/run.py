@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,8 +45,10 @@ def prepare(run: Run) -> PreparedRun:
     if run.use_cpu:
         stay_on_cpu()
         if run.dims.world_size > 1:
-            start_on_cpu(run.engine)
+            start_on_cpu(run.engine, timedelta(seconds=settings["ddp_timeout"]))
     args = SFTConfig(**run.training_arguments() | _replicas(run))
+    if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
+        args._n_gpu = 1
     tokenizer = together(lambda: _tokenizer(settings))
     data = prepare_rows(settings, tokenizer, run.model_config)
     return PreparedRun(run=run, args=args, tokenizer=tokenizer, data=data)

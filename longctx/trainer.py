@@ -85,6 +85,7 @@ class SequenceTrainer(SFTTrainer):
             num_workers=args.dataloader_num_workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
         )
 
     def get_total_train_batch_size(self, args: SFTConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -33,17 +34,20 @@ def stay_on_cpu() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def start_on_cpu(engine: str) -> None:
+def start_on_cpu(engine: str, timeout: timedelta | None = None) -> None:
     """Start gloo and tell accelerate which engine runs on it; accelerate itself refuses both engines there.
 
     Called before TrainingArguments exist, which then take the state as it is.
+
+    Args:
+        timeout: how long ranks wait for each other; torch's default where None.
     """
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, accelerate leaves DeepSpeed out
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    PartialState(cpu=True, backend="gloo")
+    PartialState(cpu=True, backend="gloo", **({} if timeout is None else {"timeout": timeout}))
     if engine == "deepspeed":
         _start_deepspeed_on_gloo()
         PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
