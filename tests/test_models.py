@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
 from longctx import parallelize
@@ -149,3 +150,23 @@ def test_two_ranks_equal_stock_transformers():
         assert len(results) == 2 * len(FULL_CAUSAL_MODELS)
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
+@pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"use_reentrant": False}, {"selective": True}], ids=str)
+def test_gradient_checkpointing_changes_nothing(kwargs):
+    """What --gradient_checkpointing_kwargs can ask for; `selective` is TRL's."""
+    model, batch = make_model("llama"), make_batch()
+    _, expected_loss, expected_gradients = stock_step(model)
+    model, sequence = parallelize(model, 1)
+    if kwargs.pop("selective", False):
+        enable_selective_activation_checkpointing(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None)
+    model.enable_input_require_grads()
+    shard = sequence.shard(batch)
+    logits = model(**shard.inputs).logits
+    loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward()
+    assert shard.context.calls > model.config.num_hidden_layers  # attention ran again in the backward pass
+    assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
+    assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
