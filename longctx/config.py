@@ -311,7 +311,7 @@ def _degrees(flags: Flags, profile: LaunchProfile) -> tuple[int, str]:
     for size, key, its_backend in ((profile.cp, "cp_size", "ring"), (profile.sp, "sp_size", "ulysses")):
         if size is None:
             continue
-        if asked not in (None, size) or ("sp_backend" in flags.explicit and backend not in ("auto", its_backend)):
+        if asked not in (None, size) or backend not in ("auto", its_backend):
             raise ValueError(
                 f"--sp {asked} --sp_backend {backend} contradicts {_profile_name()}, which sets "
                 f"parallelism_config_{key} {size} ({its_backend}). Change one of them."
