@@ -106,3 +106,8 @@ def load_model(
         trust_remote_code=trust_remote_code,
         attn_implementation="sdpa",
     )
+
+
+def count_parameters(model: PreTrainedModel) -> int:
+    """Parameters of the whole model, each once; ZeRO-3 with zero3_init_flag leaves a rank with empty ones."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())

@@ -16,7 +16,7 @@ from longctx.attention.kernels import choose_kernel
 from longctx.collate import SequenceCollator
 from longctx.config import Run
 from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
-from longctx.model import load_model, load_tokenizer
+from longctx.model import count_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
 from longctx.rows import TrainingRows, prepare_rows, together
 from longctx.trainer import SequenceTrainer
@@ -100,6 +100,8 @@ def fit(prepared: PreparedRun) -> SequenceTrainer:
         collator=collator,
         documents=prepared.data.documents,
         processing_class=prepared.tokenizer,
+        costs=prepared.data.costs,
+        report=prepared.data.report,
     )
     trainer.train()
     trainer.save_state()
@@ -148,7 +150,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
         f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "
         f"sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
         f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",
-        f"model     {model.num_parameters():,} parameters, attention kernel {kernel.name} (packed-exact{asked})",
+        f"model     {count_parameters(model):,} parameters, attention kernel {kernel.name} (packed-exact{asked})",
     ]
 
 
@@ -163,7 +165,7 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     ]
     model = load_model(run.settings["model_name_or_path"], run.model_config)
     loss, grad_norm = single_device_step(model, batches)
-    logged = trainer.state.log_history[0]
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
     return (
         f"step 1 matched one device to {difference:.0e} "

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from typing import Any, cast
 
+import numpy as np
 import torch
 from datasets import Dataset
+from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 from longctx.collate import SequenceCollator
 from longctx.metrics import StepMetrics
-from longctx.packing import PackedDataset
+from longctx.packing import PackedDataset, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.steps import StepLoader, StepSampler
 
@@ -27,6 +29,8 @@ class SequenceTrainer(SFTTrainer):
         rows: packs or single documents, in data set order.
         collator: pads to a multiple of `sequence.dims.multiple`.
         documents: the tokenised documents that `rows` are cut from.
+        costs: modelled cost of each row, to balance data-parallel ranks by; None shuffles rows alone.
+        report: what became of every document and token, for the first entry of the log's history.
     """
 
     _name = "longctx"
@@ -42,14 +46,16 @@ class SequenceTrainer(SFTTrainer):
         collator: SequenceCollator,
         documents: Dataset,
         processing_class: PreTrainedTokenizerBase,
+        costs: NDArray[np.floating] | None = None,
+        report: PackingReport | None = None,
         **kwargs: Any,
     ):
-        self.sequence, self.rows = sequence, rows
+        self.sequence, self.rows, self.costs = sequence, rows, costs
         self.step_metrics = StepMetrics(
             sp=sequence.dims.sp,
             sp_rank=sequence.dims.sp_rank(sequence.rank),
             config=model.config,
-            num_parameters=model.num_parameters(),
+            num_parameters=count_parameters(model),
             device=sequence.device,
         )
         self._layers_checked = False
@@ -61,6 +67,8 @@ class SequenceTrainer(SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        if report is not None:
+            self.add_callback(_PackingEntry(report))
 
     def step_sampler(self, dp_rank: int) -> StepSampler:
         """The row numbers that data-parallel rank `dp_rank` reads."""
@@ -73,6 +81,7 @@ class SequenceTrainer(SFTTrainer):
             dp=self.sequence.dims.dp,
             dp_rank=dp_rank,
             seed=None if args.train_sampling_strategy == "sequential" else seed,
+            costs=self.costs,
             drop_last=args.dataloader_drop_last,
         )
 
@@ -134,6 +143,17 @@ class SequenceTrainer(SFTTrainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return super().floating_point_ops(inputs) / self.sequence.dims.sp
+
+
+class _PackingEntry(TrainerCallback):
+    """Puts the packing report into the log's history, and so into trainer_state.json, before the first step."""
+
+    def __init__(self, report: PackingReport):
+        self.report = report.to_dict()
+
+    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not any(entry.get("packing") == self.report for entry in state.log_history):  # a resumed run has it
+            state.log_history.append({"step": state.global_step, "packing": self.report})
 
 
 class _CountingCollator:
