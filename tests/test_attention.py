@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 from longctx.attention.kernels import CpuFlashKernel, DenseKernel, Entries
 from longctx.ring import plan_ring, ring_attention
-from longctx.ulysses import ulysses_attention
+from longctx.ulysses import exchange_attention, ulysses_attention
 from tests.workers import run_ranks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 2), "MQA": (4, 1)}
@@ -52,19 +54,34 @@ def relative_error(actual, expected):
     return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1.0))
 
 
-def sharded_case(backend, lengths, heads, dtype):
+def subgroups(ring, ulysses):
+    """(ring group, Ulysses group) of this rank; Ulysses ranks are neighbours."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    return mesh["ring"].get_group(), mesh["ulysses"].get_group()
+
+
+def attend(backend, groups, cu_seqlens):
+    """(order of the tokens over the ranks, attention function) of "p2p", "gather", "ulysses" or "hybrid"."""
+    ring_group, ulysses_group = groups
+    plan = plan_ring(cu_seqlens, dist.get_world_size(ring_group))
+    if backend == "ulysses":
+        return np.arange(cu_seqlens[-1]), lambda q, k, v: ulysses_attention(q, k, v, cu_seqlens, ulysses_group)
+    if backend == "hybrid":
+        ring = partial(ring_attention, plan=plan, group=ring_group)
+        return plan.permutation, lambda q, k, v: exchange_attention(q, k, v, ulysses_group, ring)
+    return plan.permutation, partial(ring_attention, plan=plan, group=ring_group, transport=backend)
+
+
+def sharded_case(backend, groups, lengths, heads, dtype):
     """Errors of out, dq, dk, dv on this rank, relative to the dense reference."""
-    group, rank, world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     *inputs, grad = make_inputs(lengths, heads, dtype)
-    cu_seqlens = np.cumsum([0, *lengths])
-    plan = plan_ring(cu_seqlens, world_size) if backend == "ring" else None
-    order = plan.permutation if plan is not None else np.arange(sum(lengths))
+    order, attention = attend(backend, groups, np.cumsum([0, *lengths]))
     mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
     local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
-    if backend == "ring":
-        out = ring_attention(*local, plan, group)
-    else:
-        out = ulysses_attention(*local, cu_seqlens, group)
+    out = attention(*local)
     out.backward(grad[:, mine][None])
     reference = [x.clone().requires_grad_() for x in inputs]
     expected = dense_attention(*reference, lengths)
@@ -77,15 +94,23 @@ def sharded_case(backend, lengths, heads, dtype):
 def all_cases():
     """Every backend × heads × pack × dtype on one process group; returns the worst error of each."""
     world_size, errors = dist.get_world_size(), {}
-    for backend in ("ring", "ulysses"):
+    for backend, (ring, ulysses) in factorisations(world_size):
+        groups = subgroups(ring, ulysses)
         for heads_name, heads in HEADS.items():
-            if backend == "ulysses" and heads[0] % world_size:
+            if heads[0] % ulysses:
                 continue
             for pack_name, lengths in PACKS.items():
                 for dtype in TOLERANCE:
-                    case = sharded_case(backend, padded(lengths, 2 * world_size), heads, dtype)
-                    errors[backend, heads_name, pack_name, dtype] = max(case)
+                    case = sharded_case(backend, groups, padded(lengths, 2 * world_size), heads, dtype)
+                    errors[f"{backend} {ring}×{ulysses}", heads_name, pack_name, dtype] = max(case)
     return errors
+
+
+def factorisations(world_size):
+    """Each backend with its (ring, Ulysses) degrees; hybrid with every real product."""
+    cases = [("p2p", (world_size, 1)), ("gather", (world_size, 1)), ("ulysses", (1, world_size))]
+    products = [(world_size // n, n) for n in range(2, world_size) if world_size % n == 0]
+    return cases + [("hybrid", product) for product in products]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -98,25 +123,20 @@ def test_sharded_attention_equals_dense(world_size):
 
 def rerun_and_leak():
     """Whether a rerun is bitwise the same, and which documents' outputs change with one key of one document."""
-    group, rank, world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     lengths = padded(PACKS["mixed"], 2 * world_size)
     cu_seqlens = np.cumsum([0, *lengths])
     *inputs, _ = make_inputs(lengths, (4, 4), torch.float32)
     changed = [x.clone() for x in inputs]
-    position = cu_seqlens[2] + 1  # in document 2
     for x in changed:
-        x[:, position] += 1.0
+        x[:, cu_seqlens[2] + 1] += 1.0  # in document 2
     results = {}
-    for backend in ("ring", "ulysses"):
-        plan = plan_ring(cu_seqlens, world_size) if backend == "ring" else None
-        order = plan.permutation if plan is not None else np.arange(sum(lengths))
+    for backend, degrees in factorisations(world_size):
+        order, attention = attend(backend, subgroups(*degrees), cu_seqlens)
         mine = order.reshape(world_size, -1)[rank].copy()
-
-        def attend(tensors, plan=plan, mine=mine):
-            local = [x[:, torch.from_numpy(mine)][None] for x in tensors]
-            return ring_attention(*local, plan, group) if plan else ulysses_attention(*local, cu_seqlens, group)
-
-        first, again, other = attend(inputs), attend(inputs), attend(changed)
+        first, again, other = (
+            attention(*(x[:, torch.from_numpy(mine)][None] for x in tensors)) for tensors in (inputs, inputs, changed)
+        )
         document = np.searchsorted(cu_seqlens, mine, side="right") - 1
         touched = (first != other).any(-1).any(1)[0].numpy()
         results[backend] = torch.equal(first, again), sorted(set(document[touched].tolist()))
@@ -125,7 +145,7 @@ def rerun_and_leak():
 
 def test_rerun_is_bitwise_equal_and_documents_do_not_leak():
     results = run_ranks(4, f"{__name__}:rerun_and_leak")
-    for backend in ("ring", "ulysses"):
+    for backend in ("p2p", "gather", "ulysses", "hybrid"):
         assert all(result[backend][0] for result in results)
         assert {doc for result in results for doc in result[backend][1]} == {2}
 

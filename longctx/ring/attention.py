@@ -9,7 +9,7 @@ Shape legend: P ranks, S tokens a rank, H query heads, K key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,11 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, put, take
-from longctx.ring.plan import RankShard, RingPlan
+from longctx.ring.plan import RingPlan
+from longctx.ring.transport import TRANSPORTS, Transport
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, group: dist.ProcessGroup, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: RingPlan,
+    group: dist.ProcessGroup,
+    scale: float | None = None,
+    *,
+    transport: str = "p2p",
 ) -> Tensor:
     """Causal attention within each document, over tokens cut as `plan` says.
 
@@ -31,130 +39,70 @@ def ring_attention(
         k, v: [1, K, T/P, D], H a multiple of K.
         plan: of the whole row of T tokens, the same on every rank of `group`.
         scale: of the scores before the softmax; 1/sqrt(D) where None.
+        transport: "p2p" passes keys and values on from rank to rank; "gather" collects all that travel at once,
+            which takes more memory and fewer messages.
 
     Returns:
         [1, H, T/P, D] of q's dtype. Sums over blocks are kept in fp32 or wider, forward and backward.
 
     Raises:
-        ValueError: if plan, tensors and group do not fit each other.
+        ValueError: if plan, tensors and group do not fit each other, or the transport is unknown.
     """
     _check(q, k, v, plan, group)
-    shard = plan.shard(dist.get_rank(group))
-    prefixes = np.append(plan.prefix_tokens, np.zeros((plan.world_size, 1), np.int64), axis=1)
-    return _RingAttention.apply(q, k, v, shard, prefixes, group, q.shape[-1] ** -0.5 if scale is None else scale)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport {transport!r} is unknown, use one of {', '.join(TRANSPORTS)}")
+    context = _Context(group, plan, TRANSPORTS[transport], q.shape[-1] ** -0.5 if scale is None else scale)
+    return _RingAttention.apply(q, k, v, context)
+
+
+class _Context:
+    """What forward and backward share besides tensors."""
+
+    def __init__(self, group: dist.ProcessGroup, plan: RingPlan, transport: type[Transport], scale: float):
+        self.shard = plan.shard(dist.get_rank(group))
+        self.causal = Entries.of_documents(self.shard.cu_seqlens)
+        self.scale = scale
+        prefixes = np.append(plan.prefix_tokens, np.zeros((plan.world_size, 1), np.int64), axis=1)
+        self.send = partial(transport, group, self.shard.rank, prefixes)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, shard: RankShard, prefixes: np.ndarray, group: dist.ProcessGroup, scale: float):
-        ring = _Ring(group, shard.rank, prefixes)
-        kv = _fuse(k, v)
-        pending = ring.pass_on(kv, hop=1)
-        out, lse = block_forward(q, k, v, Entries.of_documents(shard.cu_seqlens), scale)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, context: _Context) -> Tensor:
+        transport = context.send(_fuse(k, v))
+        out, lse = block_forward(q, k, v, context.causal, context.scale)
         out = out.to(lse.dtype)
-        for step in shard.steps:
-            received = pending.wait()
-            pending = ring.pass_on(received, hop=step.hop + 1)
+        for step in context.shard.steps:
+            received = transport.receive(step)
             if len(step.entries):
                 entries = _entries(step.entries)
-                block = block_forward(q, *_split(received), entries, scale)
+                block = block_forward(q, *_split(received), entries, context.scale)
                 _merge(out, lse, entries.q_rows, *block)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.shard, ctx.ring, ctx.scale = shard, ring, scale
+        ctx.context = context
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx, grad_out: Tensor):
         q, k, v, out, lse = ctx.saved_tensors
-        shard, ring, scale = ctx.shard, ctx.ring, ctx.scale
-        kv = _fuse(k, v)
-        pending = ring.pass_on(kv, hop=1)
-        causal = Entries.of_documents(shard.cu_seqlens)
-        dq, dk, dv = (grad.to(lse.dtype) for grad in block_backward(grad_out, q, k, v, out, lse, causal, scale))
-        own_grad = _fuse(dk, dv)
-        travelling = own_grad[:0]  # gradient of the K/V held at the hop before, on its way home
-        for step in shard.steps:
-            received = pending.wait()
-            pending = ring.pass_on(received, hop=step.hop + 1)
-            following = ring.send_home(travelling, hop=step.hop)
-            grad_kv = own_grad.new_zeros(received.shape)
+        context: _Context = ctx.context
+        transport = context.send(_fuse(k, v))
+        own = block_backward(grad_out, q, k, v, out, lse, context.causal, context.scale)
+        dq, dk, dv = (grad.to(lse.dtype) for grad in own)
+        transport.collect_gradients(_fuse(dk, dv))
+        for step in context.shard.steps:
+            received = transport.receive(step)
+            grad_kv = torch.zeros_like(received, dtype=lse.dtype)
             if len(step.entries):
                 entries = _entries(step.entries)
-                grads = block_backward(grad_out, q, *_split(received), out, lse, entries, scale)
+                grads = block_backward(grad_out, q, *_split(received), out, lse, entries, context.scale)
                 add(dq, entries.q_rows, grads[0])
                 for grad, part in zip(_split(grad_kv), grads[1:], strict=True):
                     add(grad, entries.kv_rows, part)
-            travelling = following.collect(grad_kv, own_grad)
-        ring.send_home(travelling, hop=ring.world_size).collect(own_grad[:0], own_grad)
-        dk, dv = _split(own_grad)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
-
-
-class _Ring:
-    """Who sends how much to whom. `prefixes` int64 [P, P + 1]: at [s, h], tokens of shard s that travel at hop h."""
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray):
-        self.group, self.rank, self.prefixes = group, rank, prefixes
-        self.world_size = len(prefixes)
-
-    def pass_on(self, held: Tensor, hop: int) -> _Transfer:
-        """Send the prefix of `held` that travels at `hop` to the next rank, and receive the previous rank's."""
-        received = held.new_empty(self._length(self.rank - hop, hop), *held.shape[1:])
-        sends = [(held[: self._length(self.rank - hop + 1, hop)], self.rank + 1)]
-        return _Transfer(self._exchange(sends, [(received, self.rank - 1)]), received)
-
-    def send_home(self, travelling: Tensor, hop: int) -> _GradTransfer:
-        """Move gradients of the K/V held at hop - 1: what travels on at `hop` to the next rank, the rest home."""
-        source, distance = self.rank - hop + 1, hop - 1
-        onward = self._length(source, hop) if distance else 0
-        head = travelling.new_empty(self._length(self.rank - hop, hop) if distance else 0, *travelling.shape[1:])
-        home = slice(self._length(self.rank, hop), self._length(self.rank, distance)) if distance else slice(0, 0)
-        tail = travelling.new_empty(home.stop - home.start, *travelling.shape[1:])
-        sends = [(travelling[:onward], self.rank + 1), (travelling[onward:], source)]
-        receives = [(head, self.rank - 1), (tail, self.rank + distance)]
-        return _GradTransfer(self._exchange(sends, receives), head, tail, home, travelling)
-
-    def _length(self, source: int, hop: int) -> int:
-        return int(self.prefixes[source % self.world_size, hop])
-
-    def _exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[dist.Work]:
-        """Post all non-empty messages at once; between two ranks they match in the order given."""
-        operations = [
-            dist.P2POp(op, tensor, dist.get_global_rank(self.group, peer % self.world_size), self.group)
-            for op, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for tensor, peer in messages
-            if len(tensor)
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
-
-
-class _Transfer:
-    """K/V on their way to this rank."""
-
-    def __init__(self, works: list[dist.Work], received: Tensor):
-        self._works, self._received = works, received
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        return self._received
-
-
-class _GradTransfer:
-    """Gradients on their way: a head that travels on with this rank's block, a tail that has come home."""
-
-    def __init__(self, works: list[dist.Work], head: Tensor, tail: Tensor, home: slice, sent: Tensor):
-        self._works, self._head, self._tail, self._home = works, head, tail, home
-        self._sent = sent  # kept until it has left
-
-    def collect(self, grad_kv: Tensor, own_grad: Tensor) -> Tensor:
-        """Add the head to `grad_kv`, which is returned, and the tail to `own_grad`."""
-        for work in self._works:
-            work.wait()
-        grad_kv[: len(self._head)] += self._head
-        own_grad[self._home] += self._tail
-        return grad_kv
+            transport.give(step, grad_kv)
+        dk, dv = _split(transport.gradients())
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def _fuse(k: Tensor, v: Tensor) -> Tensor:

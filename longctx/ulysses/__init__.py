@@ -1,5 +1,5 @@
 """Ulysses attention: exchange sequence shards for head shards."""
 
-from longctx.ulysses.exchange import heads_message, legal_sizes, ulysses_attention
+from longctx.ulysses.exchange import exchange_attention, heads_message, legal_sizes, ulysses_attention
 
-__all__ = ["heads_message", "legal_sizes", "ulysses_attention"]
+__all__ = ["exchange_attention", "heads_message", "legal_sizes", "ulysses_attention"]

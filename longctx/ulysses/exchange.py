@@ -5,6 +5,9 @@ Shape legend: P ranks, S tokens of the whole row, H query heads, K key/value hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -78,23 +81,39 @@ def ulysses_attention(
     Raises:
         ValueError: if H is no multiple of the group's size, or the tensors do not fit `cu_seqlens`.
     """
-    world_size = dist.get_world_size(group)
-    num_heads, num_key_value_heads = q.shape[1], k.shape[1]
-    if num_heads % world_size:
-        raise ValueError(heads_message(num_heads, world_size))
-    total = int(cu_seqlens[-1])
+    world_size, total = dist.get_world_size(group), int(cu_seqlens[-1])
     if q.shape[0] != 1 or q.shape[2] * world_size != total:
         raise ValueError(
             f"q has shape {tuple(q.shape)} on each of {world_size} ranks, but cu_seqlens ends at {total}: "
             f"expected [1, H, {total / world_size:g}, D]. Flatten several rows to one and pad the total."
         )
-    copies = key_value_copies(num_heads, num_key_value_heads, world_size)
+    return exchange_attention(q, k, v, group, partial(varlen_attention, cu_seqlens=cu_seqlens, scale=scale))
+
+
+def exchange_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Any attention over all tokens of `group`, each rank computing a part of the heads.
+
+    Args:
+        q, k, v: [1, H or K, S/P, D], this rank's tokens.
+        attend: (q [1, H/P, S, D], k, v [1, K', S, D]) -> [1, H/P, S, D].
+
+    Returns:
+        [1, H, S/P, D].
+
+    Raises:
+        ValueError: if H is no multiple of the group's size.
+    """
+    world_size = dist.get_world_size(group)
+    if q.shape[1] % world_size:
+        raise ValueError(heads_message(q.shape[1], world_size))
+    copies = key_value_copies(q.shape[1], k.shape[1], world_size)
     heads = [x.repeat_interleave(n, dim=1) if n > 1 else x for x, n in ((q, 1), (k, copies), (v, copies))]
     per_rank = [x.shape[1] // world_size for x in heads]
     # [1, n·P, S/P, D] three times -> one exchange of [1, S/P, P, q+k+v heads a rank, D]
     fused = torch.cat([x.transpose(1, 2).unflatten(2, (world_size, -1)) for x in heads], dim=3)
-    q, k, v = heads_to_ranks(fused, group).split(per_rank, dim=1)
-    return tokens_to_ranks(varlen_attention(q, k, v, cu_seqlens, scale), group)
+    return tokens_to_ranks(attend(*heads_to_ranks(fused, group).split(per_rank, dim=1)), group)
 
 
 def heads_message(num_heads: int, sp: int) -> str:
