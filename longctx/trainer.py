@@ -15,6 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 from longctx.collate import SequenceCollator
 from longctx.metrics import StepMetrics
+from longctx.model import count_parameters
 from longctx.packing import PackedDataset, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.steps import StepLoader, StepSampler
@@ -168,7 +169,7 @@ class _CountingCollator:
 
 
 def _without_data_preparation(args: SFTConfig) -> SFTConfig:
-    """TRL refuses packing with a collator of one's own, and prepares and truncates data by itself: our rows are ready."""
+    """Our rows are ready. TRL would refuse packing with a collator of one's own, and prepare and truncate by itself."""
     prepared = copy.copy(args)
     prepared.packing = prepared.padding_free = prepared.assistant_only_loss = False
     prepared.completion_only_loss = None
