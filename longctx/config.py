@@ -17,7 +17,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 from trl import SFTConfig
 
-from longctx.attention.backends import choose_backend
+from longctx.attention.backends import BackendChoice, choose_backend
 from longctx.attention.support import check_model, num_heads
 from longctx.flags import Flags
 from longctx.launch.processes import device_count
@@ -83,8 +83,7 @@ class Run:
     """Values that nobody set and that differ from SFTConfig's defaults."""
     model_config: PretrainedConfig
     dims: ParallelDims
-    backend: str
-    backend_reason: str
+    backend: BackendChoice
     engine: str
     """deepspeed, fsdp2, fsdp1 or none (one process)."""
     engine_reason: str
@@ -120,7 +119,7 @@ class Run:
         stage = f" ZeRO-{self.zero_stage}" if self.zero_stage is not None else ""
         lines = [
             f"mesh      {self.dims}",
-            f"backend   {self.backend} ({self.backend_reason})",
+            f"backend   {self.backend.name} ({self.backend.reason})",
             f"engine    {self.engine}{stage} ({self.engine_reason})",
             f"device    {'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}",
             f"model     {self.settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})",
@@ -158,11 +157,10 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     model_config = _model_config(settings)
     sp, wanted_backend = _degrees(flags, profile)
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
-    backend, backend_reason = choose_backend(wanted_backend, sp, num_heads(model_config)[0])
+    backend = choose_backend(wanted_backend, sp, num_heads(model_config)[0], flags.ring_size)
     use_cpu = bool(settings["use_cpu"]) or profile.use_cpu or device_count() == 0
     world_size = _world_size(flags, profile, env, sp=sp, dp_replicate=dp_replicate, use_cpu=use_cpu)
-    ring, ulysses = (1, sp) if backend == "ulysses" else (sp, 1)
-    dims = ParallelDims.arrange(world_size, ring=ring, ulysses=ulysses, dp_replicate=dp_replicate)
+    dims = ParallelDims.arrange(world_size, ring=backend.ring, ulysses=backend.ulysses, dp_replicate=dp_replicate)
     _check_dp_shard(profile, dims)
     engine, engine_reason = _engine(flags, profile, backend, dims)
     _check_versions(MINIMUM_VERSIONS[engine], f"the {engine} engine")
@@ -183,7 +181,6 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
         model_config=model_config,
         dims=dims,
         backend=backend,
-        backend_reason=backend_reason,
         engine=engine,
         engine_reason=engine_reason,
         zero_stage=zero_stage,
@@ -361,7 +358,7 @@ def _check_dp_shard(profile: LaunchProfile, dims: ParallelDims) -> None:
         )
 
 
-def _engine(flags: Flags, profile: LaunchProfile, backend: str, dims: ParallelDims) -> tuple[str, str]:
+def _engine(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: ParallelDims) -> tuple[str, str]:
     if profile.engine is not None:
         if flags.engine not in ("auto", profile.engine):
             raise ValueError(
@@ -373,9 +370,8 @@ def _engine(flags: Flags, profile: LaunchProfile, backend: str, dims: ParallelDi
         return flags.engine, "asked for"
     if dims.world_size == 1:
         return "none", "one process"
-    if backend == "ulysses":
-        return "deepspeed", "auto: Ulysses runs on DeepSpeed ZeRO-3"
-    return "fsdp2", f"auto: {'sp 1' if backend == 'local' else backend} runs on FSDP2"
+    runs_on = "DeepSpeed ZeRO-3" if backend.engine == "deepspeed" else "FSDP2"
+    return backend.engine, f"auto: {'sp 1' if backend.name == 'local' else backend.name} runs on {runs_on}"
 
 
 def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> None:

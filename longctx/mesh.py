@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,6 @@ class ParallelDims:
         """Which shard of its sequence global rank `rank` holds."""
         return rank % self.sp
 
-    def build_mesh(self, device_type: str) -> DeviceMesh:
-        """A device mesh with axes (dp, sp); the ranks of a sequence group are neighbours."""
-        return init_device_mesh(device_type, (self.dp, self.sp), mesh_dim_names=("dp", "sp"))
-
     def __str__(self) -> str:
         return (
             f"world {self.world_size} = dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} "
@@ -83,8 +79,26 @@ class ParallelDims:
         )
 
 
-def sequence_group(dims: ParallelDims, device_type: str) -> dist.ProcessGroup | None:
-    """The process group that shares this rank's sequences; None for sp 1. Called by all ranks together."""
+@dataclass(frozen=True)
+class SequenceGroups:
+    """The process groups this rank shares a sequence with; all three None for sp 1."""
+
+    sequence: dist.ProcessGroup | None
+    """All sp ranks."""
+    ring: dist.ProcessGroup | None
+    """Those with the same heads."""
+    ulysses: dist.ProcessGroup | None
+    """Those with neighbouring tokens; neighbours in rank."""
+
+
+def sequence_groups(dims: ParallelDims, device_type: str) -> SequenceGroups:
+    """Make the groups. Called by all ranks together."""
     if dims.sp == 1:
-        return None
-    return dims.build_mesh(device_type)["sp"].get_group()
+        return SequenceGroups(None, None, None)
+    whole = init_device_mesh(device_type, (dims.dp, dims.sp), mesh_dim_names=("dp", "sp"))
+    if 1 in (dims.ring, dims.ulysses):
+        group = whole["sp"].get_group()
+        return SequenceGroups(group, group, group)
+    axes = (dims.dp, dims.ring, dims.ulysses)
+    parts = init_device_mesh(device_type, axes, mesh_dim_names=("dp", "ring", "ulysses"))
+    return SequenceGroups(whole["sp"].get_group(), parts["ring"].get_group(), parts["ulysses"].get_group())

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longctx.attention.backends import BACKENDS, Backend, choose_backend
+from longctx.attention.backends import BACKENDS, Attend, choose_backend
 from longctx.attention.interface import install
 from longctx.attention.support import check_model, num_heads
 from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
 from longctx.loss import step_loss, token_losses
-from longctx.mesh import ParallelDims, sequence_group
+from longctx.mesh import ParallelDims, SequenceGroups, sequence_groups
 from longctx.shard import (
     complete_position_ids,
     count_label_tokens,
@@ -29,8 +29,9 @@ from longctx.shard import (
 class SequenceParallel:
     """Cuts batches over a sequence group and reduces the loss over everything. Made by `parallelize`."""
 
-    def __init__(self, dims: ParallelDims, backend: Backend, group: dist.ProcessGroup | None, device: torch.device):
-        self.dims, self.backend, self.group, self.device = dims, backend, group, device
+    def __init__(self, dims: ParallelDims, attend: Attend, groups: SequenceGroups, device: torch.device):
+        self.dims, self.groups, self.device = dims, groups, device
+        self._attend_with = attend
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def shard(self, batch: Mapping[str, Tensor]) -> ShardedBatch:
@@ -82,14 +83,14 @@ class SequenceParallel:
 
     def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
         """Per-token results [1, T/P, ...] of every rank in the batch's order: [B, S, ...], on every rank."""
-        if self.group is None:
+        if self.groups.sequence is None:
             return unshard_tokens(tokens, layout)
         shards = [torch.empty_like(tokens[0]) for _ in range(self.dims.sp)]
-        dist.all_gather(shards, tokens[0].contiguous(), group=self.group)
+        dist.all_gather(shards, tokens[0].contiguous(), group=self.groups.sequence)
         return unshard_tokens(torch.stack(shards), layout)
 
     def _attend(self, layout: BatchLayout, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        return self.backend.attend(q, k, v, layout, self.group, scale)
+        return self._attend_with(q, k, v, layout, self.groups, scale)
 
 
 def parallelize(
@@ -97,6 +98,7 @@ def parallelize(
     sp: int,
     *,
     sp_backend: str = "auto",
+    ring_size: int | None = None,
     dp_replicate: int = 1,
     device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, SequenceParallel]:
@@ -105,7 +107,8 @@ def parallelize(
     Args:
         model: a causal language model of an allowed type; wrap it (FSDP2, DeepSpeed, DDP) afterwards.
         sp: devices that share one sequence; neighbours in rank. Needs an initialised process group if above 1.
-        sp_backend: auto, ulysses or ring.
+        sp_backend: auto, ulysses, ring, gather or hybrid.
+        ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
         dp_replicate: copies of the sharded model.
         device: where batches go; the model's where None.
 
@@ -117,11 +120,9 @@ def parallelize(
             heads do not fit the backend.
     """
     check_model(model.config)
-    name, _ = choose_backend(sp_backend, sp, num_heads(model.config)[0])
-    backend = BACKENDS[name]
+    choice = choose_backend(sp_backend, sp, num_heads(model.config)[0], ring_size)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    ring, ulysses = (1, sp) if backend.splits_heads else (sp, 1)
-    dims = ParallelDims.arrange(world_size, ring=ring, ulysses=ulysses, dp_replicate=dp_replicate)
+    dims = ParallelDims.arrange(world_size, ring=choice.ring, ulysses=choice.ulysses, dp_replicate=dp_replicate)
     device = device or next(model.parameters()).device
     install(model)
-    return model, SequenceParallel(dims, backend, sequence_group(dims, device.type), device)
+    return model, SequenceParallel(dims, BACKENDS[choice.name], sequence_groups(dims, device.type), device)

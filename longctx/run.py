@@ -81,7 +81,8 @@ def fit(prepared: PreparedRun) -> SequenceTrainer:
     model, sequence = parallelize(
         model,
         run.dims.sp,
-        sp_backend=run.backend if run.dims.sp > 1 else "auto",
+        sp_backend=run.backend.name if run.dims.sp > 1 else "auto",
+        ring_size=run.dims.ring if run.backend.name == "hybrid" else None,
         dp_replicate=run.dims.dp_replicate,
         device=args.device,
     )

@@ -87,7 +87,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "optim_target_modules": (None,),
     "prepare_only": (False,),
     "resume_from_checkpoint": (None,),
-    "ring_size": (None,),
     "router_aux_loss_coef": (None,),
     "save_strategy": ("steps", "epoch", "no"),
     "torch_compile": (False,),

@@ -108,9 +108,11 @@ def test_unknown_backend(refused):
     refused("--sp", "2", "--sp_backend", "tree", parts=("tree", "'auto', 'ulysses', 'ring', 'gather', 'hybrid'"))
 
 
-@pytest.mark.parametrize("backend", ["gather", "hybrid"])
-def test_backends_that_are_not_built(backend, refused):
-    refused("--sp", "2", "--sp_backend", backend, parts=(f"--sp_backend {backend}", "not built", "ring, ulysses"))
+def test_ring_sizes_that_do_not_fit(refused):
+    refused("--sp", "4", "--ring_size", "2", parts=("--ring_size 2", "--sp_backend hybrid"))
+    hybrid = ["--sp", "6", "--sp_backend", "hybrid", "--ring_size"]
+    refused(*hybrid, "4", parts=("--ring_size 4", "divisor of 6"))
+    refused(*hybrid, "2", parts=("leaves 3 Ulysses ranks", "4 heads"))
 
 
 def test_ulysses_lists_the_legal_sizes_where_heads_do_not_fit(refused):

@@ -104,11 +104,12 @@ def check(results, reference, case, start, parity_table):
     assert run <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("backend", "sp"), [("ring", 1), ("ulysses", 2), ("ring", 2), ("ulysses", 4), ("ring", 4)], ids=str
-)
+DEGREES = [("ring", 1), ("ulysses", 2), ("ring", 2), ("ulysses", 4), ("ring", 4), ("gather", 4), ("hybrid", 4)]
+
+
+@pytest.mark.parametrize(("backend", "sp"), DEGREES, ids=str)
 def test_training_equals_one_process(backend, sp, models, tmp_path, parity_table):
-    """{ring, ulysses} × sp × {packed, padded, one long document} × heads; at sp 1 both are the local kernel."""
+    """Backend × sp × {packed, padded, one long document} × heads; at sp 1 all are the local kernel."""
     cases, references = {}, {}
     for heads_name, heads in HEADS.items():
         for shape, (lengths, flags) in SHAPES.items():
@@ -202,7 +203,10 @@ def test_accelerate_launch_equals_one_process(backend, sp, shape, models, tmp_pa
     reference = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
     check(results, reference, f"{backend} sp {sp}, {shape}, GQA 4:2", "accelerate launch", parity_table)
     assert f"world {sp} = dp_replicate 1 × dp_shard 1 × sp {sp}" in output
-    check_log(state["log_history"][0], documents, sp)
+    packing = state["log_history"][0]["packing"]
+    assert (packing["documents"], packing["tokens"]) == (len(lengths), sum(lengths))
+    assert packing["tokens_kept"] == sum(lengths)
+    check_log(next(entry for entry in state["log_history"] if "loss" in entry), documents, sp)
 
 
 def check_log(entry, documents, sp):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
