@@ -45,6 +45,10 @@ class SequenceArguments:
         default="raise",
         metadata={"help": "What to do with documents longer than max_length; every token is counted."},
     )
+    balance_packs: bool = field(
+        default=True,
+        metadata={"help": "Give data-parallel ranks packs of similar attention cost at a time."},
+    )
     prepare_only: bool = field(default=False, metadata={"help": "Tokenise and plan the packs, then stop."})
     dry_run: bool = field(default=False, metadata={"help": "Print the resolved run and stop."})
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
+import numpy as np
+import torch.distributed.distributed as dist
 from datasets import Dataset
+from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.data import document_lengths, load_records, tokenize_records
-from longctx.packing import PackedDataset, PackingReport, plan_packing
+from longctx.packing import PackedDataset, PackingReport, pack_costs, plan_packing
 
 Result = TypeVar("Result")
 
@@ -27,6 +29,8 @@ class TrainingRows:
     """Packs, or single documents without packing."""
     report: PackingReport
     """What became of every document and token."""
+    costs: NDArray[np.floating] | None
+    """Modelled cost of each pack, to balance ranks by; None without packing or --balance_packs."""
 
 
 def prepare_rows(
@@ -62,13 +66,20 @@ def _prepare(
     )
     if settings["shuffle_dataset"]:
         documents = documents.shuffle(seed=settings["seed"])
+    lengths = document_lengths(documents)
     packing, report = plan_packing(
-        document_lengths(documents),
+        lengths,
         settings["max_length"],
         strategy=settings["packing_strategy"] if settings["packing"] else "none",
         overlong=settings["overlong"],
     )
-    return TrainingRows(documents=documents, rows=PackedDataset(documents, packing), report=report)
+    balances = settings["packing"] and settings["balance_packs"]
+    return TrainingRows(
+        documents=documents,
+        rows=PackedDataset(documents, packing),
+        report=report,
+        costs=pack_costs(packing, lengths) if balances else None,
+    )
 
 
 class RefusedTogether(ValueError):

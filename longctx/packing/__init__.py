@@ -2,6 +2,7 @@
 
 from longctx.data import document_lengths as read_lengths
 
+from .balance import balanced_order, pack_costs, shuffled_order, spread_step
 from .bfd import lower_bound
 from .dataset import PackedDataset, pack_dataset
 from .overlong import OVERLONG, PackingReport, plan_packing
@@ -14,10 +15,14 @@ __all__ = [
     "Packing",
     "PackingReport",
     "Piece",
+    "balanced_order",
     "lower_bound",
     "one_per_bin",
     "pack",
+    "pack_costs",
     "pack_dataset",
     "plan_packing",
     "read_lengths",
+    "shuffled_order",
+    "spread_step",
 ]
