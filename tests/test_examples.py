@@ -1,0 +1,80 @@
+"""Every script of examples/ run as its first lines say, against the same steps on one process without longctx."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longctx.tiny import tiny_model, tiny_tokenizer
+from tests.reference import dense_loss
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+DOCUMENTS_A_STEP, STEPS = 4, 4
+
+
+def load_documents(script: Path) -> list[list[int]]:
+    """The documents a script trains on, from its own function."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.load_documents(tiny_tokenizer())["input_ids"]
+
+
+@functools.cache
+def losses_of_one_process() -> list[float]:
+    """AdamW on the documents in order, dense attention, the gradient's norm clipped at 1."""
+    documents = load_documents(SCRIPTS[0])
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        ids = documents[step * DOCUMENTS_A_STEP : (step + 1) * DOCUMENTS_A_STEP]
+        loss = dense_loss(model, [(tokens, tokens) for tokens in ids])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_an_example_at_sp_2_has_the_losses_of_one_process(script, tmp_path):
+    [command] = re.findall(r"^torchrun (.*)$", script.read_text(), re.MULTILINE)
+    arguments = command.replace("examples/", f"{EXAMPLES}/").split()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    # fp32 sums over other tokens first; four AdamW steps amplify their rounding.
+    assert losses == pytest.approx(losses_of_one_process(), rel=1e-5)
+
+
+def test_the_examples_train_on_the_same_documents():
+    sources = {re.search(r"def load_documents.*?\n\n\n", script.read_text(), re.DOTALL).group() for script in SCRIPTS}
+    assert len(sources) == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_an_example_is_short_and_needs_the_public_interface_only(script):
+    text = script.read_text()
+    assert len(text.splitlines()) < 80
+    modules = set(re.findall(r"^(?:from|import) (longctx[\w.]*)", text, re.MULTILINE))
+    assert modules == {"longctx", "longctx.collate", "longctx.data", "longctx.tiny"}
+    assert set(re.findall(r"longctx\.(\w+)\(", text)) == {"parallelize"}
