@@ -40,7 +40,7 @@ TRAIN = ["-m", "longctx.train"]
 
 
 @pytest.fixture
-def launch(monkeypatch):
+def launch(monkeypatch, tmp_path):
     """`launch(config file or None, *launcher flags)` -> what `accelerate launch` would start, its environment added."""
     import torch.distributed.run as torchrun
     from accelerate.commands import launch as command
@@ -56,7 +56,7 @@ def launch(monkeypatch):
 
     monkeypatch.setattr(torchrun, "run", lambda args: record(os.environ, **_where(args)))
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=lambda cmd, env: record(env, command=cmd)))
-    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.chdir(tmp_path)  # accelerate leaves a .deepspeed_env file where it is called
 
     def run(config_file, *flags):
         started.clear()
@@ -172,12 +172,12 @@ DEGREES = {
 @pytest.mark.parametrize("name", DEGREES)
 def test_profile_decides_engine_and_degrees(name, launch):
     run = resolve_launched(launch(CONFIGS / f"{name}.yaml"), TINY)
-    assert (run.engine, run.backend, run.dims.sp, run.dims.dp) == DEGREES[name]
+    assert (run.engine, run.backend.name, run.dims.sp, run.dims.dp) == DEGREES[name]
     if name.startswith("zero"):
         assert run.zero_stage == int(name[-1])
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "hybrid_8gpu"])
+@pytest.mark.parametrize("name", RUNS)
 def test_run_yaml_resolves_with_its_profile(name, launch):
     profile = name if name in PROFILES else "zero3"
     arguments = ["--config", str(CONFIGS / "run" / f"{name}.yaml"), "--model_name_or_path", "tiny"]
@@ -191,9 +191,9 @@ def test_hybrid_profile_carries_fsdp2_and_its_run_yaml_the_degrees(launch):
     started = launch(CONFIGS / "hybrid_8gpu.yaml")
     profile = read_profile(dict(started["env"]))
     assert (profile.engine, profile.cp, profile.sp) == ("fsdp2", None, None)
-    flags = parse_flags(["--config", str(CONFIGS / "run/hybrid_8gpu.yaml")])
-    assert (flags.sp, flags.sp_backend) == (8, "hybrid")
-    assert {"sp", "sp_backend"} <= flags.explicit
+    arguments = ["--config", str(CONFIGS / "run/hybrid_8gpu.yaml"), "--model_name_or_path", "tiny"]
+    run = resolve_launched(started, arguments)
+    assert (run.engine, run.backend.name, run.dims.ring, run.dims.ulysses) == ("fsdp2", "hybrid", 2, 4)
 
 
 def test_demo_yaml_is_the_demo_preset():
@@ -335,7 +335,7 @@ def test_the_file_alone_is_no_contradiction(case):
     }
     name, value = wanted.get(case, ("use_cpu", True))
     assert run.settings[name] == value
-    assert case != "sp" or (run.dims.sp, run.backend) == (2, "ring")
+    assert case != "sp" or (run.dims.sp, run.backend.name) == (2, "ring")
 
 
 def test_deepspeed_config_file_is_read(launch, tmp_path):
@@ -410,6 +410,19 @@ def test_use_cpu_of_a_default_config_is_ours(default_config, monkeypatch):
 def test_default_config_of_another_engine_is_refused_with_its_path(default_config, tmp_path):
     with pytest.raises(ValueError, match=rf"MEGATRON_LM .*{tmp_path}/accelerate/default_config.yaml"):
         resolve_launched(default_config("MEGATRON_LM"), TINY)
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [({"MASTER_ADDR": "10.0.0.1"}, "main_process_ip is 10.0.0.1"), ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun started 4")],
+)
+def test_processes_that_nobody_connects_are_refused(env, named):
+    """Several machines without GPUs, or mpirun: accelerate starts processes there and tells them nothing."""
+    env = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"} | env
+    with pytest.raises(ValueError, match=rf"{named}.*torchrun"):
+        read_profile(dict(env))
+    assert read_profile(env | {"RANK": "0", "WORLD_SIZE": "4"}).launched
+    assert not read_profile(env | {"ACCELERATE_USE_CPU": "False"}).use_cpu
 
 
 # Real runs
@@ -532,6 +545,15 @@ def test_profile_equals_one_device(name, sp, one_device, data, tmp_path):
     arguments = ["--sp", sp, "--per_device_train_batch_size", sp]
     check_first_step(start(profile_command(name, "--num_processes", "2"), tmp_path, *arguments, data=data), one_device)
     assert (tmp_path / "out/model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_hybrid_8gpu_on_four_processes_equals_one_device(one_device, data, tmp_path):
+    command = profile_command("hybrid_8gpu", "--num_processes", "4")
+    arguments = ["--sp", "4", "--sp_backend", "hybrid", "--per_device_train_batch_size", "2"]
+    outcome = start(command, tmp_path, *arguments, data=data)
+    check_first_step(outcome, one_device)
+    assert "sp 4 (ring 2 × ulysses 2)" in outcome[1]
 
 
 @pytest.mark.long

@@ -60,8 +60,13 @@ class LaunchProfile:
 
 
 def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
-    """Read the launcher's environment, and take our settings out of it so that accelerate does not act on them."""
+    """Read the launcher's environment, and take our settings out of it so that accelerate does not act on them.
+
+    Raises:
+        ValueError: if the launcher started processes that know nothing of each other, or a file cannot be read.
+    """
     env = os.environ if env is None else env
+    _check_connected(env)
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
     degrees = {name: _integer(env.get(_PARALLELISM + name)) for name in _degree_names()}
     deepspeed_file = _deepspeed_file(env)
@@ -102,6 +107,21 @@ def default_config_file() -> Path | None:
 
 def _launched(env: Mapping[str, str]) -> bool:
     return "RANK" in env and "WORLD_SIZE" in env
+
+
+def _check_connected(env: Mapping[str, str]) -> None:
+    """On the CPU, accelerate starts one process on each machine, or leaves it to mpirun: each would train alone."""
+    if _launched(env) or not _flag(env, "ACCELERATE_USE_CPU"):
+        return
+    by_mpi = next((env[name] for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") if name in env), "1")
+    address = env.get("MASTER_ADDR", "localhost")
+    if by_mpi != "1" or address not in ("localhost", "127.0.0.1", "::1"):
+        started = f"mpirun started {by_mpi} processes" if by_mpi != "1" else f"main_process_ip is {address}"
+        raise ValueError(
+            f"{started}, and on the CPU accelerate does not connect processes: each would train alone. Run "
+            "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:29500 -m longctx.train … "
+            "on each machine."
+        )
 
 
 def _degree_names() -> tuple[str, ...]:
@@ -160,7 +180,7 @@ def _unsupported(env: MutableMapping[str, str]) -> str | None:
     return None
 
 
-def _flag(env: MutableMapping[str, str], name: str) -> bool:
+def _flag(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "false").lower() in ("true", "1", "yes")
 
 
