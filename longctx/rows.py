@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import torch.distributed.distributed as dist
+import torch.distributed as dist
 from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
