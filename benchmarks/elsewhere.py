@@ -369,7 +369,8 @@ class RefusedError(Exception):
 
 def first_log(history: list[dict[str, float]]) -> dict[str, float]:
     """Loss and gradient norm of the first logged step."""
-    return {name: history[0][name] for name in ("loss", "grad_norm")}
+    entry = next(entry for entry in history if "loss" in entry)
+    return {name: entry[name] for name in ("loss", "grad_norm")}
 
 
 # --- rows of the table -------------------------------------------------------------------------------------------
