@@ -85,7 +85,8 @@ class StepMetrics:
 def attention_work(layout: BatchLayout, sp_rank: int) -> float:
     """Query-key pairs that one rank of the sequence group computes, padding included."""
     if layout.plan is not None:
-        return float(layout.plan.area_per_rank[sp_rank])
+        ulysses = layout.sp // layout.plan.world_size  # ranks that share the work of one ring rank, by heads
+        return float(layout.plan.area_per_rank[sp_rank // ulysses]) / ulysses
     lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
     return float((lengths * (lengths + 1) // 2).sum()) / layout.sp
 
