@@ -1,0 +1,332 @@
+"""Packs from a stream of documents whose lengths nobody knows in advance; resumable, for any number of ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from longctx.data import DataError
+
+from .lookahead import LookAhead
+from .overlong import OVERLONG, PackingReport
+
+INPUT_IDS = "input_ids"
+
+
+class _Piece(NamedTuple):
+    """A document, or `capacity` or fewer tokens of a longer one."""
+
+    document: int  # place in the source
+    start: int  # first token in the document
+    columns: dict[str, NDArray[Any]]  # [tokens] each
+
+
+class PackedStream(IterableDataset):
+    """Rows of packed documents from a stream; the same keys as rows of `PackedDataset`.
+
+    Documents are taken in order until the next one does not fit, then the gap is closed with the best one or two of
+    those that wait, `look_ahead` packs of them. What is longer than a pack and split gives full packs at once, and
+    its rest waits with the others.
+
+    **Ranks and workers.** There is one order of rows, a function of the source alone. Data-parallel rank r of R
+    yields row r, R + r, 2 R + r, ...; the ranks of a sequence group pass the same `rank`, so they yield the same
+    rows. W workers of a DataLoader share a rank's rows round about, so with rows that are not batched
+    (`DataLoader(stream, batch_size=None)`) a step's rows do not depend on W. Every process reads every document, and
+    makes tensors of its own rows only. Two ways to read less:
+
+    - a datasets.IterableDataset deals its files out to workers by itself; each worker then packs its files alone.
+    - give every rank its own documents (`datasets.distributed.split_dataset_by_node(source, rank, world)`), and
+      leave `num_ranks` at 1.
+
+    Where the rows do not divide by the ranks, the last round has rows for the first ranks only: feed the others
+    `SequenceCollator.empty()`, or leave it out with `drop_last`.
+
+    **Resuming.** `state_dict()` between two rows, and `load_state_dict()` into a stream over the same source: it goes
+    on with the next row. The state is the same on every rank, and may be loaded with another number of ranks. It
+    lives where the rows are made: with workers use torchdata's StatefulDataLoader, which asks for it there.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Mapping[str, Any]],
+        capacity: int,
+        *,
+        overlong: str = "raise",
+        look_ahead: int = 16,
+        columns: list[str] | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        drop_last: bool = False,
+        source_state: bool = False,
+    ) -> None:
+        """
+        Args:
+            source: documents with `input_ids` and other per-token columns: a datasets.IterableDataset, or anything
+                that can be iterated again with the same result. NumPy arrays are fastest (`with_format("numpy")`).
+            capacity: most tokens in a row (`max_length`).
+            overlong: for documents longer than that: "raise", "truncate", "drop" or "split"; counted in `report`.
+            look_ahead: packs' worth of tokens that wait. Memory is this much and one document.
+            columns: per-token columns of a row; every list of numbers of the first document when None.
+            rank, num_ranks: which data-parallel rank this is (`sequence.dims.dp_rank(...)`), of how many.
+            drop_last: leave out a last round of rows that not every rank and worker has a row of.
+            source_state: keep the source's own `state_dict()`, so that resuming does not read it from its start.
+                Not for datasets' `shuffle`, whose buffer is no part of that state: documents would be missed.
+
+        Raises:
+            ValueError: for an argument out of range.
+        """
+        _check_arguments(capacity, overlong, look_ahead, rank, num_ranks)
+        if isinstance(source, Iterator):
+            raise ValueError(
+                f"the source is a {type(source).__name__}, which can be read only once, so neither an epoch nor a run "
+                "could be repeated; pass something that can be iterated again, such as a datasets.IterableDataset"
+            )
+        if source_state and not hasattr(source, "state_dict"):
+            raise ValueError(f"source_state=True, but a {type(source).__name__} has no state_dict; leave it out")
+        self.source, self.capacity, self.overlong, self.look_ahead = source, int(capacity), overlong, look_ahead
+        self.columns, self.rank, self.num_ranks = columns, rank, num_ranks
+        self.drop_last, self.source_state = drop_last, source_state
+        self._source_start = self.source.state_dict() if source_state else None  # type: ignore[attr-defined]
+        self._loaded: dict[str, Any] | None = None
+        self._begin(None)
+
+    def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """This rank's (and worker's) rows: `input_ids` int64 [S], the other columns [S], `seq_lengths` int64
+        [documents], `position_ids` int64 [S].
+
+        Raises:
+            DataError: a document without a column, of columns of several lengths, or too long, with its number.
+        """
+        state, self._loaded = self._loaded, None
+        self._begin(state)
+        mine, shares = self._share()
+        packs = self._packs(self._read_on(state))
+        while group := list(islice(packs, shares)):
+            if self.drop_last and len(group) < shares:
+                return
+            if mine < len(group):
+                yield self._row(group[mine])
+
+    def _begin(self, state: Mapping[str, Any] | None) -> None:
+        """Set out from the start of the source, or from a state."""
+        state = state or {"read": 0, "waiting": [], "ready": [], "counts": {}, "columns": self.columns}
+        self._read: int = state["read"]
+        self._counts = dict.fromkeys(_COUNTS, 0) | state["counts"]
+        self._names: list[str] | None = state["columns"]
+        self._ready = [_Piece(*piece) for piece in state["ready"]]
+        self._waiting: LookAhead[_Piece] = LookAhead(self.capacity, self.look_ahead)
+        for piece in map(_Piece._make, state["waiting"]):
+            self._waiting.add(len(piece.columns[INPUT_IDS]), piece)
+
+    def _share(self) -> tuple[int, int]:
+        """(this process's place, places) in a round of rows."""
+        worker = get_worker_info()
+        if worker is None or _divides_among_workers(self.source):
+            return self.rank, self.num_ranks
+        return worker.id * self.num_ranks + self.rank, worker.num_workers * self.num_ranks
+
+    def _read_on(self, state: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+        """The documents of the source that were not read yet."""
+        if not self.source_state:
+            return islice(iter(self.source), self._read, None)
+        # Also at the start: datasets goes back to the state that was loaded last, not to the start.
+        position = self._source_start if state is None else state["source"]
+        self.source.load_state_dict(position)  # type: ignore[attr-defined]
+        return iter(self.source)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a source that shuffles by it."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
+
+    def _packs(self, documents: Iterator[Mapping[str, Any]]) -> Iterator[list[_Piece]]:
+        """Every pack of the stream, of all ranks."""
+        more = True
+        while True:
+            while more and not self._ready and not self._waiting.full:
+                document = next(documents, None)
+                more = document is not None
+                if document is not None:
+                    self._add(document)
+            if not self._ready and not len(self._waiting):
+                return
+            pack = [self._ready.pop(0)] if self._ready else self._waiting.take()
+            self._counts["packs"] += 1
+            self._counts["pieces"] += len(pack)
+            yield pack
+
+    def _add(self, document: Mapping[str, Any]) -> None:
+        """Put a document where it waits: full packs of a split one apart, the rest or the whole with the others."""
+        if self._names is None:
+            self._names = _column_names(document, self._read)
+        columns = _read_columns(document, self._names, self._read)
+        length = len(columns[INPUT_IDS])
+        kept = self._kept(length)
+        number, self._read = self._read, self._read + 1
+        if length <= self.capacity:
+            if length:
+                self._waiting.add(length, _Piece(number, 0, columns))
+            return
+        for start in range(0, kept, self.capacity):
+            stop = min(start + self.capacity, kept)
+            # A copy, so that the document is freed before its last piece.
+            piece = _Piece(number, start, {name: values[start:stop].copy() for name, values in columns.items()})
+            if stop - start == self.capacity:
+                self._ready.append(piece)
+            else:
+                self._waiting.add(stop - start, piece)
+
+    def _kept(self, length: int) -> int:
+        """Tokens of the next document, of this length, that go into packs; counts it."""
+        counts, limit = self._counts, self.capacity
+        if length > limit and self.overlong == "raise":
+            raise DataError(
+                f"document {self._read} (counted from 0) has {length:,} tokens, more than max_length = {limit:,}. "
+                f"Raise --max_length to {length}, or choose what happens to longer documents: --overlong truncate, "
+                "drop or split"
+            )
+        counts["documents"] += 1
+        counts["tokens"] += length
+        counts["empty_documents"] += length == 0
+        counts["longest_document"] = max(counts["longest_document"], length)
+        if length <= limit:
+            return length
+        counts["too_long_documents"] += 1
+        if self.overlong == "split":
+            return length
+        if self.overlong == "truncate":
+            counts["tokens_cut"] += length - limit
+            return limit
+        counts["documents_dropped"] += 1
+        counts["tokens_dropped"] += length
+        return 0
+
+    def _row(self, pack: list[_Piece]) -> dict[str, NDArray[Any]]:
+        row = {name: np.concatenate([piece.columns[name] for piece in pack]) for name in pack[0].columns}
+        row[INPUT_IDS] = row[INPUT_IDS].astype(np.int64, copy=False)
+        lengths = [len(piece.columns[INPUT_IDS]) for piece in pack]
+        row["seq_lengths"] = np.array(lengths)
+        row["position_ids"] = np.concatenate([np.arange(length) for length in lengths])
+        return row
+
+    @property
+    def report(self) -> PackingReport:
+        """What became of the documents read so far, those that still wait counted as kept; over all ranks' packs."""
+        counts = self._counts
+        return PackingReport(
+            strategy="stream",
+            overlong=self.overlong,
+            capacity=self.capacity,
+            tokens_kept=counts["tokens"] - counts["tokens_cut"] - counts["tokens_dropped"],
+            **counts,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: documents read, and those that wait with their tokens (pickle or torch.save)."""
+        if self._loaded is not None:
+            return self._loaded
+        return {
+            "settings": self._settings(),
+            "read": self._read,
+            "source": self.source.state_dict() if self.source_state else None,  # type: ignore[attr-defined]
+            "columns": self._names,
+            "waiting": [tuple(piece) for piece in self._waiting.items],
+            "ready": [tuple(piece) for piece in self._ready],
+            "counts": dict(self._counts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration go on from there.
+
+        Raises:
+            ValueError: the state is of a stream with other settings, whose packs would differ.
+        """
+        if state["settings"] != self._settings():
+            raise ValueError(
+                f"the state is of a stream with {state['settings']}, this one has {self._settings()}; its rows would "
+                "be others. Make the stream with the same settings"
+            )
+        self._loaded = dict(state)
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("capacity", "overlong", "look_ahead", "source_state")
+        return {name: getattr(self, name) for name in names}
+
+
+_COUNTS = (
+    "documents",
+    "tokens",
+    "empty_documents",
+    "too_long_documents",
+    "longest_document",
+    "tokens_cut",
+    "documents_dropped",
+    "tokens_dropped",
+    "pieces",
+    "packs",
+)
+"""Fields of PackingReport that are counted along the stream."""
+
+
+def _check_arguments(capacity: Any, overlong: str, look_ahead: int, rank: int, num_ranks: int) -> None:
+    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
+        raise ValueError(f"capacity must be a number of tokens of at least 1, got {capacity!r}")
+    if overlong not in OVERLONG:
+        raise ValueError(f"unknown overlong={overlong!r}, must be one of {', '.join(OVERLONG)}")
+    if look_ahead < 1:
+        raise ValueError(f"look_ahead must be at least 1 pack, got {look_ahead}; 16 packs fill rows to 99.8%")
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank must be in 0 .. {num_ranks - 1} for num_ranks={num_ranks}, got {rank}")
+
+
+def _divides_among_workers(source: object) -> bool:
+    """Whether a source reads another part in each worker by itself."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(source, datasets.IterableDataset)
+
+
+def _column_names(document: Mapping[str, Any], number: int) -> list[str]:
+    """The per-token columns of a document, `input_ids` first."""
+    if "seq_lengths" in document:
+        raise DataError(f"document {number} has 'seq_lengths', so it is a pack already; use its rows as they are")
+    names = [name for name, value in document.items() if name != INPUT_IDS and _is_token_list(value)]
+    return [INPUT_IDS, *names]
+
+
+def _is_token_list(value: object) -> bool:
+    if value is None or isinstance(value, str | bytes | Mapping):
+        return False
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of several lengths inside
+        return False
+    return array.ndim == 1 and array.dtype.kind in "iubf"
+
+
+def _read_columns(document: Mapping[str, Any], names: list[str], number: int) -> dict[str, NDArray[Any]]:
+    """The per-token columns of a document as arrays of one length [tokens]."""
+    columns: dict[str, NDArray[Any]] = {}
+    for name in names:
+        if document.get(name) is None:
+            raise DataError(f"document {number} (counted from 0) has no {name!r}; it has {', '.join(document)}")
+        values = np.asarray(document[name])
+        if values.size == 0:
+            values = np.zeros(0, dtype=np.int64)
+        if values.ndim != 1 or values.dtype.kind not in ("iu" if name == INPUT_IDS else "iubf"):
+            raise DataError(
+                f"document {number} (counted from 0): {name!r} has shape {values.shape} of {values.dtype}; expected a "
+                "flat list of numbers, one a token"
+            )
+        if len(values) != len(next(iter(columns.values()), values)):
+            raise DataError(
+                f"document {number} (counted from 0) has {len(values)} values of {name!r} for "
+                f"{len(columns[INPUT_IDS])} input_ids; give one a token, or name the columns to keep with columns=[...]"
+            )
+        columns[name] = values
+    return columns

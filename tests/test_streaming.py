@@ -1,0 +1,296 @@
+"""Packing a stream: every token once, documents whole, for any number of ranks and workers, interrupted or not."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from longctx.collate import SequenceCollator
+from longctx.data import DataError
+from longctx.packing import PackedDataset, PackedStream, pack
+from longctx.packing.lookahead import LookAhead
+
+STREAMS = st.tuples(
+    st.lists(st.integers(0, 70), max_size=60),  # lengths
+    st.integers(1, 40),  # capacity
+    st.integers(1, 6),  # look-ahead
+)
+
+
+def make_documents(lengths: list[int]) -> list[dict[str, np.ndarray]]:
+    """Every token names its document and place: ids 1000 d + t, and the same as labels and a mask."""
+    documents = []
+    for number, length in enumerate(lengths):
+        ids = 1000 * number + np.arange(length)
+        documents.append({"input_ids": ids, "labels": -ids, "mask": ids % 3 == 0, "name": f"document {number}"})
+    return documents
+
+
+def pieces_of(rows: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
+    """The token ids of every piece, in the order of the rows; checks each row's own consistency."""
+    pieces = []
+    for row in rows:
+        assert list(row) == ["input_ids", "labels", "mask", "seq_lengths", "position_ids"]
+        ids = row["input_ids"]
+        assert ids.dtype == row["seq_lengths"].dtype == row["position_ids"].dtype == np.int64
+        assert row["labels"].tolist() == (-ids).tolist()
+        assert row["mask"].tolist() == (ids % 3 == 0).tolist()
+        assert row["mask"].dtype == bool
+        assert row["seq_lengths"].sum() == len(ids)
+        assert row["seq_lengths"].min() > 0
+        borders = np.cumsum(row["seq_lengths"])
+        assert row["position_ids"].tolist() == [t for n in row["seq_lengths"] for t in range(n)]
+        pieces += np.split(ids, borders[:-1])
+    return pieces
+
+
+def ids_of(rows) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in rows]
+
+
+@settings(max_examples=150, deadline=None)
+@given(STREAMS)
+def test_every_token_comes_out_once_and_documents_stay_whole(stream):
+    lengths, capacity, look_ahead = stream
+    rows = list(PackedStream(make_documents(lengths), capacity, overlong="split", look_ahead=look_ahead))
+    assert all(len(row["input_ids"]) <= capacity for row in rows)
+    found: dict[int, list[np.ndarray]] = {}
+    for piece in pieces_of(rows):
+        assert (np.diff(piece) == 1).all()
+        found.setdefault(int(piece[0]) // 1000, []).append(piece)
+    assert sorted(found) == [number for number, length in enumerate(lengths) if length]
+    for number, pieces in found.items():
+        ids = np.concatenate(sorted(pieces, key=lambda piece: piece[0]))
+        assert ids.tolist() == (1000 * number + np.arange(lengths[number])).tolist()
+        assert len(pieces) == -(-lengths[number] // capacity)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STREAMS, st.sampled_from(["truncate", "drop", "split"]))
+def test_the_report_accounts_for_every_token(stream, overlong):
+    lengths, capacity, look_ahead = stream
+    packed = PackedStream(make_documents(lengths), capacity, overlong=overlong, look_ahead=look_ahead)
+    rows = list(packed)
+    report = packed.report
+    long = [length for length in lengths if length > capacity]
+    assert (report.documents, report.tokens) == (len(lengths), sum(lengths))
+    assert (report.empty_documents, report.too_long_documents) == (lengths.count(0), len(long))
+    assert report.longest_document == max(lengths, default=0)
+    assert report.tokens_kept == sum(len(row["input_ids"]) for row in rows)
+    assert report.tokens_cut == (sum(long) - len(long) * capacity if overlong == "truncate" else 0)
+    assert report.tokens_dropped == (sum(long) if overlong == "drop" else 0)
+    assert report.documents_dropped == (len(long) if overlong == "drop" else 0)
+    assert (report.packs, report.pieces) == (len(rows), sum(len(row["seq_lengths"]) for row in rows))
+    if overlong == "truncate":
+        kept = {int(piece[0]) // 1000: len(piece) for piece in pieces_of(rows)}
+        assert kept == {number: min(length, capacity) for number, length in enumerate(lengths) if length}
+
+
+@settings(max_examples=80, deadline=None)
+@given(STREAMS, st.data(), st.booleans())
+def test_a_resumed_stream_goes_on_as_if_nothing_had_happened(stream, data, source_state):
+    lengths, capacity, look_ahead = stream
+    settings_ = {"overlong": "split", "look_ahead": look_ahead, "source_state": source_state}
+    make = lambda: PackedStream(Documents(lengths), capacity, **settings_)  # noqa: E731
+    whole = make()
+    expected = ids_of(whole)
+    stop = data.draw(st.integers(0, len(expected)))
+    first = make()
+    rows = ids_of(itertools.islice(first, stop))
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    second = make()
+    second.load_state_dict(state)
+    assert pickle.dumps(second.state_dict()) == pickle.dumps(state)
+    rows += ids_of(second)
+    assert rows == expected
+    assert second.report == whole.report
+    assert ids_of(second) == expected  # the next epoch is whole again
+
+
+class Documents:
+    """A source with a state of its own, which goes back to the state that was loaded last."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.documents = make_documents(lengths)
+        self.start = self.next = 0
+
+    def __iter__(self):
+        self.next = self.start
+        while self.next < len(self.documents):
+            self.next += 1
+            yield self.documents[self.next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["next"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(STREAMS, st.integers(1, 5), st.booleans(), st.data())
+def test_ranks_divide_the_rows_and_any_rank_s_state_resumes_all(stream, num_ranks, drop_last, data):
+    lengths, capacity, look_ahead = stream
+    documents = make_documents(lengths)
+    all_rows = ids_of(PackedStream(documents, capacity, overlong="split", look_ahead=look_ahead))
+
+    def make(rank, num_ranks):
+        options = {"overlong": "split", "look_ahead": look_ahead, "drop_last": drop_last}
+        return PackedStream(documents, capacity, rank=rank, num_ranks=num_ranks, **options)
+
+    if drop_last:
+        all_rows = all_rows[: len(all_rows) // num_ranks * num_ranks]
+    for rank in range(num_ranks):
+        assert ids_of(make(rank, num_ranks)) == all_rows[rank::num_ranks]
+    rounds = data.draw(st.integers(0, len(all_rows) // num_ranks))
+    stopped = make(num_ranks - 1, num_ranks)
+    assert len(list(itertools.islice(stopped, rounds))) == rounds
+    for rank in range(num_ranks):
+        resumed = make(rank, num_ranks)
+        resumed.load_state_dict(stopped.state_dict())
+        assert ids_of(resumed) == all_rows[rounds * num_ranks :][rank::num_ranks]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_share_the_rows_and_change_no_step(num_workers):
+    lengths = np.random.default_rng(0).integers(0, 70, 300).tolist()
+    documents = make_documents(lengths)
+    for rank in range(2):
+        stream = PackedStream(documents, 40, overlong="split", rank=rank, num_ranks=2)
+        loader = workers(stream, num_workers)
+        assert ids_of(loader) == ids_of(stream)
+
+
+def workers(stream, num_workers):
+    return DataLoader(stream, batch_size=None, num_workers=num_workers, collate_fn=_same)
+
+
+def _same(row):
+    return row
+
+
+@pytest.mark.parametrize(("shards", "num_workers"), [(4, 0), (4, 2), (1, 2), (3, 2)])
+def test_a_streaming_data_set_reaches_ranks_and_workers_once(shards, num_workers):
+    lengths = np.random.default_rng(1).integers(1, 70, 200).tolist()
+    columns = [
+        {name: document[name] for name in ("input_ids", "labels", "mask")} for document in make_documents(lengths)
+    ]
+    source = datasets.Dataset.from_list(columns).to_iterable_dataset(num_shards=shards)
+    rows = []
+    for rank in range(2):
+        stream = PackedStream(source, 40, overlong="split", rank=rank, num_ranks=2)
+        rows += workers(stream, num_workers)
+    tokens = np.sort(np.concatenate(pieces_of(rows)))
+    assert tokens.tolist() == [1000 * number + t for number, length in enumerate(lengths) for t in range(length)]
+
+
+@pytest.mark.parametrize("source_state", [False, True])
+def test_a_streaming_data_set_resumes(source_state):
+    lengths = np.random.default_rng(2).integers(1, 70, 200).tolist()
+    data = datasets.Dataset.from_list([{"input_ids": document["input_ids"]} for document in make_documents(lengths)])
+    make = lambda: PackedStream(  # noqa: E731
+        data.to_iterable_dataset(num_shards=3), 100, look_ahead=3, source_state=source_state
+    )
+    expected = ids_of(make())
+    first, second = make(), make()
+    rows = ids_of(itertools.islice(first, 20))
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    assert rows + ids_of(second) == expected
+    assert ids_of(second) == expected
+
+
+def test_rows_collate_like_rows_of_a_packed_data_set():
+    lengths = [30, 5, 1, 17, 40, 8]
+    documents = [{"input_ids": document["input_ids"]} for document in make_documents(lengths)]
+    [row] = PackedStream(documents, sum(lengths))
+    table = datasets.Dataset.from_list(documents)
+    packing = pack(lengths, sum(lengths))
+    cut = PackedDataset(table, packing)[0]
+    assert set(row) == set(cut)
+    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=8, padding_free=True)([row])
+    assert batch["cu_seq_lens_q"].tolist() == [0, *np.cumsum(lengths).tolist(), 104]
+
+
+@pytest.mark.parametrize("capacity", [4096, 32768])
+@pytest.mark.parametrize("long", [0.0, 0.1])
+def test_rows_are_full_and_no_document_waits_long(capacity, long):
+    """The targets: 16 packs of look-ahead fill 99.8% of the room, and no document comes 1,000 places late."""
+    rng, n = np.random.default_rng(0), 10_000
+    lengths = np.clip(rng.lognormal(np.log(600) - 1.125, 1.5, n), 8, 65536)
+    lengths = np.where(rng.random(n) < long, np.exp(rng.uniform(np.log(4096), np.log(131072), n)), lengths).astype(int)
+    queue: LookAhead[int] = LookAhead(capacity, 16)
+    packs, fills = [], []
+    for number, length in enumerate((lengths % capacity).tolist()):
+        if length:
+            queue.add(length, number)
+        while queue.full:
+            packs.append(queue.take())
+            fills.append(sum(lengths[number] % capacity for number in packs[-1]))
+    assert np.mean(fills) / capacity >= 0.998
+    order = np.concatenate(packs)
+    late = np.arange(len(order)) - np.searchsorted(np.sort(order), order)
+    assert late.max() <= 1000
+
+
+def test_the_gap_is_closed_by_the_best_one_or_two():
+    def packs(sizes, capacity):
+        queue: LookAhead[int] = LookAhead(capacity, 1)
+        for size in sizes:
+            queue.add(size, size)
+        while len(queue):
+            yield queue.take()
+
+    assert list(packs([6, 5, 3, 1, 4], 10)) == [[6, 4], [5, 3, 1]]
+    assert list(packs([60, 50, 30, 8, 9, 10], 78)) == [[60, 10, 8], [50, 9], [30]]
+    # A gap too wide for two is filled in order, all but its end.
+    small = [5, 4, 6] * 4 + [5]
+    assert list(packs([40, 90, *small], 100)) == [[40, *small[:11], 6], [90, 5]]
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"input_ids": [1, 2]}, "document 1 .* no 'labels'"),
+        ({"input_ids": [1, 2], "labels": None}, "document 1 .* no 'labels'"),
+        ({"input_ids": [1, 2], "labels": [1]}, "document 1 .* 1 values of 'labels' for 2 input_ids"),
+        ({"input_ids": [[1, 2]], "labels": [1]}, "document 1 .*shape"),
+        ({"input_ids": ["a"], "labels": [1]}, "document 1 .*flat list of numbers"),
+        ({"input_ids": [1.5], "labels": [1]}, "document 1 .*flat list of numbers"),
+        ({"input_ids": [1] * 9, "labels": [1] * 9}, "document 1 .* 9 tokens, more than max_length = 8"),
+    ],
+)
+def test_a_wrong_document_is_named(document, words):
+    first = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+    with pytest.raises(DataError, match=words):
+        list(PackedStream([first, document], 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"capacity": 0}, "capacity must be"),
+        ({"overlong": "cut"}, "unknown overlong='cut'"),
+        ({"look_ahead": 0}, "look_ahead must be"),
+        ({"rank": 2, "num_ranks": 2}, r"rank must be in 0 \.\. 1"),
+        ({"source_state": True}, "no state_dict"),
+        ({"source": iter([])}, "read only once"),
+    ],
+)
+def test_a_wrong_argument_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        PackedStream(**({"source": [], "capacity": 8} | arguments))
+
+
+def test_a_pack_is_no_document_and_other_settings_are_no_resumption():
+    with pytest.raises(DataError, match="a pack already"):
+        list(PackedStream([{"input_ids": [1], "seq_lengths": [1]}], 8))
+    with pytest.raises(ValueError, match=r"'capacity': 8.*'capacity': 16"):
+        PackedStream([], 16).load_state_dict(PackedStream([], 8).state_dict())
