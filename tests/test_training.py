@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.reference import train_reference
 from tests.workers import run_ranks
 
@@ -157,9 +158,7 @@ def test_equal_effective_batches_train_equally(models, tmp_path, parity_table):
     common = [*COMMON, "--packing", "False", "--train_sampling_strategy", "sequential", "--dataset_name", data]
     common += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
     batches = [documents[:8], documents[8:16], documents[16:], documents[:8], documents[8:16]]
-    reference = train_reference(
-        models["GQA 4:2"], None, steps=STEPS, learning_rate=LEARNING_RATE, batches=batches
-    )
+    reference = train_reference(models["GQA 4:2"], None, steps=STEPS, learning_rate=LEARNING_RATE, batches=batches)
     groups = {}
     for name, (processes, sp, backend, batch, accumulation) in LAYOUTS.items():
         flags = ["--sp", str(sp), "--sp_backend", backend, "--per_device_train_batch_size", str(batch)]
@@ -168,6 +167,24 @@ def test_equal_effective_batches_train_equally(models, tmp_path, parity_table):
     for (processes, _), cases in groups.items():
         for name, results in run_ranks(processes, f"{__name__}:run_cases", cases)[0].items():
             check(results, reference, name, "torchrun", parity_table)
+
+
+def test_bf16_is_as_near_as_one_process_in_bf16(models, tmp_path):
+    """bf16 rounds to 3 digits in every layer; spreading a sequence must not add to the error of one process."""
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    flags = [*COMMON, "--bf16", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
+    flags += ["--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    losses, norms = train_reference(models["GQA 4:2"], documents, steps=1, learning_rate=LEARNING_RATE)
+    errors = {}
+    for sp, backend in ((1, "ring"), (2, "ring"), (2, "ulysses")):
+        case = [*flags, "--sp", str(sp), "--sp_backend", backend]
+        [(loss, norm)] = run_ranks(sp, f"{__name__}:run_cases", {"bf16": case})[0]["bf16"]
+        errors[backend, sp] = relative([loss], losses), relative([norm], norms)
+    for loss_error, norm_error in errors.values():
+        # Rounding is random, so that two errors of the same size may differ by a factor; 3e-3 is bf16's own step.
+        assert loss_error <= max(1.5 * errors["ring", 1][0], 3e-3), errors
+        assert norm_error <= max(1.5 * errors["ring", 1][1], 1e-2), errors
 
 
 def launch(arguments, *, timeout=300):
@@ -194,10 +211,9 @@ def test_accelerate_launch_equals_one_process(backend, sp, shape, models, tmp_pa
     documents = make_documents(lengths)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     model = models["GQA 4:2"]
-    output = launch(
-        [*COMMON, *flags, "--sp", str(sp), "--sp_backend", backend, "--dataset_name", data]
-        + ["--model_name_or_path", model, "--output_dir", str(tmp_path / "out")]
-    )
+    arguments = [*COMMON, *flags, "--sp", str(sp), "--sp_backend", backend, "--dataset_name", data]
+    arguments += ["--model_name_or_path", model, "--output_dir", str(tmp_path / "out")]
+    output = launch(arguments)
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     results = [(entry["loss"], entry["grad_norm"]) for entry in state["log_history"] if "loss" in entry]
     reference = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
@@ -219,3 +235,45 @@ def check_log(entry, documents, sp):
     assert entry["mfu"] is entry["peak_memory_gib_max"] is entry["peak_memory_gib_min"] is None
     assert 0 <= entry["padding_fraction"] < 1
     assert entry["attention_imbalance"] >= 1
+
+
+def test_the_example_of_the_trl_documentation(tmp_path):
+    """Its Ulysses command, 100 steps at 4096 with packing, with a local model and chats in place of the hub names."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    from longctx.tiny import tiny_tokenizer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 272}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(tmp_path / "Qwen2-0.5B")
+    tiny_tokenizer().save_pretrained(tmp_path / "Qwen2-0.5B")
+    turns = [
+        {"role": "user", "content": "How long is a piece of string?"},
+        {"role": "assistant", "content": "Twice half."},
+    ]
+    chats = [{"messages": turns * n} for n in range(1, 7)]
+    (tmp_path / "Capybara.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch"]
+    command += [
+        "--config_file",
+        str(
+            Path(__file__).parent.parent / "configs/alst_ulysses_4gpu.yaml",
+        ),
+    ]
+    command += ["-m", "longctx.train", "--model_name_or_path", "Qwen2-0.5B", "--dataset_name", "Capybara.jsonl"]
+    command += ["--learning_rate", "2e-4", "--max_steps", "100", "--max_seq_length", "4096", "--packing"]
+    command += ["--torch_dtype", "bfloat16", "--attn_implementation", "flash_attention_2"]
+    command += ["--output_dir", "output-alst-4gpu", "--disable_tqdm", "True"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "world 4 = dp_replicate 1 × dp_shard 2 × sp 2 (ring 1 × ulysses 2)" in done.stdout
+    assert "flash_attention_2 was asked for" in done.stdout
+    state = json.loads((tmp_path / "output-alst-4gpu/trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert state["global_step"] == 100
+    assert losses[-1] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "output-alst-4gpu")
+    assert model.config.model_type == "qwen2"

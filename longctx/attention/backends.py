@@ -114,6 +114,7 @@ def _checked_ring(sp: int, num_heads: int, ring_size: int) -> int:
         raise ValueError(f"--ring_size {ring_size} does not divide sp {sp}. Use a divisor of {sp}.")
     if num_heads % (sp // ring_size):
         raise ValueError(
-            f"--ring_size {ring_size} leaves {sp // ring_size} Ulysses ranks. {heads_message(num_heads, sp // ring_size)}"
+            f"--ring_size {ring_size} leaves {sp // ring_size} Ulysses ranks. "
+            f"{heads_message(num_heads, sp // ring_size)}"
         )
     return ring_size

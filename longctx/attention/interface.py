@@ -55,6 +55,9 @@ def longctx_attention(
         "the model was called with a batch that was not cut"
     )
     sequence.calls += 1
+    if torch.is_autocast_enabled(query.device.type):  # norms and RoPE may have left fp32 queries beside bf16 values
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return sequence.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
