@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.workers import run_ranks
 
 import longctx
 from longctx.collate import SequenceCollator
 from longctx.mesh import ParallelDims
 from longctx.packing import PackedDataset, one_per_bin
 from longctx.shard import complete_position_ids, plan_batch, shard_tokens, shift_labels, unshard_tokens
+from tests.workers import run_ranks
 
 LENGTHS = [40, 3, 100, 1, 17, 64, 9]
 
@@ -80,7 +82,7 @@ def leaks():
     return {
         backend: [
             document
-            for document, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+            for document, (a, b) in enumerate(pairwise(bounds))
             if not torch.equal(before[backend][a:b], after[backend][a:b])
         ]
         for backend in before
@@ -118,9 +120,8 @@ def loop_of_ones_own():
 
 
 def test_a_loop_of_ones_own_equals_one_process():
-    from tests.reference import dense_loss
-
     from longctx.tiny import tiny_model
+    from tests.reference import dense_loss
 
     model = tiny_model()
     model.set_attn_implementation("eager")
