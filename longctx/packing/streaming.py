@@ -169,9 +169,8 @@ class PackedStream(IterableDataset):
         length = len(columns[INPUT_IDS])
         kept = self._kept(length)
         number, self._read = self._read, self._read + 1
-        if length <= self.capacity:
-            if length:
-                self._waiting.add(length, _Piece(number, 0, columns))
+        if 0 < length < self.capacity:
+            self._waiting.add(length, _Piece(number, 0, columns))
             return
         for start in range(0, kept, self.capacity):
             stop = min(start + self.capacity, kept)
