@@ -159,7 +159,8 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
     backend = choose_backend(wanted_backend, sp, num_heads(model_config)[0], flags.ring_size)
     use_cpu = bool(settings["use_cpu"]) or profile.use_cpu or device_count() == 0
-    world_size = _world_size(flags, profile, env, sp=sp, dp_replicate=dp_replicate, use_cpu=use_cpu)
+    needs_no_gpu = use_cpu or settings["prepare_only"]  # data is prepared on machines of another kind, too
+    world_size = _world_size(flags, profile, env, sp=sp, dp_replicate=dp_replicate, use_cpu=needs_no_gpu)
     dims = ParallelDims.arrange(world_size, ring=backend.ring, ulysses=backend.ulysses, dp_replicate=dp_replicate)
     _check_dp_shard(profile, dims)
     engine, engine_reason = _engine(flags, profile, backend, dims)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
+import datasets
 import numpy as np
-import torch.distributed as dist
 from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.data import document_lengths, load_records, tokenize_records
-from longctx.packing import PackedDataset, PackingReport, pack_costs, plan_packing
+from longctx.data.cache import cache_key
+from longctx.packing import PackedDataset, PackingReport, load_plan, pack_costs, plan_packing, save_plan
+from longctx.turns import first_rank_first
 
-Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ def prepare_rows(
     Raises:
         ValueError: for data that cannot be read or trained on as asked, with file and record.
     """
-    return _first_rank_first(lambda: _prepare(settings, tokenizer, model_config))
+    return first_rank_first(lambda: _prepare(settings, tokenizer, model_config), cache_folder())
 
 
 def _prepare(
@@ -67,54 +70,36 @@ def _prepare(
     if settings["shuffle_dataset"]:
         documents = documents.shuffle(seed=settings["seed"])
     lengths = document_lengths(documents)
-    packing, report = plan_packing(
-        lengths,
-        settings["max_length"],
-        strategy=settings["packing_strategy"] if settings["packing"] else "none",
-        overlong=settings["overlong"],
-    )
+    rows, report = _plan(documents, lengths, settings)
     balances = settings["packing"] and settings["balance_packs"]
-    return TrainingRows(
-        documents=documents,
-        rows=PackedDataset(documents, packing),
-        report=report,
-        costs=pack_costs(packing, lengths) if balances else None,
+    costs = pack_costs(rows.packing, lengths) if balances else None
+    return TrainingRows(documents=documents, rows=rows, report=report, costs=costs)
+
+
+def cache_folder() -> Path:
+    """Where plans are kept: beside the data sets that `datasets` keeps (HF_DATASETS_CACHE)."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "longctx"
+
+
+def _plan(
+    documents: Dataset, lengths: NDArray[np.int64], settings: Mapping[str, Any]
+) -> tuple[PackedDataset, PackingReport]:
+    """Rows by the plan that is kept on disk, or by a new one, which then is. A file that does not fit is replaced."""
+    strategy = settings["packing_strategy"] if settings["packing"] else "none"
+    capacity, overlong = settings["max_length"], settings["overlong"]
+    # The tokenizer is part of the documents' fingerprint, wherever it made their tokens.
+    key = cache_key(
+        "plan", documents._fingerprint, capacity, strategy, overlong, settings["pad_to_multiple_of"], settings["seed"]
     )
-
-
-class RefusedTogether(ValueError):
-    """What one rank's input was refused for, raised on every rank, so that none waits for another."""
-
-    def __init__(self, message: str, *, is_mine: bool):
-        super().__init__(message)
-        self.is_mine = is_mine
-        """Whether this rank is the one to say why."""
-
-
-def together(work: Callable[[], Result]) -> Result:
-    """Run `work` on all ranks; if it raises a ValueError on some, all of them raise the first of these.
-
-    Raises:
-        RefusedTogether: on every rank. A process alone raises the ValueError as it is.
-    """
-    if not dist.is_initialized():
-        return work()
-    result, message = None, None
+    kept = load_plan(cache_folder(), key)
+    if kept is not None and (kept[1].documents, kept[1].tokens) == (len(lengths), int(lengths.sum())):
+        try:
+            return PackedDataset(documents, kept[0]), kept[1]
+        except ValueError:  # for other documents
+            pass
+    packing, report = plan_packing(lengths, capacity, strategy=strategy, overlong=overlong)
     try:
-        result = work()
-    except ValueError as error:
-        message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    for rank, refusal in enumerate(messages):
-        if refusal is not None:
-            raise RefusedTogether(refusal, is_mine=rank == dist.get_rank())
-    return cast(Result, result)
-
-
-def _first_rank_first(work: Callable[[], Result]) -> Result:
-    if not dist.is_initialized():
-        return work()
-    is_first = dist.get_rank() == 0
-    result = together(lambda: work() if is_first else None)
-    return cast(Result, together(lambda: result if is_first else work()))
+        save_plan(cache_folder(), key, packing, report)
+    except OSError as error:
+        logger.warning("the packing plan is not kept for later runs: %s", error)
+    return PackedDataset(documents, packing), report

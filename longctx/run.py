@@ -18,8 +18,9 @@ from longctx.config import Run
 from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
 from longctx.model import count_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
-from longctx.rows import TrainingRows, prepare_rows, together
+from longctx.rows import TrainingRows, prepare_rows
 from longctx.trainer import SequenceTrainer
+from longctx.turns import together
 from longctx.verify import single_device_step
 
 
@@ -52,6 +53,15 @@ def prepare(run: Run) -> PreparedRun:
     tokenizer = together(lambda: _tokenizer(settings))
     data = prepare_rows(settings, tokenizer, run.model_config)
     return PreparedRun(run=run, args=args, tokenizer=tokenizer, data=data)
+
+
+def prepare_data(run: Run) -> TrainingRows:
+    """Load, tokenise and pack in this process alone, for later runs to find on disk; no weights are read.
+
+    Raises:
+        ValueError: for data that cannot be trained on as asked.
+    """
+    return prepare_rows(run.settings, _tokenizer(run.settings), run.model_config)
 
 
 def _tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:

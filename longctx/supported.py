@@ -85,7 +85,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "optim": ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop"),
     "optim_args": (None,),
     "optim_target_modules": (None,),
-    "prepare_only": (False,),
     "resume_from_checkpoint": (None,),
     "router_aux_loss_coef": (None,),
     "save_strategy": ("steps", "epoch", "no"),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longctx.config import Run
 
 USAGE_ERROR = 2
 
@@ -33,25 +37,48 @@ def main(arguments: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
         return 0
+    if run.settings["prepare_only"]:
+        return prepare_only(run)
     if run.must_spawn:
         print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
         return spawn(run.dims.world_size, arguments)
 
-    from longctx.rows import RefusedTogether
     from longctx.run import finish, fit, prepare
+    from longctx.turns import RefusedTogether, leave_together
 
     try:
         prepared = prepare(run)
     except RefusedTogether as error:
         if error.is_mine:
             refuse(error)
-        finish()  # only now, since a launcher stops all processes once one has left
+        leave_together()
         return USAGE_ERROR
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR
     fit(prepared)
     finish()
+    return 0
+
+
+def prepare_only(run: Run) -> int:
+    """Tokenise and plan for later runs, once on each machine; returns the exit code."""
+    from longctx.launch.engines import stay_on_cpu
+    from longctx.launch.terminal import refuse
+
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0
+    stay_on_cpu()
+    from longctx.rows import cache_folder
+    from longctx.run import prepare_data
+
+    try:
+        data = prepare_data(run)
+    except ValueError as error:
+        refuse(error)
+        return USAGE_ERROR
+    print(f"longctx: packing   {data.report}")
+    print(f"longctx: prepared  {cache_folder()} keeps the plan; a run with the same flags starts from it", flush=True)
     return 0
 
 

@@ -46,7 +46,9 @@ class Encoder:
         """Token ids and, if `masked`, labels of each record."""
         raise NotImplementedError
 
-    def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> pa.Table:
+    def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int], first_record: int = 0) -> pa.Table:
+        """Documents of a batch; `indices` are the records' numbers in a part that begins with `first_record`."""
+        indices = [first_record + index for index in indices]
         input_ids, labels = self.encode(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):
             if len(ids) == 0:

@@ -27,6 +27,8 @@ from longctx.data.kinds import (
 )
 
 _BATCH_BYTES = 8 << 20
+_PART_BYTES = 128 << 20
+"""Records of so many bytes are tokenised and cached at a time (times `num_proc`): what an interruption costs."""
 
 
 def tokenize_records(
@@ -126,18 +128,17 @@ def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset
     columns = ["input_ids", "labels"] if encoder.masked else ["input_ids"]
     if encoder.tokenizer is None:
         dataset = dataset.with_format("arrow")
+    fingerprint = _fingerprint(dataset, encoder)
+    options = {
+        "batched": True,
+        "with_indices": True,
+        "batch_size": _records_of(_BATCH_BYTES, dataset, limit=1000),
+        "remove_columns": dataset.column_names,
+        "features": Features(dict.fromkeys(columns, TOKENS)),
+        "num_proc": num_proc,
+    }
     try:
-        tokenized = dataset.map(
-            encoder,
-            batched=True,
-            with_indices=True,
-            batch_size=_batch_size(dataset),
-            remove_columns=dataset.column_names,
-            features=Features(dict.fromkeys(columns, TOKENS)),
-            new_fingerprint=_fingerprint(dataset, encoder),
-            num_proc=num_proc,
-            desc="Tokenizing",
-        )
+        tokenized = _map_in_parts(dataset, encoder, fingerprint, options)
     except UnicodeDecodeError as error:
         raise DataError(
             f"a text column holds bytes that are not UTF-8 ({error}). Write the files again with valid UTF-8."
@@ -145,10 +146,34 @@ def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset
     return tokenized.with_format(None)
 
 
-def _batch_size(dataset: Dataset) -> int:
-    """Records per batch: about 8 MiB on average, since documents may be megabytes long."""
+def _map_in_parts(dataset: Dataset, encoder: Encoder, fingerprint: str, options: dict[str, Any]) -> Dataset:
+    """`Dataset.map` on one part of the records after another, each with a cache file of its own.
+
+    A run that was interrupted finds the parts it had finished; `map` itself starts over.
+    """
+    size = _records_of(_PART_BYTES * (options["num_proc"] or 1), dataset, limit=len(dataset))
+    starts = range(0, len(dataset), size)
+    parts = []
+    for number, start in enumerate(starts, 1):
+        part = dataset.select(range(start, min(start + size, len(dataset)))) if len(starts) > 1 else dataset
+        parts.append(
+            part.map(
+                encoder,
+                **options,
+                fn_kwargs={"first_record": start},
+                new_fingerprint=cache_key(fingerprint, start, size),
+                desc="Tokenizing" if len(starts) == 1 else f"Tokenizing, part {number} of {len(starts)}",
+            )
+        )
+    whole = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    whole._fingerprint = fingerprint
+    return whole
+
+
+def _records_of(num_bytes: int, dataset: Dataset, *, limit: int) -> int:
+    """How many records have so many bytes on average, from 1 to `limit`, since documents may be megabytes long."""
     mean_bytes = max(1, dataset.data.nbytes // max(1, dataset.data.num_rows))
-    return int(np.clip(_BATCH_BYTES // mean_bytes, 1, 1000))
+    return int(np.clip(num_bytes // mean_bytes, 1, limit))
 
 
 def _fingerprint(dataset: Dataset, encoder: Encoder) -> str:

@@ -6,6 +6,7 @@ from longctx.data import document_lengths as read_lengths
 
 from .balance import balanced_order, pack_costs, shuffled_order, spread_step
 from .bfd import lower_bound
+from .cache import load_plan, save_plan
 from .dataset import PackedDataset, pack_dataset
 from .overlong import OVERLONG, PackingReport, plan_packing
 from .plan import STRATEGIES, Packing, Piece, one_per_bin, pack
@@ -22,6 +23,7 @@ __all__ = [
     "PackingReport",
     "Piece",
     "balanced_order",
+    "load_plan",
     "lower_bound",
     "one_per_bin",
     "pack",
@@ -29,6 +31,7 @@ __all__ = [
     "pack_dataset",
     "plan_packing",
     "read_lengths",
+    "save_plan",
     "shuffled_order",
     "spread_step",
 ]

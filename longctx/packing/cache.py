@@ -1,0 +1,67 @@
+"""A packing plan on disk: one .npz file under a key of everything the plan depends on. Nothing in it is pickled."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from .overlong import PackingReport
+from .plan import Packing
+
+_ARRAYS = ("indices", "offsets", "starts", "stops")
+
+
+def plan_path(folder: Path, key: str) -> Path:
+    """The file that holds the plan of this key."""
+    return folder / f"plan-{key}.npz"
+
+
+def save_plan(folder: Path, key: str, packing: Packing, report: PackingReport) -> None:
+    """Write a plan and its report; a reader sees the whole file or none. `folder` is created if it is missing.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path = plan_path(folder, key)
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {name: getattr(packing, name) for name in _ARRAYS if getattr(packing, name) is not None}
+    header = {"key": key, "capacity": packing.capacity, "report": asdict(report), "arrays": list(arrays)}
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(unfinished, "xb") as file:
+            np.savez(file, header=np.array(json.dumps(header)), **arrays)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load_plan(folder: Path, key: str) -> tuple[Packing, PackingReport] | None:
+    """The plan and report that `save_plan` wrote for this key; None where there is none, or it is not whole."""
+    try:
+        with np.load(plan_path(folder, key), allow_pickle=False) as file:
+            header = json.loads(str(file["header"]))
+            arrays = {name: file[name] for name in header["arrays"]}
+        if header["key"] != key:
+            return None
+        packing = Packing(**arrays, capacity=header["capacity"])
+        report = PackingReport(**header["report"])
+    except Exception:  # damage shows as an error of the zip, NumPy, JSON or text decoder, whichever meets it
+        return None
+    return (packing, report) if _is_sound(packing) and report.packs == len(packing) else None
+
+
+def _is_sound(packing: Packing) -> bool:
+    """Whether the arrays are of the types and lengths that a plan has."""
+    pieces = (len(packing.indices),)
+    return (
+        packing.indices.dtype.kind == "u"
+        and packing.indices.shape == pieces
+        and packing.offsets.dtype == np.int64
+        and packing.offsets[0] == 0
+        and bool((np.diff(packing.offsets) >= 0).all())
+        and all(a is None or (a.dtype == np.int64 and a.shape == pieces) for a in (packing.starts, packing.stops))
+    )

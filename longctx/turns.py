@@ -1,0 +1,210 @@
+"""Ranks that take turns, and that end together when one of them cannot go on.
+
+Preparing data takes one rank hours while the others have nothing to do. They do not wait in a collective, which
+fails after the process group's time-out, but poll the group's store: for as long as the rank they wait for lives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+HEARTBEAT_SECONDS = 5.0
+SILENCE_SECONDS = 300.0
+"""A rank without heartbeat for so long is given up: its thread beats while the rank works, C code included."""
+LEAVE_SECONDS = 10.0
+
+
+class RefusedTogether(ValueError):
+    """What one rank could not go on for, raised on every rank, so that none waits for another."""
+
+    def __init__(self, message: str, *, is_mine: bool):
+        super().__init__(message)
+        self.is_mine = is_mine
+        """Whether this rank is the one to say why."""
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Run `work` on all ranks at once; returns when all have finished, however long that takes.
+
+    Raises:
+        RefusedTogether: on every rank, as soon as `work` raises a ValueError on one, or another error on another
+            rank. A process alone raises the ValueError as it is.
+    """
+    return _meet(work, lambda meeting: None)
+
+
+def first_rank_first(work: Callable[[], Result], folder: str | Path) -> Result:
+    """The same with rank 0 first, so that the others find what it leaves in `folder` (created if it is missing).
+
+    On nodes that do not share rank 0's file system, the node's first rank does not wait for it, and the node's
+    other ranks wait for that one.
+
+    Raises:
+        RefusedTogether: as `together`.
+    """
+    return _meet(work, lambda meeting: meeting.wait_for_turn(Path(folder)))
+
+
+def leave_together(seconds: float = LEAVE_SECONDS) -> None:
+    """After RefusedTogether: wait for the other ranks to get here too, but no longer than this.
+
+    A launcher stops all processes once one has left, so the one that says why must have said it.
+    """
+    if not dist.is_initialized():
+        return
+    with suppress(RuntimeError):  # the store is gone with the rank that kept it
+        store = dist.distributed_c10d._get_default_store()
+        store.add("longctx/left", 1)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and store.add("longctx/left", 0) < dist.get_world_size():
+            time.sleep(0.05)
+        dist.destroy_process_group()
+
+
+def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None]) -> Result:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    meeting = _Meeting()
+    with meeting.heartbeat():
+        try:
+            wait_for_turn(meeting)
+            result = work()
+            meeting.finish_turn()
+            meeting.wait_for_all()
+        except RefusedTogether:
+            raise
+        except ValueError as error:
+            raise meeting.refuse(str(error)) from error
+        except BaseException as error:
+            meeting.refuse(f"rank {meeting.rank} stopped with {type(error).__name__}: {error}")
+            raise
+        finally:
+            meeting.close()
+    return result
+
+
+class _Meeting:
+    """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        number = store.add(f"longctx/calls/{self.rank}", 1)
+        self.store = dist.PrefixStore(f"longctx/{number}", store)
+        self.probe: Path | None = None
+        self.group: str | None = None
+        self._heard: dict[int, tuple[bytes, float]] = {}
+
+    @contextmanager
+    def heartbeat(self) -> Iterator[None]:
+        """Keep counting in the store, from a thread of its own, while this rank is in the meeting."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            with suppress(RuntimeError):
+                for count in itertools.count():
+                    self.store.set(f"alive/{self.rank}", str(count))
+                    if stop.wait(HEARTBEAT_SECONDS):
+                        return
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def refuse(self, message: str) -> RefusedTogether:
+        """Tell all ranks to stop; the first to call this decides what they say."""
+        mine = json.dumps([self.rank, message])
+        try:
+            said = self.store.compare_set("refused", "", mine)
+        except RuntimeError:
+            return RefusedTogether(message, is_mine=True)
+        rank, message = json.loads(said)
+        return RefusedTogether(message, is_mine=rank == self.rank)
+
+    def wait_for_turn(self, folder: Path) -> None:
+        """Return on rank 0, and on a node's first rank where rank 0's files cannot be seen; else wait for that one."""
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.probe = folder / f"rank-0-was-here-{uuid.uuid4().hex}"
+            self.probe.touch()
+            self.group = "rank 0"
+            self.store.set("probe", str(self.probe))
+            return
+        self._wait(lambda: self.store.check(["probe"]))
+        if Path(self.store.get("probe").decode()).exists():
+            self._wait(lambda: self.store.check(["done/rank 0"]))
+            return
+        node = os.environ.get("GROUP_RANK") or socket.gethostname()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self.group = node
+        else:
+            self._wait(lambda: self.store.check([f"done/{node}"]))
+
+    def finish_turn(self) -> None:
+        """This rank's work is done; those who wait for it go on."""
+        if self.group is not None:
+            self.store.set(f"done/{self.group}", "")
+        self.store.set(f"ready/{self.rank}", "")
+
+    def wait_for_all(self) -> None:
+        """Until every rank has finished its work: rank 0 watches the others, and they watch rank 0."""
+        if self.rank != 0:
+            self._wait(lambda: self.store.check(["all ready"]))
+            return
+        for rank in range(1, self.world_size):
+            self._wait(partial(self.store.check, [f"ready/{rank}"]), watched=range(rank, self.world_size))
+        self.store.set("all ready", "")
+
+    def close(self) -> None:
+        if self.probe is not None:
+            self.probe.unlink(missing_ok=True)
+
+    def _wait(self, is_over: Callable[[], bool], watched: range = range(1)) -> None:
+        """Poll at first often, then once a second."""
+        for attempt in itertools.count():
+            try:
+                if is_over():
+                    return
+                if self.store.check(["refused"]):
+                    raise self.refuse("")
+                self._listen(watched)
+            except RuntimeError as error:
+                raise RefusedTogether(
+                    f"rank {self.rank} has lost the store that ranks meet in, which ends with the process that keeps "
+                    f"it: rank 0, or the launcher ({error}). See the messages before this one.",
+                    is_mine=True,
+                ) from error
+            time.sleep(0.01 * 1.5 ** min(attempt, 11))
+
+    def _listen(self, ranks: range) -> None:
+        """Refuse to go on if one of these ranks has been silent for too long."""
+        now = time.monotonic()
+        for rank in ranks:
+            key = f"alive/{rank}"
+            count = self.store.get(key) if self.store.check([key]) else b""
+            before, since = self._heard.get(rank, (None, now))
+            self._heard[rank] = (count, since if count == before else now)
+            if now - self._heard[rank][1] > SILENCE_SECONDS:
+                raise self.refuse(
+                    f"rank {rank} has given no sign of life for {SILENCE_SECONDS:.0f} s while the others waited for "
+                    "its data. Look for its process (ended, stopped, out of memory?), and start the run again."
+                )
