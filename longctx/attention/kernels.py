@@ -109,18 +109,15 @@ class Kernel(Protocol):
         """Gradients of q, k, v; `out` and `lse` may be those of a wider softmax that these entries are a part of."""
 
 
-class CpuFlashKernel:
-    """torch's blocked CPU attention, one call an entry; native GQA, fp64 to bf16."""
-
-    name = "aten flash for CPU"
+class _EntrywiseKernel:
+    """One call an entry, by `_forward` and `_backward` on the entry's own rows."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for at_q, at_kv in entries.compact():
-            out[:, :, at_q], lse[:, :, at_q] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv], 0.0, entries.causal, scale=scale
-            )
+            rows = q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv]
+            out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, entries.causal, scale)
         return out, lse
 
     def backward(
@@ -136,20 +133,32 @@ class CpuFlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for at_q, at_kv in entries.compact():
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_out[:, :, at_q],
-                q[:, :, at_q],
-                k[:, :, at_kv],
-                v[:, :, at_kv],
-                out[:, :, at_q],
-                lse[:, :, at_q],
-                0.0,
-                entries.causal,
-                scale=scale,
-            )
-            for grad, part, at in zip((dq, dk, dv), parts, (at_q, at_kv, at_kv), strict=True):
-                grad[:, :, at] = part
+            rows = grad_out[:, :, at_q], q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv], out[:, :, at_q], lse[:, :, at_q]
+            dq[:, :, at_q], dk[:, :, at_kv], dv[:, :, at_kv] = self._backward(*rows, entries.causal, scale)
         return dq, dk, dv
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class CpuFlashKernel(_EntrywiseKernel):
+    """torch's blocked CPU attention; native GQA, fp64 to bf16."""
+
+    name = "aten flash for CPU"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    def _backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 
 
 class CudaFlashKernel:
@@ -200,44 +209,28 @@ class CudaFlashKernel:
         return dq, dk, dv
 
 
-class DenseKernel:
+class DenseKernel(_EntrywiseKernel):
     """Plain torch, one score matrix an entry: any device and dtype, O(L²) memory. The fallback and the yardstick."""
 
     name = "dense"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for at_q, at_kv in entries.compact():
-            scores = self._scores(q[:, :, at_q], k[:, :, at_kv], entries.causal, scale)
-            lse[:, :, at_q] = scores.logsumexp(-1)
-            weights = (scores - lse[:, :, at_q, None]).exp()
-            out[:, :, at_q] = (weights @ _repeat_heads(v[:, :, at_kv], q).to(weights)).to(out.dtype)
-        return out, lse
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, causal, scale)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None]).exp()
+        return (weights @ _repeat_heads(v, q).to(weights)).to(q.dtype), lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        entries: Entries,
-        scale: float,
+    def _backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for at_q, at_kv in entries.compact():
-            scores = self._scores(q[:, :, at_q], k[:, :, at_kv], entries.causal, scale)
-            weights = (scores - lse[:, :, at_q, None]).exp()
-            grad = grad_out[:, :, at_q].to(weights)
-            delta = (grad * out[:, :, at_q].to(weights)).sum(-1, keepdim=True)
-            grad_weights = grad @ _repeat_heads(v[:, :, at_kv], q).to(weights).transpose(-1, -2)
-            grad_scores = weights * (grad_weights - delta) * scale
-            dq[:, :, at_q] = (grad_scores @ _repeat_heads(k[:, :, at_kv], q).to(weights)).to(dq.dtype)
-            dk[:, :, at_kv] = _sum_heads(grad_scores.transpose(-1, -2) @ q[:, :, at_q].to(weights), k).to(dk.dtype)
-            dv[:, :, at_kv] = _sum_heads(weights.transpose(-1, -2) @ grad, v).to(dv.dtype)
-        return dq, dk, dv
+        weights = (self._scores(q, k, causal, scale) - lse[..., None]).exp()
+        grad, out = grad.to(weights), out.to(weights)
+        grad_weights = grad @ _repeat_heads(v, q).to(weights).transpose(-1, -2)
+        grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) * scale
+        dq = grad_scores @ _repeat_heads(k, q).to(weights)
+        dk = _sum_heads(grad_scores.transpose(-1, -2) @ q.to(weights), k)
+        dv = _sum_heads(weights.transpose(-1, -2) @ grad, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
