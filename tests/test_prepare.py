@@ -208,11 +208,13 @@ def test_a_damaged_or_wrong_plan_is_replaced(run_flags, tmp_path, capsys):
     right, expected = path.read_bytes(), capsys.readouterr().out
     key = path.stem.removeprefix("plan-")
     packing, report = load_plan(path.parent, key)
-    other = plan_packing(LENGTHS, 256, overlong="split")
+    lengths = np.bincount(packing.indices, packing.stops - packing.starts).astype(np.int64)
+    other, fewer = (plan_packing(some, 256, overlong="split") for some in (LENGTHS, lengths[:-1]))
     lying = Packing(**vars(packing) | {"indices": np.zeros_like(packing.indices)})
     for spoil in (
         lambda: path.write_bytes(b"no zip"),
         lambda: save_plan(path.parent, key, *other),
+        lambda: save_plan(path.parent, key, *fewer),
         lambda: save_plan(path.parent, key, lying, report),
     ):
         spoil()
