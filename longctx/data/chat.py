@@ -52,7 +52,7 @@ class ChatEncoder(Encoder):
         for column in kind_columns(self.kind):
             check_chat(record[column], column, name_record(index))
             chats.append(to_chatml(record[column]))
-        options = self._template_options(record)
+        options = self._template_options(record, index)
         out = self._apply([message for chat in chats for message in chat], index, options, self.assistant_only)
         ids = np.asarray(out["input_ids"], dtype=np.int64)
         labels = ids
@@ -69,10 +69,21 @@ class ChatEncoder(Encoder):
             labels = np.where(mask, labels, IGNORE_INDEX)
         return ids, labels
 
-    def _template_options(self, record: dict[str, Any]) -> dict[str, Any]:
+    def _template_options(self, record: dict[str, Any], index: int) -> dict[str, Any]:
         tools = record.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        return {"chat_template": self.chat_template, "tools": tools, **(record.get("chat_template_kwargs") or {})}
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{name_record(index)}: 'tools' is no JSON ({error}): {str(tools)[:60]!r}. Correct or remove it."
+            ) from None
+        keywords = record.get("chat_template_kwargs") or {}
+        if not isinstance(keywords, dict):
+            raise DataError(
+                f"{name_record(index)}: 'chat_template_kwargs' is {str(keywords)[:60]!r}; expected an object of names "
+                "and values. Correct or remove it."
+            )
+        return {"chat_template": self.chat_template, "tools": tools, **keywords}
 
     def _apply(self, chat: list, index: int, options: dict[str, Any], assistant_mask: bool) -> Mapping[str, Any]:
         from jinja2 import TemplateError
@@ -86,7 +97,7 @@ class ChatEncoder(Encoder):
                 tokenizer_kwargs={"verbose": False},
                 **options,
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
             raise DataError(
                 f"{name_record(index)}: the chat template refuses its messages ({error}). Correct or remove it."
             ) from error

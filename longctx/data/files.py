@@ -17,6 +17,9 @@ from longctx.data.json_records import JsonRecords
 from longctx.data.kinds import record_kind
 from longctx.data.text_files import STDLIB, TextFiles
 
+_CONTINUATION = b"\xff\xff\xff\xff"
+_END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
+
 Loader = Callable[[], Dataset]
 
 _JSON_SUFFIXES = (".jsonl", ".json")
@@ -73,8 +76,13 @@ def load_generated(records: JsonRecords | TextFiles) -> Dataset:
     try:
         return Dataset.from_generator(records, features=records.features, fingerprint=fingerprint)
     except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, DataError):
-            raise error.__cause__ from None
+        cause = error.__cause__
+        if isinstance(cause, DataError):
+            raise cause from None
+        if isinstance(cause, ValueError | RecursionError | pa.ArrowException):  # such as lists nested too deeply
+            raise DataError(
+                f"{name_files(records.files)}: a record cannot be stored ({cause}). Correct or remove it."
+            ) from error
         raise
 
 
@@ -128,7 +136,21 @@ def _inspect_arrow(source: pa.NativeFile) -> tuple[pa.Schema, bool]:
     """The same for an open Arrow file, which may be of the stream or the file format."""
     try:
         stream = pa.ipc.open_stream(source)
-        return stream.schema, any(batch.num_rows for batch in stream)
     except pa.ArrowInvalid:
         reader = pa.ipc.open_file(source)
         return reader.schema, any(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
+    num_rows = sum(batch.num_rows for batch in stream)
+    _check_end_of_stream(source)
+    return stream.schema, num_rows > 0
+
+
+def _check_end_of_stream(source: pa.NativeFile) -> None:
+    """Refuse what a reader takes for a whole stream: one cut off between two batches, or with another one behind it."""
+    end, size = source.tell(), source.size()
+    if end < size:
+        raise pa.ArrowInvalid(f"{size - end} bytes follow the end of its stream, at byte {end}")
+    source.seek(0)
+    if source.read(len(_CONTINUATION)) == _CONTINUATION:  # else a stream of before Arrow 0.15, whose end is four zeros
+        source.seek(size - len(_END_OF_STREAM))
+        if source.read() != _END_OF_STREAM:
+            raise pa.ArrowInvalid("its stream has no end: it was cut off, or is still being written")
