@@ -179,6 +179,6 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
     return (
-        f"step 1 matched one device to {difference:.0e} "
+        f"step 1 matched one device {'in fp32 ' if trainer.args.bf16 else ''}to {difference:.0e} "
         f"(loss {logged['loss']:.6f} and {loss:.6f}, gradient norm {logged['grad_norm']:.6f} and {grad_norm:.6f})"
     )

@@ -100,7 +100,7 @@ def all_cases():
             if heads[0] % ulysses:
                 continue
             for pack_name, lengths in PACKS.items():
-                for dtype in TOLERANCE:
+                for dtype in [torch.float64] if world_size == 8 else TOLERANCE:  # fp32 adds nothing new, but time
                     case = sharded_case(backend, groups, padded(lengths, 2 * world_size), heads, dtype)
                     errors[f"{backend} {ring}×{ulysses}", heads_name, pack_name, dtype] = max(case)
     return errors
