@@ -152,6 +152,16 @@ def test_calling_the_model_without_a_cut_batch_is_refused():
     assert model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, model.config.vocab_size)
 
 
+def test_a_cut_that_did_not_happen_stops_the_first_step():
+    from longctx.tiny import tiny_model
+
+    model, sequence = longctx.parallelize(tiny_model(), sp=1)
+    shard = sequence.shard(packed_batch(8))
+    shard.context.local_length //= 2  # as if two ranks shared the row, while the model gets all of it
+    with pytest.raises(AssertionError, match=r"attention sees 240 tokens where this rank's shard has 120"):
+        model(**shard.inputs)
+
+
 def test_rows_of_packed_data_can_be_collated_and_cut():
     from datasets import Dataset
 
