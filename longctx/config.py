@@ -56,7 +56,7 @@ MINIMUM_VERSIONS = {
 }
 """Oldest releases each engine is tested with, besides those every run needs."""
 
-REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.14.0", "transformers": "5.17.0", "trl": "1.15.0"}
+REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.14.0", "transformers": "5.17.0", "trl": "1.16.0"}
 
 KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Transformers' names, and hub kernels besides: all ask for attention that keeps packed documents apart, which the
@@ -169,6 +169,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     _check_engine(engine, zero_stage, dims)
     _check_fsdp1(engine, use_cpu)
     settings["bf16"] = _precision(flags, profile, use_cpu)
+    notes += _precision_notes(settings, engine, use_cpu)
     _take_from_profile(flags, profile, settings, notes)
     _checkpoint_once(flags, profile, settings, notes)
     _check_counts(settings)
@@ -333,7 +334,8 @@ def _world_size(
     flags: Flags, profile: LaunchProfile, env: Mapping[str, str], *, sp: int, dp_replicate: int, use_cpu: bool
 ) -> int:
     if profile.launched:
-        world_size, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
+        world_size = int(env["WORLD_SIZE"])
+        local = int(env.get("LOCAL_WORLD_SIZE", 0))  # launchers that do not say also give each process its GPU
         if flags.num_processes not in (None, world_size):
             raise ValueError(
                 f"--num_processes {flags.num_processes} contradicts the launcher, which started {world_size}."
@@ -412,6 +414,16 @@ def _precision(flags: Flags, profile: LaunchProfile, use_cpu: bool) -> bool:
     if given is not None:
         return bool(given)
     return profile.mixed_precision == "bf16" or not use_cpu
+
+
+def _precision_notes(settings: Mapping[str, Any], engine: str, use_cpu: bool) -> list[str]:
+    """What the chosen precision costs, where a user may not expect it."""
+    notes = []
+    if settings["dtype"] != "float32" and engine == "none":
+        notes.append(f"--dtype {settings['dtype']}: one process keeps no fp32 copy of the weights, as the engines do")
+    if not use_cpu and not settings["bf16"]:
+        notes.append("fp32 on a GPU: attention is computed densely, in memory that grows with the length squared")
+    return notes
 
 
 def _take_from_profile(flags: Flags, profile: LaunchProfile, settings: dict[str, Any], notes: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -98,7 +99,17 @@ def sequence_groups(dims: ParallelDims, device_type: str) -> SequenceGroups:
     whole = init_device_mesh(device_type, (dims.dp, dims.sp), mesh_dim_names=("dp", "sp"))
     if 1 in (dims.ring, dims.ulysses):
         group = whole["sp"].get_group()
+        _meet(device_type, group)
         return SequenceGroups(group, group, group)
     axes = (dims.dp, dims.ring, dims.ulysses)
     parts = init_device_mesh(device_type, axes, mesh_dim_names=("dp", "ring", "ulysses"))
-    return SequenceGroups(whole["sp"].get_group(), parts["ring"].get_group(), parts["ulysses"].get_group())
+    groups = [whole["sp"].get_group(), parts["ring"].get_group(), parts["ulysses"].get_group()]
+    _meet(device_type, *groups)
+    return SequenceGroups(*groups)
+
+
+def _meet(device_type: str, *groups: dist.ProcessGroup) -> None:
+    """Make NCCL's communicators while all ranks are here: in a ring's first hop, some may have nothing to send."""
+    if device_type == "cuda":
+        for group in groups:
+            dist.all_reduce(torch.zeros(1, device=device_type), group=group)

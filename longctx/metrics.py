@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from longctx.attention.support import head_size
 from longctx.batch import BatchLayout
 from longctx.data import IGNORE_INDEX
 
@@ -26,8 +27,7 @@ class StepMetrics:
         self.peak_flops = next((peak for key, peak in PEAK_FLOPS.items() if key in _device_name(device)), None)
         self.num_parameters = num_parameters
         text = config.get_text_config()
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_dim
+        self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
         self.total_tokens = 0
         self._reset()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -94,18 +95,27 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The weights, for training, with a configuration of their own. Attention is put in place afterwards."""
+    """The weights, for training, with a configuration of their own. Attention is put in place afterwards.
+
+    Raises:
+        ValueError: if there are no weights, or a file of them is damaged.
+    """
     config = copy.deepcopy(config)
     if name == TINY:
         return tiny_model(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), config=config)
-    return AutoModelForCausalLM.from_pretrained(
-        name,
-        config=config,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        attn_implementation="sdpa",
-    )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="sdpa",
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"The weights of --model_name_or_path {name} cannot be read: {error}. Complete the folder, or get it again."
+        ) from error
 
 
 def count_parameters(model: PreTrainedModel) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -110,7 +111,7 @@ def parallelize(
         sp_backend: auto, ulysses, ring, gather or hybrid.
         ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
         dp_replicate: copies of the sharded model.
-        device: where batches go; the model's where None.
+        device: where batches go. Where None, this rank's GPU if the process group runs on GPUs, else the model's.
 
     Returns:
         The model, and the object that shards batches and reduces the loss.
@@ -123,6 +124,13 @@ def parallelize(
     choice = choose_backend(sp_backend, sp, num_heads(model.config)[0], ring_size)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     dims = ParallelDims.arrange(world_size, ring=choice.ring, ulysses=choice.ulysses, dp_replicate=dp_replicate)
-    device = device or next(model.parameters()).device
+    device = device or _device_of_this_rank(model)
     install(model)
     return model, SequenceParallel(dims, BACKENDS[choice.name], sequence_groups(dims, device.type), device)
+
+
+def _device_of_this_rank(model: PreTrainedModel) -> torch.device:
+    """FSDP2 and DeepSpeed move a model to the rank's GPU when they wrap it, which is later."""
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return next(model.parameters()).device

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from longctx.attention.kernels import choose_kernel
+from longctx.attention.support import head_size
 from longctx.collate import SequenceCollator
 from longctx.config import Run
 from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
@@ -50,7 +51,7 @@ def prepare(run: Run) -> PreparedRun:
     args = SFTConfig(**run.training_arguments() | _replicas(run))
     if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
         args._n_gpu = 1
-    tokenizer = together(lambda: _tokenizer(settings))
+    tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
     return PreparedRun(run=run, args=args, tokenizer=tokenizer, data=data)
 
@@ -61,10 +62,10 @@ def prepare_data(run: Run) -> TrainingRows:
     Raises:
         ValueError: for data that cannot be trained on as asked.
     """
-    return prepare_rows(run.settings, _tokenizer(run.settings), run.model_config)
+    return prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
 
 
-def _tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def _tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(
         settings["model_name_or_path"],
         revision=settings["model_revision"],
@@ -75,19 +76,36 @@ def _tokenizer(settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
             if settings[kind] not in tokenizer.get_vocab():
                 raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Name one that is.")
             setattr(tokenizer, kind, settings[kind])
+    vocab_size = model_config.get_text_config().vocab_size
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocab_size:
+        raise ValueError(
+            f"The tokenizer's pad token {tokenizer.pad_token!r} has number {tokenizer.pad_token_id}, and the model has "
+            f"embeddings for 0 to {vocab_size - 1}. Name a token that both have with --pad_token."
+        )
     return tokenizer
 
 
-def fit(prepared: PreparedRun) -> SequenceTrainer:
-    """Load the weights, train, and save the model and trainer_state.json in output_dir."""
-    run, args, settings = prepared.run, prepared.args, prepared.run.settings
-    model = load_model(
-        settings["model_name_or_path"],
-        run.model_config,
-        dtype=settings["dtype"],
-        revision=settings["model_revision"],
-        trust_remote_code=settings["trust_remote_code"],
+def load(prepared: PreparedRun) -> PreTrainedModel:
+    """Read the weights, on all ranks together.
+
+    Raises:
+        ValueError: if they cannot be read.
+    """
+    settings = prepared.run.settings
+    return together(
+        lambda: load_model(
+            settings["model_name_or_path"],
+            prepared.run.model_config,
+            dtype=settings["dtype"],
+            revision=settings["model_revision"],
+            trust_remote_code=settings["trust_remote_code"],
+        )
     )
+
+
+def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
+    """Train, and save the model and trainer_state.json in output_dir."""
+    run, args, settings = prepared.run, prepared.args, prepared.run.settings
     model, sequence = parallelize(
         model,
         run.dims.sp,
@@ -117,7 +135,7 @@ def fit(prepared: PreparedRun) -> SequenceTrainer:
     trainer.train()
     trainer.save_state()
     _save_whole_model(trainer)
-    if run.is_demo and sequence.rank == 0:
+    if run.is_demo and sequence.rank == 0 and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer
 
@@ -154,7 +172,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sequences = micro * dims.dp * accumulation
     length = settings["max_length"]
-    kernel = choose_kernel(args.device, torch.bfloat16 if args.bf16 else model.dtype)
+    kernel = choose_kernel(args.device, torch.bfloat16 if args.bf16 else model.dtype, head_size(model.config))
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     return [
         f"packing   {prepared.data.report}",
@@ -176,7 +194,7 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     ]
     model = load_model(run.settings["model_name_or_path"], run.model_config)
     loss, grad_norm = single_device_step(model, batches)
-    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    logged = trainer.state.log_history[1]  # after the packing report
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
     return (
         f"step 1 matched one device {'in fp32 ' if trainer.args.bf16 else ''}to {difference:.0e} "

@@ -43,11 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
         return spawn(run.dims.world_size, arguments)
 
-    from longctx.run import finish, fit, prepare
+    from longctx.run import finish, fit, load, prepare
     from longctx.turns import RefusedTogether, leave_together
 
     try:
         prepared = prepare(run)
+        model = load(prepared)
     except RefusedTogether as error:
         if error.is_mine:
             refuse(error)
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR
-    fit(prepared)
+    fit(prepared, model)
     finish()
     return 0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
@@ -68,6 +70,7 @@ class SequenceTrainer(SFTTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        _keep_sums_in_fp32(self.accelerator)
         if report is not None:
             self.add_callback(_PackingEntry(report))
 
@@ -131,6 +134,7 @@ class SequenceTrainer(SFTTrainer):
             f"{shard.context.calls} of {layers} attention layers went through longctx; the others would not see "
             "the other ranks' tokens"
         )
+        assert log_probs.dtype.itemsize >= 4, f"per-token losses are {log_probs.dtype}; their sum would be rounded"
         assert log_probs.shape == (1, shard.layout.local_length), (
             f"the model's output has shape {tuple(log_probs.shape)}, expected one row of {shard.layout.local_length} "
             f"tokens: {shard.layout.num_tokens} over sp {shard.layout.sp}"
@@ -155,6 +159,17 @@ class _PackingEntry(TrainerCallback):
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not any(entry.get("packing") == self.report for entry in state.log_history):  # a resumed run has it
             state.log_history.append({"step": state.global_step, "packing": self.report})
+
+
+def _keep_sums_in_fp32(accelerator: Accelerator) -> None:
+    """FSDP2 under bf16: per-token losses come out as computed, and gradients add up over micro-batches in fp32.
+
+    accelerate's policy casts what the model returns to bf16, and with it the scale of the whole gradient.
+    """
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if policy is not None and plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
 class _CountingCollator:

@@ -287,7 +287,7 @@ def trained_losses(arguments):
     """{case: [(loss, gradient norm) of each step]} on this process group, or on one process."""
     from accelerate.state import AcceleratorState
 
-    from longctx.run import fit, prepare
+    from longctx.run import fit, load, prepare
 
     environment, results = dict(os.environ), {}
     for case, given in TRAINED.items():
@@ -295,7 +295,8 @@ def trained_losses(arguments):
         for name in set(os.environ) - set(environment):
             del os.environ[name]
         flags = parse_flags([*arguments, *STEPS.split(), *given.split(), "--logging_steps", "1"])
-        log = fit(prepare(resolve(flags, read_profile(), os.environ))).state.log_history
+        prepared = prepare(resolve(flags, read_profile(), os.environ))
+        log = fit(prepared, load(prepared)).state.log_history
         results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
     return results
 

@@ -515,10 +515,11 @@ def test_contradiction_in_a_launch_is_one_line_before_the_processes_meet(data, t
 
 def stock_sharding(arguments):
     """Train in this process; returns what accelerate knows of sequence parallelism, and the variables left over."""
-    from longctx.run import fit, prepare
+    from longctx.run import fit, load, prepare
 
     run = resolve(parse_flags(arguments), read_profile(), os.environ)
-    accelerator = fit(prepare(run)).accelerator
+    prepared = prepare(run)
+    accelerator = fit(prepared, load(prepared)).accelerator
     config = accelerator.parallelism_config
     degrees = (config.cp_size, config.sp_size, config.tp_size) if config is not None else (1, 1, 1)
     return run.dims.sp, degrees, [name for name in os.environ if "PARALLELISM_CONFIG" in name]

@@ -6,6 +6,7 @@ another order on several ranks, about 1e-7 a step; AdamW divides by the root of 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -76,7 +77,7 @@ def run_cases(cases):
     from longctx.config import resolve
     from longctx.flags import parse_flags
     from longctx.launch.profile import read_profile
-    from longctx.run import fit, prepare
+    from longctx.run import fit, load, prepare
 
     environment = dict(os.environ)
     results = {}
@@ -85,7 +86,8 @@ def run_cases(cases):
         for name in set(os.environ) - set(environment):
             del os.environ[name]
         run = resolve(parse_flags(arguments), read_profile(), os.environ)
-        log = fit(prepare(run)).state.log_history
+        prepared = prepare(run)
+        log = fit(prepared, load(prepared)).state.log_history
         results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
     return results
 
@@ -105,25 +107,25 @@ def check(results, reference, case, start, parity_table):
     assert run <= 1e-4
 
 
-DEGREES = [("ring", 1), ("ulysses", 2), ("ring", 2), ("ulysses", 4), ("ring", 4), ("gather", 4), ("hybrid", 4)]
+GROUPS = [("ring", 1), ("ulysses", 2), ("ring", 2), ("ulysses", 4), ("ring gather hybrid", 4)]
 
 
-@pytest.mark.parametrize(("backend", "sp"), DEGREES, ids=str)
-def test_training_equals_one_process(backend, sp, models, tmp_path, parity_table):
+@pytest.mark.parametrize(("backends", "sp"), GROUPS, ids=str)
+def test_training_equals_one_process(backends, sp, models, tmp_path, parity_table):
     """Backend × sp × {packed, padded, one long document} × heads; at sp 1 all are the local kernel."""
     cases, references = {}, {}
-    for heads_name, heads in HEADS.items():
-        for shape, (lengths, flags) in SHAPES.items():
-            if backend == "ulysses" and heads[0] % sp:
-                continue  # refused: test_ulysses_says_why_heads_do_not_fit
-            if backend in ("gather", "hybrid") and heads_name == "MQA 4:1":
-                continue  # the ring and Ulysses have it; these two put the same parts together
-            case = f"{backend} sp {sp}, {shape}, {heads_name}"
-            documents = make_documents(lengths)
-            data = write_jsonl(tmp_path / f"{len(cases)}.jsonl", documents)
-            cases[case] = [*COMMON, *flags, "--sp", str(sp), "--sp_backend", backend, "--dataset_name", data]
-            cases[case] += ["--model_name_or_path", models[heads_name], "--output_dir", str(tmp_path / "out")]
-            references[case] = train_reference(models[heads_name], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    for backend, heads_name, shape in itertools.product(backends.split(), HEADS, SHAPES):
+        if backend == "ulysses" and HEADS[heads_name][0] % sp:
+            continue  # refused: test_ulysses_says_why_heads_do_not_fit
+        if backend in ("gather", "hybrid") and heads_name == "MQA 4:1":
+            continue  # the ring and Ulysses have it; these two put the same parts together
+        lengths, flags = SHAPES[shape]
+        case = f"{backend} sp {sp}, {shape}, {heads_name}"
+        documents = make_documents(lengths)
+        data = write_jsonl(tmp_path / f"{len(cases)}.jsonl", documents)
+        cases[case] = [*COMMON, *flags, "--sp", str(sp), "--sp_backend", backend, "--dataset_name", data]
+        cases[case] += ["--model_name_or_path", models[heads_name], "--output_dir", str(tmp_path / "out")]
+        references[case] = train_reference(models[heads_name], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in run_ranks(sp, f"{__name__}:run_cases", cases)[0].items():
         check(results, references[case], case, "torchrun", parity_table)
 

@@ -242,11 +242,12 @@ class DenseKernel(_EntrywiseKernel):
         return scores
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The fastest exact kernel for tensors of this device and dtype."""
+def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The fastest exact kernel for tensors of this device, dtype and head size."""
     if device.type == "cpu":
         return CpuFlashKernel()
-    if device.type == "cuda" and dtype in FLASH_DTYPES:
+    fits_flash = dtype in FLASH_DTYPES and head_dim % 8 == 0 and head_dim <= 256
+    if device.type == "cuda" and fits_flash and torch.cuda.get_device_capability(device) >= (8, 0):
         return CudaFlashKernel()
     return DenseKernel()
 
@@ -256,7 +257,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: floa
 
     q [1, H, S, D]; k, v [1, K, S', D] -> out [1, H, N, D] and lse [1, H, N], compact in entry order.
     """
-    kernel = choose_kernel(q.device, q.dtype)
+    kernel = choose_kernel(q.device, q.dtype, q.shape[-1])
     return kernel.forward(take(q, entries.q_rows), take(k, entries.kv_rows), take(v, entries.kv_rows), entries, scale)
 
 
@@ -274,7 +275,7 @@ def block_backward(
 
     Returns dq [1, H, N, D], dk and dv [1, K, M, D], compact in entry order.
     """
-    kernel = choose_kernel(q.device, q.dtype)
+    kernel = choose_kernel(q.device, q.dtype, q.shape[-1])
     grad_out, q, out, lse = (take(x, entries.q_rows) for x in (grad_out, q, out, lse))
     return kernel.backward(grad_out, q, take(k, entries.kv_rows), take(v, entries.kv_rows), out, lse, entries, scale)
 

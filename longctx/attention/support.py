@@ -133,3 +133,9 @@ def _rope(config: PretrainedConfig) -> Iterator[str]:
                 f"rope_type is {kind!r}, whose frequencies depend on the longest position a rank sees. "
                 f"Use one of {', '.join(POSITION_INDEPENDENT_ROPE)}."
             )
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Size D of every attention head."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -111,7 +111,14 @@ def _launched(env: Mapping[str, str]) -> bool:
 
 def _check_connected(env: Mapping[str, str]) -> None:
     """On the CPU, accelerate starts one process on each machine, or leaves it to mpirun: each would train alone."""
-    if _launched(env) or not _flag(env, "ACCELERATE_USE_CPU"):
+    if _launched(env):
+        return
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise ValueError(
+            f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks, which nobody connects: each would train alone. Start "
+            "one task a node, and in it torchrun or accelerate launch: srun --ntasks-per-node 1 torchrun …"
+        )
+    if not _flag(env, "ACCELERATE_USE_CPU"):
         return
     by_mpi = next((env[name] for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") if name in env), "1")
     address = env.get("MASTER_ADDR", "localhost")
