@@ -81,9 +81,16 @@ def test_dp_replicate_does_not_divide(refused):
 def test_more_ranks_than_devices(refused, monkeypatch):
     monkeypatch.setattr("longctx.config.device_count", lambda: 2)
     refused("--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
     refused("--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # a launcher that does not say: one GPU for each process, perhaps
+    assert main(["--sp", "4", "--dry_run"]) == 0
+
+
+def test_srun_tasks_that_nobody_connects(refused, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    refused("--sp", "4", parts=("srun started 4 tasks", "torchrun"))
 
 
 def test_launcher_and_num_processes_disagree(refused, monkeypatch):
@@ -344,6 +351,26 @@ def test_data_that_cannot_be_trained_on(case, tmp_path, folder_without_weights, 
     path.write_text(content)
     given = ("--model_name_or_path", folder_without_weights, "--dataset_name", str(path), "--use_cpu")
     refused(*given, *arguments, parts=parts)
+
+
+def test_pad_token_that_the_model_lacks(tmp_path, refused):
+    """The pad token is a part of every padded batch, whatever the documents hold."""
+    config = tiny_config()
+    config.vocab_size = 250
+    config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "data.jsonl").write_text(lines(IDS))
+    given = ("--model_name_or_path", str(tmp_path), "--dataset_name", str(tmp_path / "data.jsonl"), "--use_cpu")
+    refused(*given, parts=("'<|pad|>' has number 257", "0 to 249", "--pad_token"))
+
+
+def test_weights_that_are_not_there(tmp_path, folder_without_weights, refused, monkeypatch):
+    from longctx.model import load_model
+
+    monkeypatch.setattr("longctx.run.load_model", load_model)
+    (tmp_path / "data.jsonl").write_text(lines(*TEXT))
+    given = ("--model_name_or_path", folder_without_weights, "--dataset_name", str(tmp_path / "data.jsonl"))
+    refused(*given, "--use_cpu", parts=(folder_without_weights, "weights", "cannot be read"))
 
 
 def test_data_that_cannot_be_read(tmp_path, folder_without_weights, refused):
