@@ -50,13 +50,13 @@ DEFAULTS = {"packing": True, "max_length": None}
 
 MINIMUM_VERSIONS = {
     "deepspeed": {"deepspeed": "0.19.0"},
-    "fsdp2": {"accelerate": "1.14.0"},
-    "fsdp1": {"accelerate": "1.14.0"},
+    "fsdp2": {"accelerate": "1.15.0"},
+    "fsdp1": {"accelerate": "1.15.0"},
     "none": {},
 }
 """Oldest releases each engine is tested with, besides those every run needs."""
 
-REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.14.0", "transformers": "5.17.0", "trl": "1.16.0"}
+REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.15.0", "transformers": "5.17.0", "trl": "1.16.0"}
 
 KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Transformers' names, and hub kernels besides: all ask for attention that keeps packed documents apart, which the
