@@ -37,11 +37,6 @@ class BatchLayout:
         """T/P, the tokens each rank holds."""
         return self.num_tokens // self.sp
 
-    @property
-    def imbalance(self) -> float:
-        """Maximum over mean of the ranks' attention work; exchanging heads for tokens is always even."""
-        return self.plan.imbalance if self.plan is not None else 1.0
-
 
 class AttentionContext:
     """What attention needs to know of the batch; travels through the model as keyword `sequence`.

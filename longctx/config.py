@@ -48,13 +48,8 @@ DEMO = {
 DEFAULTS = {"packing": True, "max_length": None}
 """Where a run of one's own differs from SFTConfig; max_length None stands for the model's context length."""
 
-MINIMUM_VERSIONS = {
-    "deepspeed": {"deepspeed": "0.19.0"},
-    "fsdp2": {"accelerate": "1.15.0"},
-    "fsdp1": {"accelerate": "1.15.0"},
-    "none": {},
-}
-"""Oldest releases each engine is tested with, besides those every run needs."""
+MINIMUM_VERSIONS = {"deepspeed": {"deepspeed": "0.19.0"}}
+"""Oldest releases an engine is tested with, besides those every run needs."""
 
 REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.15.0", "transformers": "5.17.0", "trl": "1.16.0"}
 
@@ -87,6 +82,8 @@ class Run:
     engine: str
     """deepspeed, fsdp2, fsdp1 or none (one process)."""
     engine_reason: str
+    promotes_engine: bool
+    """Whether the launcher named no engine, so that we tell accelerate of ours."""
     zero_stage: int | None
     use_cpu: bool
     launched: bool
@@ -98,19 +95,13 @@ class Run:
         """Whether this one process has to start the others."""
         return not self.launched and self.dims.world_size > 1
 
-    @property
-    def promotes_engine(self) -> bool:
-        """Whether the launcher named no engine, so that we do."""
-        return self.engine in ("deepspeed", "fsdp2") and "profile" not in self.engine_reason
-
     def training_arguments(self) -> dict[str, Any]:
         """Keywords for SFTConfig."""
         chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
         chosen["use_cpu"] = self.use_cpu
         chosen["pad_token"] = None  # the tokenizer has it already; TRL warns of the flag
         if self.use_cpu and self.dims.world_size > 1:  # the state that launch.engines.start_on_cpu made
-            config = chosen.get("accelerator_config") or {}
-            chosen["accelerator_config"] = {**config, "use_configured_state": True}
+            chosen["accelerator_config"] = {"use_configured_state": True}
         return chosen
 
     def describe(self) -> list[str]:
@@ -164,7 +155,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     dims = ParallelDims.arrange(world_size, ring=backend.ring, ulysses=backend.ulysses, dp_replicate=dp_replicate)
     _check_dp_shard(profile, dims)
     engine, engine_reason = _engine(flags, profile, backend, dims)
-    _check_versions(MINIMUM_VERSIONS[engine], f"the {engine} engine")
+    _check_versions(MINIMUM_VERSIONS.get(engine, {}), f"the {engine} engine")
     zero_stage = (3 if profile.zero_stage is None else profile.zero_stage) if engine == "deepspeed" else None
     _check_engine(engine, zero_stage, dims)
     _check_fsdp1(engine, use_cpu)
@@ -185,6 +176,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
         backend=backend,
         engine=engine,
         engine_reason=engine_reason,
+        promotes_engine=profile.engine is None and engine != "none",
         zero_stage=zero_stage,
         use_cpu=use_cpu,
         launched=profile.launched,

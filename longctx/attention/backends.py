@@ -92,8 +92,7 @@ def choose_backend(name: str, sp: int, num_heads: int, ring_size: int | None = N
         return BackendChoice(name="ulysses", ring=1, ulysses=sp, reason=why)
     if name == "ulysses":
         raise ValueError(heads_message(num_heads, sp))
-    legal = ", ".join(map(str, legal_sizes(num_heads, num_heads)))
-    why = f"auto: {num_heads} heads do not divide over sp {sp} (Ulysses could use sp {legal})"
+    why = f"auto: {num_heads} heads do not divide over sp {sp} (Ulysses could use sp {legal_sizes(num_heads)})"
     ring = _hybrid_ring(sp, num_heads)
     return _product(ring, sp // ring, why)
 

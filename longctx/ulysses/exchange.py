@@ -16,9 +16,9 @@ from torch import Tensor
 from longctx.attention.kernels import varlen_attention
 
 
-def legal_sizes(num_heads: int, limit: int) -> list[int]:
-    """Numbers of ranks up to `limit` over which the query heads divide evenly."""
-    return [size for size in range(1, min(num_heads, limit) + 1) if num_heads % size == 0]
+def legal_sizes(num_heads: int) -> str:
+    """Numbers of ranks over which the query heads divide evenly, for messages: `1, 2, 4`."""
+    return ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
 
 
 def key_value_copies(num_heads: int, num_key_value_heads: int, world_size: int) -> int:
@@ -118,8 +118,7 @@ def exchange_attention(
 
 def heads_message(num_heads: int, sp: int) -> str:
     """Why Ulysses cannot spread this many heads, and what it can do."""
-    legal = ", ".join(map(str, legal_sizes(num_heads, num_heads)))
     return (
         f"Ulysses gives every rank whole attention heads, and {num_heads} heads cannot be divided by sp {sp}. "
-        f"Use one of --sp {legal}, or --sp_backend ring, which works with any number of heads."
+        f"Use one of --sp {legal_sizes(num_heads)}, or --sp_backend ring, which works with any number of heads."
     )
