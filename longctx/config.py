@@ -17,7 +17,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 from trl import SFTConfig
 
-from longctx.attention.backends import BackendChoice, choose_backend
+from longctx.attention.choice import BackendChoice, choose_backend
 from longctx.attention.support import check_model, num_heads
 from longctx.flags import Flags
 from longctx.launch.processes import device_count

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longctx.attention.backends import BACKENDS, Attend, choose_backend
+from longctx.attention.backends import BACKENDS, Attend
+from longctx.attention.choice import choose_backend
 from longctx.attention.interface import install
 from longctx.attention.support import check_model, num_heads
 from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
