@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longctx.attention.kernels import CpuFlashKernel, DenseKernel, Entries
 from longctx.ring import plan_ring, ring_attention
 from longctx.ulysses import exchange_attention, ulysses_attention
 from tests.workers import run_ranks
@@ -23,18 +22,31 @@ PACKS = {
     "odd lengths": [101, 3, 211, 5, 97, 63],
     "long and ones": [401] + [1] * 79,
 }
+# (window, whether there are sinks); None is full attention.
+KINDS = {
+    "full": (None, False),
+    "full, sinks": (None, True),
+    "window 1": (1, False),
+    "window 50, sinks": (50, True),
+    "window 137": (137, False),
+    "window beyond all": (5000, False),
+}
 # fp64 sums of a few hundred terms in another order; fp32 accordingly. Both are the bounds users are promised.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def dense_attention(q, k, v, lengths):
-    """The reference, written on its own: softmax over each document's lower triangle; q [H, S, D]."""
+def dense_attention(q, k, v, lengths, window=None, sinks=None):
+    """The reference, written on its own: softmax over each document's lower triangle; q [H, S, D], sinks [H]."""
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
     parts = []
     for q_doc, k_doc, v_doc in zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True):
         scores = q_doc @ k_doc.transpose(1, 2) / q.shape[-1] ** 0.5
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        parts.append(scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v_doc)
+        age = torch.arange(scores.shape[-1])[:, None] - torch.arange(scores.shape[-1])
+        visible = (age >= 0) & (age < (window or scores.shape[-1]))
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
+        parts.append(scores.softmax(-1)[..., : k_doc.shape[1]] @ v_doc)
     return torch.cat(parts, dim=1)
 
 
@@ -63,49 +75,59 @@ def subgroups(ring, ulysses):
     return mesh["ring"].get_group(), mesh["ulysses"].get_group()
 
 
-def attend(backend, groups, cu_seqlens):
+def attend(backend, groups, cu_seqlens, window=None):
     """(order of the tokens over the ranks, attention function) of "p2p", "gather", "ulysses" or "hybrid"."""
     ring_group, ulysses_group = groups
     plan = plan_ring(cu_seqlens, dist.get_world_size(ring_group))
     if backend == "ulysses":
-        return np.arange(cu_seqlens[-1]), lambda q, k, v: ulysses_attention(q, k, v, cu_seqlens, ulysses_group)
+        ulysses = partial(ulysses_attention, cu_seqlens=cu_seqlens, group=ulysses_group, window=window)
+        return np.arange(cu_seqlens[-1]), ulysses
     if backend == "hybrid":
-        ring = partial(ring_attention, plan=plan, group=ring_group)
-        return plan.permutation, lambda q, k, v: exchange_attention(q, k, v, ulysses_group, ring)
-    return plan.permutation, partial(ring_attention, plan=plan, group=ring_group, transport=backend)
+        ring = partial(ring_attention, plan=plan, group=ring_group, window=window)
+        return plan.permutation, partial(exchange_attention, group=ulysses_group, attend=ring)
+    return plan.permutation, partial(ring_attention, plan=plan, group=ring_group, transport=backend, window=window)
 
 
-def sharded_case(backend, groups, lengths, heads, dtype):
-    """Errors of out, dq, dk, dv on this rank, relative to the dense reference."""
+def sharded_case(backend, groups, lengths, heads, dtype, kind="full"):
+    """Errors of out, dq, dk, dv (and dsinks) on this rank, relative to the dense reference."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    window, has_sinks = KINDS[kind]
     *inputs, grad = make_inputs(lengths, heads, dtype)
-    order, attention = attend(backend, groups, np.cumsum([0, *lengths]))
+    order, attention = attend(backend, groups, np.cumsum([0, *lengths]), window)
     mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
     local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
-    out = attention(*local)
-    out.backward(grad[:, mine][None])
     reference = [x.clone().requires_grad_() for x in inputs]
-    expected = dense_attention(*reference, lengths)
+    sinks, expected_sinks = (
+        torch.linspace(-2, 3, heads[0], dtype=dtype).requires_grad_() if has_sinks else None for _ in range(2)
+    )
+    out = attention(*local, sinks=sinks)
+    out.backward(grad[:, mine][None])
+    expected = dense_attention(*reference, lengths, window, expected_sinks)
     expected.backward(grad)
     results = [out, *(x.grad for x in local)]
     references = [expected, *(x.grad for x in reference)]
-    return [relative_error(r[0], e[:, mine]) for r, e in zip(results, references, strict=True)]
+    errors = [relative_error(r[0], e[:, mine]) for r, e in zip(results, references, strict=True)]
+    if has_sinks:
+        dist.all_reduce(sinks.grad)  # every rank has the part of its own queries or heads
+        errors.append(relative_error(sinks.grad, expected_sinks.grad))
+    return errors
 
 
 def all_cases():
-    """Every backend × heads × pack × dtype on one process group; returns the worst error of each."""
+    """Every backend × kind × heads × pack × dtype on one process group; returns the worst error of each."""
     world_size, errors = dist.get_world_size(), {}
     for backend, (ring, ulysses) in factorisations(world_size):
         groups = subgroups(ring, ulysses)
-        for (heads_name, heads), (pack_name, lengths), dtype in itertools.product(
-            HEADS.items(), PACKS.items(), TOLERANCE
-        ):
-            if heads[0] % ulysses:
+        for kind, heads, pack, dtype in itertools.product(KINDS, HEADS, PACKS, TOLERANCE):
+            if HEADS[heads][0] % ulysses:
                 continue
-            if world_size == 8 and (dtype != torch.float64 or pack_name == "one-token documents"):
+            if world_size == 8 and (dtype != torch.float64 or pack == "one-token documents"):
                 continue  # adds nothing to 4 ranks but time
-            case = sharded_case(backend, groups, padded(lengths, 2 * world_size), heads, dtype)
-            errors[f"{backend} {ring}×{ulysses}", heads_name, pack_name, dtype] = max(case)
+            if kind != "full" and (heads != "GQA" or dtype != torch.float64):
+                continue  # windows and sinks do not know of either
+            lengths = padded(PACKS[pack], 2 * world_size)
+            case = sharded_case(backend, groups, lengths, HEADS[heads], dtype, kind)
+            errors[f"{backend} {ring}×{ulysses}", kind, heads, pack, dtype] = max(case)
     return errors
 
 
@@ -178,20 +200,3 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank():
         assert "expected [1, heads, 16, D]" in messages["tensors of another length"]
         assert "--sp 1, 3" in messages["heads"]
         assert "cu_seqlens ends at 20" in messages["boundaries"]
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_kernels_agree(causal):
-    """The CPU kernel and the plain one, forward and backward, with an outside out and lse."""
-    generator = torch.Generator().manual_seed(0)
-    ranges = np.array([[0, 5], [5, 30], [30, 31]])
-    kv_ranges = ranges if causal else np.array([[0, 9], [9, 10], [10, 31]])
-    q, grad = (torch.randn(1, 4, 31, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(1, 2, 31, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    entries = Entries(ranges, kv_ranges, causal)
-    results = []
-    for kernel in (CpuFlashKernel(), DenseKernel()):
-        out, lse = kernel.forward(q, k, v, entries, 0.3)
-        results.append((out, lse, *kernel.backward(grad, q, k, v, out * 0.5, lse + 1.0, entries, 0.3)))
-    for cpu, dense in zip(*results, strict=True):
-        torch.testing.assert_close(cpu, dense, rtol=1e-12, atol=1e-12)

@@ -1,7 +1,7 @@
 """Local attention kernels over packed segments; the only file that knows them.
 
 A kernel works on one flattened row and a list of entries. An entry pairs a range of queries with a range of
-keys: causal entries are the same tokens of one document on both sides, full entries attend all to all.
+keys: in causal entries the queries are the last of the keys' own tokens, full entries attend all to all.
 
 Shape legend: H query heads, K key/value heads (H a multiple of K), S tokens held, N tokens in entries, D head size.
 """
@@ -16,6 +16,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+
+MAX_QUERY_BLOCK = 512
+"""Queries a call where a window or a lead of keys needs a mask, which has this many rows."""
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -32,17 +35,26 @@ class Entries:
     kv_ranges: np.ndarray
     """int64 [n, 2]: the same for keys and values."""
     causal: bool
-    """Whether an entry is one document's own tokens in order, of which each sees those up to itself."""
+    """Whether a query sees the keys up to itself: query i of n those j of m >= n keys with j <= i + m - n."""
+    window: int | None = None
+    """Causal entries only: of those keys a query sees the last `window`, itself included (a model's sliding_window)."""
 
     def __post_init__(self) -> None:
         for name, ranges in (("q_ranges", self.q_ranges), ("kv_ranges", self.kv_ranges)):
             assert (ranges[:, 0] < ranges[:, 1]).all(), f"empty range in {name}: {ranges}"
+        if self.causal:
+            assert (np.diff(self.kv_ranges) >= np.diff(self.q_ranges)).all(), (
+                "a causal entry has fewer keys than queries"
+            )
+        if self.window is not None and (self.window < 1 or not self.causal):
+            kind = "causal" if self.causal else "full"
+            raise ValueError(f"A sliding window of {self.window} over {kind} entries: use 1 or more, over causal ones.")
 
     @classmethod
-    def of_documents(cls, cu_seqlens: np.ndarray) -> Entries:
+    def of_documents(cls, cu_seqlens: np.ndarray, window: int | None = None) -> Entries:
         """Causal entries of whole documents from their boundaries, int [n + 1]."""
         ranges = np.stack((cu_seqlens[:-1], cu_seqlens[1:]), axis=1).astype(np.int64)
-        return cls(ranges, ranges, causal=True)
+        return cls(ranges, ranges, causal=True, window=window)
 
     def __len__(self) -> int:
         return len(self.q_ranges)
@@ -109,15 +121,18 @@ class Kernel(Protocol):
         """Gradients of q, k, v; `out` and `lse` may be those of a wider softmax that these entries are a part of."""
 
 
-class _EntrywiseKernel:
-    """One call an entry, by `_forward` and `_backward` on the entry's own rows."""
+class _BlockwiseKernel:
+    """Call after call, by `_forward` and `_backward`: an entry each, or a block of its queries where it needs a mask.
+
+    A call has a causal flag, which is for as many keys as queries, or an additive mask [queries, keys], or neither.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for at_q, at_kv in entries.compact():
+        lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+        for at_q, at_kv, causal, mask in _calls(entries, q):
             rows = q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv]
-            out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, entries.causal, scale)
+            out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, causal, mask, scale)
         return out, lse
 
     def backward(
@@ -131,34 +146,47 @@ class _EntrywiseKernel:
         entries: Entries,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for at_q, at_kv in entries.compact():
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format, dtype=_wide(x)) for x in (k, v))
+        for at_q, at_kv, causal, mask in _calls(entries, q):
             rows = grad_out[:, :, at_q], q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv], out[:, :, at_q], lse[:, :, at_q]
-            dq[:, :, at_q], dk[:, :, at_kv], dv[:, :, at_kv] = self._backward(*rows, entries.causal, scale)
-        return dq, dk, dv
+            dq[:, :, at_q], *grads = self._backward(*rows, causal, mask, scale)
+            for total, grad in zip((dk, dv), grads, strict=True):
+                total[:, :, at_kv] += grad  # blocks of one entry share keys
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
 
-class CpuFlashKernel(_EntrywiseKernel):
+class CpuFlashKernel(_BlockwiseKernel):
     """torch's blocked CPU attention; native GQA, fp64 to bf16."""
 
     name = "aten flash for CPU"
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    def _forward(self, q, k, v, causal, mask, scale):
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
-    def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, grad, q, k, v, out, lse, causal, mask, scale):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 class CudaFlashKernel:
@@ -176,6 +204,7 @@ class CudaFlashKernel:
             entries.causal,
             False,
             scale=scale,
+            **_aten_window(entries),
         )
         return out.transpose(0, 1)[None], lse[None]
 
@@ -204,26 +233,25 @@ class CudaFlashKernel:
             no_dropout,
             torch.empty(0, device=q.device),
             scale=scale,
+            **_aten_window(entries),
         )
         dq, dk, dv = (grad.transpose(0, 1)[None] for grad in grads)
         return dq, dk, dv
 
 
-class DenseKernel(_EntrywiseKernel):
-    """Plain torch, one score matrix an entry: any device and dtype, O(L²) memory. The fallback and the yardstick."""
+class DenseKernel(_BlockwiseKernel):
+    """Plain torch, one score matrix a call: any device and dtype, O(L²) memory. The fallback and the yardstick."""
 
     name = "dense"
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, causal, scale)
+    def _forward(self, q, k, v, causal, mask, scale):
+        scores = self._scores(q, k, causal, mask, scale)
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
         return (weights @ _repeat_heads(v, q).to(weights)).to(q.dtype), lse
 
-    def _backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = (self._scores(q, k, causal, scale) - lse[..., None]).exp()
+    def _backward(self, grad, q, k, v, out, lse, causal, mask, scale):
+        weights = (self._scores(q, k, causal, mask, scale) - lse[..., None]).exp()
         grad, out = grad.to(weights), out.to(weights)
         grad_weights = grad @ _repeat_heads(v, q).to(weights).transpose(-1, -2)
         grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) * scale
@@ -233,13 +261,11 @@ class DenseKernel(_EntrywiseKernel):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @staticmethod
-    def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores = q.to(wide) @ _repeat_heads(k, q).to(wide).transpose(-1, -2) * scale
+    def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+        scores = q.to(_wide(q)) @ _repeat_heads(k, q).to(_wide(q)).transpose(-1, -2) * scale
         if causal:
-            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(above, float("-inf"))
-        return scores
+            mask = _mask(q.shape[2], k.shape[2], k.shape[2], q)
+        return scores if mask is None else scores + mask
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
@@ -300,14 +326,25 @@ class VarlenAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: np.ndarray, scale: float | None = None) -> Tensor:
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: np.ndarray,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Causal attention within each document: q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D].
 
     Args:
         cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
         scale: of the scores before the softmax; 1/sqrt(D) where None.
+        window: keys that a query sees, itself and those before it (a model's sliding_window); all where None.
+
+    Raises:
+        ValueError: for a window below 1.
     """
-    entries = Entries.of_documents(np.asarray(cu_seqlens))
+    entries = Entries.of_documents(np.asarray(cu_seqlens), window)
     return VarlenAttention.apply(q, k, v, entries, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -335,6 +372,45 @@ def _varlen(entries: Entries, device: torch.device) -> tuple[Tensor, Tensor, int
     )
     longest = [int((ranges[:, 1] - ranges[:, 0]).max()) for ranges in (entries.q_ranges, entries.kv_ranges)]
     return cu_q, cu_kv, longest[0], longest[1]
+
+
+def _aten_window(entries: Entries) -> dict[str, int]:
+    """The operator's window, counted without the query's own key; its causal flag is aligned at the last key."""
+    return {} if entries.window is None else {"window_size_left": entries.window - 1, "window_size_right": 0}
+
+
+def _calls(entries: Entries, q: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """Queries, keys, causal flag and additive mask of each call of a blockwise kernel; every query sees a key."""
+    longest = int(np.diff(entries.kv_ranges).max(initial=1))
+    window = min(entries.window or longest, longest)
+    block = min(max(window, 64), MAX_QUERY_BLOCK)
+    mask = None
+    for at_q, at_kv in entries.compact():
+        num_queries, num_keys = at_q.stop - at_q.start, at_kv.stop - at_kv.start
+        if not entries.causal or num_queries == num_keys <= window:
+            yield at_q, at_kv, entries.causal, None
+            continue
+        if mask is None:
+            mask = _mask(block, block + window - 1, window, q)
+        shift = at_kv.stop - at_q.stop
+        for start in range(at_q.start, at_q.stop, block):
+            stop = min(start + block, at_q.stop)
+            keys = slice(max(start + shift + 1 - window, at_kv.start), stop + shift)
+            corner = mask[start - stop :, keys.start - keys.stop :]
+            yield slice(start, stop), keys, False, corner
+
+
+def _mask(num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor:
+    """0 where a query sees a key, else -inf, of `like`'s dtype; the last query is the last key's own."""
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device)
+    own = num_keys - num_queries
+    hidden = ones.triu(own + 1) | ones.tril(own - window)
+    return torch.zeros_like(ones, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What sums over tensors of x's dtype are kept in."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
