@@ -38,18 +38,32 @@ class BatchLayout:
         return self.num_tokens // self.sp
 
 
+Attend = Callable[..., Tensor]
+"""(q [1, H, T/P, D], k and v [1, K, T/P, D], scale=, sinks= [H]) -> [1, H, T/P, D], for one batch and one window."""
+
+
 class AttentionContext:
     """What attention needs to know of the batch; travels through the model as keyword `sequence`.
 
     Not a dataclass: wrappers such as FSDP walk and rebuild dataclasses among the arguments.
+
+    Args:
+        local_length: T/P.
+        make: attention for a window, or for None: full attention. Called once for each window that layers have.
     """
 
-    def __init__(self, local_length: int, attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor]):
+    def __init__(self, local_length: int, make: Callable[[int | None], Attend]):
         self.local_length = local_length
-        self.attend = attend
-        """(q [1, H, T/P, D], k and v [1, K, T/P, D], scale) -> [1, H, T/P, D]"""
+        self._make = make
+        self._by_window: dict[int | None, Attend] = {}
         self.calls = 0
         """Attention layers that have run on this batch, recomputation included."""
+
+    def attend(self, window: int | None) -> Attend:
+        """Attention of the layers with this window."""
+        if window not in self._by_window:
+            self._by_window[window] = self._make(window)
+        return self._by_window[window]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

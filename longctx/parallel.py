@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longctx.attention.backends import BACKENDS, Attend
+from longctx.attention.backends import BACKENDS, Backend
 from longctx.attention.choice import choose_backend
 from longctx.attention.interface import install
 from longctx.attention.support import check_model, num_heads
@@ -31,9 +31,9 @@ from longctx.shard import (
 class SequenceParallel:
     """Cuts batches over a sequence group and reduces the loss over everything. Made by `parallelize`."""
 
-    def __init__(self, dims: ParallelDims, attend: Attend, groups: SequenceGroups, device: torch.device):
+    def __init__(self, dims: ParallelDims, backend: Backend, groups: SequenceGroups, device: torch.device):
         self.dims, self.groups, self.device = dims, groups, device
-        self._attend_with = attend
+        self._backend = backend
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def shard(self, batch: Mapping[str, Tensor]) -> ShardedBatch:
@@ -49,7 +49,7 @@ class SequenceParallel:
         position_ids = complete_position_ids(batch)
         layout = plan_batch(position_ids, self.dims)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
-        context = AttentionContext(layout.local_length, partial(self._attend, layout))
+        context = AttentionContext(layout.local_length, partial(self._backend, layout, self.groups))
         inputs = {
             "input_ids": cut(batch["input_ids"]).to(self.device),
             "position_ids": cut(position_ids).to(self.device),
@@ -90,9 +90,6 @@ class SequenceParallel:
         shards = [torch.empty_like(tokens[0]) for _ in range(self.dims.sp)]
         dist.all_gather(shards, tokens[0].contiguous(), group=self.groups.sequence)
         return unshard_tokens(torch.stack(shards), layout)
-
-    def _attend(self, layout: BatchLayout, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        return self._attend_with(q, k, v, layout, self.groups, scale)
 
 
 def parallelize(

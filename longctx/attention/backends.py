@@ -5,36 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor
-
-from longctx.attention.kernels import varlen_attention
-from longctx.batch import BatchLayout
+from longctx.attention.operator import LocalSchedule, attend
+from longctx.batch import Attend, BatchLayout
 from longctx.mesh import SequenceGroups
-from longctx.ring import ring_attention
-from longctx.ulysses import exchange_attention, ulysses_attention
+from longctx.ring.attention import ring_schedule
+from longctx.ulysses import exchange_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor, BatchLayout, SequenceGroups, float | None], Tensor]
-"""(q [1, H, T/P, D], k, v [1, K, T/P, D], layout, groups, scale) -> [1, H, T/P, D]"""
-
-
-def _local(q, k, v, layout, groups, scale):
-    return varlen_attention(q, k, v, layout.cu_seqlens, scale)
+Backend = Callable[[BatchLayout, SequenceGroups, int | None], Attend]
+"""(layout, groups, window) -> attention for all layers of the batch with that window, None meaning full attention."""
 
 
-def _ring(q, k, v, layout, groups, scale, transport="p2p"):
-    return ring_attention(q, k, v, layout.plan, groups.ring, scale, transport=transport)
+def _local(layout, groups, window):
+    return partial(attend, LocalSchedule(layout.cu_seqlens, window))
 
 
-def _ulysses(q, k, v, layout, groups, scale):
-    return ulysses_attention(q, k, v, layout.cu_seqlens, groups.ulysses, scale)
+def _ring(layout, groups, window, transport="p2p"):
+    return partial(attend, ring_schedule(layout.plan, groups.ring, transport=transport, window=window))
 
 
-def _hybrid(q, k, v, layout, groups, scale):
-    ring = partial(ring_attention, plan=layout.plan, group=groups.ring, scale=scale)
-    return exchange_attention(q, k, v, groups.ulysses, ring)
+def _ulysses(layout, groups, window):
+    return partial(exchange_attention, group=groups.ulysses, attend=_local(layout, groups, window))
 
 
-BACKENDS: dict[str, Attend] = {
+def _hybrid(layout, groups, window):
+    return partial(exchange_attention, group=groups.ulysses, attend=_ring(layout, groups, window))
+
+
+BACKENDS: dict[str, Backend] = {
     "local": _local,
     "ring": _ring,
     "gather": partial(_ring, transport="gather"),

@@ -11,8 +11,8 @@ from longctx.batch import AttentionContext
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
 
-REFUSED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""What layers pass when they are not plain causal attention."""
+REFUSED_KEYWORDS = ("softcap", "position_bias")
+"""What layers pass when their scores are not plain products of queries and keys."""
 
 
 def longctx_attention(
@@ -23,16 +23,20 @@ def longctx_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     sequence: AttentionContext | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """query [1, H, S/P, D], key and value [1, K, S/P, D] -> [1, S/P, H, D], in transformers' signature.
 
     Args:
+        sliding_window: tokens that each query sees, itself included.
+        s_aux: [H], attention sinks.
         sequence: comes with every batch that `SequenceParallel.shard` made.
 
     Raises:
-        ValueError: without `sequence`, or for a layer that is not plain causal attention.
+        ValueError: without `sequence`, or for a layer that is not causal attention as above.
     """
     if sequence is None:
         raise ValueError(
@@ -58,7 +62,8 @@ def longctx_attention(
     if torch.is_autocast_enabled(query.device.type):  # norms and RoPE may have left fp32 queries beside bf16 values
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return sequence.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    attend = sequence.attend(sliding_window)
+    return attend(query, key, value, scale=scaling, sinks=s_aux).transpose(1, 2).contiguous(), None
 
 
 def install(model: PreTrainedModel) -> None:

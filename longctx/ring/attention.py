@@ -9,6 +9,7 @@ Shape legend: P ranks, S tokens a rank, H query heads, K key/value heads, D head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -18,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, put, take
+from longctx.attention.operator import Schedule, attend, binding_window
 from longctx.ring.plan import RingPlan
-from longctx.ring.transport import TRANSPORTS, Transport
+from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split
+from longctx.ring.window import WindowSchedule
 
 
 def ring_attention(
@@ -31,6 +34,9 @@ def ring_attention(
     scale: float | None = None,
     *,
     transport: str = "p2p",
+    heads_k_stride: int | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document, over tokens cut as `plan` says.
 
@@ -41,6 +47,11 @@ def ring_attention(
         scale: of the scores before the softmax; 1/sqrt(D) where None.
         transport: "p2p" passes keys and values on from rank to rank; "gather" collects all that travel at once,
             which takes more memory and fewer messages.
+        heads_k_stride: key/value heads that "gather" collects at a time, while it computes the ones before;
+            a quarter of them where None.
+        window: each query sees this many tokens of its document, itself included; all before it where None. Only
+            the tokens that others' windows reach travel, whatever the transport.
+        sinks: [H], a logit a head that takes its share of every softmax and gives nothing.
 
     Returns:
         [1, H, T/P, D] of q's dtype. Sums over blocks are kept in fp32 or wider, forward and backward.
@@ -48,76 +59,111 @@ def ring_attention(
     Raises:
         ValueError: if plan, tensors and group do not fit each other, or the transport is unknown.
     """
-    _check(q, k, v, plan, group)
+    schedule = ring_schedule(plan, group, transport=transport, heads_k_stride=heads_k_stride, window=window)
+    return attend(schedule, q, k, v, scale, sinks)
+
+
+def ring_schedule(
+    plan: RingPlan,
+    group: dist.ProcessGroup,
+    *,
+    transport: str = "p2p",
+    heads_k_stride: int | None = None,
+    window: int | None = None,
+) -> Schedule:
+    """What `ring_attention` does with these arguments; make it once for all layers of a batch."""
+    world_size = dist.get_world_size(group)
+    if plan.world_size != world_size:
+        raise ValueError(
+            f"The plan is for {plan.world_size} ranks and the group has {world_size}. "
+            f"Make it with plan_ring(cu_seqlens, {world_size})."
+        )
     if transport not in TRANSPORTS:
         raise ValueError(f"transport {transport!r} is unknown, use one of {', '.join(TRANSPORTS)}")
-    context = _Context(group, plan, TRANSPORTS[transport], q.shape[-1] ** -0.5 if scale is None else scale)
-    return _RingAttention.apply(q, k, v, context)
+    if heads_k_stride is not None and (transport != "gather" or heads_k_stride < 1):
+        raise ValueError(f"heads_k_stride {heads_k_stride} must be at least 1, and goes with transport='gather'.")
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} must be at least 1: every token sees itself.")
+    window = binding_window(window, plan.cu_seqlens)
+    if window is None:
+        return RingSchedule(plan, group, TRANSPORTS[transport], heads_k_stride)
+    return WindowSchedule(plan, group, window)
 
 
-class _Context:
-    """What forward and backward share besides tensors."""
+class RingSchedule:
+    """Full causal attention: the shard's own documents first, then, source by source, what other ranks hold of them."""
 
-    def __init__(self, group: dist.ProcessGroup, plan: RingPlan, transport: type[Transport], scale: float):
-        self.shard = plan.shard(dist.get_rank(group))
-        self.causal = Entries.of_documents(self.shard.cu_seqlens)
-        self.scale = scale
+    def __init__(
+        self, plan: RingPlan, group: dist.ProcessGroup, transport: type[Transport], heads_k_stride: int | None = None
+    ):
+        self.plan, self.heads_k_stride = plan, heads_k_stride
+        shard = plan.shard(dist.get_rank(group))
+        self.causal = Entries.of_documents(shard.cu_seqlens)
+        self.steps = [(step, Entries(step.entries[:, :2], step.entries[:, 2:], causal=False)) for step in shard.steps]
         prefixes = np.append(plan.prefix_tokens, np.zeros((plan.world_size, 1), np.int64), axis=1)
-        self.send = partial(transport, group, self.shard.rank, prefixes)
+        self.in_head_groups = transport.in_head_groups
+        self.send = partial(transport, group, shard.rank, prefixes)
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        check_shard(self.plan, q, k, v)
+        parts = [self._forward(transport, heads, scale) for transport, heads in self._head_groups(q, k, v)]
+        out, lse = (torch.cat(x, dim=1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
+        return out, lse
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, context: _Context) -> Tensor:
-        transport = context.send(_fuse(k, v))
-        out, lse = block_forward(q, k, v, context.causal, context.scale)
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = self._head_groups(q, k, v, grad_out, out, lse)
+        parts = [self._backward(transport, heads, scale) for transport, heads in groups]
+        dq, dk, dv = (torch.cat(x, dim=1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
+        return dq, dk, dv
+
+    def _head_groups(
+        self, q: Tensor, k: Tensor, v: Tensor, *of_queries: Tensor
+    ) -> Iterator[tuple[Transport, list[Tensor]]]:
+        """The tensors of `heads_k_stride` key/value heads after the other; each group's K/V set out one group ahead."""
+        num_heads = k.shape[1]
+        stride = num_heads if not self.in_head_groups else self.heads_k_stride or -(-num_heads // 4)
+        bounds = range(0, num_heads, stride)
+        groups = [[_heads(x, num_heads, at, at + stride) for x in (q, k, v, *of_queries)] for at in bounds]
+        coming = self.send(fuse(*groups[0][1:3]))
+        for i, group in enumerate(groups):
+            transport = coming
+            if i + 1 < len(groups):
+                coming = self.send(fuse(*groups[i + 1][1:3]))
+            yield transport, group
+
+    def _forward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = heads
+        out, lse = block_forward(q, k, v, self.causal, scale)
         out = out.to(lse.dtype)
-        for step in context.shard.steps:
+        for step, entries in self.steps:
             received = transport.receive(step)
-            if len(step.entries):
-                entries = _entries(step.entries)
-                block = block_forward(q, *_split(received), entries, context.scale)
-                _merge(out, lse, entries.q_rows, *block)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.context = context
-        return out
+            if len(entries):
+                _merge(out, lse, entries.q_rows, *block_forward(q, *split(received), entries, scale))
+        return out, lse
 
-    @staticmethod
-    def backward(ctx, grad_out: Tensor):
-        q, k, v, out, lse = ctx.saved_tensors
-        context: _Context = ctx.context
-        transport = context.send(_fuse(k, v))
-        own = block_backward(grad_out, q, k, v, out, lse, context.causal, context.scale)
+    def _backward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, grad_out, out, lse = heads
+        own = block_backward(grad_out, q, k, v, out, lse, self.causal, scale)
         dq, dk, dv = (grad.to(lse.dtype) for grad in own)
-        transport.collect_gradients(_fuse(dk, dv))
-        for step in context.shard.steps:
+        transport.collect_gradients(fuse(dk, dv))
+        for step, entries in self.steps:
             received = transport.receive(step)
             grad_kv = torch.zeros_like(received, dtype=lse.dtype)
-            if len(step.entries):
-                entries = _entries(step.entries)
-                grads = block_backward(grad_out, q, *_split(received), out, lse, entries, context.scale)
+            if len(entries):
+                grads = block_backward(grad_out, q, *split(received), out, lse, entries, scale)
                 add(dq, entries.q_rows, grads[0])
-                for grad, part in zip(_split(grad_kv), grads[1:], strict=True):
+                for grad, part in zip(split(grad_kv), grads[1:], strict=True):
                     add(grad, entries.kv_rows, part)
             transport.give(step, grad_kv)
-        dk, dv = _split(transport.gradients())
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return dq, *split(transport.gradients())
 
 
-def _fuse(k: Tensor, v: Tensor) -> Tensor:
-    """Two [1, K, S, D] -> [S, 2, K, D]."""
-    return torch.stack((k[0], v[0])).permute(2, 0, 1, 3).contiguous()
-
-
-def _split(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """[S, 2, K, D] -> two views [1, K, S, D]."""
-    k, v = kv.permute(1, 2, 0, 3)
-    return k[None], v[None]
-
-
-def _entries(rectangles: np.ndarray) -> Entries:
-    return Entries(rectangles[:, :2], rectangles[:, 2:], causal=False)
+def _heads(x: Tensor, num_key_value_heads: int, start: int, stop: int) -> Tensor:
+    """The heads of x [1, H or K, S(, D)] that go with key/value heads start..stop-1."""
+    share = x.shape[1] // num_key_value_heads
+    return x[:, start * share : stop * share]
 
 
 def _merge(out: Tensor, lse: Tensor, rows: slice | np.ndarray, block_out: Tensor, block_lse: Tensor) -> None:
@@ -126,21 +172,3 @@ def _merge(out: Tensor, lse: Tensor, rows: slice | np.ndarray, block_out: Tensor
     weight = torch.sigmoid(block_lse - old_lse)[..., None]
     put(out, rows, old_out - weight * (old_out - block_out))
     put(lse, rows, old_lse - F.logsigmoid(old_lse - block_lse))
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, group: dist.ProcessGroup) -> None:
-    world_size = dist.get_world_size(group)
-    if plan.world_size != world_size:
-        raise ValueError(
-            f"The plan is for {plan.world_size} ranks and the group has {world_size}. "
-            f"Make it with plan_ring(cu_seqlens, {world_size})."
-        )
-    length = plan.num_tokens // world_size
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != length or x.shape[1] == 0:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, expected [1, heads, {length}, D]: {plan.num_tokens} tokens on "
-                f"{world_size} ranks. Flatten several rows to one, and shard with the same plan."
-            )
-    if q.shape[1] % k.shape[1] or k.shape != v.shape:
-        raise ValueError(f"{q.shape[1]} query heads cannot share k {tuple(k.shape)} and v {tuple(v.shape)} evenly.")

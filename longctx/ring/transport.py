@@ -11,14 +11,18 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.ring.plan import RingStep
+from longctx.ring.plan import RingPlan, RingStep
 
 
 class Transport(Protocol):
     """One pass over the ring. Every rank calls the same methods in the same order."""
+
+    in_head_groups: bool
+    """Whether it may carry a few key/value heads at a time, to hold less at once."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
         """Begin to send this rank's `kv` [S, 2, K, D]."""
@@ -41,6 +45,8 @@ class PeerToPeer:
 
     Gradients follow one step behind; what no later rank needs goes straight home.
     """
+
+    in_head_groups = False
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
         self.group, self.rank, self.prefixes = group, rank, prefixes
@@ -118,14 +124,20 @@ class Gather:
     Shards send equally long prefixes, those of the longest, since collectives want equal parts.
     """
 
+    in_head_groups = True
+
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
         self.group = group
         self.longest = int(prefixes[:, 1].max())
         self._gathered = kv.new_empty(len(prefixes) * self.longest, *kv.shape[1:])
+        self._coming = []
         if self.longest:
-            dist.all_gather_into_tensor(self._gathered, kv[: self.longest].contiguous(), group=group)
+            prefix = kv[: self.longest]
+            self._coming = [dist.all_gather_into_tensor(self._gathered, prefix, group=group, async_op=True)]
 
     def receive(self, step: RingStep) -> Tensor:
+        _wait(self._coming)
+        self._coming = []
         start = step.source * self.longest
         return self._gathered[start : start + step.recv_tokens]
 
@@ -151,3 +163,27 @@ TRANSPORTS: dict[str, type[Transport]] = {"p2p": PeerToPeer, "gather": Gather}
 def _wait(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
+
+
+def fuse(k: Tensor, v: Tensor) -> Tensor:
+    """Two [1, K, S, D] -> [S, 2, K, D]."""
+    return torch.stack((k[0], v[0])).permute(2, 0, 1, 3).contiguous()
+
+
+def split(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """[S, 2, K, D] -> two views [1, K, S, D]."""
+    k, v = kv.permute(1, 2, 0, 3)
+    return k[None], v[None]
+
+
+def check_shard(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that are not one rank's part of the plan's sequence."""
+    length = plan.num_tokens // plan.world_size
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != length or x.shape[1] == 0:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, expected [1, heads, {length}, D]: {plan.num_tokens} tokens on "
+                f"{plan.world_size} ranks. Flatten several rows to one, and shard with the same plan."
+            )
+    if q.shape[1] % k.shape[1] or k.shape != v.shape:
+        raise ValueError(f"{q.shape[1]} query heads cannot share k {tuple(k.shape)} and v {tuple(v.shape)} evenly.")

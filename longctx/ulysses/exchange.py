@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.attention.kernels import varlen_attention
+from longctx.attention.operator import varlen_attention
 
 
 def legal_sizes(num_heads: int) -> str:
@@ -66,6 +66,9 @@ def ulysses_attention(
     cu_seqlens: np.ndarray,
     group: dist.ProcessGroup,
     scale: float | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document, the row cut into contiguous slices over `group`.
 
@@ -74,6 +77,8 @@ def ulysses_attention(
         k, v: [1, K, S/P, D]; K < P is allowed: the heads are repeated.
         cu_seqlens: int [n + 1], boundaries of the documents in the whole row, from 0 to S.
         scale: of the scores before the softmax; 1/sqrt(D) where None.
+        window: each query sees this many tokens of its document, itself included; all before it where None.
+        sinks: [H], a logit a head that takes its share of every softmax and gives nothing.
 
     Returns:
         [1, H, S/P, D].
@@ -87,17 +92,26 @@ def ulysses_attention(
             f"q has shape {tuple(q.shape)} on each of {world_size} ranks, but cu_seqlens ends at {total}: "
             f"expected [1, H, {total / world_size:g}, D]. Flatten several rows to one and pad the total."
         )
-    return exchange_attention(q, k, v, group, partial(varlen_attention, cu_seqlens=cu_seqlens, scale=scale))
+    local = partial(varlen_attention, cu_seqlens=cu_seqlens, window=window)
+    return exchange_attention(q, k, v, group, local, scale=scale, sinks=sinks)
 
 
 def exchange_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    attend: Callable[..., Tensor],
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Any attention over all tokens of `group`, each rank computing a part of the heads.
 
     Args:
         q, k, v: [1, H or K, S/P, D], this rank's tokens.
-        attend: (q [1, H/P, S, D], k, v [1, K', S, D]) -> [1, H/P, S, D].
+        attend: (q [1, H/P, S, D], k, v [1, K', S, D], scale=, sinks= [H/P]) -> [1, H/P, S, D].
+        scale, sinks: for `attend`; sinks [H] of all heads.
 
     Returns:
         [1, H, S/P, D].
@@ -113,7 +127,9 @@ def exchange_attention(
     per_rank = [x.shape[1] // world_size for x in heads]
     # [1, n·P, S/P, D] three times -> one exchange of [1, S/P, P, q+k+v heads a rank, D]
     fused = torch.cat([x.transpose(1, 2).unflatten(2, (world_size, -1)) for x in heads], dim=3)
-    return tokens_to_ranks(attend(*heads_to_ranks(fused, group).split(per_rank, dim=1)), group)
+    mine = heads_to_ranks(fused, group).split(per_rank, dim=1)
+    own_sinks = None if sinks is None else sinks.chunk(world_size)[dist.get_rank(group)]
+    return tokens_to_ranks(attend(*mine, scale=scale, sinks=own_sinks), group)
 
 
 def heads_message(num_heads: int, sp: int) -> str:

@@ -1,0 +1,144 @@
+"""The one differentiable attention operator; backends differ in its schedule.
+
+A schedule computes attention forward and backward from blocks and messages, without autograd. The operator around
+it is a `torch.library` op, so that selective activation checkpointing can save its output instead of running the
+schedule, communication included, a second time.
+
+Shape legend: S tokens this rank holds, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from longctx.attention.kernels import Entries, block_backward, block_forward
+
+
+class Schedule(Protocol):
+    """Which blocks a rank computes and what it sends. May be used for any number of layers."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q [1, H, S, D], k and v [1, K, S, D] -> out [1, H, S, D], lse [1, H, S]; both fp32 or wider."""
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v, given the final `out` and `lse`, in any dtype."""
+
+
+class LocalSchedule:
+    """All documents lie on this device: one block.
+
+    Args:
+        cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
+        window: each query sees this many tokens of its document, itself included; all before it where None.
+    """
+
+    def __init__(self, cu_seqlens: np.ndarray, window: int | None = None):
+        cu_seqlens = np.asarray(cu_seqlens)
+        self.entries = Entries.of_documents(cu_seqlens, binding_window(window, cu_seqlens))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return block_forward(q, k, v, self.entries, scale)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return block_backward(grad_out, q, k, v, out, lse, self.entries, scale)
+
+
+def attend(
+    schedule: Schedule, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D] of q's dtype, differentiable.
+
+    Args:
+        scale: of the scores before the softmax; 1/sqrt(D) where None.
+        sinks: [H], one logit a head that takes its share of every softmax and gives nothing
+            (https://arxiv.org/abs/2309.17453, as in gpt-oss).
+    """
+    _schedules[id(schedule)] = schedule
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return torch.ops.longctx.attention(q, k, v, sinks, id(schedule), scale)[0]
+
+
+def binding_window(window: int | None, cu_seqlens: np.ndarray) -> int | None:
+    """The window, or None where no document is longer than it and full attention gives the same, faster."""
+    return None if window is None or window >= np.diff(cu_seqlens).max() else window
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: np.ndarray,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each document on one device: q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D].
+
+    See `LocalSchedule` and `attend` for the other arguments.
+    """
+    return attend(LocalSchedule(cu_seqlens, window), q, k, v, scale, sinks)
+
+
+_schedules: WeakValueDictionary[int, Schedule] = WeakValueDictionary()
+"""An op takes tensors and numbers only, so a schedule goes by its id; the caller of `attend` keeps it alive."""
+
+
+@torch.library.custom_op("longctx::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [1, H, S, D] of q's dtype and lse [1, H, S], sinks included."""
+    out, lse = _schedules[schedule].forward(q, k, v, scale)
+    if sinks is not None:
+        sinks = sinks.to(lse.dtype)[:, None]
+        out = out * torch.sigmoid(lse - sinks)[..., None]
+        lse = torch.logaddexp(lse, sinks)
+    return out.to(q.dtype), lse
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: int, scale: float) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+def _keep(ctx, inputs, output) -> None:
+    q, k, v, sinks, schedule, ctx.scale = inputs
+    ctx.schedule = _schedules[schedule]
+    ctx.save_for_backward(q, k, v, sinks, *output)
+
+
+def _backward(ctx, grad_out: Tensor, _: Tensor):
+    """With the final `out` and `lse` every block's gradient stands for itself, the sink's too: its value is 0."""
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    grads = ctx.schedule.backward(grad_out, q, k, v, out, lse, ctx.scale)
+    dq, dk, dv = (grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+    if sinks is None:
+        return dq, dk, dv, None, None, None
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))
+    return dq, dk, dv, dsinks.to(sinks.dtype), None, None
+
+
+_attention.register_autograd(_backward, setup_context=_keep)
+
+
+def _save_attention(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    is_attention = op is torch.ops.longctx.attention.default
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selective_checkpoint_contexts = partial(create_selective_checkpoint_contexts, _save_attention)
+"""`context_fn` of torch.utils.checkpoint (not reentrant): attention's output is saved, all else is recomputed."""

@@ -1,0 +1,133 @@
+"""Sliding-window attention over a sequence cut by a `RingPlan`: only the tokens that windows reach travel.
+
+Every rank computes its own pieces of documents, each with the up to `window - 1` tokens of the document before it.
+Those that other ranks hold come in one all-to-all, which is far less than a ring would carry. Since a piece's keys
+are then a contiguous range of its document that ends where the piece ends, one varlen call computes all of them.
+
+Shape legend: P ranks, S tokens a rank, R tokens received, N key rows in piece order, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.attention.kernels import Entries, block_backward, block_forward
+from longctx.ring.plan import IntArray, RingPlan
+from longctx.ring.transport import check_shard, fuse, split
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPlan:
+    """What one rank sends, receives and computes for one window."""
+
+    send_rows: IntArray
+    """int64 [sum of send_sizes]: rows of this rank's shard that others need, by receiving rank."""
+    send_sizes: list[int]
+    """Tokens for each of the P ranks."""
+    receive_sizes: list[int]
+    """Tokens from each of the P ranks; they follow the shard's own S rows in that order."""
+    q_bounds: IntArray
+    """int64 [pieces + 1]: boundaries of the pieces in the shard."""
+    kv_bounds: IntArray
+    """int64 [pieces + 1]: boundaries of each piece's keys in `kv_rows`."""
+    kv_rows: IntArray
+    """int64 [N]: own (below S) or received row of every key, in the document's order, piece after piece."""
+
+
+def plan_window(plan: RingPlan, window: int, rank: int) -> WindowPlan:
+    """The tokens within reach of a window that each rank lacks. Pure, the same view of all ranks on every rank."""
+    pieces = plan._pieces
+    begin = plan.cu_seqlens[pieces.document] + pieces.start  # in the whole sequence
+    order = np.argsort(begin)
+    first = np.maximum(plan.cu_seqlens[pieces.document], begin - (window - 1))  # the first token a piece sees
+    # The pieces cut the sequence into consecutive ranges, so what a piece sees is a range of pieces up to itself.
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    from_place = np.searchsorted(begin[order], first, side="right") - 1
+    count = place - from_place + 1
+    needer = np.repeat(np.arange(len(order)), count)
+    source = order[np.arange(len(needer)) - np.repeat(np.cumsum(count) - count - from_place, count)]
+    low = np.maximum(first[needer], begin[source])  # of each part, which goes on to the end of the source piece
+    travels = pieces.rank[needer] != pieces.rank[source]
+
+    # Of one piece, a rank is sent one tail: the longest that any of its own pieces sees.
+    tail = np.full((plan.world_size, len(order)), np.iinfo(np.int64).max)
+    np.minimum.at(tail, (pieces.rank[needer[travels]], source[travels]), low[travels])
+    end = pieces.offset + pieces.length
+    lengths = np.where(tail < np.iinfo(np.int64).max, begin + pieces.length - tail, 0)  # [P, pieces]
+    receive = lengths[rank]  # pieces are sorted by rank, so these lie by source rank
+    send = np.where(pieces.rank == rank, lengths, 0)
+    received_end = plan.num_tokens // plan.world_size + np.cumsum(receive)
+
+    own = pieces.rank[needer] == rank
+    needer, source, low, travels = needer[own], source[own], low[own], travels[own]
+    size = begin[source] + pieces.length[source] - low
+    stop = np.where(travels, received_end[source], end[source])
+    is_first = np.append(True, needer[1:] != needer[:-1])
+    return WindowPlan(
+        send_rows=np.concatenate([_ranges(end - tokens, tokens) for tokens in send]),
+        send_sizes=send.sum(1).tolist(),
+        receive_sizes=np.bincount(pieces.rank, receive, plan.world_size).astype(np.int64).tolist(),
+        q_bounds=np.append(pieces.offset[pieces.rank == rank], plan.num_tokens // plan.world_size),
+        kv_bounds=np.append((np.cumsum(size) - size)[is_first], size.sum()),
+        kv_rows=_ranges(stop - size, size),
+    )
+
+
+class WindowSchedule:
+    """Attention over the last `window` tokens of each query's document."""
+
+    def __init__(self, plan: RingPlan, group: dist.ProcessGroup, window: int):
+        self.plan, self.group = plan, group
+        self.mine = mine = plan_window(plan, window, dist.get_rank(group))
+        q_ranges, kv_ranges = (np.stack((x[:-1], x[1:]), axis=1) for x in (mine.q_bounds, mine.kv_bounds))
+        self.entries = Entries(q_ranges, kv_ranges, causal=True, window=window)
+        self.rows: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        check_shard(self.plan, q, k, v)
+        return block_forward(q, *self._within_reach(k, v), self.entries, scale)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys_values = self._within_reach(k, v)
+        dq, dk, dv = block_backward(grad_out, q, *keys_values, out, lse, self.entries, scale)
+        send_rows, kv_rows = self._rows_on(q.device)
+        grads = fuse(dk, dv).to(lse.dtype)
+        num_tokens, num_received = k.shape[2], sum(self.mine.receive_sizes)
+        grads = grads.new_zeros(num_tokens + num_received, *grads.shape[1:]).index_add_(0, kv_rows, grads)
+        own, others = grads.split([num_tokens, num_received])
+        home = self._exchange(others, self.mine.receive_sizes, self.mine.send_sizes)
+        return dq, *split(own.index_add(0, send_rows, home))
+
+    def _within_reach(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of all pieces, [1, K, N, D] each."""
+        send_rows, kv_rows = self._rows_on(k.device)
+        own = fuse(k, v)
+        received = self._exchange(own.index_select(0, send_rows), self.mine.send_sizes, self.mine.receive_sizes)
+        return split(torch.cat((own, received)).index_select(0, kv_rows))
+
+    def _exchange(self, tokens: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
+        received = tokens.new_empty(sum(received_sizes), *tokens.shape[1:])
+        dist.all_to_all_single(received, tokens.contiguous(), received_sizes, sizes, group=self.group)
+        return received
+
+    def _rows_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self.rows is None:
+            send_rows, kv_rows = (
+                torch.from_numpy(rows).to(device) for rows in (self.mine.send_rows, self.mine.kv_rows)
+            )
+            self.rows = send_rows, kv_rows
+        return self.rows
+
+
+def _ranges(start: IntArray, length: IntArray) -> IntArray:
+    """start[0], start[0] + 1, … for length[0] numbers, then those of start[1], and so on."""
+    before = np.cumsum(length) - length
+    return np.arange(int(length.sum())) + np.repeat(start - before, length)
