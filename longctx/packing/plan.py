@@ -166,9 +166,8 @@ def pack(lengths: ArrayLike, capacity: int, strategy: str = "bfd") -> Packing:
         )
     if strategy == "none":
         return one_per_bin(array, capacity)
-    present = np.flatnonzero(array)
-    placed, offsets = best_fit_decreasing(array[present], capacity)
-    return Packing(indices=present[placed].astype(index_dtype(len(array))), offsets=offsets, capacity=capacity)
+    placed, offsets = best_fit_decreasing(array, capacity)
+    return Packing(indices=placed.astype(index_dtype(len(array))), offsets=offsets, capacity=capacity)
 
 
 def one_per_bin(lengths: ArrayLike, capacity: int | None = None) -> Packing:
