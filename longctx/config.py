@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from packaging.version import Version
 from transformers import PretrainedConfig
 from trl import SFTConfig
 
-from longctx.attention.choice import BackendChoice, choose_backend
-from longctx.attention.support import check_model, num_heads
+from longctx.attention.choice import BackendChoice, Documents, assumed_documents, choose_backend
+from longctx.attention.cost import Setup, devices_per_node
+from longctx.attention.support import check_model
 from longctx.flags import Flags
 from longctx.launch.processes import device_count
 from longctx.launch.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
@@ -78,6 +80,10 @@ class Run:
     """Values that nobody set and that differ from SFTConfig's defaults."""
     model_config: PretrainedConfig
     dims: ParallelDims
+    wanted_backend: str
+    """As asked for, or auto."""
+    setup: Setup
+    """What the choice of a backend depends on, besides the data."""
     backend: BackendChoice
     engine: str
     """deepspeed, fsdp2, fsdp1 or none (one process)."""
@@ -104,13 +110,37 @@ class Run:
             chosen["accelerator_config"] = {"use_configured_state": True}
         return chosen
 
+    def choose_again(self, documents: Documents, setup: Setup) -> BackendChoice:
+        """The backend once the data, and maybe the links, are known: `auto` changes it for a much better one."""
+        return choose_backend(
+            self.wanted_backend,
+            setup,
+            documents,
+            ring_size=self.flags.ring_size,
+            pad_to_multiple_of=_given_multiple(self.flags),
+            before=self.backend,
+        )
+
+    def spread_as(self, backend: BackendChoice) -> Run:
+        """The same run with another choice. The engine stays, since its processes are up."""
+        if backend.arrangement == self.backend.arrangement:
+            return replace(self, backend=backend)
+        dims = _arrange(self.dims.world_size, backend, self.dims.dp_replicate)
+        return replace(
+            self,
+            backend=backend,
+            dims=dims,
+            settings={**self.settings, "pad_to_multiple_of": _pad_multiple(_given_multiple(self.flags), dims)},
+            engine_reason=f"chosen before the data was known, for {self.backend.arrangement}",
+        )
+
     def describe(self) -> list[str]:
         """The resolved run, a line each."""
         precision = "bf16" if self.settings["bf16"] else "fp32"
         stage = f" ZeRO-{self.zero_stage}" if self.zero_stage is not None else ""
         lines = [
             f"mesh      {self.dims}",
-            f"backend   {self.backend.name} ({self.backend.reason})",
+            f"backend   {self.backend.describe()}",
             f"engine    {self.engine}{stage} ({self.engine_reason})",
             f"device    {'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}",
             f"model     {self.settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})",
@@ -148,31 +178,43 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     model_config = _model_config(settings)
     sp, wanted_backend = _degrees(flags, profile)
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
-    backend = choose_backend(wanted_backend, sp, num_heads(model_config)[0], flags.ring_size)
     use_cpu = bool(settings["use_cpu"]) or profile.use_cpu or device_count() == 0
     needs_no_gpu = use_cpu or settings["prepare_only"]  # data is prepared on machines of another kind, too
     world_size = _world_size(flags, profile, env, sp=sp, dp_replicate=dp_replicate, use_cpu=needs_no_gpu)
-    dims = ParallelDims.arrange(world_size, ring=backend.ring, ulysses=backend.ulysses, dp_replicate=dp_replicate)
+    settings["bf16"] = _precision(flags, profile, use_cpu)
+    _take_from_profile(flags, profile, settings, notes)
+    _check_counts(settings)
+    settings["max_length"] = _max_length(settings, model_config, notes)
+    setup = _setup(settings, model_config, sp, world_size, env, use_cpu)
+    given_multiple = _given_multiple(flags)
+    backend = choose_backend(
+        wanted_backend,
+        setup,
+        assumed_documents(_row_length(settings), packed=settings["packing"]),
+        ring_size=flags.ring_size,
+        pad_to_multiple_of=given_multiple,
+    )
+    dims = _arrange(world_size, backend, dp_replicate)
     _check_dp_shard(profile, dims)
     engine, engine_reason = _engine(flags, profile, backend, dims)
     _check_versions(MINIMUM_VERSIONS.get(engine, {}), f"the {engine} engine")
     zero_stage = (3 if profile.zero_stage is None else profile.zero_stage) if engine == "deepspeed" else None
     _check_engine(engine, zero_stage, dims)
     _check_fsdp1(engine, use_cpu)
-    settings["bf16"] = _precision(flags, profile, use_cpu)
     notes += _precision_notes(settings, engine, use_cpu)
-    _take_from_profile(flags, profile, settings, notes)
     _checkpoint_once(flags, profile, settings, notes)
-    _check_counts(settings)
     settings["max_grad_norm"] = _max_grad_norm(settings["max_grad_norm"], engine)
-    settings["max_length"] = _max_length(settings, model_config, notes)
-    settings["pad_to_multiple_of"] = _pad_multiple(flags, settings, dims)
+    settings["pad_to_multiple_of"] = _pad_multiple(given_multiple, dims)
+    if settings["measure_links"] and sp == 1:
+        notes.append("--measure_links has no effect at sp 1: no sequence is shared")
     return Run(
         flags=flags,
         settings=settings,
         changed={name: settings[name] for name in filled if settings[name] != flags.values[name]},
         model_config=model_config,
         dims=dims,
+        wanted_backend=wanted_backend,
+        setup=setup,
         backend=backend,
         engine=engine,
         engine_reason=engine_reason,
@@ -365,6 +407,8 @@ def _engine(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: 
         return flags.engine, "asked for"
     if dims.world_size == 1:
         return "none", "one process"
+    if dims.dp_replicate > 1:
+        return "fsdp2", "auto: copies of a sharded model are FSDP2's"
     runs_on = "DeepSpeed ZeRO-3" if backend.engine == "deepspeed" else "FSDP2"
     return backend.engine, f"auto: {'sp 1' if backend.name == 'local' else backend.name} runs on {runs_on}"
 
@@ -470,17 +514,53 @@ def _max_length(settings: Mapping[str, Any], model_config: PretrainedConfig, not
     return int(length)
 
 
-def _pad_multiple(flags: Flags, settings: Mapping[str, Any], dims: ParallelDims) -> int:
-    given = settings["pad_to_multiple_of"] if "pad_to_multiple_of" in flags.explicit else "auto"
+def _row_length(settings: Mapping[str, Any]) -> int:
+    """Tokens of the row that a micro-batch is flattened to."""
+    return int(settings["max_length"] * settings["per_device_train_batch_size"])
+
+
+def _given_multiple(flags: Flags) -> int | None:
+    """--pad_to_multiple_of as the user set it; None where it follows from the backend."""
+    given = flags.pad_to_multiple_of if "pad_to_multiple_of" in flags.explicit else "auto"
     if str(given).lower() in ("none", "null", "auto"):
-        return dims.multiple
+        return None
     try:
         wanted = int(str(given))
     except ValueError:
         raise ValueError(f"--pad_to_multiple_of {given} is neither a number nor auto.") from None
-    if wanted < 1 or wanted % dims.multiple:
-        raise ValueError(
-            f"--pad_to_multiple_of {wanted} is no multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
-            f"{dims.ulysses} needs. Leave it out, or use {math.lcm(max(wanted, 1), dims.multiple)}."
-        )
+    if wanted < 1:
+        raise ValueError(f"--pad_to_multiple_of {wanted} is below 1. Leave it out, or use a multiple of --sp.")
     return wanted
+
+
+def _pad_multiple(given: int | None, dims: ParallelDims) -> int:
+    if given is not None and given % dims.multiple:
+        raise ValueError(
+            f"--pad_to_multiple_of {given} is no multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
+            f"{dims.ulysses} needs. Leave it out, or use {math.lcm(given, dims.multiple)}."
+        )
+    return dims.multiple if given is None else given
+
+
+def _setup(
+    settings: Mapping[str, Any],
+    model_config: PretrainedConfig,
+    sp: int,
+    world_size: int,
+    env: Mapping[str, str],
+    use_cpu: bool,
+) -> Setup:
+    """Heads and speeds, as the choice of a backend needs them."""
+    is_half = settings["bf16"] or settings["dtype"] == "bfloat16"
+    return Setup.of_model(
+        model_config,
+        sp,
+        element_size=2 if is_half else 4,
+        device_name="CPU" if use_cpu or not torch.cuda.is_available() else torch.cuda.get_device_name(),
+        devices_per_node=devices_per_node(world_size, env, 0 if use_cpu else device_count()),
+    )
+
+
+def _arrange(world_size: int, backend: BackendChoice, dp_replicate: int) -> ParallelDims:
+    degrees = backend.arrangement
+    return ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)

@@ -30,6 +30,10 @@ class SequenceArguments:
     )
     cp: int | None = field(default=None, metadata={"help": "Short for --sp N --sp_backend ring."})
     ring_size: int | None = field(default=None, metadata={"help": "Ring ranks of --sp_backend hybrid."})
+    measure_links: bool = field(
+        default=False,
+        metadata={"help": "Measure how fast the processes exchange data before auto chooses, instead of a table."},
+    )
     dp_replicate: int | None = field(default=None, metadata={"help": "Copies of the sharded model (HSDP). Default: 1."})
     engine: Literal["auto", "deepspeed", "fsdp2"] = field(
         default="auto", metadata={"help": "Training engine. auto: DeepSpeed ZeRO-3 for Ulysses, else FSDP2."}

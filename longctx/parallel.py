@@ -6,15 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from longctx.attention.backends import BACKENDS, Backend
-from longctx.attention.choice import choose_backend
+from longctx.attention.choice import Documents, assumed_documents, choose_backend
+from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
-from longctx.attention.support import check_model, num_heads
+from longctx.attention.support import check_model
 from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
 from longctx.loss import step_loss, token_losses
 from longctx.mesh import ParallelDims, SequenceGroups, sequence_groups
@@ -100,16 +102,24 @@ def parallelize(
     ring_size: int | None = None,
     dp_replicate: int = 1,
     device: torch.device | None = None,
+    document_lengths: Sequence[int] | None = None,
+    selective_checkpointing: bool | None = None,
 ) -> tuple[PreTrainedModel, SequenceParallel]:
     """Put sequence-parallel attention into a model. Called by all ranks together, before the model is wrapped.
 
     Args:
         model: a causal language model of an allowed type; wrap it (FSDP2, DeepSpeed, DDP) afterwards.
         sp: devices that share one sequence; neighbours in rank. Needs an initialised process group if above 1.
-        sp_backend: auto, ulysses, ring, gather or hybrid.
+        sp_backend: auto, ulysses, ring, gather or hybrid. `auto` takes the one with the least modelled time, see
+            `longctx.attention.cost`.
         ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
         dp_replicate: copies of the sharded model.
         device: where batches go. Where None, this rank's GPU if the process group runs on GPUs, else the model's.
+        document_lengths: tokens of each document in a typical row, for `auto`; where None, one document as long as
+            the model's context.
+        selective_checkpointing: activation checkpointing, once switched on, saves attention's output, as large as
+            one more [1, T/P, H·D] a layer, instead of computing it again. Where None, only if attention is a ring,
+            whose messages would be sent again.
 
     Returns:
         The model, and the object that shards batches and reduces the loss.
@@ -119,12 +129,32 @@ def parallelize(
             heads do not fit the backend.
     """
     check_model(model.config)
-    choice = choose_backend(sp_backend, sp, num_heads(model.config)[0], ring_size)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    dims = ParallelDims.arrange(world_size, ring=choice.ring, ulysses=choice.ulysses, dp_replicate=dp_replicate)
     device = device or _device_of_this_rank(model)
-    install(model)
+    is_cuda = device.type == "cuda"
+    setup = Setup.of_model(
+        model.config,
+        sp,
+        element_size=model.dtype.itemsize,
+        device_name=torch.cuda.get_device_name(device) if is_cuda else "CPU",
+        devices_per_node=devices_per_node(world_size, os.environ, torch.cuda.device_count() if is_cuda else 0),
+    )
+    choice = choose_backend(sp_backend, setup, _documents(model, document_lengths), ring_size=ring_size)
+    degrees = choice.arrangement
+    dims = ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
+    install(model, selective_checkpointing=dims.ring > 1 if selective_checkpointing is None else selective_checkpointing)
     return model, SequenceParallel(dims, BACKENDS[choice.name], sequence_groups(dims, device.type), device)
+
+
+def _documents(model: PreTrainedModel, lengths: Sequence[int] | None) -> Documents:
+    if lengths is None:
+        return assumed_documents(model.config.get_text_config().max_position_embeddings, packed=False)
+    row = np.asarray(lengths)
+    if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row) or row.min() < 1:
+        raise ValueError(
+            f"document_lengths {lengths!r} are no lengths of documents. Give a list of whole numbers of at least 1."
+        )
+    return Documents(rows=[row.astype(np.int64)], source=f"{len(row)} documents given")
 
 
 def _device_of_this_rank(model: PreTrainedModel) -> torch.device:

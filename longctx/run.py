@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from longctx.attention.choice import Documents
+from longctx.attention.cost import measured
 from longctx.attention.kernels import choose_kernel
 from longctx.attention.support import head_size
 from longctx.collate import SequenceCollator
@@ -23,6 +26,9 @@ from longctx.rows import TrainingRows, prepare_rows
 from longctx.trainer import SequenceTrainer
 from longctx.turns import together
 from longctx.verify import single_device_step
+
+SAMPLED_ROWS = 8
+"""Micro-batches that stand for all when a backend is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,28 @@ def prepare(run: Run) -> PreparedRun:
         args._n_gpu = 1
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
-    return PreparedRun(run=run, args=args, tokenizer=tokenizer, data=data)
+    return PreparedRun(run=_with_data(run, args, data), args=args, tokenizer=tokenizer, data=data)
+
+
+def _with_data(run: Run, args: SFTConfig, data: TrainingRows) -> Run:
+    """The run with its backend modelled, and chosen where it is `auto`, by the packs there are. Rank 0 decides."""
+    if run.dims.sp == 1 or not len(data.rows):
+        return run
+    setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
+    decided = [run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(decided, device=args.device)
+    assert decided[0] is not None
+    return run.spread_as(decided[0])
+
+
+def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:
+    """The documents of a few micro-batches, from packs all over the data set."""
+    num_rows = min(SAMPLED_ROWS, len(data.rows))
+    packs = np.linspace(0, len(data.rows) - 1, num_rows * args.per_device_train_batch_size).round().astype(int)
+    lengths = [data.rows[int(pack)]["seq_lengths"] for pack in packs]
+    rows = [np.concatenate(lengths[i::num_rows]) for i in range(num_rows)]
+    mean = np.concatenate(rows).mean()
+    return Documents(rows=rows, source=f"{num_rows} sampled rows, documents of {mean:,.0f} tokens on average")
 
 
 def prepare_data(run: Run) -> TrainingRows:

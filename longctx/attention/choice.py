@@ -1,42 +1,100 @@
-"""Which backend runs: as asked for, or as the heads allow."""
+"""Which backend runs: the one asked for, or the one that the model of costs puts first among those that can run."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
 
 from longctx.attention.backends import BACKENDS
+from longctx.attention.cost import Arrangement, RingWork, Setup, modelled_seconds
+from longctx.mesh import ParallelDims
 from longctx.ulysses import heads_message, legal_sizes
+
+ASSUMED_MEAN_LENGTH = 2000
+ASSUMED_SIGMA = 1.5
+"""Log-normal document lengths in tokens, as in the mix of benchmarks/data: mean 1,780 and median 566."""
+
+MAX_MODELLED_RING = 128
+"""Planning a longer one takes seconds."""
+
+A_TIE = 1.05
+"""The model tells no smaller ratio apart: among those within it of the fastest, one whose exchange stays in a node is
+taken before others, then one with fewer ring ranks, then a ring before a gather, which takes more memory."""
+
+WORTH_A_CHANGE = 1.1
+"""How many times faster another backend must be to replace one that was chosen before the data was known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Rows to model: the lengths of the documents in each, int64 [n] in tokens, and where they are from."""
+
+    rows: Sequence[NDArray[np.int64]]
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendChoice:
-    """How attention is spread over the ranks of a sequence group."""
+    """How attention is spread over the ranks of a sequence group, and why."""
 
-    name: str
-    ring: int
-    """Ranks that pass keys and values around."""
-    ulysses: int
-    """Ranks that exchange tokens for heads."""
+    arrangement: Arrangement
     reason: str
+    """`auto` and what it means, `asked for`, or what sp 1 means."""
+    modelled: tuple[tuple[Arrangement, float], ...] = ()
+    """Seconds of attention per layer and micro-batch of what can run, the fastest first."""
+    refused: tuple[tuple[Arrangement, str], ...] = ()
+    """What cannot run, and why."""
+    documents: str = ""
+    """Where the documents are from that were modelled."""
+
+    @property
+    def name(self) -> str:
+        """As --sp_backend has it, or `local`."""
+        return self.arrangement.name
 
     @property
     def engine(self) -> str:
         """The engine it runs on by default."""
         return "deepspeed" if self.name == "ulysses" else "fsdp2"
 
+    def describe(self) -> str:
+        """`ulysses 4 (auto): modelled ms per layer: ulysses 4 0.8, ulysses 2 × ring 2 1.3, ring 4 1.5, gather 4 2`"""
+        numbers = ", ".join(f"{how} {seconds * 1e3:.3g}" for how, seconds in self.modelled)
+        parts = [f"modelled ms per layer: {numbers}"] if numbers else []
+        parts += [f"{how} cannot: {why}" for how, why in self.refused]
+        parts += [f"for {self.documents}"] if numbers else []
+        return f"{self.arrangement} ({self.reason})" + (": " + "; ".join(parts) if parts else "")
 
-def choose_backend(name: str, sp: int, num_heads: int, ring_size: int | None = None) -> BackendChoice:
-    """The backend that runs, its degrees, and why.
+
+def choose_backend(
+    name: str,
+    setup: Setup,
+    documents: Documents,
+    *,
+    ring_size: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    before: BackendChoice | None = None,
+) -> BackendChoice:
+    """The backend that runs, its degrees, and the numbers behind it.
 
     Args:
-        name: a backend, or `auto`: Ulysses as far as the heads divide, the ring for what is left.
-        sp: ranks that share a sequence.
-        num_heads: query heads of every layer.
-        ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
+        name: a backend, which is taken if it can run, or `auto`: the least modelled seconds of attention.
+        setup: heads, degrees and speeds.
+        documents: rows to model, of at least one token each.
+        ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks. None: the fewest that the heads allow.
+        pad_to_multiple_of: what rows are padded to, where that is settled; `auto` takes no backend it does not suit.
+        before: an earlier choice of `auto`, which stays unless another is worth a change.
 
     Raises:
-        ValueError: for an unknown name, heads that Ulysses cannot divide, or a ring that does not divide sp.
+        ValueError: for an unknown name, heads that Ulysses cannot divide, a ring that does not divide sp, or where
+            `auto` finds none that can run.
     """
+    sp, num_heads = setup.sp, setup.num_heads
     if name not in ("auto", *BACKENDS) or name == "local":
         raise ValueError(f"--sp_backend {name} is unknown. Use one of auto, ulysses, ring, gather, hybrid.")
     if ring_size is not None and name != "hybrid":
@@ -44,26 +102,113 @@ def choose_backend(name: str, sp: int, num_heads: int, ring_size: int | None = N
             f"--ring_size {ring_size} splits --sp_backend hybrid; it is {name}. Leave it out, or use hybrid."
         )
     if sp == 1:
-        return BackendChoice(name="local", ring=1, ulysses=1, reason="sp 1: every sequence stays on one device")
+        alone = Arrangement(name="local", ring=1, ulysses=1)
+        return BackendChoice(arrangement=alone, reason="sp 1: every sequence stays on one device")
+    asked = None if name == "auto" else _asked_for(name, sp, num_heads, ring_size)
+    candidates = list(dict.fromkeys([*arrangements(sp), *([] if asked is None else [asked])]))
+    refused = [(how, why) for how in candidates if (why := _obstacle(how, num_heads, pad_to_multiple_of))]
+    able = [how for how in candidates if how not in {how for how, _ in refused}]
+    modelled = _modelled(setup, able, documents)
+    if asked is not None:
+        chosen, reason = asked, "asked for"
+    elif modelled:
+        chosen, reason = _least(setup, modelled, before)
+    else:
+        why = "; ".join(f"{how} cannot: {why}" for how, why in refused)
+        raise ValueError(f"--sp_backend auto finds none for sp {sp} ({why}). Lower --sp, or name a backend.")
+    return BackendChoice(
+        arrangement=chosen,
+        reason=reason,
+        modelled=tuple(modelled),
+        refused=tuple(refused),
+        documents=documents.source,
+    )
+
+
+def arrangements(sp: int) -> Iterator[Arrangement]:
+    """Every way to spread attention over sp > 1 ranks, those with fewer ring ranks first: they win a tie."""
+    for ring in (ring for ring in range(1, sp + 1) if sp % ring == 0):
+        yield _product(ring, sp // ring)
+    yield Arrangement(name="gather", ring=sp, ulysses=1)
+
+
+def assumed_documents(num_tokens: int, *, packed: bool) -> Documents:
+    """What a row of so many tokens may hold while nobody has seen the data."""
+    count = max(1, round(num_tokens / ASSUMED_MEAN_LENGTH)) if packed else 1
+    if count == 1:
+        return Documents(rows=[np.array([num_tokens])], source=f"one assumed document of {num_tokens:,} tokens")
+    normal = NormalDist(sigma=ASSUMED_SIGMA)
+    lengths = np.exp([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
+    bounds = np.ceil(np.cumsum(lengths) / lengths.sum() * (num_tokens - count)).astype(np.int64) + np.arange(
+        1, count + 1
+    )
+    bounds[-1] = num_tokens
+    return Documents(
+        rows=[np.diff(bounds, prepend=0)],
+        source=f"assumed log-normal documents of {ASSUMED_MEAN_LENGTH:,} tokens on average, {num_tokens:,} a row",
+    )
+
+
+def _least(
+    setup: Setup, modelled: Sequence[tuple[Arrangement, float]], before: BackendChoice | None
+) -> tuple[Arrangement, str]:
+    """What runs, and why, from seconds in ascending order."""
+    fastest, least = modelled[0]
+    ratio = {how: seconds / least for how, seconds in modelled}
+    if before is not None and ratio.get(before.arrangement, math.inf) <= WORTH_A_CHANGE:
+        chosen, why = before.arrangement, "chosen before the data was known"
+    else:
+        ties = [how for how, _ in modelled if ratio[how] <= A_TIE]
+        chosen = min(ties, key=lambda how: (not setup.in_a_node(how.ulysses), how.ring, how.name == "gather"))
+        why = "less ring" if chosen.ring < fastest.ring else "less memory" if fastest.name == "gather" else "in a node"
+    if chosen == fastest:
+        return chosen, "auto"
+    return chosen, f"auto: within {ratio[chosen] - 1:.1%} of {fastest}, {why}"
+
+
+def _modelled(setup: Setup, candidates: Sequence[Arrangement], documents: Documents) -> list[tuple[Arrangement, float]]:
+    """Mean seconds over the rows for each of them, the fastest first."""
+    rings = {how.ring for how in candidates if how.ring <= MAX_MODELLED_RING}
+    rows = [_filled(row, 2 * setup.sp) for row in documents.rows]
+    work = {ring: [RingWork.of(row, ring) for row in rows] for ring in rings}
+    seconds = [
+        (how, float(np.mean([modelled_seconds(setup, how, of_row) for of_row in work[how.ring]])))
+        for how in candidates
+        if how.ring in rings
+    ]
+    return sorted(seconds, key=lambda pair: pair[1])
+
+
+def _filled(row: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    """The row with its padding, which is one more document."""
+    return np.append(row, tail) if (tail := -int(row.sum()) % multiple) else row
+
+
+def _asked_for(name: str, sp: int, num_heads: int, ring_size: int | None) -> Arrangement:
     if name in ("ring", "gather"):
-        return BackendChoice(name=name, ring=sp, ulysses=1, reason="asked for")
-    if name == "hybrid":
-        ring = _hybrid_ring(sp, num_heads) if ring_size is None else _checked_ring(sp, num_heads, ring_size)
-        return _product(ring, sp // ring, "asked for")
-    if num_heads % sp == 0:
-        why = "asked for" if name == "ulysses" else f"auto: {num_heads} heads divide over sp {sp}, one exchange a layer"
-        return BackendChoice(name="ulysses", ring=1, ulysses=sp, reason=why)
+        return Arrangement(name=name, ring=sp, ulysses=1)
     if name == "ulysses":
-        raise ValueError(heads_message(num_heads, sp))
-    why = f"auto: {num_heads} heads do not divide over sp {sp} (Ulysses could use sp {legal_sizes(num_heads)})"
-    ring = _hybrid_ring(sp, num_heads)
-    return _product(ring, sp // ring, why)
+        if num_heads % sp:
+            raise ValueError(heads_message(num_heads, sp))
+        return Arrangement(name="ulysses", ring=1, ulysses=sp)
+    ring = _hybrid_ring(sp, num_heads) if ring_size is None else _checked_ring(sp, num_heads, ring_size)
+    return _product(ring, sp // ring)
 
 
-def _product(ring: int, ulysses: int, reason: str) -> BackendChoice:
+def _obstacle(how: Arrangement, num_heads: int, pad_to_multiple_of: int | None) -> str | None:
+    """Why this cannot run, or None."""
+    if num_heads % how.ulysses:
+        return f"{num_heads} heads (Ulysses could use {legal_sizes(num_heads)})"
+    multiple = ParallelDims.arrange(how.ring * how.ulysses, ring=how.ring, ulysses=how.ulysses).multiple
+    if pad_to_multiple_of is not None and pad_to_multiple_of % multiple:
+        return f"needs rows padded to a multiple of {multiple}, not {pad_to_multiple_of}"
+    return None
+
+
+def _product(ring: int, ulysses: int) -> Arrangement:
     """ring × ulysses by its own name, which is hybrid only where both are above 1."""
     name = "ring" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
-    return BackendChoice(name=name, ring=ring, ulysses=ulysses, reason=reason)
+    return Arrangement(name=name, ring=ring, ulysses=ulysses)
 
 
 def _hybrid_ring(sp: int, num_heads: int) -> int:

@@ -1,0 +1,377 @@
+"""Modelled seconds of attention, forward and backward, for every way to spread it over a sequence group.
+
+What a rank computes and what it waits for, per layer and micro-batch. Everything else in a layer is the same for
+every backend, so it is left out.
+
+Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a row, s = T/P of them a rank; H query heads,
+K key/value heads, D head size, e bytes an element.
+
+**Ulysses** (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2) exchanges q, k, v for heads and the output back, and
+their gradients likewise. Every rank keeps 1/U of each and sends
+
+    2 · (2·H + 2·K·c) · s · D · e · (U-1)/U bytes,
+
+k and v repeated c times where fewer heads than ranks make that necessary. Nothing overlaps with it.
+
+**Ring** (Ring Attention, arXiv 2310.01889): at hop h a rank receives n_h tokens of k and v, at most T/R, and in the
+backward pass them again and fp32 gradients of those of the hop before:
+
+    forward  2 · K · n_h · D · e bytes,   backward  2 · K · D · (n_h · e + n_(h-1) · 4) bytes,
+
+while it computes the hop before, so only what outlasts that counts. n_h and the work of each hop are those of
+`plan_ring` for the documents at hand. **Gather** moves the longest n_1 of any rank to all R-1 others at once, a quarter
+of the heads while the quarter before is computed, and the gradients home after the last block, which overlaps nothing.
+
+**Hybrid** (USP, arXiv 2405.07719, section 3): the exchange among U neighbours, then the ring with 1/U of the heads.
+
+For one long document, where all of k and v travels, the bytes of ring or gather over those of Ulysses are about
+K·P/(H+K) forward. A layer with a sliding window counts as one without.
+
+A causal pair of query and key costs 4·D FLOPs a head forward and 10·D backward (FlashAttention-2, arXiv 2307.08691,
+section 4.1). Merging a block into the results so far costs memory traffic, and every message, call and entry a
+latency.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from transformers import PretrainedConfig
+
+from longctx.attention.support import head_size, num_heads
+from longctx.ring.plan import plan_ring
+from longctx.ulysses.exchange import key_value_copies
+
+FLOPS_FORWARD, FLOPS_BACKWARD = 4, 10
+"""Per legal pair, head and element of the head."""
+
+MERGE_BYTES = (38, 10)
+"""Read and written per element of a merged row, forward (fp32 out, rescaled) and backward (added to fp32 dq)."""
+
+EXCHANGE_COPIES = 4
+"""Times an exchanged element is read or written besides: gathered before it is sent, put in order afterwards."""
+
+MERGE_LAUNCHES = 5
+"""Kernels that merge a block, besides the one that computes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Bytes a second that every rank of a group sends while it receives as many."""
+
+    exchange: float
+    """In an all-to-all."""
+    pass_on: float
+    """To the next rank."""
+
+    @classmethod
+    def of(cls, speed: float) -> Link:
+        """The same in both."""
+        return cls(exchange=speed, pass_on=speed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one device does in a second, and how long it takes to begin."""
+
+    attention_flops: float
+    """FLOPs a second of the attention kernel."""
+    memory_speed: float
+    """Bytes a second read or written."""
+    within: Link
+    """Between devices of a node."""
+    across: Link
+    """Between nodes, for each device."""
+    message_seconds: float = 20e-6
+    launch_seconds: float = 5e-6
+    entry_seconds: float = 0.0
+    """Per pair of token ranges in a call: kernels for packed rows take them all at once."""
+
+
+_PCIE = Link.of(32e9)
+DEVICES: dict[str, Device] = {
+    "A100": Device(attention_flops=170e12, memory_speed=2.0e12, within=Link.of(300e9), across=Link.of(25e9)),
+    "H100": Device(attention_flops=350e12, memory_speed=3.3e12, within=Link.of(450e9), across=Link.of(50e9)),
+    "H200": Device(attention_flops=350e12, memory_speed=4.8e12, within=Link.of(450e9), across=Link.of(50e9)),
+    "B200": Device(attention_flops=800e12, memory_speed=8.0e12, within=Link.of(900e9), across=Link.of(50e9)),
+    "GPU": Device(attention_flops=60e12, memory_speed=0.8e12, within=_PCIE, across=Link.of(12.5e9)),
+    "CPU": Device(
+        attention_flops=30e9,
+        memory_speed=13e9,
+        within=Link(exchange=0.9e9, pass_on=1.0e9),
+        across=Link(exchange=0.9e9, pass_on=1.0e9),
+        message_seconds=200e-6,
+        entry_seconds=80e-6,
+    ),
+}
+"""By a part of the device's name; the last two stand for every other one.
+
+Links: half of the bidirectional NVLink speed of NVIDIA's data sheets (A100 600, H100 and H200 900, B200 1800 GB/s),
+PCIe 4.0 x16; one 200 Gb/s adapter a GPU in a DGX A100, 400 Gb/s in a DGX H100 and B200, and 100 Gb/s Ethernet for
+others. Memory: the data sheets. Attention: 0.55 of the dense bf16 peak on A100 (FlashAttention-2 reaches 50 to 73%,
+arXiv 2307.08691), 0.35 on newer ones (what it reaches on H100, arXiv 2407.08608), half the 120 TFLOPs of an A10 or
+RTX class card for others. GPU latencies are round figures of their order. CPU: `measure_link` and the aten kernel in
+fp32, two gloo ranks of one thread each on an AMD EPYC, 2026-11-21.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is known of the attention of a run before its data is."""
+
+    sp: int
+    """Ranks that share a sequence, neighbours in rank."""
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    element_size: int
+    """Bytes of an element of q, k and v."""
+    device: Device
+    devices_per_node: int
+
+    @classmethod
+    def of_model(
+        cls, config: PretrainedConfig, sp: int, *, element_size: int, device_name: str, devices_per_node: int
+    ) -> Setup:
+        """With the heads of a model's layers and the speeds of DEVICES for a device's name."""
+        query_heads, key_value_heads = num_heads(config)
+        return cls(
+            sp=sp,
+            num_heads=query_heads,
+            num_key_value_heads=key_value_heads,
+            head_size=head_size(config),
+            element_size=element_size,
+            device=device_named(device_name),
+            devices_per_node=devices_per_node,
+        )
+
+    def in_a_node(self, span: int) -> bool:
+        """Whether every group of `span` neighbouring ranks lies in one node."""
+        return self.devices_per_node % span == 0
+
+    def link(self, span: int) -> Link:
+        """The slowest link in such groups."""
+        return self.device.within if self.in_a_node(span) else self.device.across
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """A backend and its degrees."""
+
+    name: str
+    ring: int
+    """Ranks that pass keys and values around."""
+    ulysses: int
+    """Ranks that exchange tokens for heads."""
+
+    def __str__(self) -> str:
+        """`ulysses 4 × ring 2`; `ring 8`."""
+        if self.name == "hybrid":
+            return f"ulysses {self.ulysses} × ring {self.ring}"
+        return f"{self.name} {self.ring * self.ulysses}" if self.name != "local" else "local"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RingWork:
+    """What each rank of a ring does at each hop; hop 0 is its own tokens. All arrays are [R, R]: rank, hop."""
+
+    pairs: NDArray[np.int64]
+    """Legal pairs of query and key."""
+    entries: NDArray[np.int64]
+    """Pairs of token ranges."""
+    merged_rows: NDArray[np.int64]
+    """Queries whose results are merged with those of hops before."""
+    received: NDArray[np.int64]
+    """Tokens of k and v received."""
+    num_tokens: int
+    """T."""
+
+    @classmethod
+    def of(cls, document_lengths: NDArray[np.integer], ring: int) -> RingWork:
+        """By the plan for one row, whose documents fill it to a multiple of what `plan_ring` needs."""
+        plan = plan_ring(np.concatenate(([0], np.cumsum(document_lengths))), ring)
+        pairs, entries, merged, received = np.zeros((4, ring, ring), np.int64)
+        for shard in plan.shards:
+            own = np.diff(shard.cu_seqlens)
+            pairs[shard.rank, 0], entries[shard.rank, 0] = (own * (own + 1) // 2).sum(), len(own)
+            for step in shard.steps:
+                at = shard.rank, step.hop
+                pairs[at], entries[at], received[at] = step.num_pairs, len(step.entries), step.recv_tokens
+                merged[at] = (step.entries[:, 1] - step.entries[:, 0]).sum()
+        return cls(pairs=pairs, entries=entries, merged_rows=merged, received=received, num_tokens=plan.num_tokens)
+
+
+def modelled_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:
+    """Seconds of attention of the slowest rank, in one layer and micro-batch, forward and backward.
+
+    Args:
+        work: of a ring of `how.ring` ranks.
+    """
+    return _exchange_seconds(setup, how.ulysses, work.num_tokens) + _ring_seconds(setup, how, work)
+
+
+def _exchange_seconds(setup: Setup, ulysses: int, num_tokens: int) -> float:
+    if ulysses == 1:
+        return 0.0
+    copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, ulysses)
+    heads = 2 * (setup.num_heads + setup.num_key_value_heads * copies)
+    held = 2 * heads * setup.head_size * setup.element_size * num_tokens / setup.sp  # forward and backward
+    sent = held * (ulysses - 1) / ulysses / setup.link(ulysses).exchange
+    return 4 * setup.device.message_seconds + sent + EXCHANGE_COPIES * held / setup.device.memory_speed
+
+
+def _ring_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:
+    copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, how.ulysses)
+    token = 2 * setup.num_key_value_heads * copies / how.ulysses * setup.head_size  # elements of k and v
+    groups = _head_groups(setup.num_key_value_heads) if how.name == "gather" else 1
+    forward, backward = (
+        _block_seconds(setup, how, work, flops, merge, groups)
+        for flops, merge in zip((FLOPS_FORWARD, FLOPS_BACKWARD), MERGE_BYTES, strict=True)
+    )
+    link, message = setup.link(setup.sp), setup.device.message_seconds
+    if how.name == "gather":
+        moved = int(work.received[:, 1:2].max(initial=0)) * (how.ring - 1) * token / link.exchange
+        travel = moved * setup.element_size + groups * message * (moved > 0)
+        home = moved * 4 + groups * message * (moved > 0)
+        return _overlapped(forward, travel, groups) + _overlapped(backward, travel, groups) + home
+    received = np.pad(work.received, ((0, 0), (0, 2)))  # hops R and R + 1 bring nothing
+    seconds = received * (token / link.pass_on)
+    keys = seconds[:, 1:] * setup.element_size + message * (received[:, 1:] > 0)
+    gradients = seconds[:, :-1] * 4 + message * (received[:, :-1] > 0)
+    # While block h is computed, k and v of hop h + 1 travel; backward, also the gradients of block h - 1.
+    return _pipeline(forward, keys) + _pipeline(backward, keys + np.pad(gradients, ((0, 0), (1, 0)))[:, :-1])
+
+
+def _head_groups(num_key_value_heads: int) -> int:
+    """How many parts a gather goes in, as `longctx.ring.attention` has it where no stride is given."""
+    return -(-num_key_value_heads // -(-num_key_value_heads // 4))
+
+
+def _block_seconds(
+    setup: Setup, how: Arrangement, work: RingWork, flops: int, merge: int, groups: int
+) -> NDArray[np.float64]:
+    """Each rank's computation at each hop, [R, R]."""
+    device, elements = setup.device, setup.num_heads / how.ulysses * setup.head_size
+    launches = (work.entries > 0) * np.where(np.arange(how.ring) > 0, 1 + MERGE_LAUNCHES, 1)
+    return (
+        work.pairs * (flops * elements / device.attention_flops)
+        + work.merged_rows * (merge * elements / device.memory_speed)
+        + groups * work.entries * device.entry_seconds
+        + groups * launches * device.launch_seconds
+    )
+
+
+def _pipeline(compute: NDArray[np.floating], travel: NDArray[np.floating]) -> float:
+    """When the last rank is done: `travel[r, h]` into rank r begins when r and r - 1 begin with block h.
+
+    Args:
+        compute: [R, R], seconds of each rank's block of each hop.
+        travel: [R, R + 1], seconds of the messages it receives meanwhile.
+    """
+    ready = np.zeros(len(compute))
+    for block, message in zip(np.pad(compute, ((0, 0), (0, 1))).T, travel.T, strict=True):
+        arrived = np.where(message > 0, np.maximum(ready, np.roll(ready, 1)) + message, 0)
+        ready = np.maximum(ready + block, arrived)
+    return float(ready.max())
+
+
+def _overlapped(compute: NDArray[np.floating], travel: float, groups: int) -> float:
+    """When the last rank is done with all head groups, whose keys and values come one after the other.
+
+    A group computes its own block, hop 0 of `compute` [R, R], before it needs its part of `travel`. Equal groups wait
+    for the first part, for the last, or for none.
+    """
+    own, rest = compute[:, 0], compute[:, 1:].sum(1)
+    first = travel / groups + rest + own * (groups - 1) / groups
+    last = travel + rest / groups
+    return float(np.max([own + rest, first, last]))
+
+
+def device_named(name: str) -> Device:
+    """The row of DEVICES for a device's name, `CPU` or as CUDA gives it; cards on PCIe have its links."""
+    if name == "CPU":
+        return DEVICES["CPU"]
+    device = next((row for key, row in DEVICES.items() if key in name), DEVICES["GPU"])
+    return replace(device, within=_PCIE) if "PCI" in name.upper() else device
+
+
+def devices_per_node(world_size: int, env: Mapping[str, str], visible: int) -> int:
+    """How many neighbours in rank surely share a node, wherever one counts from: LOCAL_WORLD_SIZE where all are full.
+
+    Args:
+        world_size: processes of the run.
+        env: the environment of a launched process.
+        visible: GPUs that a process sees, or 0; stands in for LOCAL_WORLD_SIZE where the launcher sets none.
+    """
+    local = int(env.get("LOCAL_WORLD_SIZE") or min(world_size, visible or world_size))
+    return int(np.gcd(local, world_size))  # nodes of different sizes: what divides them
+
+
+def measured(setup: Setup, device: torch.device) -> Setup:
+    """The same with link speeds measured among the processes that run. Called by all ranks together."""
+    world_size, node = dist.get_world_size(), setup.devices_per_node
+    across = measure_link(None, device) if world_size > node else setup.device.across
+    within = setup.device.within
+    if node == world_size > 1:
+        within = measure_link(None, device)
+    elif node > 1:
+        within = measure_link(dist.new_subgroups(node)[0], device)
+    return replace(setup, device=replace(setup.device, within=within, across=across))
+
+
+def measure_link(
+    group: dist.ProcessGroup | None, device: torch.device, *, num_bytes: int = 8 << 20, repetitions: int = 5
+) -> Link:
+    """Measure an all-to-all and a hop around the ring in a running group. Called by all ranks together.
+
+    Args:
+        group: of at least two ranks; None for all. Where several groups are measured at once, all must call.
+        device: of the buffers, as the group's backend needs.
+        num_bytes: that every rank sends.
+        repetitions: the median counts, after one more to warm up.
+
+    Returns:
+        The slowest rank's speeds, the same on every rank of the world.
+    """
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    assert world_size > 1, "one rank has no link to measure"
+    sent = torch.zeros(num_bytes // world_size * world_size, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    ranks = dist.get_process_group_ranks(group)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent, group=group)
+
+    def pass_on() -> None:
+        to, source = ranks[(rank + 1) % world_size], ranks[rank - 1]
+        operations = [dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, received, source, group)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    away = len(sent) * (world_size - 1) / world_size
+    return Link(
+        exchange=away / _seconds(exchange, device, repetitions),
+        pass_on=len(sent) / _seconds(pass_on, device, repetitions),
+    )
+
+
+def _seconds(work: Callable[[], None], device: torch.device, repetitions: int) -> float:
+    """Median seconds of the slowest rank of the world."""
+    times = []
+    for _ in range(repetitions + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    median = torch.tensor(statistics.median(times[1:]), dtype=torch.float64, device=device)
+    dist.all_reduce(median, op=dist.ReduceOp.MAX)
+    return float(median)
