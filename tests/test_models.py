@@ -13,7 +13,7 @@ from trl.models.selective_activation_checkpointing import enable_selective_activ
 from trl.trainer.utils import add_fused_lm_head
 
 from longctx import parallelize
-from longctx.attention.support import FULL_CAUSAL_MODELS
+from longctx.attention.support import CAUSAL_MODELS, WINDOW_MODELS
 from tests.workers import run_ranks
 
 LENGTHS = [9, 1, 14, 5, 3]  # 32 tokens: no padding for 2 ranks
@@ -30,21 +30,38 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-FAMILIES = dict.fromkeys(FULL_CAUSAL_MODELS, SMALL) | {
-    "exaone4": SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
-    "gemma": SMALL | {"head_dim": 16},
-    "helium": SMALL | {"head_dim": 8},
-    "hunyuan_v1_dense": SMALL | {"head_dim": 8},
-    "mistral": SMALL | {"sliding_window": None},
-    "qwen3": SMALL | {"head_dim": 16},
-    "seed_oss": SMALL | {"attention_dropout": 0.0, "residual_dropout": 0.0},
+WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in ("cohere2", "cwm", "gemma3_text", "olmo3")} | {
+    "exaone4": ("exaone4", SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "gemma": ("gemma", SMALL | {"head_dim": 16}),
+    "helium": ("helium", SMALL | {"head_dim": 8}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", SMALL | {"head_dim": 8}),
+    "mistral": ("mistral", SMALL | {"sliding_window": None}),
+    "phi3": ("phi3", SMALL | {"sliding_window": None}),
+    "qwen3": ("qwen3", SMALL | {"head_dim": 16}),
+    "seed_oss": ("seed_oss", SMALL | {"attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "starcoder2": ("starcoder2", SMALL | {"sliding_window": None}),
+    "cohere2, windows": ("cohere2", SMALL | WINDOW),
+    "cwm, windows": ("cwm", SMALL | WINDOW),
+    "exaone4, windows": ("exaone4", SMALL | WINDOW),
+    "gemma3_text, windows": ("gemma3_text", SMALL | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "mistral, window": ("mistral", SMALL | {"sliding_window": 4}),
+    "olmo3, windows": ("olmo3", SMALL | WINDOW),
+    "phi3, window": ("phi3", SMALL | {"sliding_window": 4}),
+    "qwen2, windows": ("qwen2", SMALL | WINDOW | {"use_sliding_window": True}),
+    "qwen3, windows": ("qwen3", SMALL | WINDOW | {"use_sliding_window": True, "head_dim": 16}),
+    "smollm3, windows": ("smollm3", SMALL | WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
+    "starcoder2, window": ("starcoder2", SMALL | {"sliding_window": 4}),
 }
+assert {model_type for model_type, _ in FAMILIES.values()} == set(CAUSAL_MODELS)
+assert {model_type for name, (model_type, _) in FAMILIES.items() if "window" in name} == set(WINDOW_MODELS)
 
 
-def make_model(model_type: str) -> PreTrainedModel:
+def make_model(family: str) -> PreTrainedModel:
     """Two random layers, the same on every rank; biases and norms are noisy too, so that each of them counts."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[model_type](**FAMILIES[model_type])
+    model_type, settings = FAMILIES[family]
+    config = CONFIG_MAPPING[model_type](**settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,9 +107,9 @@ def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return max(float((actual[n] - e).norm() / e.norm().clamp(min=1e-3 * total)) for n, e in expected.items())
 
 
-def sharded_step(model_type: str, sp: int, backend: str) -> dict[str, float]:
+def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
     """Relative errors of logits, loss and gradients on this rank against `stock_step`."""
-    model, batch = make_model(model_type), make_batch()
+    model, batch = make_model(family), make_batch()
     expected_logits, expected_loss, expected_gradients = stock_step(model)
     model, sequence = parallelize(model, sp, sp_backend=backend)
     shard = sequence.shard(batch)
@@ -115,16 +132,16 @@ def sharded_step(model_type: str, sp: int, backend: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("model_type", FULL_CAUSAL_MODELS)
-def test_packed_documents_equal_stock_transformers(model_type):
-    errors = sharded_step(model_type, 1, "auto")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_equal_stock_transformers(family):
+    errors = sharded_step(family, 1, "auto")
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-@pytest.mark.parametrize("model_type", FULL_CAUSAL_MODELS)
-def test_fused_head_of_the_trainer_equals_stock_transformers(model_type):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_head_of_the_trainer_equals_stock_transformers(family):
     """The trainer's loss comes from TRL's fused LM head, which must know every family's scaling of the logits."""
-    model, batch = make_model(model_type), make_batch()
+    model, batch = make_model(family), make_batch()
     _, expected_loss, expected_gradients = stock_step(model)
     model, sequence = parallelize(model, 1)
     add_fused_lm_head(model)
@@ -139,15 +156,15 @@ def test_fused_head_of_the_trainer_equals_stock_transformers(model_type):
 def all_families() -> dict[tuple[str, str], dict[str, float]]:
     """Every family and backend on one process group."""
     return {
-        (model_type, backend): sharded_step(model_type, dist.get_world_size(), backend)
-        for model_type in FULL_CAUSAL_MODELS
-        for backend in ("ring", "ulysses")
+        (family, backend): sharded_step(family, dist.get_world_size(), backend)
+        for family in FAMILIES
+        for backend in ("ring", "gather", "ulysses")
     }
 
 
 def test_two_ranks_equal_stock_transformers():
     for results in run_ranks(2, f"{__name__}:all_families"):
-        assert len(results) == 2 * len(FULL_CAUSAL_MODELS)
+        assert len(results) == 3 * len(FAMILIES)
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
 

@@ -119,6 +119,92 @@ def loop_of_ones_own():
     return losses
 
 
+def checkpointed(kwargs, compiled):
+    """One step of sp 2 with activation checkpointing: how often each schedule ran, and the error of the gradients."""
+    from longctx.attention.operator import LocalSchedule
+    from longctx.ring.attention import RingSchedule
+    from longctx.tiny import tiny_model
+
+    runs = []
+
+    def counted(forward):
+        def run(self, *args):
+            runs.append(type(self).__name__)
+            return forward(self, *args)
+
+        return run
+
+    for schedule in (RingSchedule, LocalSchedule):
+        schedule.forward = counted(schedule.forward)
+    results = {}
+    for backend in ("ring", "gather", "ulysses"):
+        selective = kwargs.get("selective")
+        gradients = []
+        for checkpointing in (False, True):
+            model, sequence = longctx.parallelize(
+                tiny_model(), sp=2, sp_backend=backend, selective_checkpointing=selective
+            )
+            model.train()
+            if checkpointing:
+                asked = {key: value for key, value in kwargs.items() if key != "selective"}
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=asked or None)
+                if compiled:
+                    model.compile(backend="aot_eager")
+            batch = packed_batch(sequence.dims.multiple)
+            shard = sequence.shard(batch)
+            runs.clear()
+            loss = sequence.loss(model(**shard.inputs).logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+            loss.backward()
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        error = float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+        results[backend] = len(runs) / model.config.num_hidden_layers, error
+    return results
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "compiled", "ring_runs", "ulysses_runs"),
+    [
+        ({}, False, 1, 2),
+        ({"selective": True}, False, 1, 1),
+        ({"selective": False}, False, 2, 2),
+        ({"use_reentrant": True}, False, 2, 2),
+        ({}, True, 1, 2),
+    ],
+)
+def test_checkpointing_does_not_run_the_ring_again(kwargs, compiled, ring_runs, ulysses_runs):
+    for results in run_ranks(2, f"{__name__}:checkpointed", kwargs, compiled):
+        assert {backend: runs for backend, (runs, _) in results.items()} == {
+            "ring": ring_runs,
+            "gather": ring_runs,
+            "ulysses": ulysses_runs,
+        }
+        assert max(error for _, error in results.values()) <= 1e-6  # the same sums; compiled ones in another order
+
+
+def test_torch_compile_takes_the_rest_of_the_model():
+    """Attention breaks the graph in every layer; the other graphs are compiled once and serve every batch."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from longctx.tiny import tiny_model
+
+    counter, gradients = CompileCounterWithBackend("aot_eager"), []
+    for compiled in (False, True):
+        model, sequence = longctx.parallelize(tiny_model(), sp=1)
+        if compiled:
+            model.compile(backend=counter)
+        graphs = []
+        for seed in range(3):
+            batch = packed_batch(8, seed=seed)
+            shard = sequence.shard(batch)
+            loss = sequence.loss(model(**shard.inputs).logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+            loss.backward()
+            graphs.append(counter.frame_count)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert graphs[0] > model.config.num_hidden_layers
+    assert len(set(graphs)) == 1
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) <= 1e-6
+
+
 def test_a_loop_of_ones_own_equals_one_process():
     from longctx.tiny import tiny_model
     from tests.reference import dense_loss

@@ -218,11 +218,11 @@ def test_a_backend_asks_only_for_what_it_needs(monkeypatch):
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 MODELS = {
-    "sliding window": ("mistral", {"sliding_window": 8}, ("sliding_window is 8", "v0.2")),
-    "some windowed layers": (
+    "sliding window": ("llama", {"sliding_window": 8}, ("sliding_window is 8", "mistral")),
+    "chunked layers": (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        ("layer_types holds sliding_attention", "full_attention"),
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        ("layer_types holds chunked_attention", "sliding_attention are supported"),
     ),
     "soft-capping": ("gemma2", {}, ("attn_logit_softcapping is 50.0", "soft-capped", "llama")),
     "mamba": ("mamba", {"state_size": 4}, ("'mamba'", "state_size is 4", "state-space", "llama")),

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from longctx.attention.operator import selective_checkpoint_contexts
 from longctx.batch import AttentionContext
 
 NAME = "longctx"
@@ -15,6 +21,7 @@ REFUSED_KEYWORDS = ("softcap", "position_bias")
 """What layers pass when their scores are not plain products of queries and keys."""
 
 
+@torch.compiler.disable  # its messages and plans are no graph; torch.compile takes the rest of the layer
 def longctx_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -66,7 +73,30 @@ def longctx_attention(
     return attend(query, key, value, scale=scaling, sinks=s_aux).transpose(1, 2).contiguous(), None
 
 
-def install(model: PreTrainedModel) -> None:
-    """Make every attention layer of `model` call `longctx_attention`."""
+def install(model: PreTrainedModel, *, selective_checkpointing: bool) -> None:
+    """Make every attention layer of `model` call `longctx_attention`.
+
+    Args:
+        selective_checkpointing: activation checkpointing, once switched on, saves attention's output instead of
+            computing it again. Reentrant checkpointing cannot, and computes it again.
+    """
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
+    if selective_checkpointing:
+        set_checkpointing = model._set_gradient_checkpointing
+        model._set_gradient_checkpointing = partial(_set_selective, set_checkpointing)
+
+
+def _set_selective(
+    set_checkpointing: Callable[..., None],
+    enable: bool = True,
+    gradient_checkpointing_func: Callable = checkpoint,
+    **kwargs: Any,
+) -> None:
+    """transformers' own setter, which every way to switch checkpointing on goes through, with our `context_fn`."""
+    given = getattr(gradient_checkpointing_func, "keywords", {})
+    if given.get("use_reentrant") is not True and "context_fn" not in given:
+        gradient_checkpointing_func = partial(
+            gradient_checkpointing_func, use_reentrant=False, context_fn=selective_checkpoint_contexts
+        )
+    set_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)

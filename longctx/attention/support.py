@@ -7,13 +7,16 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-FULL_CAUSAL_MODELS = (
+CAUSAL_MODELS = (
     "apertus",
     "arcee",
     "cohere",
+    "cohere2",
+    "cwm",
     "ernie4_5",
     "exaone4",
     "gemma",
+    "gemma3_text",
     "glm",
     "glm4",
     "gpt_neox",
@@ -24,6 +27,7 @@ FULL_CAUSAL_MODELS = (
     "mistral",
     "olmo",
     "olmo2",
+    "olmo3",
     "phi",
     "phi3",
     "qwen2",
@@ -33,6 +37,21 @@ FULL_CAUSAL_MODELS = (
     "starcoder2",
 )
 """model_type of every decoder that tests/test_models.py compares with stock transformers, document by document."""
+
+WINDOW_MODELS = (
+    "cohere2",
+    "cwm",
+    "exaone4",
+    "gemma3_text",
+    "mistral",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+)
+"""Those of them that are compared with sliding windows too, in all layers or in some."""
 
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
@@ -78,10 +97,10 @@ def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     yield from _windows(text)
     yield from _dropouts(text)
     yield from _rope(text)
-    if text.model_type not in FULL_CAUSAL_MODELS or not _is_stock(config):
+    if text.model_type not in CAUSAL_MODELS or not _is_stock(config):
         yield (
             f"Its layers are not known to be exact when a sequence is cut. "
-            f"{_kind_of_code(config)}Use one of the types compared with one device: {', '.join(FULL_CAUSAL_MODELS)}."
+            f"{_kind_of_code(config)}Use one of the types compared with one device: {', '.join(CAUSAL_MODELS)}."
         )
 
 
@@ -104,11 +123,14 @@ def _layers(config: PretrainedConfig) -> Iterator[str]:
 def _windows(config: PretrainedConfig) -> Iterator[str]:
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    remedy = "Choose a model without a sliding window (for Mistral: v0.2 or later)."
-    if others := sorted(set(types or ()) - {"full_attention"}):
-        yield f"layer_types holds {', '.join(others)}; only full_attention is supported. {remedy}"
-    elif window is not None and types is None:
-        yield f"sliding_window is {window}; only full attention is supported. {remedy}"
+    if others := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
+        yield f"layer_types holds {', '.join(others)}; only full_attention and sliding_attention are supported."
+    has_window = "sliding_attention" in types if types else window is not None
+    if has_window and config.model_type not in WINDOW_MODELS:
+        yield (
+            f"sliding_window is {window}; windows are known to be exact for {', '.join(WINDOW_MODELS)}. Choose a model "
+            "without a sliding window."
+        )
 
 
 def _dropouts(config: PretrainedConfig) -> Iterator[str]:
