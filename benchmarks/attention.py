@@ -45,7 +45,8 @@ from torch import Tensor
 
 from benchmarks.packing import device, histogram, line
 from benchmarks.plan import arrange_document_zigzag
-from longctx.attention.kernels import Entries, block_backward, block_forward, varlen_attention
+from longctx.attention.kernels import Entries, block_backward, block_forward
+from longctx.attention.operator import varlen_attention
 from longctx.packing import pack
 from longctx.ring import plan_ring, ring_attention
 from longctx.ulysses import ulysses_attention

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from longctx.attention import kernels
-from longctx.attention.kernels import CpuFlashKernel, DenseKernel, Entries, varlen_attention
+from longctx.attention.kernels import CpuFlashKernel, DenseKernel, Entries, blockwise
 
 KERNELS = {"cpu": CpuFlashKernel(), "dense": DenseKernel()}
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
@@ -112,29 +111,12 @@ def test_bfloat16_sums_blocks_in_fp32(monkeypatch):
     reference = [x.double().requires_grad_() for x in inputs]
     masked_attention(*reference, visible, 0.3)[0].backward(grad.double())
     errors = []
-    for block in (kernels.MAX_QUERY_BLOCK, 4096):
-        monkeypatch.setattr(kernels, "MAX_QUERY_BLOCK", block)
+    for block in (blockwise.MAX_QUERY_BLOCK, 4096):
+        monkeypatch.setattr(blockwise, "MAX_QUERY_BLOCK", block)
         out, lse = CpuFlashKernel().forward(*inputs, entries, 0.3)
         grads = CpuFlashKernel().backward(grad, *inputs, out, lse, entries, 0.3)
         errors.append([relative_error(actual, x.grad) for actual, x in zip(grads, reference, strict=True)])
     assert all(blocks <= 1.05 * one for blocks, one in zip(*errors, strict=True)), errors
-
-
-def test_varlen_attention_windows_and_gradients():
-    sizes = DOCUMENTS
-    *inputs, grad = make_inputs(sizes, HEADS["GQA"], torch.float64)
-    _, visible = make_entries(sizes, True, 9)
-    results = []
-    for attend in (
-        lambda q, k, v: varlen_attention(q, k, v, np.cumsum([0, *(n for n, _ in sizes)]), window=9),
-        lambda q, k, v: masked_attention(q, k, v, visible, 16**-0.5)[0],
-    ):
-        tensors = [x.clone().requires_grad_() for x in inputs]
-        out = attend(*tensors)
-        out.backward(grad)
-        results.append([out, *(x.grad for x in tensors)])
-    for actual, wanted in zip(*results, strict=True):
-        assert relative_error(actual, wanted) <= 1e-12
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, -1), (False, 4)])

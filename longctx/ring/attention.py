@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.attention.kernels import Entries, add, block_backward, block_forward, put, take
+from longctx.attention.kernels import Entries, Rows, add, block_backward, block_forward, put, take
 from longctx.attention.operator import Schedule, attend, binding_window
 from longctx.ring.plan import RingPlan
 from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split
@@ -166,7 +166,7 @@ def _heads(x: Tensor, num_key_value_heads: int, start: int, stop: int) -> Tensor
     return x[:, start * share : stop * share]
 
 
-def _merge(out: Tensor, lse: Tensor, rows: slice | np.ndarray, block_out: Tensor, block_lse: Tensor) -> None:
+def _merge(out: Tensor, lse: Tensor, rows: Rows, block_out: Tensor, block_lse: Tensor) -> None:
     """Join a block's softmax into the running one, for the given query rows, in place."""
     old_out, old_lse = take(out, rows), take(lse, rows)
     weight = torch.sigmoid(block_lse - old_lse)[..., None]

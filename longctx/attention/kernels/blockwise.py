@@ -1,0 +1,162 @@
+"""Kernels of one call an entry: torch's CPU attention, and plain torch.
+
+Shape legend: H query heads, K key/value heads (H a multiple of K), N queries, M keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from longctx.attention.kernels.entries import Entries
+from longctx.attention.kernels.kernel import Kernel
+
+MAX_QUERY_BLOCK = 512
+"""Queries a call where a window or a lead of keys needs a mask, which has this many rows."""
+
+
+class BlockwiseKernel(Kernel):
+    """Call after call, by `_forward` and `_backward`: an entry each, or a block of its queries where it needs a mask.
+
+    A call has a causal flag, which is for as many keys as queries, or an additive mask [queries, keys], or neither.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+        for at_q, at_kv, causal, mask in _calls(entries, q):
+            rows = q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv]
+            out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, causal, mask, scale)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        entries: Entries,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format, dtype=_wide(x)) for x in (k, v))
+        for at_q, at_kv, causal, mask in _calls(entries, q):
+            rows = grad_out[:, :, at_q], q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv], out[:, :, at_q], lse[:, :, at_q]
+            dq[:, :, at_q], *grads = self._backward(*rows, causal, mask, scale)
+            for total, grad in zip((dk, dv), grads, strict=True):
+                total[:, :, at_kv] += grad  # blocks of one entry share keys
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class CpuFlashKernel(BlockwiseKernel):
+    """torch's blocked CPU attention; native GQA, fp64 to bf16."""
+
+    name = "aten flash for CPU"
+
+    def _forward(self, q, k, v, causal, mask, scale):
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale):
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+class DenseKernel(BlockwiseKernel):
+    """Plain torch, one score matrix a call: any device and dtype, O(L²) memory. The fallback and the yardstick."""
+
+    name = "dense"
+
+    def _forward(self, q, k, v, causal, mask, scale):
+        with torch.autocast(q.device.type, enabled=False):
+            scores = self._scores(q, k, causal, mask, scale)
+            lse = scores.logsumexp(-1)
+            weights = (scores - lse[..., None]).exp()
+            return (weights @ _repeat_heads(v, q).to(weights)).to(q.dtype), lse
+
+    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale):
+        with torch.autocast(q.device.type, enabled=False):
+            weights = (self._scores(q, k, causal, mask, scale) - lse[..., None]).exp()
+            grad_out, out = grad_out.to(weights), out.to(weights)
+            grad_weights = grad_out @ _repeat_heads(v, q).to(weights).transpose(-1, -2)
+            grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True)) * scale
+            dq = grad_scores @ _repeat_heads(k, q).to(weights)
+            dk = _sum_heads(grad_scores.transpose(-1, -2) @ q.to(weights), k)
+            dv = _sum_heads(weights.transpose(-1, -2) @ grad_out, v)
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+        scores = q.to(_wide(q)) @ _repeat_heads(k, q).to(_wide(q)).transpose(-1, -2) * scale
+        if causal:
+            mask = _mask(q.shape[2], k.shape[2], k.shape[2], q)
+        return scores if mask is None else scores + mask
+
+
+def _calls(entries: Entries, q: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """Queries, keys, causal flag and additive mask of each call; every query sees a key."""
+    longest = int(entries.num_keys.max(initial=1))
+    window = min(entries.window or longest, longest)
+    block = min(max(window, 64), MAX_QUERY_BLOCK)
+    mask = None
+    for at_q, at_kv in entries.compact():
+        num_queries, num_keys = at_q.stop - at_q.start, at_kv.stop - at_kv.start
+        if not entries.causal or num_queries == num_keys <= window:
+            yield at_q, at_kv, entries.causal, None
+            continue
+        if mask is None:
+            mask = _mask(block, block + window - 1, window, q)
+        shift = at_kv.stop - at_q.stop
+        for start in range(at_q.start, at_q.stop, block):
+            stop = min(start + block, at_q.stop)
+            keys = slice(max(start + shift + 1 - window, at_kv.start), stop + shift)
+            corner = mask[start - stop :, keys.start - keys.stop :]
+            yield slice(start, stop), keys, False, corner
+
+
+def _mask(num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor:
+    """0 where a query sees a key, else -inf; the last query is the last key's own. Of `like`'s dtype: the CPU
+    operator misreads an fp32 mask beside fp64 queries.
+    """
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device)
+    own = num_keys - num_queries
+    hidden = ones.triu(own + 1) | ones.tril(own - window)
+    return torch.zeros_like(ones, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What sums over tensors of x's dtype are kept in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """[1, K, M, D] -> [1, H, M, D]: each key/value head once for every query head that uses it."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _sum_heads(grad: Tensor, x: Tensor) -> Tensor:
+    """[1, H, M, D] -> [1, K, M, D]: the adjoint of `_repeat_heads`."""
+    return grad.unflatten(1, (x.shape[1], -1)).sum(2)

@@ -1,0 +1,110 @@
+"""Is a kernel exact here? A small packed problem of each kind, against plain attention in fp64 on the CPU.
+
+Libraries change their signatures, layouts and conventions from one release to the next, and not all of them were at
+hand when this was written. So no kernel is trusted by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longctx.attention.kernels.blockwise import DenseKernel
+from longctx.attention.kernels.entries import Entries
+from longctx.attention.kernels.kernel import Kernel
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest relative error of an entry's out and gradients, and absolute error of its lse: what users are promised in
+fp64 and fp32, four times the rounding of one number in fp16 and bf16. A key too many or too few is ten times that."""
+
+Sizes: TypeAlias = list[tuple[int, int]]
+
+DOCUMENTS: Sizes = [(n, n) for n in (130, 1, 1, 70, 257)]
+LED: Sizes = [(40, 40), (1, 90), (30, 161)]
+FULL: Sizes = [(64, 131), (1, 90), (200, 1), (33, 33)]
+KINDS: dict[str, tuple[Sizes, bool, int | None]] = {
+    "documents": (DOCUMENTS, True, None),
+    "one document": ([(384, 384)], True, None),
+    "one-token documents": ([(1, 1)] * 5, True, None),
+    "more keys than queries": (LED, True, None),
+    "full entries": (FULL, False, None),
+    "one full entry": ([(200, 330)], False, None),
+    "one-token queries": ([(1, 300), (1, 70)], False, None),
+    "window of 30": (DOCUMENTS, True, 30),
+    "window of 1": (DOCUMENTS, True, 1),
+    "window of 30, more keys than queries": (LED, True, 30),
+}
+"""(queries, keys) of each entry, causal, window."""
+
+
+def disagreement(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, queries_per_key: int, windowed: bool
+) -> str | None:
+    """Where the kernel is wrong or fails, with value and bound; None where it is exact.
+
+    Args:
+        queries_per_key: query heads that share a key/value head.
+        windowed: whether sliding windows are compared too.
+    """
+    for kind, (sizes, causal, window) in KINDS.items():
+        entries = make_entries(sizes, causal, window)
+        if (window is not None and not windowed) or not kernel.takes(entries):
+            continue
+        q, k, v, grad_out = make_inputs(sizes, (2 * queries_per_key, 2), head_dim, dtype)
+        try:
+            for name, error in _errors(kernel, device, entries, q, k, v, grad_out):
+                if not error <= BOUNDS[dtype]:  # NaN is wrong too
+                    return f"{name} is off by {error:.1e} on {kind}, allowed is {BOUNDS[dtype]:.0e}"
+        except Exception as error:  # whatever a foreign library raises, the next kernel is tried
+            return f"it fails on {kind}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
+
+
+def make_entries(sizes: Sizes, causal: bool, window: int | None = None) -> Entries:
+    """Entries of (queries, keys) sizes, one behind the other."""
+    ends = np.cumsum(sizes, axis=0)
+    q_ranges, kv_ranges = np.stack((ends - sizes, ends), axis=-1).transpose(1, 0, 2)
+    return Entries(q_ranges, kv_ranges, causal, window)
+
+
+def make_inputs(sizes: Sizes, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and an output gradient, [1, heads, tokens, D], the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    num_queries, num_keys = np.sum(sizes, axis=0)
+    shapes = [(heads[0], num_queries), (heads[1], num_keys), (heads[1], num_keys), (heads[0], num_queries)]
+    return [torch.randn(1, *shape, head_dim, generator=generator).to(dtype) for shape in shapes]
+
+
+def _errors(
+    kernel: Kernel, device: torch.device, entries: Entries, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor
+) -> Iterator[tuple[str, float]]:
+    """The name and error of each result."""
+    dense, scale = DenseKernel(), q.shape[-1] ** -0.5
+    exact_q, exact_k, exact_v = q.double(), k.double(), v.double()
+    q, k, v = q.to(device), k.to(device), v.to(device)
+    exact_out, exact_lse = dense.forward(exact_q, exact_k, exact_v, entries, scale)
+    out, lse = kernel.forward(q, k, v, entries, scale)
+    queries, keys = zip(*entries.compact(), strict=True)
+    yield "out", _relative_error(out, exact_out, queries)
+    yield "lse", float((lse.cpu().double() - exact_lse).abs().max())
+
+    # As if other keys had taken part in the softmax.
+    wider_out, wider_lse = (0.5 * exact_out).to(q.dtype), (exact_lse + 1.0).to(lse.dtype)
+    grads = kernel.backward(grad_out.to(device), q, k, v, wider_out.to(device), wider_lse.to(device), entries, scale)
+    wider_out, wider_lse = wider_out.double(), wider_lse.double()
+    exact = dense.backward(grad_out.double(), exact_q, exact_k, exact_v, wider_out, wider_lse, entries, scale)
+    for name, actual, wanted, at in zip(("dq", "dk", "dv"), grads, exact, (queries, keys, keys), strict=True):
+        yield name, _relative_error(actual, wanted, at)
+
+
+def _relative_error(actual: Tensor, exact: Tensor, entries: tuple[slice, ...]) -> float:
+    """Of the entry that is off most, against its own norm, or a typical one of its size where its own is less."""
+    difference, typical = actual.cpu().double() - exact, exact.square().mean().sqrt()
+    return max(
+        float(difference[:, :, at].norm() / exact[:, :, at].norm().clamp(min=typical * exact[:, :, at].numel() ** 0.5))
+        for at in entries
+    )

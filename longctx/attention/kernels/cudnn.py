@@ -1,0 +1,62 @@
+"""cuDNN's attention through torch, for entries of one document: a plan is built for every new length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longctx.attention.kernels.entries import Entries
+from longctx.attention.kernels.kernel import Kernel
+
+
+class CudnnKernel(Kernel):
+    """One entry; causal where it has as many keys as queries, for it aligns them at the first key; fp16 and bf16.
+
+    torch's own context parallelism takes its log-sum-exp as the natural one and hands its backward a merged one.
+    """
+
+    name = "cuDNN"
+
+    def __init__(self) -> None:
+        self._lse_shape: tuple[int, ...] | None = None
+        """[1, H, N] of some versions of torch is [1, H, N, 1] in others, forward and backward."""
+
+    def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        return (
+            device.type == "cuda"
+            and torch.version.cuda is not None
+            and dtype in (torch.float16, torch.bfloat16)
+            and head_dim % 8 == 0
+            and head_dim <= 128
+            and torch.cuda.get_device_capability(device) >= (9, 0)
+        )
+
+    def takes(self, entries: Entries) -> bool:
+        is_square = (entries.num_queries == entries.num_keys).all()
+        return len(entries) == 1 and entries.window is None and (is_square or not entries.causal)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, entries.causal, False, scale=scale
+        )
+        self._lse_shape = lse.shape[3:]
+        return out, lse.reshape(q.shape[:3])
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        entries: Entries,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._lse_shape is not None, "a forward call, if only that of the check, comes first"
+        no_seed = torch.empty((), dtype=torch.int64, device=q.device)
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(grad_out, q, k, v, out, lse.reshape(*lse.shape, *self._lse_shape).contiguous()),
+            *(no_seed, no_seed, None, None, None, q.shape[2], k.shape[2], 0.0, entries.causal),
+            scale=scale,
+        )

@@ -1,0 +1,168 @@
+"""What a kernel computes: pairs of token ranges that attend to each other, and the rows they take up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Rows:
+    """Row numbers of token ranges, one range behind the other.
+
+    Args:
+        ranges: int64 [n, 2], first and past-the-last row of each, no row twice.
+    """
+
+    def __init__(self, ranges: np.ndarray):
+        self._everywhere: slice | None = None
+        self._on: dict[torch.device, Tensor] = {}
+        if (ranges[1:, 0] == ranges[:-1, 1]).all():
+            self._everywhere = slice(int(ranges[0, 0]), int(ranges[-1, 1])) if len(ranges) else slice(0, 0)
+        else:
+            self._rows = np.concatenate([np.arange(start, stop) for start, stop in ranges])
+
+    def on(self, device: torch.device) -> slice | Tensor:
+        """A slice where the rows are contiguous, else int64 [N], which is copied to a device once."""
+        if self._everywhere is not None:
+            return self._everywhere
+        if device not in self._on:
+            self._on[device] = upload(self._rows, device)
+        return self._on[device]
+
+
+@dataclass(frozen=True, eq=False)
+class Varlen:
+    """Entries as FlashAttention's varlen calls take them, by its names."""
+
+    cu_seqlens_q: Tensor
+    """int32 [n + 1], on the device: boundaries of the entries' queries among the rows in entry order."""
+    cu_seqlens_k: Tensor
+    """int32 [n + 1]: the same for keys and values."""
+    max_seqlen_q: int
+    """Never 1: version 2 then goes another way for grouped heads, which can return wrong lse (vLLM's fork, pull 87)."""
+    max_seqlen_k: int
+    causal: bool
+    """Aligned at the last key."""
+    window_size_left: int
+    """Keys before a query's own that it sees, -1 for all."""
+    window_size_right: int
+    """Keys after it, -1 for all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Pairs of token ranges that attend to each other.
+
+    A query token, and likewise a key token, lies in at most one entry, so results are written, never summed. What a
+    device needs to know of them is copied to it once: use one object for all layers of a batch.
+    """
+
+    q_ranges: np.ndarray
+    """int64 [n, 2]: first and past-the-last query row of each entry, no range empty."""
+    kv_ranges: np.ndarray
+    """int64 [n, 2]: the same for keys and values."""
+    causal: bool
+    """Whether a query sees the keys up to itself: query i of n those j of m >= n keys with j <= i + m - n."""
+    window: int | None = None
+    """Causal entries only: of those keys a query sees the last `window`, itself included (a model's sliding_window)."""
+
+    def __post_init__(self) -> None:
+        for name, ranges in (("q_ranges", self.q_ranges), ("kv_ranges", self.kv_ranges)):
+            assert (ranges[:, 0] < ranges[:, 1]).all(), f"empty range in {name}: {ranges}"
+        if self.causal:
+            assert (self.num_keys >= self.num_queries).all(), "a causal entry has fewer keys than queries"
+        if self.window is not None and (self.window < 1 or not self.causal):
+            kind = "causal" if self.causal else "full"
+            raise ValueError(f"A sliding window of {self.window} over {kind} entries: use 1 or more, over causal ones.")
+
+    @classmethod
+    def of_documents(cls, cu_seqlens: np.ndarray, window: int | None = None) -> Entries:
+        """Causal entries of whole documents from their boundaries, int [n + 1]."""
+        ranges = np.stack((cu_seqlens[:-1], cu_seqlens[1:]), axis=1).astype(np.int64)
+        return cls(ranges, ranges, causal=True, window=window)
+
+    def __len__(self) -> int:
+        return len(self.q_ranges)
+
+    @property
+    def num_queries(self) -> np.ndarray:
+        """int64 [n], of each entry."""
+        return self.q_ranges[:, 1] - self.q_ranges[:, 0]
+
+    @property
+    def num_keys(self) -> np.ndarray:
+        """int64 [n], of each entry."""
+        return self.kv_ranges[:, 1] - self.kv_ranges[:, 0]
+
+    @functools.cached_property
+    def q_rows(self) -> Rows:
+        """The query rows of all entries in entry order."""
+        return Rows(self.q_ranges)
+
+    @functools.cached_property
+    def kv_rows(self) -> Rows:
+        """The key rows of all entries in entry order."""
+        return Rows(self.kv_ranges)
+
+    def compact(self) -> Iterator[tuple[slice, slice]]:
+        """Each entry's (queries, keys) as slices of the rows taken in entry order."""
+        q_bounds, kv_bounds = (_boundaries(lengths).tolist() for lengths in (self.num_queries, self.num_keys))
+        for i in range(len(self)):
+            yield slice(q_bounds[i], q_bounds[i + 1]), slice(kv_bounds[i], kv_bounds[i + 1])
+
+    def varlen(self, device: torch.device) -> Varlen:
+        """All of them as one call on the device."""
+        if device not in self._varlen:
+            self._varlen[device] = Varlen(
+                cu_seqlens_q=upload(_boundaries(self.num_queries).astype(np.int32), device),
+                cu_seqlens_k=upload(_boundaries(self.num_keys).astype(np.int32), device),
+                max_seqlen_q=max(2, int(self.num_queries.max())),
+                max_seqlen_k=int(self.num_keys.max()),
+                causal=self.causal,
+                window_size_left=-1 if self.window is None else self.window - 1,
+                window_size_right=0 if self.causal else -1,
+            )
+        return self._varlen[device]
+
+    @functools.cached_property
+    def _varlen(self) -> dict[torch.device, Varlen]:
+        return {}
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    """Rows of dimension 2: [1, H, S, D] or [1, H, S] -> [1, H, N, D] or [1, H, N]; a view where they are contiguous."""
+    at = rows.on(x.device)
+    return x[:, :, at] if isinstance(at, slice) else x.index_select(2, at)
+
+
+def put(x: Tensor, rows: Rows, values: Tensor) -> None:
+    """Write rows of dimension 2 in place, the inverse of `take`."""
+    at = rows.on(x.device)
+    if isinstance(at, slice):
+        x[:, :, at] = values
+    else:
+        x.index_copy_(2, at, values)
+
+
+def add(x: Tensor, rows: Rows, values: Tensor) -> None:
+    """Add to rows of dimension 2 in place."""
+    at = rows.on(x.device)
+    if isinstance(at, slice):
+        x[:, :, at] += values
+    else:
+        x.index_add_(2, at, values.to(x.dtype))
+
+
+def upload(x: np.ndarray, device: torch.device) -> Tensor:
+    """On CUDA from pinned memory, so that the host does not wait for what the device is doing."""
+    host = torch.from_numpy(x)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _boundaries(lengths: np.ndarray) -> np.ndarray:
+    return np.append(0, np.cumsum(lengths))

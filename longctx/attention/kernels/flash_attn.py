@@ -1,0 +1,147 @@
+"""The flash-attn libraries, called by keyword, so that a version with other arguments fails instead of misreading them.
+
+Signatures: flash_attn 2.7.0 to 2.8.3, `flash_attn_interface` of flash_attn_3 since 2025-08 (before that, its window is
+one argument, and it is passed over), flash_attn.cute of flash-attn-4 4.0.0b0 to b27.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+import torch
+
+from longctx.attention.kernels.varlen import VarlenKernel
+
+
+class FlashAttentionKernel(VarlenKernel):
+    """A version of flash-attn.
+
+    Args:
+        release: of the installed distribution, for its name.
+        module: what defines its functions; the installed one where None, imported at the first call.
+    """
+
+    distribution: str
+    module_name: str
+
+    def __init__(self, release: str, module: ModuleType | None = None):
+        self.name = f"{self.distribution} {release}"
+        self._module = module
+
+    @property
+    def module(self) -> ModuleType:
+        if self._module is None:
+            self._module = importlib.import_module(self.module_name)
+        return self._module
+
+
+class FlashAttention2(FlashAttentionKernel):
+    """Ampere and newer."""
+
+    distribution = "flash-attn"
+    module_name = "flash_attn.flash_attn_interface"
+
+    def _forward(self, q, k, v, varlen, scale):
+        out, lse, *_ = self.module._flash_attn_varlen_forward(
+            q=q, k=k, v=v, dropout_p=0.0, softmax_scale=scale, **vars(varlen)
+        )
+        return out, lse
+
+    def _backward(self, grad_out, q, k, v, out, lse, varlen, scale):
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        self.module._flash_attn_varlen_backward(
+            dout=grad_out,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            softmax_lse=lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **vars(varlen),
+        )
+        return dq, dk, dv
+
+
+class FlashAttention3(FlashAttentionKernel):
+    """Hopper only (arXiv 2407.08608)."""
+
+    distribution = "flash-attn-3"
+    module_name = "flash_attn_interface"
+
+    def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        return super().fits(device, dtype, head_dim) and torch.cuda.get_device_capability(device)[0] == 9
+
+    def _forward(self, q, k, v, varlen, scale):
+        out, lse, *_ = self.module._flash_attn_forward(q=q, k=k, v=v, softmax_scale=scale, **vars(varlen))
+        return out, lse
+
+    def _backward(self, grad_out, q, k, v, out, lse, varlen, scale):
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        arguments = vars(varlen) | {"is_causal": varlen.causal}
+        del arguments["causal"]
+        self.module._flash_attn_backward(
+            dout=grad_out,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            softmax_lse=lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **arguments,
+        )
+        return dq, dk, dv
+
+
+class FlashAttention4(FlashAttentionKernel):
+    """Hopper and newer; written for Blackwell. It returns the gradients, and None is its window without an end."""
+
+    distribution = "flash-attn-4"
+    module_name = "flash_attn.cute.interface"
+    min_capability = (9, 0)
+
+    def _forward(self, q, k, v, varlen, scale):
+        out, lse, *_ = self.module._flash_attn_fwd(
+            q=q, k=k, v=v, softmax_scale=scale, return_lse=True, **self._arguments(varlen)
+        )
+        return out, lse
+
+    def _backward(self, grad_out, q, k, v, out, lse, varlen, scale):
+        dq, dk, dv = self.module._flash_attn_bwd(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            dout=grad_out,
+            lse=lse,
+            softmax_scale=scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._arguments(varlen),
+        )
+        return dq, dk, dv
+
+    @staticmethod
+    def _arguments(varlen):
+        return {name: None if value == -1 else value for name, value in vars(varlen).items()}
+
+
+def installed() -> Iterator[FlashAttentionKernel]:
+    """The versions that are installed, the fastest first; none is imported yet."""
+    for kernel in (FlashAttention3, FlashAttention4, FlashAttention2):
+        try:
+            yield kernel(version(kernel.distribution))
+        except PackageNotFoundError:
+            continue
