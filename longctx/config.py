@@ -202,7 +202,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     _check_engine(engine, zero_stage, dims)
     _check_fsdp1(engine, use_cpu)
     notes += _precision_notes(settings, engine, use_cpu)
-    _checkpoint_once(flags, profile, settings, notes)
+    _take_checkpointing(profile, settings, notes)
     settings["max_grad_norm"] = _max_grad_norm(settings["max_grad_norm"], engine)
     settings["pad_to_multiple_of"] = _pad_multiple(given_multiple, dims)
     if settings["measure_links"] and sp == 1:
@@ -477,19 +477,16 @@ def _take_from_profile(flags: Flags, profile: LaunchProfile, settings: dict[str,
             settings[name] = agreed
 
 
-def _checkpoint_once(flags: Flags, profile: LaunchProfile, settings: dict[str, Any], notes: list[str]) -> None:
-    """FSDP's own activation checkpointing takes the place of the trainer's, which TRL switches on by default."""
+def _take_checkpointing(profile: LaunchProfile, settings: dict[str, Any], notes: list[str]) -> None:
+    """The profile's activation checkpointing is carried out by the trainer's, which keeps the ring's output."""
     if not profile.activation_checkpointing:
         return
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
-        if name in flags.explicit and settings[name]:
-            raise ValueError(
-                f"--{name} True and fsdp_activation_checkpointing: true would both checkpoint every layer. "
-                f"Keep one: --{name} False, or fsdp_activation_checkpointing: false."
-            )
-    if settings["gradient_checkpointing"]:
-        notes.append("gradient_checkpointing is off: the profile's fsdp_activation_checkpointing does it")
-    settings["gradient_checkpointing"] = False
+    if not settings["gradient_checkpointing"]:
+        notes.append("gradient_checkpointing is on: the profile says fsdp_activation_checkpointing: true")
+        settings["gradient_checkpointing"] = True
+    if profile.activation_checkpointing_offload:
+        given = settings["gradient_checkpointing_kwargs"] or {}
+        settings["gradient_checkpointing_kwargs"] = given | {"offload": True}
 
 
 def _check_counts(settings: Mapping[str, Any]) -> None:

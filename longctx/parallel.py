@@ -142,7 +142,9 @@ def parallelize(
     choice = choose_backend(sp_backend, setup, _documents(model, document_lengths), ring_size=ring_size)
     degrees = choice.arrangement
     dims = ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
-    install(model, selective_checkpointing=dims.ring > 1 if selective_checkpointing is None else selective_checkpointing)
+    if selective_checkpointing is None:
+        selective_checkpointing = dims.ring > 1
+    install(model, selective_checkpointing=selective_checkpointing)
     return model, SequenceParallel(dims, BACKENDS[choice.name], sequence_groups(dims, device.type), device)
 
 

@@ -140,6 +140,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         ring_size=run.dims.ring if run.backend.name == "hybrid" else None,
         dp_replicate=run.dims.dp_replicate,
         device=args.device,
+        selective_checkpointing=(args.gradient_checkpointing_kwargs or {}).get("selective"),
     )
     collator = SequenceCollator(
         pad_token_id=prepared.tokenizer.pad_token_id,

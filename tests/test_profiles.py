@@ -303,12 +303,19 @@ CONTRADICTIONS = {
         ["--learning_rate 0.0001", "optimizer.params.lr 0.001"],
     ),
     "precision": ({"mixed_precision": "bf16"}, ["--bf16", "False"], ["--bf16 False", "mixed_precision bf16"]),
-    "checkpointing": (
-        {"engine": "fsdp2", "activation_checkpointing": True},
-        ["--gradient_checkpointing", "True"],
-        ["--gradient_checkpointing True", "fsdp_activation_checkpointing: true"],
-    ),
 }
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_trainer_checkpoints_in_the_place_of_fsdp(offload):
+    """accelerate's own checkpointing would run the ring a second time."""
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    env |= {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": str(offload).lower(), "RANK": "0", "WORLD_SIZE": "2"}
+    flags = parse_flags([*TINY, "--use_cpu", "True", "--sp", "2", "--gradient_checkpointing", "False"])
+    run = resolve(flags, read_profile(env), env)
+    assert run.settings["gradient_checkpointing"] is True
+    assert run.settings["gradient_checkpointing_kwargs"] == ({"offload": True} if offload else None)
+    assert not any(name.startswith("FSDP_ACTIVATION_CHECKPOINTING") for name in env)
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)

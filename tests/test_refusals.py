@@ -182,14 +182,6 @@ def test_tensor_parallel_profile(refused, launched_by_accelerate):
     refused(parts=("parallelism_config_tp_size 2", "Set it to 1", "torchtitan"))
 
 
-@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
-def test_checkpointing_twice(name, refused, launched_by_accelerate):
-    for variable in ("ACCELERATE_USE_FSDP", "FSDP_ACTIVATION_CHECKPOINTING"):
-        launched_by_accelerate(variable, "true")
-    launched_by_accelerate("FSDP_VERSION", "2")
-    refused(f"--{name}", "True", parts=(f"--{name} True", "fsdp_activation_checkpointing: true", f"--{name} False"))
-
-
 @pytest.mark.parametrize(
     ("package", "arguments"),
     [

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 _PARALLELISM = "PARALLELISM_CONFIG_"
-_HANDLED_HERE = ("ACCELERATE_USE_PARALLELISM_CONFIG",)
+_HANDLED_HERE = (
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "FSDP_ACTIVATION_CHECKPOINTING",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+)
 
 DEEPSPEED_FLAGS = {
     "learning_rate": "optimizer.params.lr",
@@ -48,7 +52,9 @@ class LaunchProfile:
     gradient_clipping: float | None
     micro_batch_size: int | None
     activation_checkpointing: bool
-    """FSDP's own, fsdp_activation_checkpointing."""
+    """fsdp_activation_checkpointing. The trainer carries it out, since accelerate's would run the ring twice."""
+    activation_checkpointing_offload: bool
+    """fsdp_activation_checkpointing_offload: what checkpoints save is kept in host memory."""
     unsupported: str | None
     """A distributed type that longctx cannot use, such as Megatron-LM."""
     use_cpu: bool = False
@@ -88,6 +94,7 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
         gradient_clipping=_number(env.get("ACCELERATE_GRADIENT_CLIPPING") or deepspeed_file.get("gradient_clipping")),
         micro_batch_size=_integer(deepspeed_file.get("train_micro_batch_size_per_gpu")),
         activation_checkpointing=_flag(env, "ACCELERATE_USE_FSDP") and _flag(env, "FSDP_ACTIVATION_CHECKPOINTING"),
+        activation_checkpointing_offload=_flag(env, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
         unsupported=_unsupported(env),
         use_cpu=_flag(env, "ACCELERATE_USE_CPU"),
         only_one_started=by_accelerate and not _launched(env) and "MASTER_ADDR" in env,
