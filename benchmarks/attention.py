@@ -325,7 +325,7 @@ def run(part: Part | None, tensors: Sequence[Tensor] | None) -> tuple[list[Tenso
 
 
 def relative_error(part: Part | None, results: Sequence[Tensor] | None, whole: Sequence[Tensor]) -> float:
-    """Largest error over the results, each relative to the norm of the whole pack's, over all ranks."""
+    """Largest error over the results, each relative to the norm of the whole pack's (to 1 if that is less)."""
     squares = torch.zeros(len(whole), dtype=torch.float64)
     if part is not None and results is not None:
         real = (part.rows < whole[0].shape[2]).nonzero().flatten()
@@ -333,7 +333,8 @@ def relative_error(part: Part | None, results: Sequence[Tensor] | None, whole: S
             expected = reference.index_select(2, part.rows[real])
             squares[i] = (result.index_select(2, real).double() - expected.double()).square().sum()
     dist.all_reduce(squares)
-    return float((squares.sqrt() / torch.stack([x.double().norm() for x in whole])).max())
+    norms = torch.stack([x.double().norm().clamp(min=1.0) for x in whole])  # dq of one-token documents is 0
+    return float((squares.sqrt() / norms).max())
 
 
 class Report:
@@ -384,7 +385,7 @@ def rank_rows(case: str, packs: list[Ints], dtype: torch.dtype, options: argpars
             spread(seconds[:, 0] / seconds[:, i]),
             spread(zigzag / seconds[:, i]),
             spread(cpu_seconds[:, i] / cpu_seconds[:, 0]),
-            f"{errors[i]:.1e}" if i else "",
+            f"{errors[i]:.1e}",
         ]
 
 
@@ -514,7 +515,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--virtual_ranks", type=int, nargs="+", metavar="P", help="time P ranks on one device instead")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the virtual ranks")
     parser.add_argument("--output", type=Path, help="also write the report here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if error := misfit(options):
+        parser.error(error)
+    return options
+
+
+def misfit(options: argparse.Namespace) -> str | None:
+    """Why these options cannot run, and what would."""
+    query, key_value = options.heads
+    sizes = options.virtual_ranks or [options.ranks]
+    if min(options.packs, options.repeats, key_value, *sizes) < 1 or query % key_value:
+        return f"--packs, --repeats, ranks and heads start at 1, query heads divide by key/value heads; got {options}"
+    if uneven := [(n, p) for n in options.tokens for p in sizes if n < p or n % p]:
+        return f"--tokens {uneven[0][0]} cannot be divided over {uneven[0][1]} ranks; use a multiple of the ranks"
+    if not options.virtual_ranks and (options.ranks < 2 or query % options.ranks):
+        return f"--ranks {options.ranks} must be at least 2 and divide the {query} query heads, which Ulysses spreads"
+    if options.device == "cuda" and not (options.virtual_ranks and torch.cuda.is_available()):
+        return "--device cuda is for --virtual_ranks on a machine with a CUDA device"
+    return None
 
 
 def main(arguments: list[str] | None = None) -> None:
