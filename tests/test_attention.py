@@ -175,6 +175,105 @@ def test_rerun_is_bitwise_equal_and_documents_do_not_leak():
         assert {doc for result in results for doc in result[backend][1]} == {2}
 
 
+def results_of(backend, degrees, lengths, tensors):
+    """out, dq, dk, dv [H or K, T, D] of the whole row, gathered from all ranks, in the order of the tokens."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    *inputs, grad = tensors
+    order, attention = attend(backend, subgroups(*degrees), np.cumsum([0, *lengths]))
+    mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
+    local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
+    out = attention(*local)
+    out.backward(grad[:, mine][None])
+    whole = []
+    for part in [out.detach(), *(x.grad for x in local)]:
+        shards = [torch.empty_like(part[0]) for _ in range(world_size)]
+        dist.all_gather(shards, part[0].contiguous())
+        joined = torch.cat(shards, dim=1)
+        whole.append(torch.empty_like(joined).index_copy_(1, torch.from_numpy(order.copy()), joined))
+    return whole
+
+
+def bf16_errors():
+    """For each backend, the errors of out, dq, dk, dv in bf16 against fp64, over those of one process in bf16."""
+    from longctx.attention.operator import varlen_attention
+
+    lengths = padded([700, 90, 33, 420], 2 * dist.get_world_size())
+    exact = make_inputs(lengths, HEADS["GQA"], torch.bfloat16)
+    wide = [x.double().requires_grad_() for x in exact[:3]]
+    expected = dense_attention(*wide, lengths)
+    expected.backward(exact[3].double())
+    references = [expected.detach(), *(x.grad for x in wide)]
+    alone = [x[None].clone().requires_grad_() for x in exact[:3]]
+    out = varlen_attention(*alone, np.cumsum([0, *lengths]))
+    out.backward(exact[3][None])
+    one_process = [relative_error(r[0], e) for r, e in zip([out, *(x.grad for x in alone)], references, strict=True)]
+    ratios = {}
+    for backend, degrees in factorisations(dist.get_world_size()):
+        results = results_of(backend, degrees, lengths, exact)
+        errors = [relative_error(r, e) for r, e in zip(results, references, strict=True)]
+        ratios[f"{backend} {degrees}"] = [error / bound for error, bound in zip(errors, one_process, strict=True)]
+    return ratios
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_bf16_errors_are_those_of_one_process(world_size):
+    """Sums over blocks are kept in fp32, so that only the rounding of inputs and outputs is left."""
+    ratios = run_ranks(world_size, f"{__name__}:bf16_errors")[0]
+    assert max(max(of_backend) for of_backend in ratios.values()) <= 1.5, ratios
+
+
+def delayed():
+    """The fp64 errors of every backend where each rank sleeps for random times between its messages."""
+    import random
+    import time
+
+    randomness = random.Random(dist.get_rank())
+
+    def late(call):
+        def delayed_call(*args, **kwargs):
+            time.sleep(randomness.choice([0, 0, 0.005, 0.03]))
+            return call(*args, **kwargs)
+
+        return delayed_call
+
+    for name in ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(dist, name, late(getattr(dist, name)))
+    lengths = padded(PACKS["mixed"], 2 * dist.get_world_size())
+    return {
+        (backend, kind): max(sharded_case(backend, subgroups(*degrees), lengths, HEADS["GQA"], torch.float64, kind))
+        for backend, degrees in factorisations(dist.get_world_size())
+        for kind in ("full", "window 50, sinks")
+        for _ in range(3)
+    }
+
+
+def test_delays_of_ranks_change_nothing():
+    for errors in run_ranks(4, f"{__name__}:delayed", timeout=120):
+        assert len(errors) == 2 * len({backend for backend, _ in errors})
+        assert max(errors.values()) <= TOLERANCE[torch.float64]
+
+
+def stale():
+    """The fp64 error of a ring that computes with the keys and values of the hop before."""
+    from longctx.ring.transport import PeerToPeer
+
+    receive = PeerToPeer.receive
+
+    def receive_late(self, step):
+        held, received = getattr(self, "held", None), receive(self, step)
+        self.held = received
+        return received if held is None or len(held) < len(received) else held[: len(received)]
+
+    PeerToPeer.receive = receive_late
+    world_size = dist.get_world_size()
+    lengths = padded(PACKS["one document"], 2 * world_size)
+    return max(sharded_case("p2p", subgroups(world_size, 1), lengths, HEADS["GQA"], torch.float64))
+
+
+def test_stale_keys_are_noticed():
+    assert max(run_ranks(4, f"{__name__}:stale")) > 0.01
+
+
 def wrong_calls():
     """The messages of calls that do not fit together."""
     group = dist.group.WORLD
