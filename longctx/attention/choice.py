@@ -19,6 +19,9 @@ ASSUMED_MEAN_LENGTH = 2000
 ASSUMED_SIGMA = 1.5
 """Log-normal document lengths in tokens, as in the mix of benchmarks/data: mean 1,780 and median 566."""
 
+MOST_ASSUMED = 10_000
+"""Documents in an assumed row, so that the shortest has a token and longer rows take no longer to model."""
+
 MAX_MODELLED_RING = 128
 """Planning a longer one takes seconds."""
 
@@ -134,18 +137,15 @@ def arrangements(sp: int) -> Iterator[Arrangement]:
 
 def assumed_documents(num_tokens: int, *, packed: bool) -> Documents:
     """What a row of so many tokens may hold while nobody has seen the data."""
-    count = max(1, round(num_tokens / ASSUMED_MEAN_LENGTH)) if packed else 1
+    count = min(max(round(num_tokens / ASSUMED_MEAN_LENGTH), 1), MOST_ASSUMED) if packed else 1
     if count == 1:
         return Documents(rows=[np.array([num_tokens])], source=f"one assumed document of {num_tokens:,} tokens")
     normal = NormalDist(sigma=ASSUMED_SIGMA)
     lengths = np.exp([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
-    bounds = np.ceil(np.cumsum(lengths) / lengths.sum() * (num_tokens - count)).astype(np.int64) + np.arange(
-        1, count + 1
-    )
-    bounds[-1] = num_tokens
+    bounds = (np.cumsum(lengths) * (num_tokens / lengths.sum())).round().astype(np.int64)
     return Documents(
         rows=[np.diff(bounds, prepend=0)],
-        source=f"assumed log-normal documents of {ASSUMED_MEAN_LENGTH:,} tokens on average, {num_tokens:,} a row",
+        source=f"{count:,} assumed documents of log-normal length in {num_tokens:,} tokens",
     )
 
 
