@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,18 +39,19 @@ class SequenceParallel:
         self._backend = backend
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def shard(self, batch: Mapping[str, Tensor]) -> ShardedBatch:
+    def shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
         """This rank's part of a batch, on its device. Every rank of a sequence group passes the same batch.
 
         Args:
             batch: `input_ids` and `labels` (not shifted) int64 [B, S], and `position_ids` [B, S] or a right-padded
-                `attention_mask` [B, S]; as `SequenceCollator` makes it. B·S a multiple of `dims.multiple`.
+                `attention_mask` [B, S]; as `SequenceCollator` makes it. B·S a multiple of `dims.multiple`. And
+                `layout` where `plan_batch` has made it already, in a data loader's worker.
 
         Raises:
             ValueError: if the batch cannot be cut exactly, with the remedy.
         """
         position_ids = complete_position_ids(batch)
-        layout = plan_batch(position_ids, self.dims)
+        layout = batch.get("layout") or plan_batch(position_ids, self.dims)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
         context = AttentionContext(layout.local_length, partial(self._backend, layout, self.groups))
         inputs = {

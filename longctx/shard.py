@@ -51,8 +51,11 @@ def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
     return int((labels != IGNORE_INDEX).sum())
 
 
-def plan_batch(position_ids: Tensor, dims: ParallelDims) -> BatchLayout:
+def plan_batch(position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = None) -> BatchLayout:
     """Decide which rank of a sequence group holds which token of a batch with these [B, S] positions.
+
+    Args:
+        sp_rank: work out what this rank does at every hop as well, which otherwise happens in the first layer.
 
     Raises:
         ValueError: if B·S is no multiple of what the degrees need.
@@ -66,6 +69,8 @@ def plan_batch(position_ids: Tensor, dims: ParallelDims) -> BatchLayout:
     starts = np.flatnonzero(position_ids.reshape(-1).cpu().numpy() == 0)
     cu_seqlens = np.append(starts, rows * length).astype(np.int64)
     plan = plan_ring(cu_seqlens, dims.ring) if dims.ring > 1 else None
+    if plan is not None and sp_rank is not None:
+        plan.shard(sp_rank // dims.ulysses)
     return BatchLayout(shape=(rows, length), cu_seqlens=cu_seqlens, sp=dims.sp, plan=plan)
 
 

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from trl import SFTConfig, SFTTrainer
 
 from longctx.collate import SequenceCollator
+from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics
 from longctx.model import count_parameters
 from longctx.packing import PackedDataset, PackingReport
 from longctx.parallel import SequenceParallel
+from longctx.shard import complete_position_ids, plan_batch
 from longctx.steps import StepLoader, StepSampler
 
 
@@ -65,7 +67,7 @@ class SequenceTrainer(SFTTrainer):
         super().__init__(
             model=model,
             args=_without_data_preparation(args),
-            data_collator=_CountingCollator(collator),
+            data_collator=_PlanningCollator(collator, sequence.dims, sequence.rank),
             train_dataset=documents,
             processing_class=processing_class,
             **kwargs,
@@ -172,15 +174,19 @@ def _keep_sums_in_fp32(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
-class _CountingCollator:
-    """Adds `num_tokens`, the batch's tokens without padding; a rank without rows feeds padding alone."""
+class _PlanningCollator:
+    """Adds what a data loader's worker can work out: how the batch is cut, and `num_tokens`, those without padding.
 
-    def __init__(self, collator: SequenceCollator):
-        self.collator = collator
+    A rank without rows feeds padding alone.
+    """
+
+    def __init__(self, collator: SequenceCollator, dims: ParallelDims, rank: int):
+        self.collator, self.dims, self.rank = collator, dims, rank
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.collator(rows) if rows else self.collator.empty()
-        return batch | {"num_tokens": sum(len(row["input_ids"]) for row in rows)}
+        layout = plan_batch(complete_position_ids(batch), self.dims, self.dims.sp_rank(self.rank))
+        return batch | {"layout": layout, "num_tokens": sum(len(row["input_ids"]) for row in rows)}
 
 
 def _without_data_preparation(args: SFTConfig) -> SFTConfig:
