@@ -277,12 +277,20 @@ def test_stale_keys_are_noticed():
 def wrong_calls():
     """The messages of calls that do not fit together."""
     group = dist.group.WORLD
-    q = torch.randn(1, 3, 8, 4)
+    q, fits = torch.randn(1, 3, 8, 4), plan_ring([0, 16], 2)
     calls = {
         "plan of another size": lambda: ring_attention(q, q, q, plan_ring([0, 32], 4), group),
         "tensors of another length": lambda: ring_attention(q, q, q, plan_ring([0, 32], 2), group),
         "heads": lambda: ulysses_attention(q, q, q, np.array([0, 16]), group),
         "boundaries": lambda: ulysses_attention(q[:, :2], q[:, :2], q[:, :2], np.array([0, 20]), group),
+        "group of another size": lambda: ring_attention(q, q, q, fits, dist.new_subgroups(1)[0]),
+        "head groups": lambda: ring_attention(q, q, q, fits, group, heads_k_stride=2),
+        "window": lambda: ring_attention(q, q, q, fits, group, window=0),
+        "transport": lambda: ring_attention(q, q, q, fits, group, transport="pigeon"),
+        "mixed dtypes": lambda: ring_attention(q, q.double(), q, fits, group),
+        "integers": lambda: ring_attention(q.int(), q.int(), q.int(), fits, group),
+        "device": lambda: ring_attention(q, q.to("meta"), q, fits, group),
+        "sinks": lambda: ring_attention(q, q, q, fits, group, sinks=torch.zeros(2)),
     }
     messages = {}
     for name, call in calls.items():
@@ -299,3 +307,11 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank():
         assert "expected [1, heads, 16, D]" in messages["tensors of another length"]
         assert "--sp 1, 3" in messages["heads"]
         assert "cu_seqlens ends at 20" in messages["boundaries"]
+        assert "group has 1" in messages["group of another size"]
+        assert "transport='gather'" in messages["head groups"]
+        assert "window 0 must be at least 1" in messages["window"]
+        assert "use one of p2p, gather" in messages["transport"]
+        assert "Cast them" in messages["mixed dtypes"]
+        assert "torch.int32" in messages["integers"]
+        assert "k on meta" in messages["device"]
+        assert "expected [3]" in messages["sinks"]

@@ -63,10 +63,30 @@ def attend(
         scale: of the scores before the softmax; 1/sqrt(D) where None.
         sinks: [H], one logit a head that takes its share of every softmax and gives nothing
             (https://arxiv.org/abs/2309.17453, as in gpt-oss).
+
+    Raises:
+        ValueError: for dtypes that are not supported or mixed, tensors on several devices, or sinks that do not fit.
     """
+    _check(q, k, v, sinks)
     _schedules[id(schedule)] = schedule
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return torch.ops.longctx.attention(q, k, v, sinks, id(schedule), scale)[0]
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; attention takes one dtype of {supported}. "
+            "Cast them to it, or run the model under torch.autocast."
+        )
+    if {k.device, v.device} != {q.device}:
+        raise ValueError(f"q is on {q.device}, k on {k.device} and v on {v.device}. Move them to one device.")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [{q.shape[1]}], one for each query head.")
 
 
 def binding_window(window: int | None, cu_seqlens: np.ndarray) -> int | None:
