@@ -15,15 +15,16 @@ in norm.
 *Per-document zigzag* is the ring as published: every document, padded to a multiple of 2P, is cut into 2P pieces, of
 which rank r has the r-th and the r-th from the end, and all keys and values visit every rank.
 
-*Virtual ranks.* One device works off the ranks one after another, each calling `ring_attention` in a process group
-that sends nothing: what is left is a rank's blocks, copies and merges, without communication. "slowest x P" and
-"mean x P" are over one `varlen_attention` of the whole pack in the same repetition. On the CPU one thread works and
-its own seconds are counted.
+*Virtual ranks.* One device works off the ranks one after another, each calling `ring_attention` (or the zigzag) in a
+process group that sends nothing: what is left is a rank's blocks, copies and merges, without communication. "slowest
+x P", with its forward and backward, and "mean x P" are over one `varlen_attention` of the whole pack in the same
+repetition. On the CPU one thread works and its own seconds are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import sys
 import tempfile
@@ -426,11 +427,16 @@ def measure_ranks(options: argparse.Namespace, report: Report) -> None:
 
 # --- timing virtual ranks -----------------------------------------------------------------------------------------
 
-VIRTUAL_HEADER = ["documents", "tokens", "dtype", "P", "one call s", "slowest x P", "mean x P", "forward", "backward"]
+VIRTUAL_WAYS = ("ring", ZIGZAG)
+VIRTUAL_HEADER = ["documents", "tokens", "dtype", "one call s", "P", "way", "slowest x P"]
+VIRTUAL_HEADER += ["its forward", "its backward", "mean x P"]
 
 
-def virtual_seconds(cu_seqlens: Ints, world_size: int, tensors: Sequence[Tensor]) -> NDArray:
-    """Seconds [P, 2] of each rank's forward and backward, one rank after another, its messages not sent."""
+def virtual_seconds(way: str, cu_seqlens: Ints, world_size: int, tensors: Sequence[Tensor]) -> NDArray:
+    """Seconds [P, 2] of each rank's forward and backward, one rank after another.
+
+    Messages are not sent, so a rank works on whatever its receive buffers hold; that takes the same time.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     seconds = []
@@ -438,7 +444,8 @@ def virtual_seconds(cu_seqlens: Ints, world_size: int, tensors: Sequence[Tensor]
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
             assert dist.group.WORLD is not None, "no process group"
-            part = ring(cu_seqlens, dist.group.WORLD)
+            part = WAYS[way](cu_seqlens, dist.group.WORLD)
+            assert part is not None, f"{way} has no part for rank {rank}"
             seconds.append(forward_backward(part.attend, part.of(tensors), clock_of(tensors[0]))[1])
         finally:
             dist.destroy_process_group()
@@ -455,33 +462,36 @@ def clock_of(x: Tensor) -> Callable[[], float]:
     return synchronized if x.is_cuda else time.process_time
 
 
-def virtual_row(case: str, packs: list[Ints], dtype: torch.dtype, world_size: int, options) -> list[str]:
-    """Table row of one case and number of ranks."""
+def virtual_rows(case: str, packs: list[Ints], dtype: torch.dtype, options: argparse.Namespace) -> Iterator[list[str]]:
+    """Table rows of one case: each number of ranks, each way."""
     num_tokens = int(packs[0].sum())
     tensors = heads_of(options).tensors(num_tokens, dtype, torch.device(options.device))
-    whole, ranks = [], []
+    ways = list(itertools.product(options.virtual_ranks, VIRTUAL_WAYS))
+    whole, ranks = [], {way: list[NDArray]() for way in ways}
     for lengths in packs:
         cu_seqlens = np.append(0, np.cumsum(lengths))
-        for repeat in range(options.repeats + 1):
-            one = forward_backward(partial(varlen_attention, cu_seqlens=cu_seqlens), tensors, clock_of(tensors[0]))[1]
-            each = virtual_seconds(cu_seqlens, world_size, tensors)
-            if repeat:  # the first warms up
-                whole.append(one)
-                ranks.append(each)
-    one_call, per_rank = np.array(whole), np.array(ranks)  # [n, 2], [n, P, 2]
-    total = one_call.sum(-1)
-    slowest = per_rank.max(1) * world_size / one_call  # [n, 2]
-    return [
-        case,
-        f"{num_tokens:,}",
-        str(dtype).removeprefix("torch."),
-        str(world_size),
-        f"{np.median(total):.3f}",
-        spread(per_rank.sum(-1).max(1) * world_size / total),
-        spread(per_rank.sum(-1).mean(1) * world_size / total),
-        spread(slowest[:, 0]),
-        spread(slowest[:, 1]),
-    ]
+        one_call = partial(varlen_attention, cu_seqlens=cu_seqlens)
+        forward_backward(one_call, tensors, clock_of(tensors[0]))  # warms up
+        for _ in range(options.repeats):
+            whole.append(forward_backward(one_call, tensors, clock_of(tensors[0]))[1])
+            for world_size, way in ways:
+                ranks[world_size, way].append(virtual_seconds(way, cu_seqlens, world_size, tensors))
+    one = np.array(whole)  # [n, 2]
+    for world_size, way in ways:
+        times_p = np.array(ranks[world_size, way]) * world_size  # [n, P, 2]
+        total = times_p.sum(-1)
+        slowest = np.take_along_axis(times_p, total.argmax(1)[:, None, None], axis=1)[:, 0]  # [n, 2]
+        yield [
+            case,
+            f"{num_tokens:,}",
+            str(dtype).removeprefix("torch."),
+            f"{np.median(one.sum(-1)):.3f}",
+            str(world_size),
+            way,
+            spread(slowest.sum(-1) / one.sum(-1)),
+            *(spread(slowest[:, i] / one[:, i]) for i in range(2)),
+            spread(total.mean(1) / one.sum(-1)),
+        ]
 
 
 def measure_virtual(options: argparse.Namespace, report: Report) -> None:
@@ -491,8 +501,8 @@ def measure_virtual(options: argparse.Namespace, report: Report) -> None:
         for case in options.cases:
             packs = CASES[case](num_tokens, options.packs)
             for dtype in options.dtype:
-                for world_size in options.virtual_ranks:
-                    report.add(line(virtual_row(case, packs, getattr(torch, dtype), world_size, options)))
+                for row in virtual_rows(case, packs, getattr(torch, dtype), options):
+                    report.add(line(row))
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_wrong_result_is_not_timed() -> None:
     ("flags", "rows"),
     [
         (["--dtype", "float32", "bfloat16"], len(attention.CASES) * 2 * len(attention.WAYS)),
-        (["--dtype", "float32", "--virtual_ranks", "2", "4"], len(attention.CASES) * 2),
+        (["--dtype", "float32", "--virtual_ranks", "2", "4"], len(attention.CASES) * 2 * len(attention.VIRTUAL_WAYS)),
     ],
 )
 def test_command_prints_and_keeps_the_table(flags, rows, tmp_path) -> None:
