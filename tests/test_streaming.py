@@ -192,16 +192,53 @@ def test_a_streaming_data_set_reaches_ranks_and_workers_once(shards, num_workers
     assert tokens.tolist() == [1000 * number + t for number, length in enumerate(lengths) for t in range(length)]
 
 
+@pytest.mark.parametrize(("epoch", "num_workers"), [(0, 0), (2, 0), (2, 2)])
+def test_tables_are_read_in_the_order_of_the_examples(epoch, num_workers):
+    """An epoch's shuffle included; and what makes examples in Python is read as examples."""
+    lengths = np.random.default_rng(3).integers(0, 40, 700).tolist()
+    data = datasets.Dataset.from_list([{"input_ids": document["input_ids"]} for document in make_documents(lengths)])
+    shards = data.to_iterable_dataset(num_shards=5)
+    kinds = {"files": shards.shuffle(seed=3, buffer_size=1), "buffer": shards.shuffle(seed=3, buffer_size=50)}
+    kinds["chain"] = datasets.concatenate_datasets([shards.take(300), shards.skip(200)])
+    kinds["python"] = shards.map(_same)
+    for name, source in kinds.items():
+        stream = PackedStream(source, 40)
+        stream.set_epoch(epoch)
+        if num_workers:
+            tokens = np.concatenate(ids_of(workers(stream, num_workers)))
+            expected = np.concatenate([example["input_ids"] for example in workers(source, num_workers)])
+            np.testing.assert_array_equal(np.sort(tokens), np.sort(expected), err_msg=name)
+        else:
+            assert ids_of(stream) == ids_of(PackedStream([{"input_ids": e["input_ids"]} for e in source], 40)), name
+
+
+def test_wrong_documents_of_a_streaming_data_set_are_named():
+    lists = datasets.List(datasets.Value("int64"))
+    features = datasets.Features({"input_ids": lists, "labels": lists, "mask": datasets.List(datasets.Value("bool"))})
+    right = {"input_ids": [1, 2], "labels": [1, 2], "mask": [True, False]}
+    for wrong, words in [
+        ({"labels": None}, "has no 'labels'"),
+        ({"labels": [1]}, "has 1 values of 'labels' for 2"),
+        ({"labels": [1, None]}, "'labels' has shape"),
+        ({"input_ids": list(range(9)), "labels": list(range(9)), "mask": [True] * 9}, "has 9 tokens"),
+    ]:
+        for place in (0, 300):
+            records = [right] * place + [right | wrong] + [right] * 5
+            source = datasets.Dataset.from_list(records, features=features).to_iterable_dataset()
+            with pytest.raises(DataError, match=rf"document {place} .*{words}"):
+                list(PackedStream(source, 8))
+
+
 @pytest.mark.parametrize("source_state", [False, True])
 def test_a_streaming_data_set_resumes(source_state):
-    lengths = np.random.default_rng(2).integers(1, 70, 200).tolist()
+    lengths = np.random.default_rng(2).integers(1, 70, 900).tolist()
     data = datasets.Dataset.from_list([{"input_ids": document["input_ids"]} for document in make_documents(lengths)])
     make = lambda: PackedStream(  # noqa: E731
         data.to_iterable_dataset(num_shards=3), 100, look_ahead=3, source_state=source_state
     )
     expected = ids_of(make())
     first, second = make(), make()
-    rows = ids_of(itertools.islice(first, 20))
+    rows = ids_of(itertools.islice(first, 120))
     second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
     assert rows + ids_of(second) == expected
     assert ids_of(second) == expected

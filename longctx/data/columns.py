@@ -5,6 +5,8 @@ Tokenising checks with it, packing measures and cuts with it; it needs NumPy and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -78,6 +80,16 @@ class TokenColumn:
         starts = [int(offsets[c][i]) for c, i in zip(chunk_list, local, strict=True)]
         stops = [int(offsets[c][i + 1]) for c, i in zip(chunk_list, local, strict=True)]
         return chunk_list, starts, stops
+
+    def rows(self) -> Iterator[NDArray[Any]]:
+        """The values of every row of the table, [tokens] each, as views."""
+        for offsets, values in zip(self._offsets, self._values, strict=True):
+            bounds = (offsets - offsets[0]).tolist()
+            chunk = values[offsets[0] : offsets[-1]]
+            if isinstance(chunk, pa.Array):
+                chunk = chunk.to_numpy(zero_copy_only=False)
+            for start, stop in pairwise(bounds):
+                yield chunk[start:stop]
 
     def read(self, chunks: list[int], starts: list[int], lengths: list[int], out: NDArray[Any]) -> NDArray[Any]:
         """Copy pieces [k] (chunk, first value, tokens) one after another into `out` [sum of lengths]."""
