@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
-from longctx.attention.kernels import CpuFlashKernel, DenseKernel, Entries, blockwise
+from longctx.attention.kernels import (
+    CpuFlashKernel,
+    DenseKernel,
+    Entries,
+    block_backward,
+    block_forward,
+    blockwise,
+    choose_kernel,
+)
+from longctx.attention.kernels.check import make_entries, make_inputs
+from longctx.attention.kernels.entries import upload
 
-KERNELS = {"cpu": CpuFlashKernel(), "dense": DenseKernel()}
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 # Sums of some hundred terms in another order. The bounds users are promised.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -31,26 +42,15 @@ CASES = {
 }
 
 
-def make_entries(sizes, causal, window):
-    """Entries of (queries, keys) sizes one behind the other, and what each query sees, bool [queries, keys]."""
+def visible_pairs(sizes, causal, window):
+    """What each query sees of entries of (queries, keys) sizes, bool [queries, keys]."""
     ends = np.cumsum(sizes, axis=0)
-    starts = ends - sizes
-    ranges = np.stack((starts, ends), axis=1)
     visible = torch.zeros(*ends[-1], dtype=torch.bool)
-    for (q_start, kv_start), (q_end, kv_end) in zip(starts, ends, strict=True):
-        for q in range(q_start, q_end):
-            own = kv_end - (q_end - q)
-            stop = own + 1 if causal else kv_end
-            visible[q, kv_start if window is None else max(kv_start, stop - window) : stop] = True
-    return Entries(ranges[:, :, 0], ranges[:, :, 1], causal, window), visible
-
-
-def make_inputs(sizes, heads, dtype, head_dim=16):
-    """q, k, v and an output gradient, [1, heads, tokens, D]."""
-    generator = torch.Generator().manual_seed(0)
-    num_queries, num_keys = np.sum(sizes, axis=0)
-    shapes = [(heads[0], num_queries), (heads[1], num_keys), (heads[1], num_keys), (heads[0], num_queries)]
-    return [torch.randn(1, *shape, head_dim, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    for (num_queries, num_keys), (q_end, kv_end) in zip(sizes, ends, strict=True):
+        for i in range(num_queries):
+            stop = kv_end - num_queries + i + 1 if causal else kv_end
+            visible[q_end - num_queries + i, max(kv_end - num_keys, stop - (window or stop)) : stop] = True
+    return visible
 
 
 def masked_attention(q, k, v, visible, scale):
@@ -66,52 +66,52 @@ def relative_error(actual, expected):
     return float((actual - expected).norm() / (expected.norm() or expected.numel() ** 0.5))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernel_equals_masked_attention(kernel, case, heads, dtype):
-    sizes, causal, window = CASES[case]
-    entries, visible = make_entries(sizes, causal, window)
-    *inputs, grad = make_inputs(sizes, HEADS[heads], dtype)
-    out, lse = KERNELS[kernel].forward(*inputs, entries, 0.3)
-    grads = KERNELS[kernel].backward(grad, *inputs, out, lse, entries, 0.3)
-    reference = [x.double().requires_grad_() for x in inputs]
-    expected, expected_lse = masked_attention(*reference, visible, 0.3)
-    expected.backward(grad.double())
-    for actual, wanted in zip((out, lse, *grads), (expected, expected_lse, *(x.grad for x in reference)), strict=True):
-        assert relative_error(actual, wanted) <= TOLERANCE[dtype]
+def test_kernels_equal_masked_attention(case, heads):
+    sizes, _, _ = CASES[case]
+    entries, visible = make_entries(*CASES[case]), visible_pairs(*CASES[case])
+    reference = [x.requires_grad_() for x in make_inputs(sizes, HEADS[heads], 16, torch.float64)]
+    expected, expected_lse = masked_attention(*reference[:3], visible, 0.3)
+    expected.backward(reference[3].detach())
+    wanted = (expected, expected_lse, *(x.grad for x in reference[:3]))
+    for kernel, (dtype, tolerance) in itertools.product((CpuFlashKernel(), DenseKernel()), TOLERANCE.items()):
+        *inputs, grad = make_inputs(sizes, HEADS[heads], 16, dtype)
+        out, lse = kernel.forward(*inputs, entries, 0.3)
+        actual = (out, lse, *kernel.backward(grad, *inputs, out, lse, entries, 0.3))
+        errors = [relative_error(a, w) for a, w in zip(actual, wanted, strict=True)]
+        assert max(errors) <= tolerance, (kernel.name, dtype, errors)
 
 
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [CpuFlashKernel(), DenseKernel()], ids=lambda kernel: kernel.name)
 def test_backward_of_a_part_of_a_wider_softmax(kernel, window):
     """With the out and lse of attention to more keys, the gradients are those of the wider softmax."""
-    entries, visible = make_entries(LED, True, window)
-    *inputs, grad = make_inputs(LED, HEADS["GQA"], torch.float64)
+    entries, visible = make_entries(LED, True, window), visible_pairs(LED, True, window)
+    *inputs, grad = make_inputs(LED, HEADS["GQA"], 16, torch.float64)
     wider = [torch.cat((x, y[:, :, :50]), dim=2) for x, y in zip(inputs[1:], inputs[:0:-1], strict=True)]
     reference = [x.clone().requires_grad_() for x in (inputs[0], *wider)]
     more = torch.cat((visible, torch.ones(len(visible), 50, dtype=torch.bool)), dim=1)
     out, lse = masked_attention(*reference, more, 0.3)
     out.backward(grad)
-    full, _ = make_entries([(len(visible), 50)], False, None)
+    full = make_entries([(len(visible), 50)], False)
     added = [x[:, :, -50:] for x in wider]
-    part = KERNELS[kernel].backward(grad, *inputs, out.detach(), lse.detach(), entries, 0.3)
-    rest = KERNELS[kernel].backward(grad, inputs[0], *added, out.detach(), lse.detach(), full, 0.3)
+    part = kernel.backward(grad, *inputs, out.detach(), lse.detach(), entries, 0.3)
+    rest = kernel.backward(grad, inputs[0], *added, out.detach(), lse.detach(), full, 0.3)
     actual = [part[0] + rest[0], *(torch.cat(pair, dim=2) for pair in zip(part[1:], rest[1:], strict=True))]
     for got, wanted in zip(actual, (x.grad for x in reference), strict=True):
         assert relative_error(got, wanted) <= 1e-12
 
 
 def test_bfloat16_sums_blocks_in_fp32(monkeypatch):
-    """Gradients of keys that many blocks of queries share are as good as those of one call with all queries."""
+    """Gradients of keys that 48 blocks of queries share are as good as those of one call with all queries."""
     sizes = [(4096, 4096)]
-    *inputs, grad = make_inputs(sizes, (1, 1), torch.bfloat16)
-    entries, visible = make_entries(sizes, True, 3000)
+    *inputs, grad = make_inputs(sizes, (1, 1), 16, torch.bfloat16)
+    entries, visible = make_entries(sizes, True, 3000), visible_pairs(sizes, True, 3000)
     reference = [x.double().requires_grad_() for x in inputs]
     masked_attention(*reference, visible, 0.3)[0].backward(grad.double())
     errors = []
-    for block in (blockwise.MAX_QUERY_BLOCK, 4096):
+    for block in (64, 4096):
         monkeypatch.setattr(blockwise, "MAX_QUERY_BLOCK", block)
         out, lse = CpuFlashKernel().forward(*inputs, entries, 0.3)
         grads = CpuFlashKernel().backward(grad, *inputs, out, lse, entries, 0.3)
@@ -124,3 +124,45 @@ def test_impossible_windows_are_refused(causal, window):
     ranges = np.array([[0, 4]])
     with pytest.raises(ValueError, match=f"window of {window}"):
         Entries(ranges, ranges, causal, window)
+
+
+def test_autocast_leaves_the_dense_kernel_alone():
+    """It would make the scores bf16, an error of 1e-2."""
+    *inputs, grad = make_inputs(DOCUMENTS, HEADS["GQA"], 16, torch.float32)
+    entries = make_entries(DOCUMENTS, True)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out, lse = DenseKernel().forward(*inputs, entries, 0.3)
+            results.append([out, lse, *DenseKernel().backward(grad, *inputs, out, lse, entries, 0.3)])
+    assert all(torch.equal(plain, autocast) for plain, autocast in zip(*results, strict=True))
+
+
+def test_rows_go_to_a_device_once(monkeypatch):
+    """However many layers use them; contiguous ones do not go at all."""
+    uploads = []
+    counting = lambda x, device: (uploads.append(len(x)), upload(x, device))[1]  # noqa: E731
+    monkeypatch.setattr("longctx.attention.kernels.entries.upload", counting)
+    entries = Entries(np.array([[0, 3], [5, 9]]), np.array([[2, 9], [0, 2]]), causal=False)
+    q, k, v, grad = (torch.randn(1, 2, 9, 8) for _ in range(4))
+    for _ in range(3):
+        out, lse = block_forward(q, k, v, entries, 0.3)
+        block_backward(grad, q, k, v, torch.zeros_like(q), torch.zeros(1, 2, 9), entries, 0.3)
+    assert sorted(uploads) == [7, 9]
+    expected, expected_lse = choose_kernel(q.device, q.dtype, 8).forward(
+        q[:, :, [0, 1, 2, 5, 6, 7, 8]], k[:, :, [*range(2, 9), 0, 1]], v[:, :, [*range(2, 9), 0, 1]], entries, 0.3
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    uploads.clear()
+    block_forward(q, k, v, Entries.of_documents(np.array([0, 4, 9])), 0.3)
+    assert not uploads
+
+
+def test_boundaries_for_varlen_kernels():
+    entries = Entries(np.array([[0, 3], [5, 6]]), np.array([[2, 9], [0, 2]]), causal=True, window=4)
+    varlen = entries.varlen(torch.device("cpu"))
+    assert varlen is entries.varlen(torch.device("cpu"))
+    assert (varlen.cu_seqlens_q.tolist(), varlen.cu_seqlens_k.tolist()) == ([0, 3, 4], [0, 7, 9])
+    assert (varlen.max_seqlen_q, varlen.max_seqlen_k, varlen.causal) == (3, 7, True)
+    assert (varlen.window_size_left, varlen.window_size_right) == (3, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -49,8 +49,20 @@ def choose_kernel(
         raise ValueError(f"No attention kernel computes in {dtype}. Use one of {', '.join(map(str, BOUNDS))}.")
     if device.type == "cpu":
         return CpuFlashKernel()
+    return first_exact(candidates(), device, dtype, head_dim, queries_per_key, windowed)
+
+
+def first_exact(
+    kernels: Iterable[Kernel],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    queries_per_key: int,
+    windowed: bool,
+) -> Kernel:
+    """The first that fits and is exact, the dense one if none is; a line in the log for each that is not."""
     long_document = None
-    for kernel in candidates():
+    for kernel in kernels:
         if not kernel.fits(device, dtype, head_dim):
             continue
         wrong = disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed)

@@ -10,9 +10,11 @@ import importlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from longctx.attention.kernels.entries import Varlen
 from longctx.attention.kernels.varlen import VarlenKernel
 
 
@@ -134,8 +136,9 @@ class FlashAttention4(FlashAttentionKernel):
         return dq, dk, dv
 
     @staticmethod
-    def _arguments(varlen):
-        return {name: None if value == -1 else value for name, value in vars(varlen).items()}
+    def _arguments(varlen: Varlen) -> dict[str, Any]:
+        sides = ("window_size_left", "window_size_right")
+        return vars(varlen) | {side: size if (size := getattr(varlen, side)) >= 0 else None for side in sides}
 
 
 def installed() -> Iterator[FlashAttentionKernel]:
