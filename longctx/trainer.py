@@ -194,8 +194,8 @@ def _without_data_preparation(args: SFTConfig) -> SFTConfig:
     prepared = copy.copy(args)
     prepared.packing = prepared.padding_free = prepared.assistant_only_loss = False
     prepared.completion_only_loss = None
-    if prepared.gradient_checkpointing_kwargs:  # `selective` is carried out by longctx.parallelize
-        kept = {name: value for name, value in prepared.gradient_checkpointing_kwargs.items() if name != "selective"}
-        prepared.gradient_checkpointing_kwargs = kept
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # the same by two names
+        if given := getattr(prepared, name, None):  # `selective` is carried out by longctx.parallelize
+            setattr(prepared, name, {key: value for key, value in given.items() if key != "selective"})
     prepared.dataset_kwargs = {**(prepared.dataset_kwargs or {}), "skip_prepare_dataset": True}
     return prepared

@@ -33,9 +33,16 @@ def dense_loss(model, documents):
     lengths = [len(ids) for ids, _ in documents]
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
-    same, before = document[:, None] == document[None], positions[:, None] >= positions[None]
-    mask = torch.zeros(sum(lengths), sum(lengths)).masked_fill(~(same & before), torch.finfo(torch.float32).min)
+    age = positions[:, None] - positions[None]
+    visible = {"full_attention": (document[:, None] == document[None]) & (age >= 0)}
+    if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
+        visible["sliding_attention"] = visible["full_attention"] & (age < model.config.sliding_window)
+    masks = {
+        kind: torch.zeros(pairs.shape).masked_fill(~pairs, torch.finfo(torch.float32).min)[None, None]
+        for kind, pairs in visible.items()
+    }
+    mask = masks if len(masks) > 1 else masks["full_attention"]
     ids = torch.tensor([token for tokens, _ in documents for token in tokens])
     targets = torch.tensor([token for _, labels in documents for token in [*labels[1:], -100]])
-    logits = model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask[None, None]).logits[0]
+    logits = model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask).logits[0]
     return F.cross_entropy(logits, targets, ignore_index=-100)

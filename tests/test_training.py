@@ -175,6 +175,53 @@ def test_equal_effective_batches_train_equally(models, tmp_path, parity_table):
             check(results, reference, name, "torchrun", parity_table)
 
 
+ELSEWHERE = {
+    "deepspeed": {
+        "ring": ["--sp", "4", "--sp_backend", "ring"],
+        "gather": ["--sp", "4", "--sp_backend", "gather"],
+        "hybrid": ["--sp", "4", "--sp_backend", "hybrid"],
+    },
+    "fsdp2": {
+        "ulysses": ["--sp", "4", "--sp_backend", "ulysses"],
+        "HSDP, ring": ["--sp", "2", "--sp_backend", "ring", "--dp_replicate", "2"],
+        "HSDP, ulysses": ["--sp", "2", "--sp_backend", "ulysses", "--dp_replicate", "2"],
+        "windows, ring": ["--sp", "4", "--sp_backend", "ring"],
+        "windows, hybrid": ["--sp", "4", "--sp_backend", "hybrid"],
+        "windows, ulysses": ["--sp", "4", "--sp_backend", "ulysses"],
+        "ring, workers": ["--sp", "4", "--sp_backend", "ring", "--dataloader_num_workers", "2"],
+        "ring, no selective": ["--sp", "4", "--gradient_checkpointing_kwargs", '{"selective": false}'],
+    },
+}
+
+
+@pytest.mark.parametrize("engine", ELSEWHERE)
+def test_any_backend_on_either_engine(engine, models, tmp_path, parity_table):
+    """What the backends do not run on by default; copies of the model; window and full layers; planning in workers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    windows = AutoModelForCausalLM.from_pretrained(models["GQA 4:2"])
+    windows.config.update({"use_sliding_window": True, "sliding_window": 24})
+    windows.config.layer_types = ["sliding_attention", "full_attention"]
+    windows.save_pretrained(tmp_path / "windows")
+    (tmp_path / "windows/tokenizer.json").write_bytes(Path(models["GQA 4:2"], "tokenizer.json").read_bytes())
+    (tmp_path / "windows/tokenizer_config.json").write_bytes(
+        Path(models["GQA 4:2"], "tokenizer_config.json").read_bytes()
+    )
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    cases, references = {}, {}
+    for name, flags in ELSEWHERE[engine].items():
+        model = str(tmp_path / "windows") if "windows" in name else models["GQA 4:2"]
+        common = [*COMMON, "--packing", "True", "--dataset_name", data, "--engine", engine]
+        cases[name] = [*common, "--model_name_or_path", model, "--output_dir", str(tmp_path / "out"), *flags]
+        references[name] = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    assert len({reference[0][0] for reference in references.values()}) == len({"windows" in name for name in cases})
+    for name, results in run_ranks(4, f"{__name__}:run_cases", cases)[0].items():
+        check(results, references[name], f"{name} on {engine}", "torchrun", parity_table)
+
+
 def test_bf16_is_as_near_as_one_process_in_bf16(models, tmp_path):
     """bf16 rounds to 3 digits in every layer; spreading a sequence must not add to the error of one process."""
     documents = make_documents(SHAPES["packed"][0])
