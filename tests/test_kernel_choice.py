@@ -1,6 +1,6 @@
 """Adapters to kernels that run on CUDA only, on stand-ins here: the real signatures, computed on the CPU.
 
-Of flash_attn 2.8.3, flash_attn_3 (hopper/flash_attn_interface.py, 2026-03-19) and flash-attn-4 4.0.0b27 the functions
+Of flash_attn 2.8.3, flash_attn_3 (hopper/flash_attn_interface.py, 2026-03-19) and flash-attn-4 4.0.0b36 the functions
 below have every argument, by name, order and default; torch's operators are called through their own schema.
 """
 
@@ -141,7 +141,7 @@ def _flash_attn_backward(
     return torch.empty(0)  # softmax_d
 
 
-# flash-attn-4 4.0.0b27, flash_attn/cute/interface.py
+# flash-attn-4 4.0.0b36, flash_attn/cute/interface.py
 
 
 def _flash_attn_fwd(
@@ -151,12 +151,12 @@ def _flash_attn_fwd(
     intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
     block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None,
     q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None,
-    seqlen_k_per_split=None, disable_scheduler_metadata=False,
+    seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
 ):  # fmt: skip
     window = without_none(window_size_left, window_size_right)
     which = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, *window
     out, lse = flash_forward(q, k, v, softmax_scale, *which)
-    return out, lse if return_lse else None, None, None
+    return out, lse if return_lse else None, None, None, None
 
 
 def _flash_attn_bwd(

@@ -1,7 +1,7 @@
 """The flash-attn libraries, called by keyword, so that a version with other arguments fails instead of misreading them.
 
 Signatures: flash_attn 2.7.0 to 2.8.3, `flash_attn_interface` of flash_attn_3 since 2025-08 (before that, its window is
-one argument, and it is passed over), flash_attn.cute of flash-attn-4 4.0.0b0 to b27.
+one argument, and it is passed over), flash_attn.cute of flash-attn-4 4.0.0b0 to b36.
 """
 
 from __future__ import annotations
