@@ -20,7 +20,7 @@ import longctx
 from longctx.attention.choice import (
     A_TIE,
     ASSUMED_MEAN_LENGTH,
-    MOST_ASSUMED,
+    MOST_ASSUMED_TOKENS,
     BackendChoice,
     Documents,
     arrangements,
@@ -150,7 +150,7 @@ def test_line_names_choice_numbers_and_what_cannot_run():
     assert re.fullmatch(
         rf"ulysses 4 × ring 2 \(auto\): modelled ms per layer: ulysses 4 × ring 2 {number}, "
         rf"ulysses 2 × ring 4 {number}, ring 8 {number}, gather 8 {number}; "
-        r"ulysses 8 cannot: 12 heads \(Ulysses could use 1, 2, 3, 4, 6, 12\); "
+        r"ulysses 8 cannot: 12 heads; "
         r"for one document",
         line,
     ), line
@@ -159,7 +159,7 @@ def test_line_names_choice_numbers_and_what_cannot_run():
 def test_auto_keeps_to_a_given_padding_multiple():
     assert str(auto(a_setup(4, *QWEN3_8B), pad_to_multiple_of=4).arrangement) == "ulysses 4"
     with pytest.raises(
-        ValueError, match=r"auto finds none for sp 4 .*ring 4 cannot: needs rows padded to a multiple of 8"
+        ValueError, match=r"auto finds none for sp 4 .*ring 4, gather 4 cannot: needs rows padded to a multiple of 8"
     ):
         auto(a_setup(4, 3, 3), pad_to_multiple_of=4)
 
@@ -203,12 +203,19 @@ def test_every_arrangement_once():
 
 
 def test_assumed_documents_fill_the_row():
-    for length in (1, 2, 3999, 65_536, 1_000_001, 19_998_000, 10**12):
+    for length in (1, 2, 3999, 65_536, 1_000_001, 10**12):
         (row,) = assumed_documents(length, packed=True).rows
-        assert row.sum() == length
+        modelled = min(length, MOST_ASSUMED_TOKENS)
+        assert row.sum() == modelled
         assert row.min() >= 1
-        assert len(row) == min(max(1, round(length / ASSUMED_MEAN_LENGTH)), MOST_ASSUMED)
-        assert list(assumed_documents(length, packed=False).rows[0]) == [length]
+        assert len(row) == max(1, round(modelled / ASSUMED_MEAN_LENGTH))
+        assert list(assumed_documents(length, packed=False).rows[0]) == [modelled]
+
+
+def test_rings_too_long_to_model():
+    with pytest.raises(ValueError, match=r"none for sp 129 .*ring 129, gather 129 cannot: rings above 128 ranks"):
+        auto(a_setup(129, *QWEN3_8B))
+    assert choose_backend("ring", a_setup(129, *QWEN3_8B), one()).arrangement.ring == 129
 
 
 FREE = {"memory_speed": math.inf, "message_seconds": 0.0, "launch_seconds": 0.0}

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup, modelled_seconds
 from longctx.mesh import ParallelDims
-from longctx.ulysses import heads_message, legal_sizes
+from longctx.ulysses import heads_message
 
 ASSUMED_MEAN_LENGTH = 2000
 ASSUMED_SIGMA = 1.5
 """Log-normal document lengths in tokens, as in the mix of benchmarks/data: mean 1,780 and median 566."""
 
-MOST_ASSUMED = 10_000
-"""Documents in an assumed row, so that the shortest has a token and longer rows take no longer to model."""
+MOST_ASSUMED_TOKENS = 1 << 22
+"""A longer row is modelled by one of this length: planning takes memory for every token."""
 
 MAX_MODELLED_RING = 128
 """Planning a longer one takes seconds."""
@@ -69,7 +69,7 @@ class BackendChoice:
         """`ulysses 4 (auto): modelled ms per layer: ulysses 4 0.8, ulysses 2 × ring 2 1.3, ring 4 1.5, gather 4 2`"""
         numbers = ", ".join(f"{how} {seconds * 1e3:.3g}" for how, seconds in self.modelled)
         parts = [f"modelled ms per layer: {numbers}"] if numbers else []
-        parts += [f"{how} cannot: {why}" for how, why in self.refused]
+        parts += _reasons(self.refused)
         parts += [f"for {self.documents}"] if numbers else []
         return f"{self.arrangement} ({self.reason})" + (": " + "; ".join(parts) if parts else "")
 
@@ -108,16 +108,15 @@ def choose_backend(
         alone = Arrangement(name="local", ring=1, ulysses=1)
         return BackendChoice(arrangement=alone, reason="sp 1: every sequence stays on one device")
     asked = None if name == "auto" else _asked_for(name, sp, num_heads, ring_size)
-    candidates = list(dict.fromkeys([*arrangements(sp), *([] if asked is None else [asked])]))
-    refused = [(how, why) for how in candidates if (why := _obstacle(how, num_heads, pad_to_multiple_of))]
-    able = [how for how in candidates if how not in {how for how, _ in refused}]
-    modelled = _modelled(setup, able, documents)
+    obstacles = {how: _obstacle(how, num_heads, pad_to_multiple_of) for how in arrangements(sp) if how != asked}
+    refused = [(how, why) for how, why in obstacles.items() if why is not None]
+    modelled = _modelled(setup, [how for how in arrangements(sp) if obstacles.get(how) is None], documents)
     if asked is not None:
         chosen, reason = asked, "asked for"
     elif modelled:
         chosen, reason = _least(setup, modelled, before)
     else:
-        why = "; ".join(f"{how} cannot: {why}" for how, why in refused)
+        why = "; ".join(_reasons(refused))
         raise ValueError(f"--sp_backend auto finds none for sp {sp} ({why}). Lower --sp, or name a backend.")
     return BackendChoice(
         arrangement=chosen,
@@ -137,7 +136,8 @@ def arrangements(sp: int) -> Iterator[Arrangement]:
 
 def assumed_documents(num_tokens: int, *, packed: bool) -> Documents:
     """What a row of so many tokens may hold while nobody has seen the data."""
-    count = min(max(round(num_tokens / ASSUMED_MEAN_LENGTH), 1), MOST_ASSUMED) if packed else 1
+    num_tokens = min(num_tokens, MOST_ASSUMED_TOKENS)
+    count = max(round(num_tokens / ASSUMED_MEAN_LENGTH), 1) if packed else 1
     if count == 1:
         return Documents(rows=[np.array([num_tokens])], source=f"one assumed document of {num_tokens:,} tokens")
     normal = NormalDist(sigma=ASSUMED_SIGMA)
@@ -198,11 +198,21 @@ def _asked_for(name: str, sp: int, num_heads: int, ring_size: int | None) -> Arr
 def _obstacle(how: Arrangement, num_heads: int, pad_to_multiple_of: int | None) -> str | None:
     """Why this cannot run, or None."""
     if num_heads % how.ulysses:
-        return f"{num_heads} heads (Ulysses could use {legal_sizes(num_heads)})"
+        return f"{num_heads} heads"
+    if how.ring > MAX_MODELLED_RING:
+        return f"rings above {MAX_MODELLED_RING} ranks are not modelled"
     multiple = ParallelDims.arrange(how.ring * how.ulysses, ring=how.ring, ulysses=how.ulysses).multiple
     if pad_to_multiple_of is not None and pad_to_multiple_of % multiple:
         return f"needs rows padded to a multiple of {multiple}, not {pad_to_multiple_of}"
     return None
+
+
+def _reasons(refused: Sequence[tuple[Arrangement, str]]) -> list[str]:
+    """`ulysses 8, ulysses 4 × ring 2 cannot: 3 heads`"""
+    return [
+        f"{', '.join(str(how) for how, its in refused if its == why)} cannot: {why}"
+        for why in dict.fromkeys(why for _, why in refused)
+    ]
 
 
 def _product(ring: int, ulysses: int) -> Arrangement:
