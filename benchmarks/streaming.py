@@ -4,20 +4,30 @@
 
 Documents longer than L are split. "density" is tokens over the room of every row but the last `look_ahead`, whose
 gaps nothing is left to close; "with the end" is over all rows. "late" is how many places later than in the source a
-document (the last piece of a split one) comes out at most. Plan is the look-ahead alone, from lengths; row is all of
-`PackedStream`, from NumPy documents to the rows of one rank out of one. "best fit decreasing" knows every length.
-Times are CPU seconds of one thread, so that other work on the machine does not count.
+document (the last piece of a split one) comes out at most. "best fit decreasing" knows every length.
+
+Times are CPU seconds of one thread, so that other work on the machine does not count. Plan is the look-ahead alone,
+from lengths; row is all of `PackedStream`, from NumPy documents to the rows of one rank out of one; copy is the part of
+it that no packing can save: `input_ids` and `position_ids` of these rows, 16 bytes a token, written by NumPy at once.
+
+The last table reads Arrow files as a stream (`datasets.load_from_disk(...).to_iterable_dataset()`). Examples: the
+documents as Python lists, as iterating gives them; tables: as `PackedStream` reads them, without packing; rows: all of
+`PackedStream`, reading included.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
+from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from benchmarks.packing import DISTRIBUTIONS, PACKAGES, Lengths, device, line, timed
@@ -34,8 +44,13 @@ HEADER = [
     "late",
     "plan µs/doc (min–max)",
     "row µs/doc",
+    "copy µs/doc",
     "Mtokens/s",
 ]
+
+READ_HEADER = ["lengths", "documents", "L", "examples µs/doc", "tables µs/doc", "rows µs/doc", "of it reading"]
+READ_TOKENS = 50_000_000
+"""Most tokens written to files for the last table."""
 
 
 class Documents:
@@ -85,6 +100,7 @@ def measure(name: str, documents: int, capacity: int, look_ahead: int, repeats: 
     row_seconds = time.process_time() - start
     assert len(tokens) == len(rows), "the stream and its plan have the same rows"
     assert tokens.sum() == lengths.sum(), "no token is lost"
+    copy_seconds = time_copies(tokens.tolist(), capacity)
     _, report = plan_packing(lengths, capacity, overlong="split")
     microseconds = np.array(seconds) / documents * 1e6
     return [
@@ -97,8 +113,45 @@ def measure(name: str, documents: int, capacity: int, look_ahead: int, repeats: 
         f"{latest(rows):,}",
         f"{np.median(microseconds):.2f} ({microseconds.min():.2f}–{microseconds.max():.2f})",
         f"{row_seconds / documents * 1e6:.2f}",
+        f"{copy_seconds / documents * 1e6:.2f}",
         f"{lengths.sum() / row_seconds / 1e6:,.0f}",
     ]
+
+
+def time_copies(rows: list[int], capacity: int) -> float:
+    """CPU seconds to write token ids and positions of rows with so many tokens, one row kept while the next is made."""
+    ids, places = np.zeros(capacity, dtype=np.int32), np.arange(capacity)
+    row: tuple[NDArray[np.int64], ...] = ()
+    start = time.process_time()
+    for tokens in rows:
+        row = (ids[:tokens].astype(np.int64), places[:tokens].copy())
+    assert len(row) == 2
+    return time.process_time() - start
+
+
+def measure_reading(name: str, documents: int, capacity: int, look_ahead: int) -> list[str]:
+    """Time a stream of Arrow files on disk: as examples, as tables, and packed."""
+    rng = np.random.default_rng([documents, capacity])
+    lengths = DISTRIBUTIONS[name](rng, documents, capacity)
+    lengths = lengths[np.cumsum(lengths) <= READ_TOKENS]
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    ids = pa.array(rng.integers(0, 150_000, int(offsets[-1]), dtype=np.int32))
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), ids)})
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as folder:
+        datasets.Dataset(table).save_to_disk(folder)
+        source = datasets.load_from_disk(folder).to_iterable_dataset(num_shards=4)
+        stream = PackedStream(source, capacity, overlong="split", look_ahead=look_ahead)
+
+        def count(documents: Iterable[Mapping[str, Any]]) -> int:
+            return sum(len(document["input_ids"]) for document in documents)
+
+        work = (lambda: count(source), lambda: count(stream._read_tables(0)), lambda: count(stream))
+        timings = [timed(part, 3) for part in work]
+    assert all(tokens == lengths.sum() for tokens, _ in timings), "no token is lost"
+    examples, tables, rows = (float(np.median(seconds)) / len(lengths) * 1e6 for _, seconds in timings)
+    numbers = [f"{examples:.2f}", f"{tables:.2f}", f"{rows:.2f}", f"{tables / rows:.0%}"]
+    return [name, f"{len(lengths):,}", f"{capacity:,}", *numbers]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,6 +170,10 @@ def main(arguments: list[str] | None = None) -> None:
         for capacity in options.capacity:
             cells = measure(name, options.documents, capacity, options.look_ahead, options.repeats)
             print(line(cells), flush=True)
+    print("", line(READ_HEADER), line(["---"] * len(READ_HEADER)), sep="\n", flush=True)
+    for name in options.lengths:
+        for capacity in options.capacity:
+            print(line(measure_reading(name, options.documents, capacity, options.look_ahead)), flush=True)
 
 
 if __name__ == "__main__":
