@@ -80,7 +80,7 @@ class PackedStream(IterableDataset):
             rank, num_ranks: which data-parallel rank this is (`sequence.dims.dp_rank(...)`), of how many.
             drop_last: leave out a last round of rows that not every rank and worker has a row of.
             source_state: keep the source's own `state_dict()`, so that resuming does not read it from its start. A
-                datasets.IterableDataset is then read as examples, where its states are exact: 20 µs a document and more.
+                datasets.IterableDataset is then read as examples (20 µs a document and more), where states are exact.
                 Not for datasets' `shuffle`, whose buffer is no part of that state: documents would be missed.
 
         Raises:
