@@ -117,8 +117,8 @@ def parallelize(
         ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
         dp_replicate: copies of the sharded model.
         device: where batches go. Where None, this rank's GPU if the process group runs on GPUs, else the model's.
-        document_lengths: tokens of each document in a typical row, for `auto`; where None, one document as long as
-            the model's context.
+        document_lengths: tokens of each document in a typical row, for `auto`, the same on every rank; where None,
+            one document as long as the model's context.
         selective_checkpointing: activation checkpointing, once switched on, saves attention's output, as large as
             one more [1, T/P, H·D] a layer, instead of computing it again. Where None, only if attention is a ring,
             whose messages would be sent again.
@@ -141,7 +141,8 @@ def parallelize(
         device_name=torch.cuda.get_device_name(device) if is_cuda else "CPU",
         devices_per_node=devices_per_node(world_size, os.environ, torch.cuda.device_count() if is_cuda else 0),
     )
-    choice = choose_backend(sp_backend, setup, _documents(model, document_lengths), ring_size=ring_size)
+    documents = _documents(model, document_lengths) if sp_backend == "auto" else None
+    choice = choose_backend(sp_backend, setup, documents, ring_size=ring_size)
     degrees = choice.arrangement
     dims = ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
     if selective_checkpointing is None:

@@ -77,7 +77,7 @@ class BackendChoice:
 def choose_backend(
     name: str,
     setup: Setup,
-    documents: Documents,
+    documents: Documents | None = None,
     *,
     ring_size: int | None = None,
     pad_to_multiple_of: int | None = None,
@@ -88,7 +88,7 @@ def choose_backend(
     Args:
         name: a backend, which is taken if it can run, or `auto`: the least modelled seconds of attention.
         setup: heads, degrees and speeds.
-        documents: rows to model, of at least one token each.
+        documents: rows to model, of at least one token each; `auto` needs them, others are not modelled without.
         ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks. None: the fewest that the heads allow.
         pad_to_multiple_of: what rows are padded to, where that is settled; `auto` takes no backend it does not suit.
         before: an earlier choice of `auto`, which stays unless another is worth a change.
@@ -107,10 +107,12 @@ def choose_backend(
     if sp == 1:
         alone = Arrangement(name="local", ring=1, ulysses=1)
         return BackendChoice(arrangement=alone, reason="sp 1: every sequence stays on one device")
+    assert name != "auto" or documents is not None, "auto compares what backends cost for given documents"
     asked = None if name == "auto" else _asked_for(name, sp, num_heads, ring_size)
     obstacles = {how: _obstacle(how, num_heads, pad_to_multiple_of) for how in arrangements(sp) if how != asked}
     refused = [(how, why) for how, why in obstacles.items() if why is not None]
-    modelled = _modelled(setup, [how for how in arrangements(sp) if obstacles.get(how) is None], documents)
+    able = [how for how in arrangements(sp) if obstacles.get(how) is None]
+    modelled = _modelled(setup, able, documents) if documents is not None else []
     if asked is not None:
         chosen, reason = asked, "asked for"
     elif modelled:
@@ -123,7 +125,7 @@ def choose_backend(
         reason=reason,
         modelled=tuple(modelled),
         refused=tuple(refused),
-        documents=documents.source,
+        documents=documents.source if documents is not None else "",
     )
 
 
