@@ -17,9 +17,10 @@ from longctx.attention.kernels.blockwise import DenseKernel
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.kernels.kernel import Kernel
 
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest relative error of an entry's out and gradients, and absolute error of its lse: what users are promised in
-fp64 and fp32, four times the rounding of one number in fp16 and bf16. A key too many or too few is ten times that."""
+fp64 and fp32, and twice the rounding of one number in fp16 and bf16, a fifth of which FlashAttention's own roundings
+come to. A key too many or too few in a window of 30 is ten times that."""
 
 Sizes: TypeAlias = list[tuple[int, int]]
 
@@ -58,7 +59,7 @@ def disagreement(
         try:
             for name, error in _errors(kernel, device, entries, q, k, v, grad_out):
                 if not error <= BOUNDS[dtype]:  # NaN is wrong too
-                    return f"{name} is off by {error:.1e} on {kind}, allowed is {BOUNDS[dtype]:.0e}"
+                    return f"{name} is off by {error:.1e} on {kind}, allowed is {BOUNDS[dtype]:.1e}"
         except Exception as error:  # whatever a foreign library raises, the next kernel is tried
             return f"it fails on {kind}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None
