@@ -14,7 +14,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from longctx.data import document_lengths, load_records, tokenize_records
+from longctx.data import DataError, document_lengths, load_records, record_place, tokenize_records, with_place
 from longctx.data.cache import cache_key
 from longctx.packing import PackedDataset, PackingReport, load_plan, pack_costs, plan_packing, save_plan
 from longctx.turns import first_rank_first
@@ -50,23 +50,26 @@ def prepare_rows(
 def _prepare(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> TrainingRows:
-    records = load_records(
-        settings["dataset_name"],
-        config=settings["dataset_config"],
-        split=settings["dataset_train_split"],
-        text_field=settings["dataset_text_field"],
-    )
+    where = {
+        "dataset_name": settings["dataset_name"],
+        "config": settings["dataset_config"],
+        "split": settings["dataset_train_split"],
+        "text_field": settings["dataset_text_field"],
+    }
     template = settings["chat_template_path"]
-    documents = tokenize_records(
-        records,
-        tokenizer,
-        text_field=settings["dataset_text_field"],
-        completion_only_loss=settings["completion_only_loss"],
-        assistant_only_loss=settings["assistant_only_loss"],
-        chat_template=Path(template).read_text() if template else None,
-        num_proc=settings["dataset_num_proc"],
-        vocab_size=model_config.get_text_config().vocab_size,
-    )
+    try:
+        documents = tokenize_records(
+            load_records(**where),
+            tokenizer,
+            text_field=settings["dataset_text_field"],
+            completion_only_loss=settings["completion_only_loss"],
+            assistant_only_loss=settings["assistant_only_loss"],
+            chat_template=Path(template).read_text() if template else None,
+            num_proc=settings["dataset_num_proc"],
+            vocab_size=model_config.get_text_config().vocab_size,
+        )
+    except DataError as error:
+        raise with_place(error, lambda record: record_place(record, **where)) from error
     if settings["shuffle_dataset"]:
         documents = documents.shuffle(seed=settings["seed"])
     lengths = document_lengths(documents)

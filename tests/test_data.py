@@ -15,7 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from longctx.data import DataError, document_lengths, load_records, stdlib_files, tokenize_records
+from longctx.data import (
+    DataError,
+    document_lengths,
+    load_records,
+    record_place,
+    stdlib_files,
+    tokenize_records,
+    with_place,
+)
 from longctx.tiny import tiny_model, tiny_tokenizer
 
 VOCAB_SIZE = 272
@@ -686,3 +694,50 @@ def test_import_is_light() -> None:
     script = "import sys, longctx.data, longctx.tiny; print([m for m in ('trl', 'deepspeed') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_record_is_found_in_the_file_it_came_from(tmp_path) -> None:
+    for name, first in (("a", 0), ("b", 3)):
+        records = [{"text": f"{i}"} for i in range(first, first + 3)]
+        lines = "\n\n".join(map(json.dumps, records))  # a blank line between any two
+        for folder in ("lines", "array", "parquet", "arrow", "texts"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / "lines" / f"{name}.jsonl").write_text(lines)
+        (tmp_path / "array" / f"{name}.json").write_text(json.dumps(records))
+        (tmp_path / "texts" / f"{name}.txt").write_text(name)
+        Dataset.from_list(records).to_parquet(tmp_path / "parquet" / f"{name}.parquet")
+        table = pa.Table.from_pylist(records)
+        with (
+            pa.OSFile(str(tmp_path / "arrow" / f"{name}.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(table)
+    Dataset.from_list(records).save_to_disk(tmp_path / "saved")
+    for folder, expected in {
+        "lines": "lines/b.jsonl:3",
+        "array": "array/b.json, record 1 (counted from 0)",
+        "parquet": "parquet/b.parquet, record 1 (counted from 0)",
+        "arrow": "arrow/b.arrow, record 1 (counted from 0)",
+    }.items():
+        path = str(tmp_path / folder)
+        assert record_place(4, path) == f"{tmp_path}/{expected}"
+        split = "train[5:]+train[2:5]"
+        assert load_records(path, split=split)[3]["text"] == "4"
+        assert record_place(3, path, split=split) == f"{tmp_path}/{expected}"
+    assert record_place(1, str(tmp_path / "texts")) == f"{tmp_path}/texts/b.txt"
+    assert record_place(1, str(tmp_path / "saved")) == f"{tmp_path}/saved, record 1 (counted from 0)"
+    assert record_place(7, "owner/name", split="test") == "owner/name (split 'test'), record 7 (counted from 0)"
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path, tokenizer) -> None:
+    column = pa.array([b"good", b"bad \xff", b"good"]).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    message = _tokenize_error(load_records(str(tmp_path)), tokenizer)
+    assert message.startswith("record 1 (counted from 0): a text column holds bytes that are not UTF-8")
+
+
+def test_only_records_are_given_a_place() -> None:
+    place = "file.jsonl:{}".format
+    assert str(with_place(DataError("record 12 (counted from 0): 'text' is"), place)) == "file.jsonl:12: 'text' is"
+    other = DataError("no chat template; record 12 (counted from 0) needs it")
+    assert with_place(other, place) is other

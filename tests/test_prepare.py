@@ -164,6 +164,14 @@ def test_prepare_only_refuses_bad_data_with_one_line(run_flags, tmp_path, capsys
     assert len(error) == 1
 
 
+@pytest.mark.parametrize("num_proc", [[], ["--dataset_num_proc", "2"]])
+def test_what_cannot_be_tokenised_is_named_with_its_file(num_proc, run_flags, tmp_path, capsys):
+    lines = ['{"input_ids": [1, 2]}'] * 5 + ["", '{"input_ids": [1, 99999]}']
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    assert main([*run_flags, *num_proc, "--prepare_only"]) == 2
+    assert f"{tmp_path}/data.jsonl:7: 'input_ids' holds the token id 99999" in capsys.readouterr().err
+
+
 def test_a_later_run_neither_tokenises_nor_plans(run_flags, tmp_path, monkeypatch):
     assert main([*run_flags, "--prepare_only"]) == 0
     (before,) = plans(tmp_path)

@@ -14,10 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from longctx.data.columns import IGNORE_INDEX, document_lengths
-from longctx.data.errors import DataError
+from longctx.data.errors import DataError, with_place
 
 if TYPE_CHECKING:
-    from longctx.data.records import load_records
+    from longctx.data.records import load_records, record_place
     from longctx.data.text_files import STDLIB, stdlib_files
     from longctx.data.tokenize import tokenize_records
 
@@ -27,14 +27,17 @@ __all__ = [
     "DataError",
     "document_lengths",
     "load_records",
+    "record_place",
     "stdlib_files",
     "tokenize_records",
+    "with_place",
 ]
 
 # Packing reads columns and needs neither `datasets` nor `transformers`, which take seconds to import.
 _LOADED_WHEN_USED = {
     "STDLIB": "text_files",
     "load_records": "records",
+    "record_place": "records",
     "stdlib_files": "text_files",
     "tokenize_records": "tokenize",
 }

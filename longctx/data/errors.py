@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -25,3 +26,9 @@ def name_files(files: Sequence[Path]) -> str:
 def name_record(index: int) -> str:
     """A record where the file it came from is not known any more."""
     return f"record {index} (counted from 0)"
+
+
+def with_place(error: DataError, place: Callable[[int], str]) -> DataError:
+    """The error with the place of the record that its message begins with, by `name_record`; or as it is."""
+    named = re.match(r"record (\d+) \(counted from 0\)", str(error))
+    return DataError(place(int(named[1])) + str(error)[named.end() :]) if named else error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset
 
 from longctx.data.cache import cache_key
-from longctx.data.errors import DataError, name_files, no_records, unreadable
+from longctx.data.errors import DataError, name_files, name_record, no_records, unreadable
 from longctx.data.json_records import JsonRecords
 from longctx.data.kinds import record_kind
 from longctx.data.text_files import STDLIB, TextFiles
@@ -20,7 +21,15 @@ from longctx.data.text_files import STDLIB, TextFiles
 _CONTINUATION = b"\xff\xff\xff\xff"
 _END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
 
-Loader = Callable[[], Dataset]
+
+@dataclass(frozen=True)
+class Loader:
+    """What reads one split, and knows where each of its records stands."""
+
+    load: Callable[[], Dataset]
+    places: Callable[[], Iterator[str]]
+    """File and line (or number) of every record, in order; for error messages."""
+
 
 _JSON_SUFFIXES = (".jsonl", ".json")
 DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".arrow")
@@ -49,10 +58,10 @@ def files_loader(files: Sequence[Path], text_field: str) -> Loader:
         )
     (format_name,) = formats
     if format_name == "json":
-        return lambda: load_generated(JsonRecords(files, text_field))
+        return generated_loader(lambda: JsonRecords(files, text_field))
     if format_name == "text":
-        return lambda: load_generated(TextFiles(files, text_field))
-    return lambda: _load_arrow(files, format_name, text_field)
+        return generated_loader(lambda: TextFiles(files, text_field))
+    return Loader(lambda: _load_arrow(files, format_name, text_field), lambda: _arrow_places(files, format_name))
 
 
 def _format_of(file: Path) -> str:
@@ -69,7 +78,11 @@ def _format_of(file: Path) -> str:
     return "text"
 
 
-def load_generated(records: JsonRecords | TextFiles) -> Dataset:
+def generated_loader(make: Callable[[], JsonRecords | TextFiles]) -> Loader:
+    return Loader(lambda: _load_generated(make()), lambda: make().places())
+
+
+def _load_generated(records: JsonRecords | TextFiles) -> Dataset:
     """Write records to the cache of `datasets` once per state of the files, and map them into memory."""
     stats = [(str(file.resolve()), *_size_and_time(file)) for file in records.files]
     fingerprint = cache_key(type(records).__name__, records.text_field, stats)
@@ -99,9 +112,9 @@ def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dat
     kinds: dict[str, Path] = {}
     filled = []
     for file in files:
-        schema, has_rows = _inspect(file, format_name)
+        schema, num_rows = _inspect(file, format_name)
         kinds.setdefault(record_kind(schema.names, text_field, str(file)), file)
-        if has_rows:
+        if num_rows:
             filled.append(str(file))
     if len(kinds) > 1:
         listed = ", ".join(f"{kind!r} in {file}" for kind, file in kinds.items())
@@ -118,12 +131,18 @@ def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dat
         ) from error
 
 
-def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, bool]:
-    """Schema of a parquet or Arrow file, and whether it has rows."""
+def _arrow_places(files: Sequence[Path], format_name: str) -> Iterator[str]:
+    for file in files:
+        for row in range(_inspect(file, format_name)[1]):
+            yield f"{file}, {name_record(row)}"
+
+
+def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, int]:
+    """Schema of a parquet or Arrow file, and its rows."""
     try:
         if format_name == "parquet":
             metadata = pq.read_metadata(file)
-            return metadata.schema.to_arrow_schema(), metadata.num_rows > 0
+            return metadata.schema.to_arrow_schema(), metadata.num_rows
         with pa.memory_map(str(file)) as source:
             return _inspect_arrow(source)
     except (pa.ArrowException, OSError) as error:
@@ -132,16 +151,16 @@ def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, bool]:
         ) from None
 
 
-def _inspect_arrow(source: pa.NativeFile) -> tuple[pa.Schema, bool]:
+def _inspect_arrow(source: pa.NativeFile) -> tuple[pa.Schema, int]:
     """The same for an open Arrow file, which may be of the stream or the file format."""
     try:
         stream = pa.ipc.open_stream(source)
     except pa.ArrowInvalid:
         reader = pa.ipc.open_file(source)
-        return reader.schema, any(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
+        return reader.schema, sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
     num_rows = sum(batch.num_rows for batch in stream)
     _check_end_of_stream(source)
-    return stream.schema, num_rows > 0
+    return stream.schema, num_rows
 
 
 def _check_end_of_stream(source: pa.NativeFile) -> None:

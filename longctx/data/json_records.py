@@ -59,6 +59,10 @@ class JsonRecords:
             except OSError as error:
                 raise unreadable(path, error) from error
 
+    def places(self) -> Iterator[str]:
+        """File and line, or file and number, of each record."""
+        return (where for where, _ in self._iterate_raw())
+
     def __call__(self) -> Iterator[dict[str, Any]]:
         for where, record in self._iterate_raw():
             self._check_kind(record, where)

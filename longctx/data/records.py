@@ -6,14 +6,15 @@ import glob
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
+from itertools import islice
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
 from datasets import Dataset, DatasetDict
 
-from longctx.data.errors import DataError, no_records
-from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, load_generated
+from longctx.data.errors import DataError, name_record, no_records
+from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, generated_loader
 from longctx.data.kinds import record_kind
 from longctx.data.text_files import STDLIB, TextFiles, stdlib_files
 
@@ -58,10 +59,24 @@ def load_records(
     return dataset
 
 
+def record_place(
+    record: int, dataset_name: str, *, config: str | None = None, split: str = "train", text_field: str = "text"
+) -> str:
+    """File and line (or number) of a record of the data set that `load_records` gives for the same arguments."""
+    splits = _local_splits(dataset_name, text_field)
+    if splits is None:
+        return f"{dataset_name} (split {split!r}), {name_record(record)}"
+    for part, rows in _read_parts(splits, split, dataset_name)[1]:
+        if record < len(rows):
+            return next(islice(splits[part].places(), rows[record], None))
+        record -= len(rows)
+    raise AssertionError(f"record {record} beyond the end of {dataset_name}")
+
+
 def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
     """Loader of each split of a local or built-in data set; None if the name is one for the hub."""
     if name == STDLIB:
-        return {"train": lambda: load_generated(TextFiles(stdlib_files(), text_field))}
+        return {"train": generated_loader(lambda: TextFiles(stdlib_files(), text_field))}
     path = Path(name).expanduser()
     if path.is_dir():
         return _folder_splits(path, text_field)
@@ -86,7 +101,7 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = _load_saved(path)
         parts = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
-        return {str(name): _loaded(part) for name, part in parts.items()}
+        return {str(name): _loaded(part, path) for name, part in parts.items()}
     files = _visible_files(path)
     if not files:
         raise DataError(f"{path}: the folder holds no files. Expected {FORMATS_HELP}.")
@@ -95,8 +110,8 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
     return {name: files_loader(part, text_field) for name, part in _split_files(path, files).items()}
 
 
-def _loaded(dataset: Dataset) -> Loader:
-    return lambda: dataset
+def _loaded(dataset: Dataset, path: Path) -> Loader:
+    return Loader(lambda: dataset, lambda: (f"{path}, {name_record(row)}" for row in range(len(dataset))))
 
 
 def _load_saved(path: Path) -> Dataset | DatasetDict:
@@ -157,6 +172,16 @@ def _load_from_hub(name: str, config: str | None, split: str) -> Dataset:
 
 def _read_split(splits: Mapping[str, Loader], split: str, name: str) -> Dataset:
     """Load the splits that a split expression names and cut the slices it asks for."""
+    loaded, parts = _read_parts(splits, split, name)
+    if split in loaded:
+        return loaded[split]
+    return datasets.concatenate_datasets([loaded[part].select(rows) for part, rows in parts])
+
+
+def _read_parts(
+    splits: Mapping[str, Loader], split: str, name: str
+) -> tuple[dict[str, Dataset], list[tuple[str, range]]]:
+    """The splits that a split expression names, loaded, and the rows of them that it asks for, in order."""
     wanted = [re.split(r"[\[(]", part, maxsplit=1)[0].strip() for part in split.split("+")]
     unknown = [part for part in wanted if part not in splits]
     if unknown:
@@ -164,13 +189,12 @@ def _read_split(splits: Mapping[str, Loader], split: str, name: str) -> Dataset:
             f"{name}: no split {unknown[0]!r}; available: {', '.join(sorted(splits))}. "
             "Choose one with --dataset_train_split."
         )
-    loaded = {part: splits[part]() for part in dict.fromkeys(wanted)}
+    loaded = {part: splits[part].load() for part in dict.fromkeys(wanted)}
     if split in loaded:
-        return loaded[split]
+        return loaded, [(split, range(len(loaded[split])))]
     try:
         instruction = datasets.ReadInstruction.from_spec(split)
         spans = instruction.to_absolute({part: len(dataset) for part, dataset in loaded.items()})
     except (AssertionError, ValueError) as error:
         raise DataError(f"{name}: split {split!r} is not understood ({error}). Example: 'train[:10%]'.") from None
-    parts = [loaded[span.splitname].select(range(span.from_, span.to)) for span in spans]
-    return datasets.concatenate_datasets(parts)
+    return loaded, [(span.splitname, range(span.from_, span.to)) for span in spans]

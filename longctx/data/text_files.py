@@ -24,6 +24,10 @@ class TextFiles:
         self.text_field = text_field
         self.features = Features({text_field: Value("string")})
 
+    def places(self) -> Iterator[str]:
+        """The file of each record."""
+        return map(str, self.files)
+
     def __call__(self) -> Iterator[dict[str, str]]:
         for path in self.files:
             yield {self.text_field: _read_text(path)}

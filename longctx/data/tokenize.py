@@ -16,7 +16,7 @@ from longctx.data.cache import cache_key
 from longctx.data.chat import ChatEncoder, training_template
 from longctx.data.columns import IGNORE_INDEX, document_lengths
 from longctx.data.encoders import Encoder, PretokenizedEncoder, TextEncoder, one_chunk
-from longctx.data.errors import DataError, no_records
+from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.kinds import (
     CONVERSATION_EXTRAS,
     PER_TOKEN_COLUMNS,
@@ -141,9 +141,20 @@ def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset
         tokenized = _map_in_parts(dataset, encoder, fingerprint, options)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"a text column holds bytes that are not UTF-8 ({error}). Write the files again with valid UTF-8."
+            f"{_undecodable(dataset)}: a text column holds bytes that are not UTF-8 ({error}). Write the file again "
+            "with valid UTF-8."
         ) from error
     return tokenized.with_format(None)
+
+
+def _undecodable(dataset: Dataset) -> str:
+    """The first record that does not decode, once one is known to."""
+    for index in range(len(dataset)):
+        try:
+            dataset[index]
+        except UnicodeDecodeError:
+            return name_record(index)
+    return "a record"
 
 
 def _map_in_parts(dataset: Dataset, encoder: Encoder, fingerprint: str, options: dict[str, Any]) -> Dataset:
