@@ -14,6 +14,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from longctx.attention.support import head_size, num_heads
 from longctx.data import DataError, document_lengths, load_records, record_place, tokenize_records, with_place
 from longctx.data.cache import cache_key
 from longctx.packing import PackedDataset, PackingReport, load_plan, pack_costs, plan_packing, save_plan
@@ -75,8 +76,21 @@ def _prepare(
     lengths = document_lengths(documents)
     rows, report = _plan(documents, lengths, settings)
     balances = settings["packing"] and settings["balance_packs"]
-    costs = pack_costs(rows.packing, lengths) if balances else None
+    costs = pack_costs(rows.packing, lengths, linear_cost(model_config)) if balances else None
     return TrainingRows(documents=documents, rows=rows, report=report, costs=costs)
+
+
+def linear_cost(config: PretrainedConfig) -> float:
+    """What a token costs besides attention, in units of ℓ² (longctx.packing.balance): linear layers / (L · q).
+
+    The linear layers of a decoder with L layers of width h, query and key/value heads of q and k elements in all, an
+    MLP of three matrices with i elements between them, and V words have L · (2 · h · q + 2 · h · k + 3 · h · i) + h · V
+    parameters, embeddings not counted, as nothing is multiplied with them.
+    """
+    text, (heads, kv_heads), size = config.get_text_config(), num_heads(config), head_size(config)
+    layer = text.hidden_size * (2 * heads * size + 2 * kv_heads * size + 3 * text.intermediate_size)
+    parameters = text.num_hidden_layers * layer + text.hidden_size * text.vocab_size
+    return parameters / (text.num_hidden_layers * heads * size)
 
 
 def cache_folder() -> Path:

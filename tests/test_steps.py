@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config
 
 from longctx.packing import Packing, balanced_order, pack, pack_costs, shuffled_order, spread_step
 from longctx.packing.balance import LINEAR_COST, WINDOW_STEPS
+from longctx.rows import linear_cost
 from longctx.steps import StepSampler
+from longctx.tiny import tiny_model
 
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))  # micro-batch size, dp, accumulation
 NUM_ROWS = st.integers(0, 150)
@@ -147,6 +150,34 @@ def test_costs_are_those_of_the_pieces(lengths, strategy):
     for index, cost in enumerate(costs):
         own = pieces[packing.offsets[index] : packing.offsets[index + 1]]
         assert cost == pytest.approx(own.sum() * 3.0 + (own**2).sum())
+
+
+def test_a_token_costs_what_the_model_s_linear_layers_do():
+    """Against a model's own matrices; the default is near that of an 8B model."""
+    model = tiny_model()
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in name)
+    head = 0 if any("lm_head" in name for name, _ in model.named_parameters()) else model.lm_head.weight.numel()
+    per_layer = model.config.num_attention_heads * model.config.head_dim
+    expected = (matrices + head) / (model.config.num_hidden_layers * per_layer)
+    assert linear_cost(model.config) == pytest.approx(expected)
+    qwen3_8b = Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    )
+    assert linear_cost(qwen3_8b) == pytest.approx(LINEAR_COST, rel=0.1)
+
+
+@given(st.lists(st.integers(1, 50), min_size=12, max_size=12), st.permutations(range(12)))
+def test_no_grouping_of_a_window_waits_less(costs, other):
+    """12 packs as 4 micro-batches of 3 ranks: the order's against any other."""
+    costs = np.array(costs, dtype=float)
+    balanced = balanced_order(costs, 3, seed=0, epoch=0)
+    assert costs[balanced].reshape(4, 3).max(1).sum() <= costs[list(other)].reshape(4, 3).max(1).sum()
 
 
 def test_cost_of_a_long_pack():

@@ -244,6 +244,26 @@ def test_a_streaming_data_set_resumes(source_state):
     assert ids_of(second) == expected
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shards", [None, 4])
+def test_a_stateful_loader_resumes_its_workers(num_workers, shards):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    documents = make_documents(np.random.default_rng(4).integers(1, 70, 300).tolist())
+    source = [{"input_ids": document["input_ids"]} for document in documents]
+    if shards:
+        source = datasets.Dataset.from_list(source).to_iterable_dataset(num_shards=shards)
+
+    def make():
+        stream = PackedStream(source, 100, look_ahead=3)
+        return stateful.StatefulDataLoader(stream, batch_size=None, num_workers=num_workers, collate_fn=_same)
+
+    expected = ids_of(make())
+    first, second = make(), make()
+    rows = ids_of(itertools.islice(first, 31))
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    assert rows + ids_of(second) == expected
+
+
 def test_rows_collate_like_rows_of_a_packed_data_set():
     lengths = [30, 5, 1, 17, 40, 8]
     documents = [{"input_ids": document["input_ids"]} for document in make_documents(lengths)]

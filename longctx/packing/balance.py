@@ -2,7 +2,9 @@
 
 The ranks of a micro-batch wait for the slowest of them, and packs with equally many tokens differ in attention by
 an order of magnitude. A window of 16 optimizer steps is sorted by cost and cut into steps, so that the packs of a
-step are alike; inside a step, packs of similar cost stand side by side in one micro-batch.
+step are alike; inside a step, packs of similar cost stand side by side in one micro-batch. With one pack a rank,
+no way to group a window's packs waits less in all: the dearest packs of n micro-batches can cost no less together
+than every dp-th of the sorted packs.
 
     8 shuffled packs with costs 5 1 4 8 2 7 3 6, 2 packs a step, one window  ->  steps (5 6) (1 2) (7 8) (3 4)
 """
@@ -19,7 +21,7 @@ LINEAR_COST = 55_000
 
 The backward pass included, a token costs 6 · parameters FLOPs, and causal attention over a document of ℓ tokens
 6 · layers · heads · head_dim · ℓ². For a model of 8 billion parameters, 36 layers and 32 heads of 128 the quotient
-is 54,000.
+is 54,000. Training takes that of its model, `longctx.rows.linear_cost`.
 """
 
 WINDOW_STEPS = 16

@@ -51,7 +51,14 @@ class PackedStream(IterableDataset):
 
     **Resuming.** `state_dict()` between two rows, and `load_state_dict()` into a stream over the same source: it goes
     on with the next row. The state is the same on every rank, and may be loaded with another number of ranks. It
-    lives where the rows are made: with workers use torchdata's StatefulDataLoader, which asks for it there.
+    lives where the rows are made. Without workers it is `stream.state_dict()`. With workers torch's own DataLoader
+    does not hand it out; torchdata's StatefulDataLoader does:
+
+        loader = StatefulDataLoader(stream, batch_size=None, num_workers=2)
+        state = loader.state_dict()  # between two rows; torch.save it
+        loader.load_state_dict(state)  # of a new loader over the same source, with as many workers
+
+    or else pass over the rows that were read: `itertools.islice(loader, rows, None)`.
     """
 
     def __init__(
