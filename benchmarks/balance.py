@@ -4,7 +4,8 @@
 
 Cost of a pack: T · 55,000 + Σ ℓ² over its documents (longctx.packing.balance). One pack a rank and micro-batch.
 "time" is Σ max / Σ mean over the micro-batches of an epoch, what waiting adds to its length; "mean", "p90" and
-"max" are of max / mean over optimizer steps. Documents longer than L are cut to L.
+"max" are of max / mean over optimizer steps; "no less" is what the dearest pack of a window makes of "max" in any
+order of its packs: beside it stand at best the dp - 1 next ones. Documents longer than L are cut to L.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 
 from benchmarks.packing import DISTRIBUTIONS, device, line
 from longctx.packing import balanced_order, pack, pack_costs, shuffled_order, spread_step
+from longctx.packing.balance import WINDOW_STEPS
 
-HEADER = ["L", "lengths", "packs", "dp", "accumulation", "order", "time", "mean", "p90", "max"]
+HEADER = ["L", "lengths", "packs", "dp", "accumulation", "order", "time", "mean", "p90", "max", "no less"]
 
 
 def step_ratios(costs: NDArray[np.floating], order: NDArray[np.int64], dp: int, accumulation: int) -> tuple[float, ...]:
@@ -39,6 +41,14 @@ def side_by_side(
     steps = [order[start : start + size] for start in range(0, len(order), size)]
     spread = [spread_step(step, costs, micro_batch_size=1, dp=dp) for step in steps]
     return np.concatenate([rank for step in spread for ranks in step for rank in ranks])
+
+
+def least_worst(costs: NDArray[np.floating], dp: int, seed: int) -> float:
+    """The dearest step's max / mean that no order within windows gets below, without accumulation."""
+    shuffled = costs[shuffled_order(len(costs), seed=seed, epoch=0)]
+    size = dp * WINDOW_STEPS
+    windows = -np.sort(-shuffled[: len(shuffled) // size * size].reshape(-1, size), axis=1)
+    return float((windows[:, 0] / windows[:, :dp].mean(1)).max())
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,6 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
                     }
                     for kind, order in orders.items():
                         ratios = [f"{value:.3f}" for value in step_ratios(costs, order, dp, accumulation)]
+                        can_be_seen = kind == "balanced" and accumulation == 1
+                        ratios.append(f"{least_worst(costs, dp, options.seed):.3f}" if can_be_seen else "")
                         case = [f"{capacity:,}", name, f"{len(costs):,}", str(dp), str(accumulation), kind]
                         print(line([*case, *ratios]), flush=True)
 
