@@ -90,6 +90,14 @@ def num_heads(config: PretrainedConfig) -> tuple[int, int]:
     return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
+def has_windows(config: PretrainedConfig) -> bool:
+    """Whether any layer has a sliding window."""
+    text = config.get_text_config()
+    if types := getattr(text, "layer_types", None):
+        return "sliding_attention" in types
+    return getattr(text, "sliding_window", None) is not None
+
+
 def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     if text is not config:
         yield f"{text.model_type!r} is one part of it, and only models that are a decoder and nothing else are exact."
@@ -125,8 +133,7 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
     window = getattr(config, "sliding_window", None)
     if others := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
         yield f"layer_types holds {', '.join(others)}; only full_attention and sliding_attention are supported."
-    has_window = "sliding_attention" in types if types else window is not None
-    if has_window and config.model_type not in WINDOW_MODELS:
+    if has_windows(config) and config.model_type not in WINDOW_MODELS:
         yield (
             f"sliding_window is {window}; windows are known to be exact for {', '.join(WINDOW_MODELS)}. Choose a model "
             "without a sliding window."

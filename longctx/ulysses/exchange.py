@@ -46,12 +46,6 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.group), None
 
 
-def heads_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, S/P, P, h, D] -> [1, h, S, D]: tokens of all ranks, for this rank's h heads."""
-    shards = _AllToAll.apply(x[0].transpose(0, 1), group)  # [P, S/P, h, D] by source rank
-    return shards.flatten(0, 1).transpose(0, 1)[None]
-
-
 def tokens_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, h, S, D] -> [1, P·h, S/P, D]: all heads, for this rank's tokens."""
     world_size = dist.get_world_size(group)
@@ -125,9 +119,10 @@ def exchange_attention(
     copies = key_value_copies(q.shape[1], k.shape[1], world_size)
     heads = [x.repeat_interleave(n, dim=1) if n > 1 else x for x, n in ((q, 1), (k, copies), (v, copies))]
     per_rank = [x.shape[1] // world_size for x in heads]
-    # [1, n·P, S/P, D] three times -> one exchange of [1, S/P, P, q+k+v heads a rank, D]
-    fused = torch.cat([x.transpose(1, 2).unflatten(2, (world_size, -1)) for x in heads], dim=3)
-    mine = heads_to_ranks(fused, group).split(per_rank, dim=1)
+    # [1, P·n, S/P, D] three times -> one exchange of [P, S/P, n of q, k and v, D]
+    fused = torch.cat([x[0].unflatten(0, (world_size, -1)).transpose(1, 2) for x in heads], dim=2)
+    rows = _AllToAll.apply(fused, group).flatten(0, 1)  # [S, n of q, k and v, D]: all tokens, this rank's heads
+    mine = [x.transpose(0, 1)[None] for x in rows.split(per_rank, dim=1)]
     own_sinks = None if sinks is None else sinks.chunk(world_size)[dist.get_rank(group)]
     return tokens_to_ranks(attend(*mine, scale=scale, sinks=own_sinks), group)
 
