@@ -8,6 +8,7 @@ small ones.
 
 from __future__ import annotations
 
+from array import array
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -30,7 +31,7 @@ class LookAhead(Generic[Item]):
     def __init__(self, capacity: int, packs: int) -> None:
         self.capacity, self.packs = capacity, packs
         self.items: list[Item] = []
-        self.sizes: list[int] = []
+        self.sizes = array("q")  # which NumPy copies at once
         self._waiting = 0
 
     def __len__(self) -> int:

@@ -200,7 +200,8 @@ class PackedStream(IterableDataset):
         columns = _read_columns(document, self._names, self._read)
         length = len(columns[INPUT_IDS])
         kept = self._kept(length)
-        number, self._read = self._read, self._read + 1
+        number = self._read
+        self._read += 1
         if 0 < length < self.capacity:
             self._waiting.add(length, _Piece(number, 0, columns))
             return
