@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
@@ -20,6 +22,9 @@ from longctx.data.text_files import STDLIB, TextFiles
 
 _CONTINUATION = b"\xff\xff\xff\xff"
 _END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
+
+_PART_BYTES = 1 << 30
+"""Files of so many bytes are read into the cache at a time: what an interruption costs."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,30 @@ def generated_loader(make: Callable[[], JsonRecords | TextFiles]) -> Loader:
 
 
 def _load_generated(records: JsonRecords | TextFiles) -> Dataset:
-    """Write records to the cache of `datasets` once per state of the files, and map them into memory."""
+    """Write records to the cache of `datasets` once per state of the files, and map them into memory.
+
+    Some files after the others, so that a run that was interrupted finds those it had read.
+    """
     stats = [(str(file.resolve()), *_size_and_time(file)) for file in records.files]
     fingerprint = cache_key(type(records).__name__, records.text_field, stats)
+    bytes_before = np.cumsum([0, *(size for _, size, _ in stats[:-1])])
+    starts = np.flatnonzero(np.diff(bytes_before // _PART_BYTES, prepend=-1)).tolist()
+    if len(starts) == 1:
+        return _generate(records, fingerprint)
+    parts = []
+    for start, stop in zip(starts, [*starts[1:], len(stats)], strict=True):
+        part = copy(records)
+        part.files = records.files[start:stop]
+        if next(part.places(), None) is None:  # files of blank lines only
+            continue
+        key = cache_key(type(records).__name__, records.text_field, list(records.features), stats[start:stop])
+        parts.append(_generate(part, key))
+    whole = datasets.concatenate_datasets(parts)
+    whole._fingerprint = fingerprint
+    return whole
+
+
+def _generate(records: JsonRecords | TextFiles, fingerprint: str) -> Dataset:
     try:
         return Dataset.from_generator(records, features=records.features, fingerprint=fingerprint)
     except datasets.exceptions.DatasetGenerationError as error:
