@@ -130,8 +130,8 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     )
 
 
-def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
-    """Train, and save the model and trainer_state.json in output_dir."""
+def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
+    """Put sequence parallelism into the model, and give it its data."""
     run, args, settings = prepared.run, prepared.args, prepared.run.settings
     model, sequence = parallelize(
         model,
@@ -147,9 +147,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         pad_to_multiple_of=settings["pad_to_multiple_of"],
         padding_free=settings["packing"] or settings["padding_free"],
     )
-    if sequence.rank == 0:
-        print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
-    trainer = SequenceTrainer(
+    return SequenceTrainer(
         model,
         args,
         sequence=sequence,
@@ -160,10 +158,19 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         costs=prepared.data.costs,
         report=prepared.data.report,
     )
+
+
+def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
+    """Train, and save the model and trainer_state.json in output_dir."""
+    run = prepared.run
+    trainer = build_trainer(prepared, model)
+    is_first = trainer.sequence.rank == 0
+    if is_first:
+        print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
     trainer.train()
     trainer.save_state()
     _save_whole_model(trainer)
-    if run.is_demo and sequence.rank == 0 and trainer.state.log_history[1].get("step") == 1:
+    if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer
 
@@ -218,15 +225,15 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     ]
 
 
+def first_step_batches(trainer: SequenceTrainer, dp_rank: int) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches that data-parallel rank `dp_rank` sees in the first optimizer step, uncut."""
+    steps = zip(range(trainer.args.gradient_accumulation_steps), trainer.step_sampler(dp_rank), strict=False)
+    return [trainer.data_collator(trainer.rows.__getitems__(rows)) for _, rows in steps if rows]
+
+
 def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     """Compare the first logged step with the same step on one device, from the same weights."""
-    samplers = [trainer.step_sampler(dp_rank) for dp_rank in range(run.dims.dp)]
-    batches = [
-        trainer.data_collator(trainer.rows.__getitems__(rows))
-        for sampler in samplers
-        for _, rows in zip(range(trainer.args.gradient_accumulation_steps), sampler, strict=False)
-        if rows
-    ]
+    batches = [batch for dp_rank in range(run.dims.dp) for batch in first_step_batches(trainer, dp_rank)]
     model = load_model(run.settings["model_name_or_path"], run.model_config)
     loss, grad_norm = single_device_step(model, batches)
     logged = trainer.state.log_history[1]  # after the packing report

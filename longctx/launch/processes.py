@@ -21,18 +21,18 @@ def device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def who_starts(profile: LaunchProfile, num_processes: int) -> str:
+def who_starts(profile: LaunchProfile, num_processes: int, module: str = "longctx.train") -> str:
     """Why this process starts the others."""
     if profile.only_one_started:
         return (
             "accelerate starts one process on a machine without a GPU, whatever its num_processes says, so "
-            f"longctx.train starts {num_processes}; --num_processes after -m longctx.train asks for more."
+            f"{module} starts {num_processes}; --num_processes after -m {module} asks for more."
         )
-    return f"no launcher started {num_processes} processes, so longctx.train does."
+    return f"no launcher started {num_processes} processes, so {module} does."
 
 
-def spawn(num_processes: int, arguments: list[str]) -> int:
-    """Run `python -m longctx.train` with these arguments in `num_processes` processes, under torch's elastic agent.
+def spawn(num_processes: int, arguments: list[str], module: str = "longctx.train") -> int:
+    """Run `python -m` our module with these arguments in `num_processes` processes, under torch's elastic agent.
 
     Returns the exit code: 0, or that of the process that failed first. When one fails the agent stops the others.
     """
@@ -51,7 +51,7 @@ def spawn(num_processes: int, arguments: list[str]) -> int:
         monitor_interval=0.2,
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "longctx.train", *arguments)
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if rank != 0 and isinstance(failure.error_file_data.get("message"), dict):
@@ -60,7 +60,7 @@ def spawn(num_processes: int, arguments: list[str]) -> int:
     return 0
 
 
-def relaunch(flags: Flags, profile: LaunchProfile) -> None:
+def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train") -> None:
     """Replace this process by `accelerate launch --config_file … -m longctx.train …` for --accelerate_config.
 
     Raises:
@@ -70,7 +70,7 @@ def relaunch(flags: Flags, profile: LaunchProfile) -> None:
     if profile.launched or profile.by_accelerate:
         raise ValueError(
             f"--accelerate_config {name} comes too late: the launcher has started this process already. "
-            f"Use accelerate launch --config_file {name} -m longctx.train …, or python -m longctx.train."
+            f"Use accelerate launch --config_file {name} -m {module} …, or python -m {module}."
         )
     path = find_profile(name)
     arguments = list(flags.arguments)
@@ -78,7 +78,7 @@ def relaunch(flags: Flags, profile: LaunchProfile) -> None:
     del arguments[given : given + (1 if "=" in arguments[given] else 2)]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, "-m", "longctx.train", *arguments])
+    os.execv(sys.executable, [*launcher, "-m", module, *arguments])
 
 
 def find_profile(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Compare a run with one device: stock transformers, dense attention, one document after the other."""
+"""What a run is compared with: one device, stock transformers, one document after the other."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def single_device_step(model: PreTrainedModel, batches: Sequence[Mapping[str, Te
         batches: all micro-batches of the step, of all data-parallel ranks, uncut.
 
     Returns:
-        The mean loss over the step's label tokens, and the norm of its gradient.
+        The mean loss over the step's label tokens, and the norm of its gradient, which is left in the parameters.
     """
     model.train()
-    documents = [document for batch in batches for document in _documents(batch)]
+    documents = [document for batch in batches for document in documents_of(batch)]
     num_label_tokens = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in documents)
     total = 0.0
     for input_ids, labels in documents:
@@ -39,7 +39,7 @@ def single_device_step(model: PreTrainedModel, batches: Sequence[Mapping[str, Te
     return total, float(torch.nn.utils.get_total_norm(gradients))
 
 
-def _documents(batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+def documents_of(batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """(input_ids, labels) of every document in the batch, padding among them."""
     starts = (complete_position_ids(batch).reshape(-1) == 0).nonzero().flatten().tolist()
     bounds = [*starts, batch["input_ids"].numel()]
