@@ -31,7 +31,29 @@ SMALL = {
     "eos_token_id": 2,
 }
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in ("cohere2", "cwm", "gemma3_text", "olmo3")} | {
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+NEVER_AS_IS = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
+FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_AS_IS} | {
+    "ernie4_5_moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}),
+    "glm4_moe": (
+        "glm4_moe",
+        SMALL
+        | EXPERTS
+        | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8},
+    ),
+    "granitemoe": ("granitemoe", SMALL | EXPERTS | {"num_local_experts": 4}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", SMALL | {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "mixtral": ("mixtral", SMALL | EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
+    "olmoe": ("olmoe", SMALL | EXPERTS | {"num_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", SMALL | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 4, "head_dim": 8}),
+    "gpt_oss, sinks and windows": (
+        "gpt_oss",
+        SMALL
+        | WINDOW
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "exaone4": ("exaone4", SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "gemma": ("gemma", SMALL | {"head_dim": 16}),
     "helium": ("helium", SMALL | {"head_dim": 8}),

@@ -14,24 +14,33 @@ CAUSAL_MODELS = (
     "cohere2",
     "cwm",
     "ernie4_5",
+    "ernie4_5_moe",
     "exaone4",
     "gemma",
     "gemma3_text",
     "glm",
     "glm4",
+    "glm4_moe",
     "gpt_neox",
+    "gpt_oss",
     "granite",
+    "granitemoe",
     "helium",
     "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
     "llama",
     "mistral",
+    "mixtral",
     "olmo",
     "olmo2",
     "olmo3",
+    "olmoe",
     "phi",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
     "seed_oss",
     "smollm3",
     "starcoder2",
@@ -43,6 +52,7 @@ WINDOW_MODELS = (
     "cwm",
     "exaone4",
     "gemma3_text",
+    "gpt_oss",
     "mistral",
     "olmo3",
     "phi3",
@@ -59,9 +69,7 @@ POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 REFUSED_SETTINGS = {
     "attn_logit_softcapping": "soft-capped attention scores",
     "attention_chunk_size": "chunked attention",
-    "num_experts": "mixture-of-experts layers",
-    "num_local_experts": "mixture-of-experts layers",
-    "n_routed_experts": "mixture-of-experts layers",
+    "output_router_logits": "the routers' auxiliary loss, which depends on all tokens of a step at once",
     "state_size": "state-space layers",
     "ssm_state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
@@ -141,9 +149,9 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
 
 
 def _dropouts(config: PretrainedConfig) -> Iterator[str]:
-    """Dropout anywhere in the decoder; a classification head's is never used here."""
+    """Dropout or noise anywhere in the decoder; a classification head's is never used here."""
     for name, value in sorted(vars(config).items()):
-        is_rate = "dropout" in name or name.endswith("_pdrop")
+        is_rate = "dropout" in name or name.endswith(("_pdrop", "_jitter_noise"))
         if is_rate and not name.startswith("classifier") and isinstance(value, int | float) and value > 0:
             yield (
                 f"{name} is {value}; random masks would differ between one device and several. "
