@@ -6,6 +6,7 @@ another order on several ranks, about 1e-7 a step; AdamW divides by the root of 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -175,16 +176,19 @@ def test_equal_effective_batches_train_equally(models, tmp_path, parity_table):
             check(results, reference, name, "torchrun", parity_table)
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ELSEWHERE = {
     "deepspeed": {
         "ring": ["--sp", "4", "--sp_backend", "ring"],
         "gather": ["--sp", "4", "--sp_backend", "gather"],
         "hybrid": ["--sp", "4", "--sp_backend", "hybrid"],
+        "experts, ulysses": ["--sp", "4", "--sp_backend", "ulysses"],
     },
     "fsdp2": {
         "ulysses": ["--sp", "4", "--sp_backend", "ulysses"],
         "HSDP, ring": ["--sp", "2", "--sp_backend", "ring", "--dp_replicate", "2"],
         "HSDP, ulysses": ["--sp", "2", "--sp_backend", "ulysses", "--dp_replicate", "2"],
+        "experts, ring": ["--sp", "4", "--sp_backend", "ring"],
         "windows, ring": ["--sp", "4", "--sp_backend", "ring"],
         "windows, hybrid": ["--sp", "4", "--sp_backend", "hybrid"],
         "windows, ulysses": ["--sp", "4", "--sp_backend", "ulysses"],
@@ -194,30 +198,41 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("engine", ELSEWHERE)
-def test_any_backend_on_either_engine(engine, models, tmp_path, parity_table):
-    """What the backends do not run on by default; copies of the model; window and full layers; planning in workers."""
+@pytest.fixture(scope="session")
+def other_models(models, tmp_path_factory):
+    """Folders of models like `models`, with windows in one of two layers or with experts, and of the plain one."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-    torch.manual_seed(0)
-    windows = AutoModelForCausalLM.from_pretrained(models["GQA 4:2"])
-    windows.config.update({"use_sliding_window": True, "sliding_window": 24})
-    windows.config.layer_types = ["sliding_attention", "full_attention"]
-    windows.save_pretrained(tmp_path / "windows")
-    (tmp_path / "windows/tokenizer.json").write_bytes(Path(models["GQA 4:2"], "tokenizer.json").read_bytes())
-    (tmp_path / "windows/tokenizer_config.json").write_bytes(
-        Path(models["GQA 4:2"], "tokenizer_config.json").read_bytes()
-    )
+    from longctx.tiny import tiny_tokenizer
+
+    plain = AutoConfig.from_pretrained(models["GQA 4:2"])
+    windows, experts = copy.deepcopy(plain), Qwen3MoeConfig(**{**plain.to_dict(), **EXPERTS})
+    windows.update({"use_sliding_window": True, "sliding_window": 24})
+    windows.layer_types = ["sliding_attention", "full_attention"]
+    folders = {"plain": models["GQA 4:2"]}
+    for name, config in (("windows", windows), ("experts", experts)):
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
+        tiny_tokenizer().save_pretrained(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("engine", ELSEWHERE)
+def test_any_backend_on_either_engine(engine, other_models, tmp_path, parity_table):
+    """What the backends do not run on by default; copies of the model; windows, experts; planning in workers."""
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
+    common = [*COMMON, "--packing", "True", "--dataset_name", data, "--engine", engine]
     cases, references = {}, {}
     for name, flags in ELSEWHERE[engine].items():
-        model = str(tmp_path / "windows") if "windows" in name else models["GQA 4:2"]
-        common = [*COMMON, "--packing", "True", "--dataset_name", data, "--engine", engine]
+        kind = name.partition(",")[0]
+        model = other_models.get(kind, other_models["plain"])
         cases[name] = [*common, "--model_name_or_path", model, "--output_dir", str(tmp_path / "out"), *flags]
         references[name] = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
-    assert len({reference[0][0] for reference in references.values()}) == len({"windows" in name for name in cases})
+    kinds = {name.partition(",")[0] for name in cases} & other_models.keys()
+    assert len({losses[0] for losses, _ in references.values()}) == 1 + len(kinds)  # windows and experts do act
     for name, results in run_ranks(4, f"{__name__}:run_cases", cases)[0].items():
         check(results, references[name], f"{name} on {engine}", "torchrun", parity_table)
 
