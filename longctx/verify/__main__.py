@@ -1,0 +1,148 @@
+"""Prove it here: `python -m longctx.verify --sp 4 --model_name_or_path …`, or `accelerate launch -m longctx.verify …`.
+
+Exit code 0 if everything is exact, 1 if anything is off, 2 for what cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
+
+if TYPE_CHECKING:
+    from longctx.config import Run
+
+OFF = 1
+USAGE_ERROR = 2
+MODULE = "longctx.verify"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Verify one run; returns the exit code."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    own, others = _parser().parse_known_args(arguments)
+    if {"-h", "--help"} & set(arguments):
+        _parser().print_help()
+        return 0
+    with redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
+        return _verify(arguments, others, own)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description="Compare one optimizer step at --sp N with one device, on your model, data and machine. Exit code: "
+        "0 exact, 1 something is off, 2 cannot be run. What is found about the machine is advice.",
+        epilog="All other flags are those of longctx.train (python -m longctx.train --help). Without "
+        "--model_name_or_path and --dataset_name the built-in tiny model and the standard library's sources are used; "
+        "a folder with a config.json and no weights gets random ones.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
+    parser.add_argument(
+        "--num_layers",
+        "--num-layers",
+        type=int,
+        help="Use the model's first layers only. Default: all of a small model; of a large one two, or as many as "
+        "hold every kind of layer.",
+    )
+    return parser
+
+
+def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) -> int:
+    from longctx.launch.terminal import quieten, refuse
+
+    quieten()
+    from longctx.config import resolve
+    from longctx.flags import parse_flags
+    from longctx.launch.processes import relaunch, spawn, who_starts
+    from longctx.launch.profile import read_profile
+    from longctx.verify.subject import few_layers, with_defaults
+
+    try:
+        flags = replace(parse_flags(others), arguments=tuple(arguments))
+        profile = read_profile()
+        if flags.accelerate_config is not None:
+            relaunch(flags, profile, MODULE)
+        run = few_layers(resolve(with_defaults(flags, profile), profile, os.environ), own.num_layers)
+    except ValueError as error:
+        refuse(error)
+        return USAGE_ERROR
+    if run.must_spawn:
+        print(f"longctx: {who_starts(profile, run.dims.world_size, MODULE)}", flush=True)
+        return spawn(run.dims.world_size, arguments, MODULE)
+
+    from longctx.run import finish
+    from longctx.turns import RefusedTogether, leave_together
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="longctx-verify-") as folder:
+            checks = _compare(run, folder, for_scripts=own.json)
+    except RefusedTogether as error:
+        if error.is_mine:
+            refuse(error)
+        leave_together()
+        return USAGE_ERROR
+    except ValueError as error:
+        refuse(error)
+        return USAGE_ERROR
+    finish()
+    return OFF if culprit(checks) else 0
+
+
+def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
+    """All ranks together; rank 0 prints what was found, and every rank returns it."""
+    import torch.distributed as dist
+
+    from longctx.run import build_trainer, prepare
+    from longctx.verify.machine import check_machine
+    from longctx.verify.parity import check_parity
+    from longctx.verify.subject import load_layers, telling_rows, with_tokenizer
+
+    started = time.perf_counter()
+    prepared = telling_rows(prepare(with_tokenizer(replace(run, settings={**run.settings, "output_dir": folder}))))
+    trainer = build_trainer(prepared, load_layers(run, prepared))
+    machine = check_machine(prepared.run, trainer.args.device)
+    checks = check_parity(trainer, run.dims.sp)
+    if dist.is_initialized():
+        agreed = [checks]
+        dist.broadcast_object_list(agreed, device=trainer.args.device)
+        checks = agreed[0]
+    if trainer.sequence.rank == 0:
+        seconds = time.perf_counter() - started
+        run = replace(prepared.run, settings=run.settings)  # the backend that the data decided on
+        print(_result(run, checks, machine, seconds, for_scripts=for_scripts), file=sys.__stdout__, flush=True)
+    return checks
+
+
+def _result(run: Run, checks: list[Check], machine: list[Finding], seconds: float, *, for_scripts: bool) -> str:
+    facts = {
+        "model": run.settings["model_name_or_path"],
+        "num_layers": run.model_config.get_text_config().num_hidden_layers,
+        "data": run.settings["dataset_name"],
+        "max_length": run.settings["max_length"],
+        "mesh": str(run.dims),
+        "backend": str(run.backend.arrangement),
+        "engine": run.engine,
+        "precision": "bf16" if run.settings["bf16"] else "fp32",
+        "seconds": round(seconds, 1),
+    }
+    if for_scripts:
+        return as_json(facts, checks, machine)
+    off = culprit(checks)
+    verdict = f"NOT exact: {off.name}: {off.detail}" if off else f"exact: sp {run.dims.sp} and one device agree"
+    lines = [f"{name:10}  {fact}" for name, fact in facts.items()]
+    return "\n".join([*lines, "", as_advice(machine), "", as_table(checks), "", verdict])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""One optimizer step of the trainer on its engine, held against the same step on one device.
+
+Errors are looked for where they arise, in order of cause and effect, so that the first check that is off names the
+culprit: the cut, the isolation of documents, the shift of labels, the denominator of the loss, and then what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, PreTrainedModel, PrinterCallback, TrainerCallback
+
+from longctx.attention.interface import NAME, longctx_attention
+from longctx.data import IGNORE_INDEX
+from longctx.run import first_step_batches
+from longctx.trainer import SequenceTrainer
+from longctx.verify.reference import documents_of, single_device_step
+from longctx.verify.report import Check, error_check
+
+FP32_BOUND = 1e-5
+"""Relative; the same sums in another order differ by about 1e-7."""
+
+BF16_FACTOR = 1.5
+"""Times the error that one device has in bf16, to fp32."""
+
+NEGLIGIBLE = 1e-3
+"""A parameter's gradient is compared relative to its norm, or to this part of the whole norm where it is smaller."""
+
+Gradients = Mapping[str, Tensor]
+Batches = Sequence[Sequence[Mapping[str, Tensor]]]
+"""Micro-batches of every data-parallel rank's step, uncut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The step on one device. Only rank 0 has it."""
+
+    loss: float
+    grad_norm: float
+    gradients: Gradients
+    """On the CPU, by the parameter's name."""
+    bounds: tuple[float, float, float]
+    """Largest errors allowed of the three."""
+
+
+def check_parity(trainer: SequenceTrainer, sp: int) -> list[Check]:
+    """Train one step and say how it differs from one device. Called by all ranks together, before any other step.
+
+    Args:
+        trainer: with data for one step; without clipping.
+        sp: ranks that are to share a sequence.
+
+    Returns:
+        The checks, on rank 0 complete.
+    """
+    batches = [first_step_batches(trainer, dp_rank) for dp_rank in range(trainer.sequence.dims.dp)]
+    reference = _reference(trainer, [batch for of_rank in batches for batch in of_rank])
+    step = _Step(trainer, sp, batches, reference)
+    trainer.add_callback(step)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    if reference is None:
+        return step.checks
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    loss, norm, gradients = reference.bounds
+    worst, name = max(((error, name) for name, error in step.errors.items()), default=(float("nan"), "none"))
+    return [
+        *step.checks,
+        error_check(
+            "loss",
+            _relative(logged["loss"], reference.loss),
+            loss,
+            f"{logged['loss']:.6f}, one device {reference.loss:.6f}",
+        ),
+        error_check(
+            "largest gradient error", worst, gradients, f"in {name}, the most of {len(step.errors)} parameters"
+        ),
+        error_check(
+            "gradient norm",
+            _relative(logged["grad_norm"], reference.grad_norm),
+            norm,
+            f"{logged['grad_norm']:.6f}, one device {reference.grad_norm:.6f}",
+        ),
+    ]
+
+
+class _Step(TrainerCallback):
+    """Looks at the engine's model before the step, and at its gradients before they are used."""
+
+    def __init__(
+        self,
+        trainer: SequenceTrainer,
+        sp: int,
+        batches: Batches,
+        reference: Reference | None,
+    ):
+        self.trainer, self.sp, self.batches, self.reference = trainer, sp, batches, reference
+        self.checks: list[Check] = []
+        self.errors: dict[str, float] = {}
+        """Of every parameter's gradient, on rank 0."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = self.trainer.model_wrapped
+        model.eval()
+        with torch.no_grad():
+            self.checks = probe(model, self.trainer, self.sp, self.batches)
+        model.train()
+        if self.trainer.is_deepspeed_enabled:  # its engine takes the step inside of backward
+            take_step = model.step
+
+            def step(*args: Any, **kwargs: Any) -> Any:
+                self._compare_gradients(model.module)
+                return take_step(*args, **kwargs)
+
+            model.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.trainer.is_deepspeed_enabled:
+            self._compare_gradients(self.trainer.model)
+
+    def _compare_gradients(self, model: torch.nn.Module) -> None:
+        """All ranks together: gradients are gathered one by one."""
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            gradient = _whole_gradient(parameter)
+            if self.reference is not None:
+                expected = self.reference.gradients[name]
+                scale = max(float(expected.norm()), NEGLIGIBLE * self.reference.grad_norm)
+                found = torch.zeros_like(expected) if gradient is None else gradient.cpu().float()
+                self.errors[name] = float((found - expected).norm()) / scale
+
+
+def _whole_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+    """A parameter's gradient, put together from all ranks; None where it has none."""
+    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") or hasattr(parameter, "_z3_optimizer"):
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter)
+    gradient = parameter.grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]) -> Reference | None:
+    """On rank 0, with transformers' own attention; the model is as before afterwards."""
+    if trainer.sequence.rank != 0:
+        return None
+    model: PreTrainedModel = trainer.model
+    device, home = trainer.sequence.device, model.device
+    on_device = [
+        {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)} for batch in batches
+    ]
+    model.to(device)
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+    def step(*, autocast: bool) -> tuple[float, float, Gradients]:
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+            loss, norm = single_device_step(model, on_device)
+        gradients = {
+            name: (torch.zeros_like(p) if p.grad is None else p.grad).cpu().float()
+            for name, p in model.named_parameters()
+        }
+        return loss, norm, gradients
+
+    loss, norm, gradients = step(autocast=False)
+    bounds = (FP32_BOUND,) * 3
+    if trainer.args.bf16:
+        rounded = step(autocast=True)
+        bounds = _bf16_bounds(rounded, (loss, norm, gradients))
+    model.zero_grad()
+    model.set_attn_implementation(NAME)
+    model.to(home)
+    return Reference(loss=loss, grad_norm=norm, gradients=gradients, bounds=bounds)
+
+
+def _bf16_bounds(
+    rounded: tuple[float, float, Gradients], exact: tuple[float, float, Gradients]
+) -> tuple[float, float, float]:
+    """What one device itself loses in bf16, times BF16_FACTOR: of the loss, the norm, and the worst gradient."""
+    scale = NEGLIGIBLE * exact[1]
+    gradient = max(float((rounded[2][n] - e).norm()) / max(float(e.norm()), scale) for n, e in exact[2].items())
+    # Loss and norm are single numbers that may agree by chance; the gradients' error is no chance.
+    return BF16_FACTOR * gradient, BF16_FACTOR * gradient, BF16_FACTOR * gradient
+
+
+def _relative(actual: float, expected: float) -> float:
+    return abs(actual / expected - 1) if expected else abs(actual)
+
+
+def probe(model: torch.nn.Module, trainer: SequenceTrainer, sp: int, batches: Batches) -> list[Check]:
+    """Where errors would arise, on the first micro-batch. Called by all ranks together.
+
+    Args:
+        model: as the engine has it.
+        sp: ranks that are to share a sequence.
+        batches: of the step.
+    """
+    dims = trainer.sequence.dims
+    batch = batches[dims.dp_rank(trainer.sequence.rank)][0]
+    documents = documents_of(batch)
+    with _recorded_attention() as lengths:
+        shard = trainer.sequence.shard(_uncut(batch))
+        logits = model(**shard.inputs).logits
+    found = {
+        "shard length": _check_lengths(lengths, logits, batch["input_ids"].numel() // sp, trainer),
+        "document isolation": _check_isolation(model, trainer, batch, documents, logits),
+        "label shift": _check_labels(trainer, shard, documents),
+        "loss denominator": _check_denominator(trainer, shard, logits, batches),
+    }
+    return [_worst(name, found[name]) for name in found]
+
+
+@contextmanager
+def _recorded_attention() -> Iterator[list[int]]:
+    """How many tokens the queries of each attention layer have on this rank, call by call."""
+    lengths: list[int] = []
+
+    def recorded(module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any):
+        lengths.append(query.shape[2])
+        return longctx_attention(module, query, *args, **kwargs)
+
+    AttentionInterface.register(NAME, recorded)
+    try:
+        yield lengths
+    finally:
+        AttentionInterface.register(NAME, longctx_attention)
+
+
+def _uncut(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the plan that was made with it, so that a batch can be changed."""
+    return {name: value for name, value in batch.items() if name != "layout"}
+
+
+Finding = tuple[str | float, str | float, bool, str]
+"""value, bound, ok, detail: a check on this rank."""
+
+
+def _worst(name: str, finding: Finding) -> Check:
+    """The first rank's that is off, else rank 0's."""
+    findings: list[Any] = [finding]
+    if dist.is_initialized():
+        findings = [None] * dist.get_world_size()
+        dist.all_gather_object(findings, finding)
+    rank = next((rank for rank, (_, _, ok, _) in enumerate(findings) if not ok), 0)
+    value, bound, ok, detail = findings[rank]
+    return Check(name=name, value=value, bound=bound, ok=ok, detail=detail if ok else f"rank {rank}: {detail}")
+
+
+def _check_lengths(lengths: list[int], logits: Tensor, expected: int, trainer: SequenceTrainer) -> Finding:
+    layers = trainer.model.config.get_text_config().num_hidden_layers
+    seen = sorted(set(lengths)) or [0]
+    ok = len(lengths) == layers and seen == [expected] and logits.shape[:2] == (1, expected)
+    detail = f"tokens of the sequence that a rank has in attention, in each of {layers} layers"
+    if not ok:
+        detail = (
+            f"attention ran {len(lengths)} times in {layers} layers, on {' and '.join(map(str, seen))} tokens, and the "
+            f"output has shape {tuple(logits.shape)}: the sequence is not cut into sp equal shards"
+        )
+    return " and ".join(f"{length:,}" for length in seen), f"{expected:,}", ok, detail
+
+
+def _check_isolation(
+    model: torch.nn.Module,
+    trainer: SequenceTrainer,
+    batch: Mapping[str, Tensor],
+    documents: Sequence[tuple[Tensor, Tensor]],
+    logits: Tensor,
+) -> Finding:
+    """Change the first token of the longest document but the last: which documents' outputs change, bit for bit?"""
+    sequence = trainer.sequence
+    bounds = [0, *accumulate(len(ids) for ids, _ in documents)]
+    changed = max(range(max(len(documents) - 1, 1)), key=lambda i: len(documents[i][0]))
+    input_ids = batch["input_ids"].clone()
+    token = input_ids.view(-1)[bounds[changed] : bounds[changed] + 1]
+    token.copy_(torch.where(token > 0, token - 1, token + 1))
+    shard = sequence.shard(_uncut(batch) | {"input_ids": input_ids})
+    before = sequence.unshard(logits, shard.layout).flatten(0, 1)
+    after = sequence.unshard(model(**shard.inputs).logits, shard.layout).flatten(0, 1)
+    different = [i for i, (a, b) in enumerate(pairwise(bounds)) if not torch.equal(before[a:b], after[a:b])]
+    ok = different == [changed]
+    detail = f"documents whose outputs change with a token of document {changed}, of {len(documents)}"
+    if not ok:
+        detail = (
+            f"a changed token of document {changed} changes the outputs of "
+            f"{'documents ' + ', '.join(map(str, different)) if different else 'none'}: packed documents are not "
+            "isolated, and a model learns from others' text"
+        )
+    return ", ".join(map(str, different[:4])) + ("…" if len(different) > 4 else ""), str(changed), ok, detail
+
+
+def _check_labels(trainer: SequenceTrainer, shard: Any, documents: Sequence[tuple[Tensor, Tensor]]) -> Finding:
+    """Does each token have to predict the one that follows it in its document?"""
+    expected = torch.cat([F.pad(labels[1:], (0, 1), value=IGNORE_INDEX) for _, labels in documents])
+    actual = trainer.sequence.unshard(shard.shift_labels, shard.layout).flatten().cpu()
+    wrong = int((actual != expected).sum())
+    detail = "tokens whose target is not the next token of their document"
+    if wrong:
+        at = int((actual != expected).nonzero()[0])
+        detail = (
+            f"token {at} has target {int(actual[at])} and the next token of its document is {int(expected[at])}: "
+            "labels are not shifted by one within each document"
+        )
+    return str(wrong), "0", not wrong, detail
+
+
+def _check_denominator(trainer: SequenceTrainer, shard: Any, logits: Tensor, batches: Batches) -> Finding:
+    """Is the mean over ranks of a micro-batch's loss the sum of its token losses over the step's label tokens?"""
+    sequence = trainer.sequence
+    own = batches[sequence.dims.dp_rank(sequence.rank)]
+    expected_count = sum(
+        int((labels[1:] != IGNORE_INDEX).sum()) for of_rank in batches for b in of_rank for _, labels in documents_of(b)
+    )
+    count = trainer._get_num_items_in_batch([dict(batch) for batch in own], sequence.device)
+    summed = F.cross_entropy(
+        logits.flatten(0, 1).double(), shard.shift_labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    share = sequence.loss(logits, shard.shift_labels, count).double()
+    if dist.is_initialized():
+        dist.all_reduce(summed)
+        dist.all_reduce(share)
+    denominator = float(summed) / (float(share) / sequence.dims.world_size) if float(share) else float("nan")
+    error = _relative(denominator, expected_count)
+    detail = f"the step's loss is divided by {expected_count:,} label tokens"
+    if not error <= FP32_BOUND:
+        detail = (
+            f"the loss is divided by {denominator:,.1f} where the step has {expected_count:,} label tokens: "
+            "it must be a sum over all ranks and micro-batches, divided once by their number"
+        )
+    return error, FP32_BOUND, error <= FP32_BOUND, detail

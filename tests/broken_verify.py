@@ -1,0 +1,68 @@
+"""`longctx.verify` with one thing of longctx broken on purpose: the environment variable BREAK says what."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+import longctx.parallel
+import longctx.run
+import longctx.trainer
+from longctx.verify import __main__ as verify
+
+
+def break_documents():
+    """All documents of a batch are attended to as one."""
+    plan = longctx.parallel.plan_batch
+
+    def one_document(position_ids, *args):
+        return plan(torch.arange(position_ids.numel())[None].view(position_ids.shape), *args)
+
+    longctx.parallel.plan_batch = longctx.trainer.plan_batch = one_document
+
+
+def break_labels():
+    """Each token predicts itself."""
+    longctx.parallel.shift_labels = lambda labels, position_ids: labels.reshape(1, -1)
+
+
+def break_loss():
+    """Each rank and micro-batch takes the mean over its own tokens."""
+    longctx.parallel.step_loss = lambda losses, num_label_tokens, world_size: losses.mean()
+
+
+def break_count():
+    """Each rank counts the label tokens of its own micro-batches only."""
+    longctx.parallel.SequenceParallel.count_label_tokens = lambda self, batches: sum(
+        int((batch["labels"] != -100).sum()) for batch in batches[:1]
+    )
+
+
+def break_cut():
+    """Ranks that should share a sequence train on sequences of their own."""
+    parallelize = longctx.run.parallelize
+
+    def alone(model, sp, **kwargs):
+        return parallelize(model, 1, dp_replicate=kwargs["dp_replicate"], device=kwargs["device"])
+
+    longctx.run.parallelize = alone
+
+
+def break_gradients():
+    """One weight matrix's gradient is multiplied by sp."""
+    build = longctx.run.build_trainer
+
+    def with_hook(prepared, model):
+        model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+        return build(prepared, model)
+
+    longctx.run.build_trainer = with_hook
+
+
+if __name__ == "__main__":
+    if broken := os.environ.get("BREAK"):
+        globals()[f"break_{broken}"]()
+    verify.MODULE = "tests.broken_verify"
+    sys.exit(verify.main())
