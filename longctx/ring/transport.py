@@ -167,7 +167,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 def fuse(k: Tensor, v: Tensor) -> Tensor:
     """Two [1, K, S, D] -> [S, 2, K, D]."""
-    return torch.stack((k[0], v[0])).permute(2, 0, 1, 3).contiguous()
+    return torch.stack((k[0].transpose(0, 1), v[0].transpose(0, 1)), dim=1)
 
 
 def split(kv: Tensor) -> tuple[Tensor, Tensor]:
