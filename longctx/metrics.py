@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -56,6 +58,19 @@ class StepMetrics:
             ]
         )
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in here takes none of the training steps' time."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - start
+
+    def tokens_so_far(self) -> int:
+        """Tokens trained on, those since the last `read` included. Called by all ranks together."""
+        return self.total_tokens + round(float(_gather(self._sums)[:, self._SUMS.index("tokens")].sum()))
+
     def read(self) -> dict[str, float | None]:
         """The log's values since the last call. Called by all ranks together."""
         seconds = time.perf_counter() - self._started
@@ -80,6 +95,24 @@ class StepMetrics:
             "mean_token_accuracy": total["correct"] / labels,
             "entropy": total["entropy"] / labels,
         }
+
+
+class TokenMeans:
+    """Means over the label tokens of evaluation data: sums of this rank's tokens, reduced over all ranks when read."""
+
+    def __init__(self, device: torch.device):
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def add(self, *, shift_labels: Tensor, losses: Tensor, correct: Tensor, entropy: Tensor) -> None:
+        """Count one batch of this rank's tokens, each [1, T/P]; all but the labels are 0 where nothing is learnt."""
+        is_label = shift_labels != IGNORE_INDEX
+        self._sums += torch.stack([values.double().sum() for values in (is_label, losses, correct, entropy)])
+
+    def read(self) -> dict[str, float]:
+        """NaN where there was no label token. Called by all ranks together."""
+        labels, *sums = _gather(self._sums).sum(0).tolist()
+        names = ("loss", "mean_token_accuracy", "entropy")
+        return {name: total / labels if labels else float("nan") for name, total in zip(names, sums, strict=True)}
 
 
 def attention_work(layout: BatchLayout, sp_rank: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class TrainingRows:
     """What became of every document and token."""
     costs: NDArray[np.floating] | None
     """Modelled cost of each pack, to balance ranks by; None without packing or --balance_packs."""
+    evaluation: TrainingRows | None = None
+    """The rows of the evaluation split, in data set order; None without --eval_strategy."""
 
 
 def prepare_rows(
@@ -49,6 +51,33 @@ def prepare_rows(
 
 
 def _prepare(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> TrainingRows:
+    training = _rows_of_split(settings, tokenizer, model_config)
+    if settings["eval_strategy"] == "no":
+        return training
+    evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
+    if not len(evaluation.rows):
+        raise ValueError(
+            f"--dataset_test_split {settings['dataset_test_split']} of {settings['dataset_name']} leaves no row to "
+            f"evaluate on: {evaluation.report}. Use --overlong split or truncate, or a longer --max_length."
+        )
+    return replace(training, evaluation=evaluation)
+
+
+def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under which the evaluation split is read: every row once, in data set order."""
+    packing = settings["packing"] if settings["eval_packing"] is None else settings["eval_packing"]
+    return {
+        **settings,
+        "dataset_train_split": settings["dataset_test_split"],
+        "packing": packing,
+        "balance_packs": False,
+        "shuffle_dataset": False,
+    }
+
+
+def _rows_of_split(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> TrainingRows:
     where = {

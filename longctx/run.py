@@ -157,6 +157,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         processing_class=prepared.tokenizer,
         costs=prepared.data.costs,
         report=prepared.data.report,
+        eval_rows=prepared.data.evaluation.rows if prepared.data.evaluation else None,
     )
 
 
@@ -218,6 +219,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     return [
         f"packing   {prepared.data.report}",
+        *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
         f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "
         f"sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
         f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",

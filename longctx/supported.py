@@ -18,6 +18,7 @@ _ACTING_GROUPS = {
         "pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
         "completion_only_loss assistant_only_loss"
     ),
+    "evaluation": "eval_on_start eval_strategy",
     "batches": (
         "per_device_train_batch_size gradient_accumulation_steps dataloader_drop_last dataloader_num_workers "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context seed data_seed"
@@ -51,13 +52,9 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "dataset_streaming": (False,),
     "ddp_backend": (None,),
     "debug": (None, "", []),
-    "do_eval": (False,),
     "do_predict": (False,),
     "dtype": ("float32", "bfloat16", "auto"),
     "enable_jit_checkpoint": (False,),
-    "eval_on_start": (False,),
-    "eval_packing": (None,),
-    "eval_strategy": ("no",),
     "fp16": (False,),
     "fp16_full_eval": (False,),
     "ignore_bias_buffers": (False,),
@@ -81,6 +78,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
     ),
+    "metric_for_best_model": (None,),
     "neftune_noise_alpha": (None,),
     "optim": ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop"),
     "optim_args": (None,),
@@ -101,7 +99,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
 
 Optimizers: those that treat every weight alone, since shards know nothing of the rest of a matrix (Adagrad does too,
 but its state does not survive ZeRO-3's regrouping: DeepSpeed 0.19.8 ends in an IndexError). Schedules: those
-that need no evaluation. Precision: float16 weights need a scaled loss.
+that follow the step alone. Precision: float16 weights need a scaled loss.
 """
 
 GIVEN_ELSEWHERE = {
@@ -112,12 +110,22 @@ GIVEN_ELSEWHERE = {
 }
 """Flags of TRL's that would switch on stock sharding behind our back."""
 
+ACTS_WITH_EVALUATION: Mapping[str, tuple[str, ...]] = {
+    "dataset_test_split": ("steps", "epoch"),
+    "eval_delay": ("steps", "epoch"),
+    "eval_packing": ("steps", "epoch"),
+    "eval_steps": ("steps",),
+    "per_device_eval_batch_size": ("steps", "epoch"),
+}
+"""Flags that act with these values of --eval_strategy, and change nothing with the others."""
+
 _IDLE_GROUPS = {
-    "without evaluation (--eval_strategy)": (
-        "batch_eval_metrics dataset_test_split eval_accumulation_steps eval_delay eval_do_concat_batches eval_steps "
-        "eval_use_gather_object greater_is_better include_for_metrics metric_for_best_model "
-        "per_device_eval_batch_size prediction_loss_only"
+    "since evaluation keeps sums over tokens, and no flag names a compute_metrics": (
+        "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
+        "include_for_metrics prediction_loss_only"
     ),
+    "since --eval_strategy says when to evaluate": "do_eval",
+    "without --metric_for_best_model": "greater_is_better",
     "without --use_peft": (
         "lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters "
         "lora_task_type use_dora use_rslora"
@@ -154,10 +162,33 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
                 f"--{name} {value} is refused: its exact meaning under sequence parallelism is not built yet. "
                 f"{f'Use {choices}' if choices else 'Leave it out'}."
             )
+    _check_evaluation(settings)
     ours = {field.name for field in fields(SequenceArguments)}
-    for name in sorted(flags.explicit - ours - ACTS - {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE}):
+    known = {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE, *ACTS_WITH_EVALUATION}
+    for name in sorted(flags.explicit - ours - ACTS - known):
         raise ValueError(
             f"--{name} {settings[name]} is refused: it is newer than the releases of TRL and transformers that longctx "
             "was compared with. Leave it out."
         )
-    return [f"--{name} has no effect {IDLE[name]}" for name in sorted(flags.explicit & IDLE.keys())]
+    idle = IDLE | {
+        name: f"without --eval_strategy {' or '.join(strategies)}"
+        for name, strategies in ACTS_WITH_EVALUATION.items()
+        if settings["eval_strategy"] not in strategies
+    }
+    return [f"--{name} has no effect {idle[name]}" for name in sorted(flags.explicit & idle.keys())]
+
+
+def _check_evaluation(settings: Mapping[str, Any]) -> None:
+    """Values that the Trainer would fail on after the weights are loaded, or read as something else."""
+    if settings["eval_strategy"] == "no":
+        if settings["eval_on_start"]:
+            raise ValueError("--eval_on_start needs evaluation data: add --eval_strategy steps or epoch.")
+        return
+    if settings["per_device_eval_batch_size"] < 1:
+        raise ValueError(f"--per_device_eval_batch_size {settings['per_device_eval_batch_size']} is below 1.")
+    steps = settings["eval_steps"]
+    if steps is not None and (steps < 0 or (steps > 1 and steps != int(steps))):
+        raise ValueError(
+            f"--eval_steps {steps} is neither a whole number of steps nor a part of the run between 0 and 1. "
+            "Leave it out to evaluate every --logging_steps."
+        )

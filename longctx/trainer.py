@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import PredictionOutput, speed_metrics
 from trl import SFTConfig, SFTTrainer
 
+from longctx.batch import ShardedBatch
 from longctx.collate import SequenceCollator
 from longctx.mesh import ParallelDims
-from longctx.metrics import StepMetrics
+from longctx.metrics import StepMetrics, TokenMeans
 from longctx.model import count_parameters
 from longctx.packing import PackedDataset, PackingReport
 from longctx.parallel import SequenceParallel
@@ -36,9 +40,11 @@ class SequenceTrainer(SFTTrainer):
         documents: the tokenised documents that `rows` are cut from.
         costs: modelled cost of each row, to balance data-parallel ranks by; None shuffles rows alone.
         report: what became of every document and token, for the first entry of the log's history.
+        eval_rows: packs or single documents to evaluate on.
     """
 
     _name = "longctx"
+    control: TrainerControl
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -53,6 +59,7 @@ class SequenceTrainer(SFTTrainer):
         processing_class: PreTrainedTokenizerBase,
         costs: NDArray[np.floating] | None = None,
         report: PackingReport | None = None,
+        eval_rows: PackedDataset | None = None,
         **kwargs: Any,
     ):
         self.sequence, self.rows, self.costs = sequence, rows, costs
@@ -64,11 +71,14 @@ class SequenceTrainer(SFTTrainer):
             device=sequence.device,
         )
         self._layers_checked = False
+        self._token_means = TokenMeans(sequence.device)
+        self._predictions: list[list[NDArray[np.float32]]] | None = None
         super().__init__(
             model=model,
             args=_without_data_preparation(args),
             data_collator=_PlanningCollator(collator, sequence.dims, sequence.rank),
             train_dataset=documents,
+            eval_dataset=eval_rows,
             processing_class=processing_class,
             **kwargs,
         )
@@ -103,6 +113,39 @@ class SequenceTrainer(SFTTrainer):
             multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
         )
 
+    def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
+        """Each row once, in order, dealt over the data-parallel ranks; a rank without rows left feeds padding."""
+        rows = self._rows_to_evaluate(eval_dataset)
+        args, dims = self.args, self.sequence.dims
+        sampler = StepSampler(
+            len(rows),
+            micro_batch_size=args.eval_batch_size,
+            accumulation_steps=1,
+            dp=dims.dp,
+            dp_rank=dims.dp_rank(self.sequence.rank),
+            seed=None,
+        )
+        return StepLoader(
+            cast(TorchDataset, rows),
+            batch_sampler=sampler,
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
+        )
+
+    def _rows_to_evaluate(self, rows: PackedDataset | Dataset | None) -> PackedDataset | Dataset:
+        rows = self.eval_dataset if rows is None else rows
+        if rows is None:
+            raise ValueError("there is no evaluation data: pass rows, or eval_rows to the trainer (--eval_strategy)")
+        columns = getattr(rows, "column_names", None)
+        if not isinstance(columns, list) or "input_ids" not in columns:
+            raise ValueError(
+                f"rows to evaluate need input_ids, and these have {columns or f'the type {type(rows).__name__}'}. "
+                "Tokenise them with longctx.data.tokenize_records."
+            )
+        return rows
+
     def get_total_train_batch_size(self, args: SFTConfig) -> int:
         """Sequences in an optimizer step."""
         return self._train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
@@ -114,9 +157,7 @@ class SequenceTrainer(SFTTrainer):
         return inputs  # cut on the CPU first; only this rank's part goes to the device
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        shard = self.sequence.shard(inputs)
-        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, fused_lm_head=True)
-        self._check_shard_length(shard, outputs.log_probs)
+        shard, outputs = self._forward(model, inputs)
         self.step_metrics.add(
             layout=shard.layout,
             num_tokens=inputs["num_tokens"],
@@ -126,6 +167,108 @@ class SequenceTrainer(SFTTrainer):
         )
         loss = self.sequence.reduce(-outputs.log_probs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def _forward(self, model, inputs: dict[str, Any]):
+        """(this rank's part of the batch, the model's per-token outputs [1, T/P])"""
+        shard = self.sequence.shard(inputs)
+        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, fused_lm_head=True)
+        self._check_shard_length(shard, outputs.log_probs)
+        return shard, outputs
+
+    def evaluate(
+        self,
+        eval_dataset: PackedDataset | Dataset | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Means over all label tokens of the rows: `eval_loss`, `eval_mean_token_accuracy`, `eval_entropy`.
+
+        And, as in TRL, `eval_num_tokens`: the tokens trained on so far. Called by all ranks together.
+
+        Args:
+            eval_dataset: rows with `input_ids` and, where not all tokens count, `labels`; the trainer's own if None.
+
+        Raises:
+            ValueError: without rows, or for rows that are not tokenised.
+        """
+        self._memory_tracker.start()
+        metrics = self._means(self.get_eval_dataloader(eval_dataset), "Evaluation", metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        return metrics
+
+    def predict(
+        self,
+        test_dataset: PackedDataset | Dataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """What the model makes of every token, and the means of `evaluate`. Called by all ranks together.
+
+        Args:
+            test_dataset: rows as `evaluate` takes them; single documents, or packs.
+
+        Returns:
+            `predictions`, the same on every rank: for each row in data set order a float32 array [tokens], the
+            log-probability of each token given those before it in its document, and 0 where it is no target.
+
+        Raises:
+            ValueError: for rows that are not tokenised.
+        """
+        self._memory_tracker.start()
+        self._predictions = []
+        try:
+            metrics = self._means(self.get_eval_dataloader(test_dataset), "Prediction", metric_key_prefix)
+            rows = self._gather_rows(self._predictions)
+        finally:
+            self._predictions = None
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        return PredictionOutput(predictions=cast(Any, rows), label_ids=None, metrics=metrics)
+
+    def _means(self, loader: StepLoader, description: str, prefix: str) -> dict[str, float]:
+        start = time.time()
+        self._token_means = TokenMeans(self.sequence.device)
+        with self.step_metrics.paused():
+            output = self.evaluation_loop(loader, description, prediction_loss_only=True, metric_key_prefix=prefix)
+        means = {**self._token_means.read(), "num_tokens": self.step_metrics.tokens_so_far()}
+        named = {f"{prefix}_{name}": value for name, value in means.items()}
+        speed = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=len(loader))
+        return {**output.metrics, **named, **speed}
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Adds one batch to the sums; the evaluation loop is given nothing to average."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            shard, outputs = self._forward(model, inputs)
+        self._token_means.add(
+            shift_labels=shard.shift_labels,
+            losses=-outputs.log_probs,
+            correct=outputs.is_top1,
+            entropy=outputs.entropy,
+        )
+        if self._predictions is not None:
+            self._predictions.append(self._log_probs_of_rows(inputs, shard, outputs.log_probs))
+        return None, None, None
+
+    def _log_probs_of_rows(
+        self, inputs: dict[str, Any], shard: ShardedBatch, log_probs: torch.Tensor
+    ) -> list[NDArray[np.float32]]:
+        """[1, T/P], each at the token before its target -> [tokens] for each row of the batch, at the target."""
+        whole = self.sequence.unshard(log_probs, shard.layout).float().cpu().numpy()
+        flat, lengths = np.roll(whole.reshape(-1), 1), np.array(inputs["lengths"], dtype=np.int64)
+        rows, width = shard.layout.shape
+        starts = np.arange(rows) * width if rows > 1 else np.cumsum(lengths) - lengths
+        return [flat[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+    def _gather_rows(self, batches: list[list[NDArray[np.float32]]]) -> list[NDArray[np.float32]]:
+        """[batch][row] of every data-parallel rank -> the rows in the order that they were dealt from."""
+        dims, ranks = self.sequence.dims, [batches]
+        if dims.world_size > 1:
+            everyone: list[Any] = [None] * dims.world_size
+            dist.all_gather_object(everyone, batches if dims.sp_rank(self.sequence.rank) == 0 else None)
+            ranks = everyone[:: dims.sp]
+        return [row for dealt in zip(*ranks, strict=True) for batch in dealt for row in batch]
 
     def _check_shard_length(self, shard, log_probs: torch.Tensor) -> None:
         """In the first step, prove that every layer worked on S/sp tokens: a cut that did not happen is silent."""
@@ -175,7 +318,8 @@ def _keep_sums_in_fp32(accelerator: Accelerator) -> None:
 
 
 class _PlanningCollator:
-    """Adds what a data loader's worker can work out: how the batch is cut, and `num_tokens`, those without padding.
+    """Adds what a data loader's worker can work out: how the batch is cut, and tokens without padding: `lengths` of
+    the rows and their sum `num_tokens`.
 
     A rank without rows feeds padding alone.
     """
@@ -186,13 +330,15 @@ class _PlanningCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.collator(rows) if rows else self.collator.empty()
         layout = plan_batch(complete_position_ids(batch), self.dims, self.dims.sp_rank(self.rank))
-        return batch | {"layout": layout, "num_tokens": sum(len(row["input_ids"]) for row in rows)}
+        lengths = [len(row["input_ids"]) for row in rows]
+        return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
 
 
 def _without_data_preparation(args: SFTConfig) -> SFTConfig:
     """Our rows are ready. TRL would refuse packing with a collator of one's own, and prepare and truncate by itself."""
     prepared = copy.copy(args)
-    prepared.packing = prepared.padding_free = prepared.assistant_only_loss = False
+    prepared.packing = prepared.padding_free = prepared.eval_packing = prepared.assistant_only_loss = False
+    prepared.include_for_metrics = []  # the evaluation loop would gather the inputs
     prepared.completion_only_loss = None
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # the same by two names
         if given := getattr(prepared, name, None):  # `selective` is carried out by longctx.parallelize

@@ -29,7 +29,13 @@ def train_reference(model_folder, documents, *, steps, learning_rate, batches=No
 
 
 def dense_loss(model, documents):
-    """Mean cross-entropy over all label tokens of the documents, in one row that keeps them apart."""
+    """Mean cross-entropy over all label tokens of the documents."""
+    logits, targets = dense_logits(model, documents)
+    return F.cross_entropy(logits, targets, ignore_index=-100)
+
+
+def dense_logits(model, documents):
+    """Logits [T, V] and targets [T] of the documents in one row that keeps them apart."""
     lengths = [len(ids) for ids, _ in documents]
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -44,5 +50,4 @@ def dense_loss(model, documents):
     mask = masks if len(masks) > 1 else masks["full_attention"]
     ids = torch.tensor([token for tokens, _ in documents for token in tokens])
     targets = torch.tensor([token for _, labels in documents for token in [*labels[1:], -100]])
-    logits = model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask).logits[0]
-    return F.cross_entropy(logits, targets, ignore_index=-100)
+    return model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask).logits[0], targets

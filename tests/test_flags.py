@@ -12,7 +12,7 @@ from trl import ModelConfig, ScriptArguments, SFTConfig
 from longctx.config import DEMO, resolve
 from longctx.flags import SequenceArguments, parse_flags
 from longctx.launch.profile import read_profile
-from longctx.supported import ACTS, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
+from longctx.supported import ACTS, ACTS_WITH_EVALUATION, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
 from longctx.train import main
 from tests.workers import run_ranks
 
@@ -183,7 +183,13 @@ def test_no_clipping_still_measures_the_norm():
 # ------------------------------------------------------------------------------------------------
 
 ALL_FIELDS = {f.name: f for arguments in (SFTConfig, ModelConfig, ScriptArguments) for f in fields(arguments) if f.init}
-TABLES = {"ACTS": ACTS, "NOT_BUILT": NOT_BUILT, "GIVEN_ELSEWHERE": GIVEN_ELSEWHERE, "IDLE": IDLE}
+TABLES = {
+    "ACTS": ACTS,
+    "ACTS_WITH_EVALUATION": ACTS_WITH_EVALUATION,
+    "NOT_BUILT": NOT_BUILT,
+    "GIVEN_ELSEWHERE": GIVEN_ELSEWHERE,
+    "IDLE": IDLE,
+}
 
 
 @pytest.mark.parametrize("name", ALL_FIELDS)
@@ -209,8 +215,6 @@ OTHER_VALUES = {
     "debug": "underflow_overflow",
     "deepspeed": "zero3.json",
     "dtype": "float16",
-    "eval_packing": True,
-    "eval_strategy": "epoch",
     "fsdp": "full_shard",
     "fsdp_config": {"version": 2},
     "include_num_input_tokens_seen": True,
@@ -219,6 +223,7 @@ OTHER_VALUES = {
     "liger_kernel_config": {"rope": True},
     "loss_type": "dft",
     "lr_scheduler_type": "reduce_lr_on_plateau",
+    "metric_for_best_model": "loss",
     "neftune_noise_alpha": 0.5,
     "optim": "adafactor",
     "optim_args": "beta1=0.5",
@@ -257,6 +262,13 @@ def test_what_is_built_is_accepted(name):
 def test_what_changes_nothing_earns_a_note(name):
     assert [note for note in resolved(f"--{name}", "4").notes if f"--{name} has no effect" in note]
     assert not resolved().notes
+
+
+def test_flags_of_evaluation_act_with_their_strategy():
+    given = ["--eval_steps", "4", "--per_device_eval_batch_size", "4", "--eval_packing", "False"]
+    assert not resolved("--eval_strategy", "steps", *given).notes
+    notes = resolved("--eval_strategy", "epoch", *given).notes
+    assert notes == ("--eval_steps has no effect without --eval_strategy steps",)
 
 
 def test_a_flag_of_a_newer_trl_is_refused():

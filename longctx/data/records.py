@@ -187,7 +187,7 @@ def _read_parts(
     if unknown:
         raise DataError(
             f"{name}: no split {unknown[0]!r}; available: {', '.join(sorted(splits))}. "
-            "Choose one with --dataset_train_split."
+            "Choose one with --dataset_train_split or --dataset_test_split."
         )
     loaded = {part: splits[part].load() for part in dict.fromkeys(wanted)}
     if split in loaded:
