@@ -29,7 +29,7 @@ def test_the_training_loop_runs_as_printed(tmp_path):
 def test_every_flag_and_file_it_names_exists():
     from longctx.flags import parse_flags
 
-    names = set(re.findall(r"`?--([a-z_]+)", README)) - {"config_file", "nproc_per_node", "config"}
+    names = set(re.findall(r"`?--([a-z_]+)", README)) - {"config_file", "nproc_per_node", "config", "json"}
     values = parse_flags([]).values
     assert names - set(values) == set()
     for path in re.findall(r"\]\(([\w/.]+)\)", README):

@@ -16,6 +16,7 @@ from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
 from longctx.verify.machine import check_settings, check_shared_memory, check_versions, measure_pairs, slow_pairs
+from longctx.verify.parity import gradient_errors, worst_gradient
 from longctx.verify.report import Check, as_advice, as_json, as_table, culprit, error_check
 from longctx.verify.subject import few_layers, with_defaults
 from tests.workers import run_ranks
@@ -92,7 +93,7 @@ def test_a_config_alone_is_enough_and_accelerate_may_start_it(tmp_path):
     arguments = ["--model_name_or_path", str(folder), "--num_layers", "4", "--sp_backend", "ring"]
     code, result, stderr = verify(*QUICK, *arguments, launcher=launcher)
     assert code == 0, (result, stderr)
-    assert result["run"]["num_layers"] == 4
+    assert (result["run"]["num_layers"], result["run"]["vocab_size"]) == (4, 272)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,18 @@ def test_the_first_check_that_is_off_is_the_culprit():
     assert json.loads(as_json({"sp": 2}, [fine, off], []))["culprit"] == "gradient norm"
     assert [line.split()[0:2] for line in as_table([fine, off]).splitlines()][1] == ["loss", "1.0e-07"]
     assert "OFF" in as_table([fine, off]).splitlines()[2]
+
+
+def test_gradients_that_are_missing_or_not_numbers_are_the_worst():
+    expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)}
+    found = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.0, 1e-3])}
+    errors = gradient_errors(found, expected, 5.0)
+    assert errors == pytest.approx({"a": 0.1, "b": 0.2})  # b: relative to 1e-3 of the whole
+    assert worst_gradient(errors, expected) == ("b", errors["b"])
+    assert worst_gradient({"a": 0.1}, expected) == ("b", float("inf"))
+    name, error = worst_gradient({"a": float("nan"), "b": 0.2}, expected)
+    assert name == "a"
+    assert not error_check("largest gradient error", error, 1.0, name).ok
 
 
 def test_random_weights_are_the_same_everywhere():

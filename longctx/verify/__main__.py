@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         prog=f"python -m {MODULE}",
         description="Compare one optimizer step at --sp N with one device, on your model, data and machine. Exit code: "
         "0 exact, 1 something is off, 2 cannot be run. What is found about the machine is advice.",
-        epilog="All other flags are those of longctx.train (python -m longctx.train --help). Without "
+        epilog="All other flags are those of longctx.train (python -m longctx.train --help); those about the number of "
+        "steps, the optimizer, clipping, evaluation, logs and saving have no effect on the one step. Without "
         "--model_name_or_path and --dataset_name the built-in tiny model and the standard library's sources are used; "
         "a folder with a config.json and no weights gets random ones.",
         allow_abbrev=False,
@@ -64,16 +65,20 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
     quieten()
     from longctx.config import resolve
     from longctx.flags import parse_flags
-    from longctx.launch.processes import relaunch, spawn, who_starts
+    from longctx.launch.engines import stay_on_cpu
+    from longctx.launch.processes import device_count, relaunch, spawn, who_starts
     from longctx.launch.profile import read_profile
-    from longctx.verify.subject import few_layers, with_defaults
+    from longctx.verify.subject import check_engine, few_layers, with_defaults
 
     try:
         flags = replace(parse_flags(others), arguments=tuple(arguments))
         profile = read_profile()
         if flags.accelerate_config is not None:
+            if device_count() == 0:
+                stay_on_cpu()  # the launcher imports DeepSpeed, which would say so on stdout
             relaunch(flags, profile, MODULE)
-        run = few_layers(resolve(with_defaults(flags, profile), profile, os.environ), own.num_layers)
+        run = check_engine(resolve(with_defaults(flags, profile), profile, os.environ))
+        run = few_layers(run, own.num_layers)
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR
@@ -125,9 +130,11 @@ def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
 
 
 def _result(run: Run, checks: list[Check], machine: list[Finding], seconds: float, *, for_scripts: bool) -> str:
+    text = run.model_config.get_text_config()
     facts = {
         "model": run.settings["model_name_or_path"],
-        "num_layers": run.model_config.get_text_config().num_hidden_layers,
+        "num_layers": text.num_hidden_layers,
+        "vocab_size": text.vocab_size,
         "data": run.settings["dataset_name"],
         "max_length": run.settings["max_length"],
         "mesh": str(run.dims),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,8 +35,9 @@ class Finding:
 
 
 def error_check(name: str, error: float, bound: float, detail: str) -> Check:
-    """A relative error that must not be above its bound; NaN is."""
-    return Check(name=name, value=error, bound=bound, ok=error <= bound, detail=detail)
+    """A relative error that must not be above its bound; NaN is. JSON has no notation for what is not finite."""
+    value = error if math.isfinite(error) else str(error)
+    return Check(name=name, value=value, bound=bound, ok=error <= bound, detail=detail)
 
 
 def culprit(checks: Sequence[Check]) -> Check | None:

@@ -19,7 +19,7 @@ from longctx.flags import Flags
 from longctx.launch.profile import LaunchProfile
 from longctx.packing import PackedDataset
 from longctx.run import PreparedRun, load
-from longctx.tiny import TINY
+from longctx.tiny import TINY, tiny_config
 from longctx.turns import together
 
 DEFAULTS = {
@@ -36,15 +36,20 @@ FIXED = {
     "max_steps": 1,
     "max_grad_norm": 0.0,
     "optim": "sgd",
+    "logging_strategy": "steps",
     "logging_steps": 1,
-    "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
+    "save_strategy": "no",
+    "push_to_hub": False,
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "resume_from_checkpoint": None,
     "train_sampling_strategy": "sequential",
     "balance_packs": False,
-    "gradient_checkpointing": False,
 }
-"""One step, whose update is of no interest: no clipping, and an optimizer without states to keep."""
+"""Whatever the user sets: one step, whose update is of no interest, so no clipping and an optimizer without states."""
 
 LARGE = 200_000_000
 """Parameters from which a model's first layers stand for all."""
@@ -65,6 +70,20 @@ def with_defaults(flags: Flags, profile: LaunchProfile) -> Flags:
     return replace(
         flags, values={**flags.values, **kept, **fixed}, explicit=flags.explicit | kept.keys() | fixed.keys()
     )
+
+
+def check_engine(run: Run) -> Run:
+    """The same run.
+
+    Raises:
+        ValueError: for an engine whose gradients cannot be compared one by one.
+    """
+    if run.engine == "fsdp1":
+        raise ValueError(
+            "fsdp_version 1 keeps the gradients of many parameters in one, which are not compared here. "
+            "Set fsdp_version: 2 (--config_file configs/fsdp2.yaml)."
+        )
+    return run
 
 
 def few_layers(run: Run, num_layers: int | None) -> Run:
@@ -105,22 +124,27 @@ def _every_kind(text: PretrainedConfig) -> int:
 
 
 def with_tokenizer(run: Run) -> Run:
-    """The run with tiny's byte-level tokenizer, where a folder holds a config.json and little else."""
+    """The run with tiny's tokenizer and vocabulary, where a folder holds a config.json and little else."""
     folder = Path(run.settings["model_name_or_path"])
     if not _is_without_weights(folder) or any(folder.glob("tokenizer*")):
         return run
-    return replace(run, settings={**run.settings, "model_name_or_path": TINY})
+    config, tiny = copy.deepcopy(run.model_config), tiny_config()
+    text = config.get_text_config()
+    for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, getattr(tiny, name))
+    return replace(run, model_config=config, settings={**run.settings, "model_name_or_path": TINY})
 
 
 def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:
-    """The weights, whole on rank 0 at least; random ones, the same on every rank, where there are none.
+    """The weights, whole on rank 0 at least; random ones, the same on every rank, where the folder has none.
 
     Args:
-        run: before `with_tokenizer`.
+        run: as asked for, before `with_tokenizer`.
+        prepared: the same with its tokenizer.
     """
     os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # rank 0 runs the same weights by itself
     if _is_without_weights(Path(run.settings["model_name_or_path"])):
-        return together(lambda: _random_weights(run.model_config))
+        return together(lambda: _random_weights(prepared.run.model_config))
     return load(prepared)
 
 
