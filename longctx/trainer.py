@@ -83,6 +83,7 @@ class SequenceTrainer(SFTTrainer):
             **kwargs,
         )
         _keep_sums_in_fp32(self.accelerator)
+        self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
         if report is not None:
             self.add_callback(_PackingEntry(report))
 
@@ -293,6 +294,19 @@ class SequenceTrainer(SFTTrainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return super().floating_point_ops(inputs) / self.sequence.dims.sp
+
+
+class _EpochByRows(TrainerCallback):
+    """`epoch` in the log by rows trained on. The Trainer's, by micro-batches, depends on how a step is spread."""
+
+    def __init__(self, sampler: StepSampler):
+        step = sampler.rows_per_step
+        self.rows = sampler.num_rows // step * step if sampler.drop_last else sampler.num_rows
+        self.rows_per_step, self.steps = step, -(-self.rows // step)
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        epochs, steps = divmod(state.global_step, self.steps)
+        state.epoch = epochs + steps * self.rows_per_step / self.rows
 
 
 class _PackingEntry(TrainerCallback):

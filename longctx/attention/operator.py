@@ -9,14 +9,17 @@ Shape legend: S tokens this rank holds, H query heads, K key/value heads, D head
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 
 from longctx.attention.kernels import Entries, block_backward, block_forward
 
@@ -155,10 +158,28 @@ def _backward(ctx, grad_out: Tensor, _: Tensor):
 _attention.register_autograd(_backward, setup_context=_keep)
 
 
+def _is_attention(op) -> bool:
+    return op is torch.ops.longctx.attention.default
+
+
 def _save_attention(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    is_attention = op is torch.ops.longctx.attention.default
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-selective_checkpoint_contexts = partial(create_selective_checkpoint_contexts, _save_attention)
-"""`context_fn` of torch.utils.checkpoint (not reentrant): attention's output is saved, all else is recomputed."""
+class _SavedAttention(_CachedTorchDispatchMode):
+    """Lets every other op run, also one that the first run did not have.
+
+    ZeRO-3 gathers and frees weights inside a layer, and not always in both runs: an evaluation in between leaves
+    some of them in place. Torch's own mode takes that for another layer.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _is_attention(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def selective_checkpoint_contexts():
+    """`context_fn` of torch.utils.checkpoint (not reentrant): attention's output is saved, all else is recomputed."""
+    first_run, second_run = create_selective_checkpoint_contexts(_save_attention)
+    return first_run, _SavedAttention(_save_attention, second_run.storage)
