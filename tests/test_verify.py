@@ -69,7 +69,7 @@ LARGE = Qwen3Config(
     [
         ["--sp_backend", "ring"],
         ["--sp_backend", "ulysses", "--num_processes", "4"],  # on ZeRO-3, two sequences at a time
-        ["--sp_backend", "gather", "--bf16", "True"],
+        pytest.param(["--sp_backend", "gather", "--bf16", "True"], marks=pytest.mark.long),
     ],
     ids=" ".join,
 )
@@ -102,7 +102,7 @@ def test_a_config_alone_is_enough_and_accelerate_may_start_it(tmp_path):
         ("documents", "document isolation"),
         ("labels", "label shift"),
         ("loss", "loss denominator"),
-        ("count", "loss denominator"),
+        pytest.param("count", "loss denominator", marks=pytest.mark.long),
         ("cut", "shard length"),
         ("gradients", "largest gradient error"),
     ],
