@@ -181,6 +181,21 @@ def test_checkpointing_does_not_run_the_ring_again(kwargs, compiled, ring_runs, 
         assert max(error for _, error in results.values()) <= 1e-6  # the same sums; compiled ones in another order
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
+def test_a_second_backward_pass_over_saved_attention_is_refused():
+    from longctx.tiny import tiny_model
+
+    model, sequence = longctx.parallelize(tiny_model(), sp=1, selective_checkpointing=True)
+    model.train()
+    model.gradient_checkpointing_enable()
+    batch = packed_batch(8)
+    shard = sequence.shard(batch)
+    loss = sequence.loss(model(**shard.inputs).logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="selective_checkpointing=False"):
+        loss.backward()
+
+
 def test_torch_compile_takes_the_rest_of_the_model():
     """Attention breaks the graph in every layer; the other graphs are compiled once and serve every batch."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -9,17 +9,14 @@ Shape legend: S tokens this rank holds, H query heads, K key/value heads, D head
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention.kernels import Entries, block_backward, block_forward
 
@@ -158,28 +155,43 @@ def _backward(ctx, grad_out: Tensor, _: Tensor):
 _attention.register_autograd(_backward, setup_context=_keep)
 
 
-def _is_attention(op) -> bool:
-    return op is torch.ops.longctx.attention.default
+class _SaveAttention(TorchDispatchMode):
+    """The first run of a checkpointed layer: keeps what attention returns."""
+
+    def __init__(self, saved: deque[tuple[Tensor, ...]]):
+        super().__init__()
+        self.saved = saved
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.longctx.attention.default:
+            self.saved.append(tuple(x.detach() for x in result))
+        return result
 
 
-def _save_attention(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
+class _ReuseAttention(_SaveAttention):
+    """The second run: attention returns what was kept, in the order of the first run.
 
-
-class _SavedAttention(_CachedTorchDispatchMode):
-    """Lets every other op run, also one that the first run did not have.
-
-    ZeRO-3 gathers and frees weights inside a layer, and not always in both runs: an evaluation in between leaves
-    some of them in place. Torch's own mode takes that for another layer.
+    Every other op runs, whether the first run had it or not. Torch's own mode insists that it had, but ZeRO-3 gathers
+    and frees weights inside a layer, and not always in both runs: an evaluation in between leaves some in place.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if _is_attention(func):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
+        if func is not torch.ops.longctx.attention.default:
+            return func(*args, **(kwargs or {}))
+        if not self.saved:
+            raise RuntimeError(
+                "A checkpointed layer ran attention again after its saved output was used: a second backward pass "
+                "over the same graph. Call longctx.parallelize with selective_checkpointing=False for that."
+            )
+        return self.saved.popleft()
 
 
-def selective_checkpoint_contexts():
+def selective_checkpoint_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """`context_fn` of torch.utils.checkpoint (not reentrant): attention's output is saved, all else is recomputed."""
-    first_run, second_run = create_selective_checkpoint_contexts(_save_attention)
-    return first_run, _SavedAttention(_save_attention, second_run.storage)
+    saved: deque[tuple[Tensor, ...]] = deque()
+    return _SaveAttention(saved), _ReuseAttention(saved)
