@@ -36,7 +36,9 @@ def zigzag_errors():
     return errors
 
 
-@pytest.mark.parametrize("world_size", [3, 4])  # the command below has 2, and checks every way itself
+@pytest.mark.parametrize(
+    "world_size", [3, pytest.param(4, marks=pytest.mark.long)]
+)  # the command below has 2, and checks every way itself
 def test_per_document_zigzag_is_exact(world_size) -> None:
     for errors in run_ranks(world_size, "tests.test_benchmarks:zigzag_errors"):
         assert errors.keys() == PACKS.keys()

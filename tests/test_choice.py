@@ -326,6 +326,7 @@ def train(folder: Path, *flags: str) -> tuple[str, list[float]]:
     return done.stdout, [step["loss"] for step in history if "loss" in step]
 
 
+@pytest.mark.long
 def test_a_run_prints_its_choice_with_the_data_it_has(tmp_path):
     printed, _ = train(tmp_path, "--sp", "2")
     line = re.search(r"backend   (.*)", printed)

@@ -157,7 +157,12 @@ def run_evaluations(cases):
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+ALWAYS = ("ring sp 2", "ring sp 2 × dp 2 on ZeRO-3")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in LAYOUTS]
+)
 def test_evaluation_equals_one_process(layout, model, data, tmp_path):
     """Before training, after it, by evaluate() on other rows, and by predict(); the weights after it are the saved."""
     processes, flags = LAYOUTS[layout]
@@ -213,6 +218,7 @@ def run_trainings(cases):
     return results
 
 
+@pytest.mark.long
 def test_the_training_log_is_that_of_one_process(model, tmp_path):
     """Accuracy, entropy, tokens, steps and epochs, with unequal label counts and a last step of 3 rows of 4.
 

@@ -166,9 +166,9 @@ def checkpointed(kwargs, compiled):
     [
         ({}, False, 1, 2),
         ({"selective": True}, False, 1, 1),
-        ({"selective": False}, False, 2, 2),
-        ({"use_reentrant": True}, False, 2, 2),
-        ({}, True, 1, 2),
+        pytest.param({"selective": False}, False, 2, 2, marks=pytest.mark.long),
+        pytest.param({"use_reentrant": True}, False, 2, 2, marks=pytest.mark.long),
+        pytest.param({}, True, 1, 2, marks=pytest.mark.long),
     ],
 )
 def test_checkpointing_does_not_run_the_ring_again(kwargs, compiled, ring_runs, ulysses_runs):

@@ -219,14 +219,21 @@ def other_models(models, tmp_path_factory):
     return folders
 
 
+SOME = ("ring", "experts, ulysses", "HSDP, ring", "windows, hybrid", "experts, ring")
+"""What a plain pytest runs of them."""
+
+
+@pytest.mark.parametrize("only", [pytest.param(SOME, id="some"), pytest.param(None, id="all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("engine", ELSEWHERE)
-def test_any_backend_on_either_engine(engine, other_models, tmp_path, parity_table):
+def test_any_backend_on_either_engine(engine, only, other_models, tmp_path, parity_table):
     """What the backends do not run on by default; copies of the model; windows, experts; planning in workers."""
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     common = [*COMMON, "--packing", "True", "--dataset_name", data, "--engine", engine]
     cases, references = {}, {}
     for name, flags in ELSEWHERE[engine].items():
+        if only is not None and name not in only:
+            continue
         kind = name.partition(",")[0]
         model = other_models.get(kind, other_models["plain"])
         cases[name] = [*common, "--model_name_or_path", model, "--output_dir", str(tmp_path / "out"), *flags]

@@ -68,7 +68,7 @@ LARGE = Qwen3Config(
     "arguments",
     [
         ["--sp_backend", "ring"],
-        ["--sp_backend", "ulysses", "--num_processes", "4"],  # on ZeRO-3, two sequences at a time
+        pytest.param(["--sp_backend", "ulysses", "--num_processes", "4"], marks=pytest.mark.long),  # ZeRO-3, dp 2
         pytest.param(["--sp_backend", "gather", "--bf16", "True"], marks=pytest.mark.long),
     ],
     ids=" ".join,
@@ -86,6 +86,7 @@ def test_what_is_exact_passes(arguments):
     assert {"all-to-all", "p2p, all ranks at once", "p2p, pair by pair"} <= found
 
 
+@pytest.mark.long
 def test_a_config_alone_is_enough_and_accelerate_may_start_it(tmp_path):
     """Random weights, tiny's tokenizer, the first four of six layers, so that both kinds are among them."""
     folder = folder_with(LARGE, tmp_path)
@@ -100,11 +101,11 @@ def test_a_config_alone_is_enough_and_accelerate_may_start_it(tmp_path):
     ("broken", "named"),
     [
         ("documents", "document isolation"),
-        ("labels", "label shift"),
+        pytest.param("labels", "label shift", marks=pytest.mark.long),
         ("loss", "loss denominator"),
         pytest.param("count", "loss denominator", marks=pytest.mark.long),
-        ("cut", "shard length"),
-        ("gradients", "largest gradient error"),
+        pytest.param("cut", "shard length", marks=pytest.mark.long),
+        pytest.param("gradients", "largest gradient error", marks=pytest.mark.long),
     ],
 )
 def test_what_is_broken_fails_and_is_named(broken, named):
