@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from longctx.attention.support import head_size
+from longctx.attention.support import has_experts, has_windows, head_size
 from longctx.batch import BatchLayout
 from longctx.data import IGNORE_INDEX
 
@@ -26,7 +26,7 @@ class StepMetrics:
 
     def __init__(self, *, sp: int, sp_rank: int, config: PretrainedConfig, num_parameters: int, device: torch.device):
         self.sp, self.sp_rank, self.device = sp, sp_rank, device
-        self.peak_flops = next((peak for key, peak in PEAK_FLOPS.items() if key in _device_name(device)), None)
+        self.peak_flops = _peak_flops(_device_name(device), config)
         self.num_parameters = num_parameters
         text = config.get_text_config()
         self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
@@ -131,6 +131,13 @@ def _gather(values: Tensor) -> Tensor:
     ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, values)
     return torch.stack(ranks)
+
+
+def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
+    """None where the device's is unknown, or where a token does not use all parameters or see all before it."""
+    if has_experts(config) or has_windows(config):
+        return None
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in device_name), None)
 
 
 def _device_name(device: torch.device) -> str:

@@ -14,6 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from longctx import parallelize
 from longctx.attention.support import CAUSAL_MODELS, WINDOW_MODELS
+from longctx.metrics import _peak_flops
 from tests.workers import run_ranks
 
 LENGTHS = [9, 1, 14, 5, 3]  # 32 tokens: no padding for 2 ranks
@@ -209,3 +210,10 @@ def test_gradient_checkpointing_changes_nothing(kwargs):
     assert shard.context.calls > model.config.num_hidden_layers  # attention ran again in the backward pass
     assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
     assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "peak"), [("llama", 989e12), ("mixtral", None), ("mistral, window", None)])
+def test_utilisation_is_not_guessed(family, peak):
+    """mfu counts all parameters and all keys, which mixtures of experts and windows do not use."""
+    model_type, settings = FAMILIES[family]
+    assert _peak_flops("NVIDIA H100 80GB HBM3", CONFIG_MAPPING[model_type](**settings)) == peak

@@ -106,6 +106,12 @@ def has_windows(config: PretrainedConfig) -> bool:
     return getattr(text, "sliding_window", None) is not None
 
 
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether it is a mixture of experts, of which a token uses some."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(getattr(config.get_text_config(), name, None) for name in names)
+
+
 def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     if text is not config:
         yield f"{text.model_type!r} is one part of it, and only models that are a decoder and nothing else are exact."
