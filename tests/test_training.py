@@ -219,7 +219,7 @@ def other_models(models, tmp_path_factory):
     return folders
 
 
-SOME = ("ring", "experts, ulysses", "HSDP, ring", "windows, hybrid", "experts, ring")
+SOME = ("ring", "experts, ulysses", "HSDP, ring", "windows, hybrid")
 """What a plain pytest runs of them."""
 
 

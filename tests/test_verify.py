@@ -102,7 +102,7 @@ def test_a_config_alone_is_enough_and_accelerate_may_start_it(tmp_path):
     [
         ("documents", "document isolation"),
         pytest.param("labels", "label shift", marks=pytest.mark.long),
-        ("loss", "loss denominator"),
+        pytest.param("loss", "loss denominator", marks=pytest.mark.long),
         pytest.param("count", "loss denominator", marks=pytest.mark.long),
         pytest.param("cut", "shard length", marks=pytest.mark.long),
         pytest.param("gradients", "largest gradient error", marks=pytest.mark.long),
