@@ -15,8 +15,7 @@ from trl import SFTConfig
 
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
-from longctx.attention.kernels import choose_kernel
-from longctx.attention.support import has_windows, head_size, num_heads
+from longctx.attention.support import kernel_of
 from longctx.collate import SequenceCollator
 from longctx.config import Run
 from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
@@ -208,14 +207,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sequences = micro * dims.dp * accumulation
     length = settings["max_length"]
-    heads, key_value_heads = num_heads(model.config)
-    kernel = choose_kernel(
-        args.device,
-        torch.bfloat16 if args.bf16 else model.dtype,
-        head_size(model.config),
-        queries_per_key=heads // key_value_heads,
-        windowed=has_windows(model.config),
-    )
+    kernel = kernel_of(model.config, args.device, torch.bfloat16 if args.bf16 else model.dtype)
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     return [
         f"packing   {prepared.data.report}",

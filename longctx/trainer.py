@@ -103,13 +103,19 @@ class SequenceTrainer(SFTTrainer):
         )
 
     def get_train_dataloader(self) -> StepLoader:
+        sampler = self.step_sampler(self.sequence.dims.dp_rank(self.sequence.rank))
+        return self._loader(self.rows, sampler, persistent_workers=self.args.dataloader_persistent_workers)
+
+    def _loader(
+        self, rows: PackedDataset | Dataset, sampler: StepSampler, *, persistent_workers: bool = False
+    ) -> StepLoader:
         args = self.args
         return StepLoader(
-            cast(TorchDataset, self.rows),  # a map-style data set by protocol; packing does not know torch
-            batch_sampler=self.step_sampler(self.sequence.dims.dp_rank(self.sequence.rank)),
+            cast(TorchDataset, rows),  # a map-style data set by protocol; packing does not know torch
+            batch_sampler=sampler,
             collate_fn=self.data_collator,
             num_workers=args.dataloader_num_workers,
-            persistent_workers=args.dataloader_persistent_workers,
+            persistent_workers=persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
         )
@@ -117,23 +123,16 @@ class SequenceTrainer(SFTTrainer):
     def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
         """Each row once, in order, dealt over the data-parallel ranks; a rank without rows left feeds padding."""
         rows = self._rows_to_evaluate(eval_dataset)
-        args, dims = self.args, self.sequence.dims
+        dims = self.sequence.dims
         sampler = StepSampler(
             len(rows),
-            micro_batch_size=args.eval_batch_size,
+            micro_batch_size=self.args.eval_batch_size,
             accumulation_steps=1,
             dp=dims.dp,
             dp_rank=dims.dp_rank(self.sequence.rank),
             seed=None,
         )
-        return StepLoader(
-            cast(TorchDataset, rows),
-            batch_sampler=sampler,
-            collate_fn=self.data_collator,
-            num_workers=args.dataloader_num_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
-        )
+        return self._loader(rows, sampler)
 
     def _rows_to_evaluate(self, rows: PackedDataset | Dataset | None) -> PackedDataset | Dataset:
         rows = self.eval_dataset if rows is None else rows

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
+
+from longctx.attention.kernels import Kernel, choose_kernel
 
 CAUSAL_MODELS = (
     "apertus",
@@ -182,3 +185,11 @@ def head_size(config: PretrainedConfig) -> int:
     """Size D of every attention head."""
     text = config.get_text_config()
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def kernel_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel that computes every attention layer, where its queries have this dtype."""
+    heads, key_value_heads = num_heads(config)
+    return choose_kernel(
+        device, dtype, head_size(config), queries_per_key=heads // key_value_heads, windowed=has_windows(config)
+    )

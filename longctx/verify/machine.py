@@ -19,8 +19,8 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from longctx.attention.cost import measure_link
-from longctx.attention.kernels import DenseKernel, choose_kernel, flash_attn
-from longctx.attention.support import has_windows, head_size, num_heads
+from longctx.attention.kernels import DenseKernel, flash_attn
+from longctx.attention.support import head_size, kernel_of
 from longctx.config import Run
 from longctx.launch.profile import default_config_file
 from longctx.verify.report import Finding
@@ -131,14 +131,7 @@ def check_shared_memory(folder: Path) -> Iterator[Finding]:
 def _kernels(run: Run, device: torch.device) -> Iterator[Finding]:
     """The attention kernel that training takes on this device, and the libraries that are installed."""
     dtype = torch.bfloat16 if device.type == "cuda" or run.settings["bf16"] else torch.float32
-    heads, key_value_heads = num_heads(run.model_config)
-    kernel = choose_kernel(
-        device,
-        dtype,
-        head_size(run.model_config),
-        queries_per_key=heads // key_value_heads,
-        windowed=has_windows(run.model_config),
-    )
+    kernel = kernel_of(run.model_config, device, dtype)
     ok = device.type == "cpu" or not isinstance(kernel, DenseKernel)
     remedy = "no fast kernel is exact here (see the log for why): pip install 'longctx[flash-attn]'"
     yield Finding(
