@@ -50,8 +50,12 @@ DEMO = {
 DEFAULTS = {"packing": True, "max_length": None}
 """Where a run of one's own differs from SFTConfig; max_length None stands for the model's context length."""
 
-MINIMUM_VERSIONS = {"deepspeed": {"deepspeed": "0.19.0"}}
-"""Oldest releases an engine is tested with, besides those every run needs."""
+MINIMUM_VERSIONS = {"deepspeed": {"deepspeed": "0.19.8"}}
+"""Oldest releases an engine is exact with, besides those every run needs.
+
+DeepSpeed before 0.19.8 waits only for the last of a module's all-gathers (its pull request 8539); over gloo, a layer
+then computes with parameters that have not all arrived.
+"""
 
 REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.15.0", "transformers": "5.17.0", "trl": "1.16.0"}
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.attention.kernels import Entries, block_backward, block_forward
+from longctx.attention.kernels import Entries, block_backward, block_forward, upload
 from longctx.ring.plan import IntArray, RingPlan
 from longctx.ring.transport import check_shard, fuse, split
 
@@ -120,10 +120,7 @@ class WindowSchedule:
 
     def _rows_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self.rows is None:
-            send_rows, kv_rows = (
-                torch.from_numpy(rows).to(device) for rows in (self.mine.send_rows, self.mine.kv_rows)
-            )
-            self.rows = send_rows, kv_rows
+            self.rows = upload(self.mine.send_rows, device), upload(self.mine.kv_rows, device)
         return self.rows
 
 
