@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 from trl import SFTConfig
 
+from longctx.adapter import check_adapter
 from longctx.attention.choice import BackendChoice, Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.support import check_model
@@ -50,12 +51,18 @@ DEMO = {
 DEFAULTS = {"packing": True, "max_length": None}
 """Where a run of one's own differs from SFTConfig; max_length None stands for the model's context length."""
 
+ADAPTER_DEFAULTS = {"lora_dropout": 0.0}
+"""Where one with --use_peft differs from ModelConfig: dropout is refused."""
+
 MINIMUM_VERSIONS = {"deepspeed": {"deepspeed": "0.19.8"}}
 """Oldest releases an engine is exact with, besides those every run needs.
 
 DeepSpeed before 0.19.8 waits only for the last of a module's all-gathers (its pull request 8539); over gloo, a layer
 then computes with parameters that have not all arrived.
 """
+
+PEFT_VERSIONS = {"peft": "0.20.0"}
+"""Of --use_peft, the extra `peft`."""
 
 REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.15.0", "transformers": "5.17.0", "trl": "1.16.0"}
 
@@ -81,7 +88,7 @@ class Run:
     settings: Mapping[str, Any]
     """Every flag's final value: the user's, the profile's, the preset's or the default."""
     changed: Mapping[str, Any]
-    """Values that nobody set and that differ from SFTConfig's defaults."""
+    """Values that nobody set and that differ from TRL's defaults."""
     model_config: PretrainedConfig
     dims: ParallelDims
     wanted_backend: str
@@ -158,13 +165,11 @@ class Run:
         return lines + [f"note      {note}" for note in self.notes]
 
     def _changes(self) -> str:
-        """The values that nobody set; in a run of one's own, beside those of SFTConfig."""
+        """The values that nobody set; in a run of one's own, beside TRL's."""
         if self.is_demo:
             return " ".join(f"--{name} {value}" for name, value in sorted(self.changed.items()))
         defaults = self.flags.values
-        return ", ".join(
-            f"--{name} {value} (SFTConfig: {defaults[name]})" for name, value in sorted(self.changed.items())
-        )
+        return ", ".join(f"--{name} {value} (TRL: {defaults[name]})" for name, value in sorted(self.changed.items()))
 
 
 def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run:
@@ -205,6 +210,9 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     zero_stage = (3 if profile.zero_stage is None else profile.zero_stage) if engine == "deepspeed" else None
     _check_engine(engine, zero_stage, dims)
     _check_fsdp1(engine, use_cpu)
+    if settings["use_peft"]:
+        _check_versions(PEFT_VERSIONS, "--use_peft")
+        check_adapter(settings, model_config, engine)
     notes += _precision_notes(settings, engine, use_cpu)
     _take_checkpointing(profile, settings, notes)
     settings["max_grad_norm"] = _max_grad_norm(settings["max_grad_norm"], engine)
@@ -242,18 +250,20 @@ def _defaults(flags: Flags) -> tuple[dict[str, Any], frozenset[str], bool]:
             f"{missing} is missing. Give both a model and a data set ({missing} {example} is built in), "
             "or neither for the demo preset."
         )
-    preset = DEFAULTS if named else DEMO
+    preset = (DEFAULTS if named else DEMO) | (ADAPTER_DEFAULTS if flags.use_peft else {})
     filled = {name: value for name, value in preset.items() if name not in flags.explicit}
     return {**flags.values, **filled}, frozenset(filled), not named
 
 
 def _check_versions(minimum: Mapping[str, str], user: str) -> None:
     for package, oldest in minimum.items():
-        if Version(version(package)) < Version(oldest):
-            raise ValueError(
-                f"{package} {version(package)} is installed and {user} needs {oldest} or later. "
-                f"Run pip install -U '{package}>={oldest}'."
-            )
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            installed = None
+        if installed is None or Version(installed) < Version(oldest):
+            found = f"{package} {installed} is installed" if installed else f"{package} is not installed"
+            raise ValueError(f"{found} and {user} needs {oldest} or later. Run pip install -U '{package}>={oldest}'.")
 
 
 def _check_profile(profile: LaunchProfile) -> None:

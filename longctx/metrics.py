@@ -24,10 +24,10 @@ class StepMetrics:
 
     _SUMS = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", "work")
 
-    def __init__(self, *, sp: int, sp_rank: int, config: PretrainedConfig, num_parameters: int, device: torch.device):
+    def __init__(self, *, sp: int, sp_rank: int, config: PretrainedConfig, flops_per_token: int, device: torch.device):
         self.sp, self.sp_rank, self.device = sp, sp_rank, device
         self.peak_flops = _peak_flops(_device_name(device), config)
-        self.num_parameters = num_parameters
+        self.flops_per_token = flops_per_token
         text = config.get_text_config()
         self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
         self.total_tokens = 0
@@ -78,7 +78,7 @@ class StepMetrics:
         total = dict(zip(self._SUMS, ranks.sum(0).tolist(), strict=True))
         work = ranks[:, -1]
         self.total_tokens += round(total["tokens"])
-        flops = 6 * self.num_parameters * total["tokens"] + self.flops_per_pair * total["work"]
+        flops = self.flops_per_token * total["tokens"] + self.flops_per_pair * total["work"]
         labels = max(total["label_tokens"], 1)
         memory = _gather(torch.tensor([_peak_memory(self.device)], dtype=torch.float64, device=self.device))
         has_memory = self.device.type == "cuda"

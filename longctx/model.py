@@ -110,7 +110,6 @@ def load_model(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            attn_implementation="sdpa",
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(
@@ -118,6 +117,15 @@ def load_model(
         ) from error
 
 
-def count_parameters(model: PreTrainedModel) -> int:
+def count_parameters(model: torch.nn.Module) -> int:
     """Parameters of the whole model, each once; ZeRO-3 with zero3_init_flag leaves a rank with empty ones."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    return sum(map(_numel, model.parameters()))
+
+
+def count_trained_parameters(model: torch.nn.Module) -> int:
+    """Those that are not frozen."""
+    return sum(_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())

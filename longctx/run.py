@@ -13,13 +13,14 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from longctx.adapter import add_adapter
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
 from longctx.collate import SequenceCollator
 from longctx.config import Run
 from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
-from longctx.model import count_parameters, load_model, load_tokenizer
+from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
 from longctx.rows import TrainingRows, prepare_rows
 from longctx.trainer import SequenceTrainer
@@ -141,6 +142,8 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         device=args.device,
         selective_checkpointing=(args.gradient_checkpointing_kwargs or {}).get("selective"),
     )
+    if settings["use_peft"]:
+        model = add_adapter(model, settings)
     collator = SequenceCollator(
         pad_token_id=prepared.tokenizer.pad_token_id,
         pad_to_multiple_of=settings["pad_to_multiple_of"],
@@ -209,13 +212,15 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     length = settings["max_length"]
     kernel = kernel_of(model.config, args.device, torch.bfloat16 if args.bf16 else model.dtype)
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
+    adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
     return [
         f"packing   {prepared.data.report}",
         *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
         f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "
         f"sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
         f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",
-        f"model     {count_parameters(model):,} parameters, attention kernel {kernel.name} (packed-exact{asked})",
+        f"model     {count_parameters(model):,} parameters{adapter}, attention kernel {kernel.name} "
+        f"(packed-exact{asked})",
     ]
 
 
@@ -229,6 +234,8 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     """Compare the first logged step with the same step on one device, from the same weights."""
     batches = [batch for dp_rank in range(run.dims.dp) for batch in first_step_batches(trainer, dp_rank)]
     model = load_model(run.settings["model_name_or_path"], run.model_config)
+    if run.settings["use_peft"]:
+        model = add_adapter(model, run.settings)
     loss, grad_norm = single_device_step(model, batches)
     logged = trainer.state.log_history[1]  # after the packing report
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))

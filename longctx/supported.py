@@ -16,7 +16,7 @@ _ACTING_GROUPS = {
         "model_name_or_path model_revision trust_remote_code model_init_kwargs attn_implementation dataset_name "
         "dataset_config dataset_train_split dataset_text_field dataset_num_proc chat_template_path eos_token "
         "pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
-        "completion_only_loss assistant_only_loss"
+        "completion_only_loss assistant_only_loss use_peft"
     ),
     "evaluation": "eval_on_start eval_strategy",
     "batches": (
@@ -93,7 +93,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "truncation_mode": ("keep_start",),
     "use_cache": (False,),
     "use_liger_kernel": (False,),
-    "use_peft": (False,),
 }
 """Flags with the only values whose exact meaning is built; any other value is refused by name.
 
@@ -110,14 +109,24 @@ GIVEN_ELSEWHERE = {
 }
 """Flags of TRL's that would switch on stock sharding behind our back."""
 
-ACTS_WITH_EVALUATION: Mapping[str, tuple[str, ...]] = {
-    "dataset_test_split": ("steps", "epoch"),
-    "eval_delay": ("steps", "epoch"),
-    "eval_packing": ("steps", "epoch"),
-    "eval_steps": ("steps",),
-    "per_device_eval_batch_size": ("steps", "epoch"),
+_EVALUATES = ("steps", "epoch")
+ACTS_WITH: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "dataset_test_split": ("eval_strategy", _EVALUATES),
+    "eval_delay": ("eval_strategy", _EVALUATES),
+    "eval_packing": ("eval_strategy", _EVALUATES),
+    "eval_steps": ("eval_strategy", ("steps",)),
+    "per_device_eval_batch_size": ("eval_strategy", _EVALUATES),
+    "lora_alpha": ("use_peft", (True,)),
+    "lora_dropout": ("use_peft", (True,)),
+    "lora_modules_to_save": ("use_peft", (True,)),
+    "lora_r": ("use_peft", (True,)),
+    "lora_target_modules": ("use_peft", (True,)),
+    "lora_target_parameters": ("use_peft", (True,)),
+    "lora_task_type": ("use_peft", (True,)),
+    "use_dora": ("use_peft", (True,)),
+    "use_rslora": ("use_peft", (True,)),
 }
-"""Flags that act with these values of --eval_strategy, and change nothing with the others."""
+"""Flags that act with these values of another flag, and change nothing with its other values."""
 
 _IDLE_GROUPS = {
     "since evaluation keeps sums over tokens, and no flag names a compute_metrics": (
@@ -126,10 +135,6 @@ _IDLE_GROUPS = {
     ),
     "since --eval_strategy says when to evaluate": "do_eval",
     "without --metric_for_best_model": "greater_is_better",
-    "without --use_peft": (
-        "lora_alpha lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters "
-        "lora_task_type use_dora use_rslora"
-    ),
     "without --load_in_4bit": "bnb_4bit_quant_storage bnb_4bit_quant_type use_bnb_nested_quant",
     "without --resume_from_checkpoint": "ignore_data_skip restore_callback_states_from_checkpoint",
     "without --train_sampling_strategy group_by_length": "length_column_name",
@@ -164,16 +169,16 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
             )
     _check_evaluation(settings)
     ours = {field.name for field in fields(SequenceArguments)}
-    known = {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE, *ACTS_WITH_EVALUATION}
+    known = {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE, *ACTS_WITH}
     for name in sorted(flags.explicit - ours - ACTS - known):
         raise ValueError(
             f"--{name} {settings[name]} is refused: it is newer than the releases of TRL and transformers that longctx "
             "was compared with. Leave it out."
         )
     idle = IDLE | {
-        name: f"without --eval_strategy {' or '.join(strategies)}"
-        for name, strategies in ACTS_WITH_EVALUATION.items()
-        if settings["eval_strategy"] not in strategies
+        name: f"without --{switch}" if values == (True,) else f"without --{switch} {' or '.join(values)}"
+        for name, (switch, values) in ACTS_WITH.items()
+        if settings[switch] not in values
     }
     return [f"--{name} has no effect {idle[name]}" for name in sorted(flags.explicit & idle.keys())]
 

@@ -22,7 +22,7 @@ from longctx.batch import ShardedBatch
 from longctx.collate import SequenceCollator
 from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics, TokenMeans
-from longctx.model import count_parameters
+from longctx.model import count_parameters, count_trained_parameters
 from longctx.packing import PackedDataset, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.shard import complete_position_ids, plan_batch
@@ -67,7 +67,7 @@ class SequenceTrainer(SFTTrainer):
             sp=sequence.dims.sp,
             sp_rank=sequence.dims.sp_rank(sequence.rank),
             config=model.config,
-            num_parameters=count_parameters(model),
+            flops_per_token=4 * count_parameters(model) + 2 * count_trained_parameters(model),
             device=sequence.device,
         )
         self._layers_checked = False
@@ -83,6 +83,7 @@ class SequenceTrainer(SFTTrainer):
             **kwargs,
         )
         _keep_sums_in_fp32(self.accelerator)
+        _keep_layers_apart(self.accelerator)
         self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
         if report is not None:
             self.add_callback(_PackingEntry(report))
@@ -328,6 +329,23 @@ def _keep_sums_in_fp32(accelerator: Accelerator) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     if policy is not None and plugin.fsdp_version == 2:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+
+
+def _keep_layers_apart(accelerator: Accelerator) -> None:
+    """FSDP2 shards layer by layer, with an adapter too: for one, the Trainer sets a policy that means one unit to it.
+
+    The whole model would be gathered at once. accelerate asks for the policy just before it shards.
+    """
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 2:
+        return
+    policy, set_policy = plugin.auto_wrap_policy, plugin.set_auto_wrap_policy
+
+    def set_again(model: torch.nn.Module) -> None:
+        plugin.auto_wrap_policy = policy
+        set_policy(model)
+
+    plugin.set_auto_wrap_policy = set_again
 
 
 class _PlanningCollator:

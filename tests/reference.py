@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 
-def train_reference(model_folder, documents, *, steps, learning_rate, batches=None):
+def train_reference(model_folder, documents, *, steps, learning_rate, batches=None, adapt=lambda model: model):
     """AdamW on `documents`, a list of (input_ids, labels), all of them in every step.
 
-    With `batches`, a list of document lists, step i trains on batches[i]. Returns the losses and the gradient
-    norms, token-weighted over the step, linear schedule, clipping at 1.0, fp32.
+    With `batches`, a list of document lists, step i trains on batches[i]; `adapt` changes the model first. Returns
+    the losses and the gradient norms, token-weighted over the step, linear schedule, clipping at 1.0, fp32.
     """
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager", dtype=torch.float32)
+    model = adapt(AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager", dtype=torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     losses, norms = [], []
     for step in range(steps):

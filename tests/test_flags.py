@@ -12,7 +12,7 @@ from trl import ModelConfig, ScriptArguments, SFTConfig
 from longctx.config import DEMO, resolve
 from longctx.flags import SequenceArguments, parse_flags
 from longctx.launch.profile import read_profile
-from longctx.supported import ACTS, ACTS_WITH_EVALUATION, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
+from longctx.supported import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
 from longctx.train import main
 from tests.workers import run_ranks
 
@@ -157,8 +157,8 @@ def test_a_run_of_ones_own_packs_up_to_the_models_context_and_says_so():
     assert run.settings["overlong"] == "raise"
     assert run.changed == {"packing": True, "max_length": run.settings["max_length"]}
     defaults = next(line for line in run.describe() if line.startswith("defaults"))
-    assert f"--max_length {run.settings['max_length']} (SFTConfig: 1024)" in defaults
-    assert "--packing True (SFTConfig: False)" in defaults
+    assert f"--max_length {run.settings['max_length']} (TRL: 1024)" in defaults
+    assert "--packing True (TRL: False)" in defaults
 
 
 def test_what_is_set_is_kept():
@@ -185,7 +185,7 @@ def test_no_clipping_still_measures_the_norm():
 ALL_FIELDS = {f.name: f for arguments in (SFTConfig, ModelConfig, ScriptArguments) for f in fields(arguments) if f.init}
 TABLES = {
     "ACTS": ACTS,
-    "ACTS_WITH_EVALUATION": ACTS_WITH_EVALUATION,
+    "ACTS_WITH": ACTS_WITH,
     "NOT_BUILT": NOT_BUILT,
     "GIVEN_ELSEWHERE": GIVEN_ELSEWHERE,
     "IDLE": IDLE,

@@ -22,7 +22,7 @@ STAGES: list[tuple[str, ...]] = [
     ("attention", "ring", "ulysses"),
     ("loss",),
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
-    ("tiny", "model", "turns", "rows", "steps", "metrics"),  # what a training run is put together from
+    ("tiny", "model", "adapter", "turns", "rows", "steps", "metrics"),  # what a training run is put together from
     ("trainer",),
     ("flags", "supported", "launch", "config", "verify", "run", "train"),  # the command line
     ("benchmarks",),

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 DEPRECATIONS_BETWEEN_LIBRARIES = (
-    r"`gradient_checkpointing` is deprecated",  # transformers about the name that TRL and its users have for it
+    r"`(is_)?gradient_checkpointing` is deprecated",  # transformers about the name that TRL, peft and users have for it
     r"`torch\.distributed\.\w+` is deprecated",  # torch about DeepSpeed's calls, again in every step
 )
 

@@ -168,6 +168,7 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
         gradients = {
             name: (torch.zeros_like(p) if p.grad is None else p.grad).cpu().float()
             for name, p in model.named_parameters()
+            if p.requires_grad
         }
         return loss, norm, gradients
 

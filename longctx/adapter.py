@@ -1,0 +1,121 @@
+"""LoRA adapters by TRL's --use_peft and --lora_… flags: tried on shapes before weights load, equal on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from trl import ModelConfig, get_peft_config
+
+REMEDY = "Name layers such as q_proj v_proj, or all-linear; peft reads a single name as a regular expression: .*q_proj"
+
+
+def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, engine: str) -> None:
+    """Try the adapter on the model's shapes, without weights.
+
+    Args:
+        settings: every flag of TRL's ModelConfig.
+        engine: deepspeed, fsdp2, fsdp1 or none.
+
+    Raises:
+        ValueError: for flags that the model has no place for, and for adapters that are not known to be exact.
+    """
+    _check_values(settings)
+    if engine == "fsdp1":
+        raise ValueError(
+            "--use_peft on FSDP1 is not compared with one process. Set fsdp_version: 2 (--config_file "
+            "configs/fsdp2.yaml)."
+        )
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)](copy.deepcopy(model_config))
+        try:
+            adapted = _adapted(model, settings)
+        except ValueError as error:  # of ranks and layers alike
+            raise ValueError(f"--use_peft with --lora_r {settings['lora_r']}: {error} {REMEDY}.") from error
+    targets = settings["lora_target_modules"]
+    if isinstance(targets, list) and len(targets) > 1:
+        _check_names("lora_target_modules", targets, adapted.targeted_module_names)
+    _check_layers(adapted)
+    _check_modules_to_save(adapted, settings["lora_modules_to_save"] or [], engine)
+
+
+def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrainedModel:
+    """The model with a new adapter, which alone is trained.
+
+    Its random part is drawn from --seed on the CPU, so that it is the same on every rank, engine and device.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings["seed"])
+        return _adapted(model, settings)
+
+
+def _adapted(model: PreTrainedModel, settings: Mapping[str, Any]) -> Any:
+    from peft import get_peft_model
+
+    given = {field.name: settings[field.name] for field in fields(ModelConfig)}
+    return get_peft_model(model, get_peft_config(ModelConfig(**given)))
+
+
+def _check_values(settings: Mapping[str, Any]) -> None:
+    if settings["lora_task_type"] != "CAUSAL_LM":
+        raise ValueError(f"--lora_task_type {settings['lora_task_type']} is refused: this trains CAUSAL_LM models.")
+    if settings["lora_dropout"]:
+        raise ValueError(
+            f"--lora_dropout {settings['lora_dropout']} is refused: ranks would drop other values than one device. "
+            "Leave it out, or use 0."
+        )
+    if settings["lora_target_parameters"]:
+        raise ValueError(
+            f"--lora_target_parameters {' '.join(settings['lora_target_parameters'])} is refused: adapters of single "
+            "parameters are not compared with one process. Use --lora_target_modules."
+        )
+
+
+def _check_names(flag: str, names: Sequence[str], found: Sequence[str]) -> None:
+    for name in names:
+        if not any(f".{layer}".endswith(f".{name}") for layer in found):
+            raise ValueError(f"--{flag} names {name}, which no layer of the model is called. {REMEDY}.")
+
+
+def _check_layers(adapted: Any) -> None:
+    from peft.tuners.lora import Linear, LoraLayer
+
+    for name, layer in adapted.base_model.model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        if layer is adapted.get_output_embeddings():
+            raise ValueError(
+                f"--lora_target_modules adapts {name}, whose weight the fused loss uses directly: the adapter would "
+                "never be trained. Leave it out, or train the layer itself with --lora_modules_to_save."
+            )
+        if type(layer) is not Linear:
+            raise ValueError(
+                f"--lora_target_modules adapts {name}, which is no linear layer; peft's {type(layer).__name__} is not "
+                "compared with one process. Name linear layers, or all-linear."
+            )
+
+
+def _check_modules_to_save(adapted: Any, names: Sequence[str], engine: str) -> None:
+    from peft.utils import ModulesToSaveWrapper
+
+    model = adapted.base_model.model
+    saved = {name: layer for name, layer in model.named_modules() if isinstance(layer, ModulesToSaveWrapper)}
+    _check_names("lora_modules_to_save", names, list(saved))
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    for name, layer in saved.items():
+        if is_tied and layer in (head, embeddings):
+            raise ValueError(
+                f"--lora_modules_to_save trains {name}, and this model's embeddings are tied to its head: the trained "
+                "copy would be tied to the other again. Leave it out, or train all weights (without --use_peft)."
+            )
+        if layer is head and engine == "fsdp2":
+            raise ValueError(
+                f"--lora_modules_to_save trains {name}, whose gradients the fused loss would take from one rank alone "
+                "on FSDP2. Use --engine deepspeed, or leave it out."
+            )
