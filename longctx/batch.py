@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
 from longctx.ring.plan import RingPlan
@@ -43,21 +44,23 @@ Attend = Callable[..., Tensor]
 
 
 class AttentionContext:
-    """What attention needs to know of the batch; travels through the model as keyword `sequence`.
+    """What layers that mix tokens need to know of the batch; travels through the model as keyword `sequence`.
 
     Not a dataclass: wrappers such as FSDP walk and rebuild dataclasses among the arguments.
 
     Args:
-        local_length: T/P.
+        layout: where the batch's documents and tokens lie.
+        group: the ranks that exchange tokens for heads; None for one device.
         make: attention for a window, or for None: full attention. Called once for each window that layers have.
     """
 
-    def __init__(self, local_length: int, make: Callable[[int | None], Attend]):
-        self.local_length = local_length
+    def __init__(self, layout: BatchLayout, group: dist.ProcessGroup | None, make: Callable[[int | None], Attend]):
+        self.local_length, self.cu_seqlens = layout.local_length, layout.cu_seqlens
+        self.group = group
         self._make = make
         self._by_window: dict[int | None, Attend] = {}
         self.calls = 0
-        """Attention layers that have run on this batch, recomputation included."""
+        """Attention layers, linear ones too, that have run on this batch, recomputation included."""
 
     def attend(self, window: int | None) -> Attend:
         """Attention of the layers with this window."""

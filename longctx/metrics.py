@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from longctx.attention.support import has_experts, has_windows, head_size
+from longctx.attention.support import has_experts, has_windows, head_size, num_linear_heads
 from longctx.batch import BatchLayout
 from longctx.data import IGNORE_INDEX
 
@@ -135,7 +135,7 @@ def _gather(values: Tensor) -> Tensor:
 
 def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
     """None where the device's is unknown, or where a token does not use all parameters or see all before it."""
-    if has_experts(config) or has_windows(config):
+    if has_experts(config) or has_windows(config) or num_linear_heads(config):
         return None
     return next((peak for key, peak in PEAK_FLOPS.items() if key in device_name), None)
 

@@ -53,7 +53,7 @@ class SequenceParallel:
         position_ids = complete_position_ids(batch)
         layout = batch.get("layout") or plan_batch(position_ids, self.dims)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
-        context = AttentionContext(layout.local_length, partial(self._backend, layout, self.groups))
+        context = AttentionContext(layout, self.groups.ulysses, partial(self._backend, layout, self.groups))
         inputs = {
             "input_ids": cut(batch["input_ids"]).to(self.device),
             "position_ids": cut(position_ids).to(self.device),

@@ -219,7 +219,7 @@ MODELS = {
     "soft-capping": ("gemma2", {}, ("attn_logit_softcapping is 50.0", "soft-capped", "llama")),
     "mamba": ("mamba", {"state_size": 4}, ("'mamba'", "state_size is 4", "state-space", "llama")),
     "mamba and attention": ("jamba", {}, ("'jamba'", "mamba_d_state")),
-    "linear attention": ("qwen3_next", {}, ("layer_types holds linear_attention",)),
+    "linear attention": ("minimax", {}, ("layer_types holds linear_attention",)),
     "auxiliary loss": ("mixtral", {"output_router_logits": True}, ("output_router_logits is True", "auxiliary loss")),
     "noise": ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "--model_init_kwargs")),
     "chunks": ("llama4_text", {"attention_chunk_size": 16}, ("attention_chunk_size is 16", "chunked_attention")),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup, modelled_seconds
 from longctx.mesh import ParallelDims
-from longctx.ulysses import heads_message
+from longctx.ulysses import heads_message, legal_sizes
 
 ASSUMED_MEAN_LENGTH = 2000
 ASSUMED_SIGMA = 1.5
@@ -97,7 +97,7 @@ def choose_backend(
         ValueError: for an unknown name, heads that Ulysses cannot divide, a ring that does not divide sp, or where
             `auto` finds none that can run.
     """
-    sp, num_heads = setup.sp, setup.num_heads
+    sp = setup.sp
     if name not in ("auto", *BACKENDS) or name == "local":
         raise ValueError(f"--sp_backend {name} is unknown. Use one of auto, ulysses, ring, gather, hybrid.")
     if ring_size is not None and name != "hybrid":
@@ -108,8 +108,8 @@ def choose_backend(
         alone = Arrangement(name="local", ring=1, ulysses=1)
         return BackendChoice(arrangement=alone, reason="sp 1: every sequence stays on one device")
     assert name != "auto" or documents is not None, "auto compares what backends cost for given documents"
-    asked = None if name == "auto" else _asked_for(name, sp, num_heads, ring_size)
-    obstacles = {how: _obstacle(how, num_heads, pad_to_multiple_of) for how in arrangements(sp) if how != asked}
+    asked = None if name == "auto" else _asked_for(name, setup, ring_size)
+    obstacles = {how: _obstacle(how, setup, pad_to_multiple_of) for how in arrangements(sp) if how != asked}
     refused = [(how, why) for how, why in obstacles.items() if why is not None]
     able = [how for how in arrangements(sp) if obstacles.get(how) is None]
     modelled = _modelled(setup, able, documents) if documents is not None else []
@@ -186,7 +186,10 @@ def _filled(row: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
     return np.append(row, tail) if (tail := -int(row.sum()) % multiple) else row
 
 
-def _asked_for(name: str, sp: int, num_heads: int, ring_size: int | None) -> Arrangement:
+def _asked_for(name: str, setup: Setup, ring_size: int | None) -> Arrangement:
+    sp, num_heads = setup.sp, setup.num_heads
+    if setup.num_linear_heads is not None and (name != "ulysses" or math.gcd(num_heads, setup.num_linear_heads) % sp):
+        raise ValueError(_linear_message(name, setup))
     if name in ("ring", "gather"):
         return Arrangement(name=name, ring=sp, ulysses=1)
     if name == "ulysses":
@@ -197,10 +200,24 @@ def _asked_for(name: str, sp: int, num_heads: int, ring_size: int | None) -> Arr
     return _product(ring, sp // ring)
 
 
-def _obstacle(how: Arrangement, num_heads: int, pad_to_multiple_of: int | None) -> str | None:
+def _linear_message(name: str, setup: Setup) -> str:
+    """Why linear-attention layers cannot run on a backend, and on what they can."""
+    sizes = legal_sizes(math.gcd(setup.num_heads, setup.num_linear_heads or 0))
+    return (
+        f"--sp_backend {name} with --sp {setup.sp} cannot run this model: its linear-attention layers carry a state "
+        f"through all tokens of a document, so every rank takes whole heads, and there are {setup.num_heads} attention "
+        f"heads and {setup.num_linear_heads} linear key heads. Use --sp_backend ulysses with one of --sp {sizes}."
+    )
+
+
+def _obstacle(how: Arrangement, setup: Setup, pad_to_multiple_of: int | None) -> str | None:
     """Why this cannot run, or None."""
-    if num_heads % how.ulysses:
-        return f"{num_heads} heads"
+    if setup.num_heads % how.ulysses:
+        return f"{setup.num_heads} heads"
+    if setup.num_linear_heads is not None and how.ring > 1:
+        return "linear attention needs all tokens"
+    if setup.num_linear_heads is not None and setup.num_linear_heads % how.ulysses:
+        return f"{setup.num_linear_heads} linear key heads"
     if how.ring > MAX_MODELLED_RING:
         return f"rings above {MAX_MODELLED_RING} ranks are not modelled"
     multiple = ParallelDims.arrange(how.ring * how.ulysses, ring=how.ring, ulysses=how.ulysses).multiple

@@ -45,7 +45,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-from longctx.attention.support import head_size, num_heads
+from longctx.attention.support import head_size, num_heads, num_linear_heads
 from longctx.ring.plan import plan_ring
 from longctx.ulysses.exchange import key_value_copies
 
@@ -135,6 +135,8 @@ class Setup:
     """Bytes of an element of q, k and v."""
     device: Device
     devices_per_node: int
+    num_linear_heads: int | None = None
+    """Key heads of linear-attention layers, whose ranks need all tokens: no ring can spread them. None without any."""
 
     @classmethod
     def of_model(
@@ -150,6 +152,7 @@ class Setup:
             element_size=element_size,
             device=device_named(device_name),
             devices_per_node=devices_per_node,
+            num_linear_heads=num_linear_heads(config),
         )
 
     def in_a_node(self, span: int) -> bool:

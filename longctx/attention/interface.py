@@ -13,6 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longctx.attention.operator import selective_checkpoint_contexts
 from longctx.batch import AttentionContext
+from longctx.ulysses.gated_delta import install_gated_delta
 
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
@@ -74,7 +75,7 @@ def longctx_attention(
 
 
 def install(model: PreTrainedModel, *, selective_checkpointing: bool) -> None:
-    """Make every attention layer of `model` call `longctx_attention`.
+    """Make every attention layer of `model` call `longctx_attention`, and every gated delta-rule layer our forward.
 
     Args:
         selective_checkpointing: activation checkpointing, once switched on, saves attention's output instead of
@@ -82,6 +83,7 @@ def install(model: PreTrainedModel, *, selective_checkpointing: bool) -> None:
     """
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
+    install_gated_delta(model)
     if selective_checkpointing:
         set_checkpointing = model._set_gradient_checkpointing
         model._set_gradient_checkpointing = partial(_set_selective, set_checkpointing)

@@ -43,7 +43,10 @@ CAUSAL_MODELS = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
     "starcoder2",
@@ -65,6 +68,9 @@ WINDOW_MODELS = (
     "starcoder2",
 )
 """Those of them that are compared with sliding windows too, in all layers or in some."""
+
+GATED_DELTA_MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Those of them whose layers of type linear_attention are gated delta rules (longctx.ulysses.gated_delta)."""
 
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
@@ -109,6 +115,12 @@ def has_windows(config: PretrainedConfig) -> bool:
     return getattr(text, "sliding_window", None) is not None
 
 
+def num_linear_heads(config: PretrainedConfig) -> int | None:
+    """Key heads of every gated delta-rule layer, which only Ulysses can spread; None without such layers."""
+    text = config.get_text_config()
+    return text.linear_num_key_heads if "linear_attention" in (getattr(text, "layer_types", None) or ()) else None
+
+
 def has_experts(config: PretrainedConfig) -> bool:
     """Whether it is a mixture of experts, of which a token uses some."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -148,8 +160,11 @@ def _layers(config: PretrainedConfig) -> Iterator[str]:
 def _windows(config: PretrainedConfig) -> Iterator[str]:
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    if others := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
-        yield f"layer_types holds {', '.join(others)}; only full_attention and sliding_attention are supported."
+    supported = {"full_attention", "sliding_attention"}
+    if config.model_type in GATED_DELTA_MODELS:
+        supported.add("linear_attention")
+    if others := sorted(set(types or ()) - supported):
+        yield f"layer_types holds {', '.join(others)}; only {' and '.join(sorted(supported))} are supported."
     if has_windows(config) and config.model_type not in WINDOW_MODELS:
         yield (
             f"sliding_window is {window}; windows are known to be exact for {', '.join(WINDOW_MODELS)}. Choose a model "

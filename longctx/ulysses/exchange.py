@@ -46,10 +46,15 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.group), None
 
 
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[P, ...] -> [P, ...]: slice p goes to rank p; differentiable."""
+    return _AllToAll.apply(x, group)
+
+
 def tokens_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, h, S, D] -> [1, P·h, S/P, D]: all heads, for this rank's tokens."""
     world_size = dist.get_world_size(group)
-    heads = _AllToAll.apply(x[0].unflatten(1, (world_size, -1)).transpose(0, 1), group)  # [P, h, S/P, D] by source
+    heads = all_to_all(x[0].unflatten(1, (world_size, -1)).transpose(0, 1), group)  # [P, h, S/P, D] by source
     return heads.flatten(0, 1)[None]
 
 
@@ -121,7 +126,7 @@ def exchange_attention(
     per_rank = [x.shape[1] // world_size for x in heads]
     # [1, P·n, S/P, D] three times -> one exchange of [P, S/P, n of q, k and v, D]
     fused = torch.cat([x[0].unflatten(0, (world_size, -1)).transpose(1, 2) for x in heads], dim=2)
-    rows = _AllToAll.apply(fused, group).flatten(0, 1)  # [S, n of q, k and v, D]: all tokens, this rank's heads
+    rows = all_to_all(fused, group).flatten(0, 1)  # [S, n of q, k and v, D]: all tokens, this rank's heads
     mine = [x.transpose(0, 1)[None] for x in rows.split(per_rank, dim=1)]
     own_sinks = None if sinks is None else sinks.chunk(world_size)[dist.get_rank(group)]
     return tokens_to_ranks(attend(*mine, scale=scale, sinks=own_sinks), group)
