@@ -1,0 +1,255 @@
+"""The support matrix: which set-ups are held against one process with which features, and how.
+
+To flip a feature once it is built: name what shows it, a run of RUNS or a test elsewhere, in `shown_by`, and write
+docs/support-matrix.md anew with the command in its head. Whether a cell is refused is never declared: resolving its
+flags decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from longctx.shard import complete_position_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A row of issue and table: degrees, backend and engine."""
+
+    processes: int = 2
+    dp: int = 1
+    """Sequences that are trained on at a time: processes / sp."""
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What a launcher's profile adds to the environment."""
+    only_on_gpu: bool = False
+    last_on_gpu: str = "not run yet"
+
+    @property
+    def on_deepspeed(self) -> bool:
+        return "deepspeed" in self.flags or "ACCELERATE_USE_DEEPSPEED" in self.env
+
+
+def _zero(stage: int) -> dict[str, str]:
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    }
+
+
+def _shared(backend: str, sp: int, engine: str) -> tuple[str, ...]:
+    return ("--sp", str(sp), "--sp_backend", backend, "--engine", engine)
+
+
+_ULYSSES = ("--sp", "2", "--sp_backend", "ulysses")
+_HSDP = ("--dp_replicate", "2", "--engine", "fsdp2")
+SETUPS = {
+    "sp 1": Setup(processes=1),
+    "ulysses, ZeRO-3": Setup(flags=_ULYSSES, env=_zero(3)),
+    "ulysses, FSDP2": Setup(flags=_shared("ulysses", 2, "fsdp2")),
+    "ring, FSDP2": Setup(flags=_shared("ring", 2, "fsdp2")),
+    "gather, FSDP2": Setup(flags=_shared("gather", 2, "fsdp2")),
+    "hybrid, FSDP2": Setup(processes=4, flags=_shared("hybrid", 4, "fsdp2")),
+    "ring, ZeRO-3": Setup(flags=_shared("ring", 2, "deepspeed")),
+    "gather, ZeRO-3": Setup(flags=_shared("gather", 2, "deepspeed")),
+    "hybrid, ZeRO-3": Setup(processes=4, flags=_shared("hybrid", 4, "deepspeed")),
+    "ulysses, ZeRO-0": Setup(flags=_ULYSSES, env=_zero(0)),
+    "ulysses, ZeRO-1": Setup(flags=_ULYSSES, env=_zero(1)),
+    "ulysses, ZeRO-2": Setup(flags=_ULYSSES, env=_zero(2)),
+    "dp 2, FSDP1": Setup(dp=2, env={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, only_on_gpu=True),
+    "dp 2, FSDP2": Setup(dp=2, flags=("--engine", "fsdp2")),
+    "dp_replicate 2 x dp_shard 2": Setup(processes=4, dp=4, flags=_HSDP),
+    "dp_replicate 2 x ring 2": Setup(processes=4, dp=2, flags=(*_HSDP, "--sp", "2", "--sp_backend", "ring")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """A run of every set-up that tests/test_support_matrix.py trains and compares with one process."""
+
+    model: str = "GQA"
+    """A folder of `models`."""
+    records: str = "documents"
+    """What the data file holds, as test_support_matrix.RECORDS makes it."""
+    flags: tuple[str, ...] = ("--packing", "True")
+    sequences: int = 4
+    """Rows of an optimizer step, whatever the degrees."""
+    accumulation: int = 1
+    copies: int = 1
+    """Times as many processes as the set-up has; more sequences at a time."""
+
+    def shape_of(self, setup: Setup) -> tuple[int, int]:
+        """(processes, sequences at a time); a set-up that trains on several sequences is not enlarged."""
+        copies = 1 if setup.dp > 1 else self.copies
+        return setup.processes * copies, setup.dp * copies
+
+    def flags_on(self, setup: Setup) -> tuple[str, ...]:
+        batch = self.sequences // (self.shape_of(setup)[1] * self.accumulation)
+        sizes = ("--per_device_train_batch_size", str(batch), "--gradient_accumulation_steps", str(self.accumulation))
+        return (*setup.flags, *self.flags, *sizes)
+
+
+_EPOCHS = ("--max_steps", "-1", "--num_train_epochs", "2", "--train_sampling_strategy", "sequential")
+_PADDED = {
+    "records": "unequal documents",
+    "flags": ("--packing", "False", *_EPOCHS),
+    "sequences": 16,
+    "accumulation": 2,
+}
+_EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "5", "--eval_on_start", "True")
+RUNS = {
+    "packed": TrainingRun(),
+    "padded": TrainingRun(model="MHA", **_PADDED),
+    "data parallel": TrainingRun(**_PADDED, copies=2),
+    "padding-free": TrainingRun(
+        model="MQA",
+        flags=("--packing", "False", "--padding_free", "True", "--gradient_checkpointing", "False"),
+        sequences=16,
+    ),
+    "assistant only": TrainingRun(records="chats", flags=("--packing", "True", "--assistant_only_loss", "True")),
+    "completion only": TrainingRun(
+        records="completions", flags=("--packing", "True", "--completion_only_loss", "True")
+    ),
+    "windows": TrainingRun(model="windows"),
+    "experts": TrainingRun(model="experts"),
+    "sinks": TrainingRun(model="sinks"),
+    "chunked loss": TrainingRun(flags=("--packing", "True", "--loss_type", "chunked_nll")),
+    "label smoothing": TrainingRun(flags=("--packing", "True", "--label_smoothing_factor", "0.1")),
+    "streaming": TrainingRun(flags=("--packing", "True", "--dataset_streaming", "True")),
+    "LoRA": TrainingRun(flags=("--packing", "True", "--use_peft", "True")),
+    "gated delta": TrainingRun(model="gated delta"),
+    "bf16": TrainingRun(flags=("--packing", "True", "--bf16", "True")),
+    "evaluation": TrainingRun(records="documents with a test split", flags=("--packing", "True", *_EVALUATES)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A line of the table."""
+
+    shown_by: str | None = None
+    """A run of RUNS, or the id of a test elsewhere, as pytest prints it; None where nothing shows it."""
+    only: tuple[str, ...] = tuple(SETUPS)
+    """The set-ups that a test elsewhere covers."""
+    model: str = "GQA"
+    flags: tuple[str, ...] = ()
+    """What asks for it, besides the flags of the run."""
+    only_on_gpu: bool = False
+    last_on_gpu: str = "not run yet"
+    """Date and device of the last run that showed it there."""
+    refused_by: Callable[[], str | None] | None = None
+    """Where no flag asks for it: what returns the reason."""
+
+
+def _left_padded_batch() -> str | None:
+    """What every set-up does to a batch before it cuts it; the trainer's own batches are padded on the right."""
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    try:
+        complete_position_ids({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+FEATURES = {
+    "packed": Feature(shown_by="packed"),
+    "padding-free": Feature(shown_by="padding-free"),
+    "right padding": Feature(shown_by="padded"),
+    "left padding, in a batch of one's own": Feature(refused_by=_left_padded_batch),
+    "batch size > 1": Feature(shown_by="padded"),
+    "gradient accumulation, unequal label counts": Feature(shown_by="padded"),
+    "data parallel, unequal label counts": Feature(shown_by="data parallel"),
+    "assistant-only loss": Feature(shown_by="assistant only"),
+    "completion-only loss": Feature(shown_by="completion only"),
+    "label smoothing": Feature(shown_by="label smoothing"),
+    "sdpa (CPU kernel)": Feature(shown_by="packed"),
+    "flash-attn kernels": Feature(only_on_gpu=True, flags=("--attn_implementation", "flash_attention_2")),
+    "MHA": Feature(shown_by="padded"),
+    "GQA": Feature(shown_by="packed"),
+    "MQA, fewer KV heads than sp": Feature(shown_by="padding-free"),
+    "sliding window": Feature(shown_by="windows"),
+    "mixed layer types": Feature(shown_by="windows"),
+    "attention sinks": Feature(shown_by="sinks"),
+    "mixture of experts": Feature(shown_by="experts"),
+    "auxiliary loss of the routers": Feature(
+        model="experts", flags=("--model_init_kwargs", '{"output_router_logits": true}')
+    ),
+    "tied embeddings": Feature(shown_by="packed"),
+    "untied embeddings": Feature(shown_by="padded"),
+    "VLM with text-only data": Feature(model="VLM"),
+    "gated-delta linear attention": Feature(shown_by="gated delta"),
+    "other hybrids: Falcon-H1": Feature(model="Falcon-H1"),
+    "other hybrids: LFM2": Feature(model="LFM2"),
+    "other hybrids: Jamba": Feature(model="Jamba"),
+    "SSM: Mamba": Feature(model="Mamba"),
+    "gradient checkpointing": Feature(shown_by="packed"),
+    "no gradient checkpointing": Feature(shown_by="padding-free"),
+    "fused or chunked cross-entropy": Feature(shown_by="chunked loss"),
+    "Liger kernels": Feature(only_on_gpu=True, flags=("--use_liger_kernel", "True")),
+    "LoRA": Feature(shown_by="LoRA"),
+    "QLoRA": Feature(only_on_gpu=True, flags=("--use_peft", "True", "--load_in_4bit", "True")),
+    "bf16 mixed precision": Feature(shown_by="bf16"),
+    "evaluation": Feature(shown_by="evaluation"),
+    "predict": Feature(shown_by="evaluation"),
+    "gradient clipping": Feature(shown_by="packed"),
+    "learning-rate schedule, steps and epochs": Feature(shown_by="padded"),
+    "streaming data": Feature(shown_by="streaming"),
+}
+assert all(
+    feature.shown_by in RUNS for feature in FEATURES.values() if feature.shown_by and "::" not in feature.shown_by
+)
+
+
+# ------------------------------------------------------------------------------------------------
+# Models
+# ------------------------------------------------------------------------------------------------
+
+_SMALL = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 257,
+    "eos_token_id": 256,
+    "bos_token_id": None,
+    "tie_word_embeddings": True,
+}
+_WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+TRAINED_MODELS = {
+    "GQA": ("qwen3", _SMALL),
+    "MHA": ("qwen3", _SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "MQA": ("qwen3", _SMALL | {"num_key_value_heads": 1}),
+    "windows": ("qwen3", _SMALL | _WINDOWS | {"use_sliding_window": True}),
+    "experts": ("qwen3_moe", _SMALL | _EXPERTS),
+    "sinks": ("gpt_oss", _SMALL | _WINDOWS | _SINKS | _ROPE),
+    "gated delta": ("qwen3_5_text", _SMALL | _GATED_DELTA),
+}
+MODELS = TRAINED_MODELS | {
+    "VLM": ("llava", {}),
+    "Falcon-H1": ("falcon_h1", {}),
+    "LFM2": ("lfm2", {}),
+    "Jamba": ("jamba", {}),
+    "Mamba": ("mamba", {}),
+}
+"""transformers' model type and settings by name; those of TRAINED_MODELS are given weights."""
