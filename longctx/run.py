@@ -236,7 +236,7 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     model = load_model(run.settings["model_name_or_path"], run.model_config)
     if run.settings["use_peft"]:
         model = add_adapter(model, run.settings)
-    loss, grad_norm = single_device_step(model, batches)
+    loss, grad_norm = single_device_step(model, batches, trainer.args.label_smoothing_factor)
     logged = trainer.state.log_history[1]  # after the packing report
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
     return (

@@ -16,7 +16,7 @@ _ACTING_GROUPS = {
         "model_name_or_path model_revision trust_remote_code model_init_kwargs attn_implementation dataset_name "
         "dataset_config dataset_train_split dataset_text_field dataset_num_proc chat_template_path eos_token "
         "pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
-        "completion_only_loss assistant_only_loss use_peft"
+        "completion_only_loss assistant_only_loss label_smoothing_factor use_peft"
     ),
     "evaluation": "eval_on_start eval_strategy",
     "batches": (
@@ -60,7 +60,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "ignore_bias_buffers": (False,),
     "include_num_input_tokens_seen": ("no", False),
     "label_names": (None,),
-    "label_smoothing_factor": (0.0,),
     "liger_kernel_config": (None,),
     "load_best_model_at_end": (False,),
     "load_in_4bit": (False,),
@@ -100,6 +99,28 @@ Optimizers: those that treat every weight alone, since shards know nothing of th
 but its state does not survive ZeRO-3's regrouping: DeepSpeed 0.19.8 ends in an IndexError). Schedules: those
 that follow the step alone. Precision: float16 weights need a scaled loss.
 """
+
+_QUANTIZED = (
+    "bitsandbytes' quantized weights are not compared with one device. Leave it out: --use_peft with --dtype bfloat16 "
+    "trains an adapter on weights that are sharded over all ranks"
+)
+REASONS: Mapping[str, str] = {
+    "dtype": "float16 gradients underflow without a scaled loss, which is not built",
+    "fp16": (
+        "float16 needs a scaled loss and skips the steps that overflow, which is not compared with one device. "
+        "Use --bf16 True, or leave both out for fp32"
+    ),
+    "liger_kernel_config": "it belongs to --use_liger_kernel, which is refused. Leave it out",
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
+    "neftune_noise_alpha": "ranks would draw other noise than one device. Leave it out",
+    "router_aux_loss_coef": "the auxiliary loss depends on all tokens of a step at once. Leave it out",
+    "use_liger_kernel": (
+        "Liger's Triton kernels need a GPU, and are not compared with one device on one yet. Leave it out: the fused "
+        "loss, where Liger saves most memory, is TRL's here, and on"
+    ),
+}
+"""Why, and what to do instead, where there is more to say of a flag in NOT_BUILT than which values are built."""
 
 GIVEN_ELSEWHERE = {
     "deepspeed": "choose the engine with --engine deepspeed or a DeepSpeed profile (--config_file configs/zero3.yaml)",
@@ -162,11 +183,9 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
     for name, allowed in NOT_BUILT.items():
         value = settings.get(name, allowed[0])
         if getattr(value, "value", value) not in allowed:
-            choices = " or ".join(str(choice) for choice in allowed if choice not in (None, "", []))
-            raise ValueError(
-                f"--{name} {value} is refused: its exact meaning under sequence parallelism is not built yet. "
-                f"{f'Use {choices}' if choices else 'Leave it out'}."
-            )
+            raise ValueError(f"--{name} {value} is refused: {_reason(name, allowed)}.")
+    if not 0 <= settings["label_smoothing_factor"] <= 1:
+        raise ValueError(f"--label_smoothing_factor {settings['label_smoothing_factor']} is not between 0 and 1.")
     _check_evaluation(settings)
     ours = {field.name for field in fields(SequenceArguments)}
     known = {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE, *ACTS_WITH}
@@ -181,6 +200,14 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
         if settings[switch] not in values
     }
     return [f"--{name} has no effect {idle[name]}" for name in sorted(flags.explicit & idle.keys())]
+
+
+def _reason(name: str, allowed: tuple[Any, ...]) -> str:
+    """Why the flag's other values are refused, and the way out."""
+    reason = REASONS.get(name, "its exact meaning under sequence parallelism is not built yet")
+    if choices := " or ".join(str(choice) for choice in allowed if choice not in (None, "", [], False)):
+        return f"{reason}. Use {choices}"
+    return reason if name in REASONS else f"{reason}. Leave it out"
 
 
 def _check_evaluation(settings: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from longctx.batch import ShardedBatch
 from longctx.collate import SequenceCollator
+from longctx.loss import TokenOutputs, token_outputs
 from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics, TokenMeans
 from longctx.model import count_parameters, count_trained_parameters
@@ -166,13 +167,17 @@ class SequenceTrainer(SFTTrainer):
             correct=outputs.is_top1,
             entropy=outputs.entropy,
         )
-        loss = self.sequence.reduce(-outputs.log_probs, num_items_in_batch)
+        loss = self.sequence.reduce(outputs.losses, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _forward(self, model, inputs: dict[str, Any]):
-        """(this rank's part of the batch, the model's per-token outputs [1, T/P])"""
+    def _forward(self, model, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
+        """This rank's part of the batch, and what becomes of its tokens."""
         shard = self.sequence.shard(inputs)
-        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, fused_lm_head=True)
+        if smoothing := self.args.label_smoothing_factor:  # of the whole logits, which the fused head never has
+            outputs = token_outputs(model(**shard.inputs).logits, shard.shift_labels, smoothing)
+        else:
+            fused = model(**shard.inputs, shift_labels=shard.shift_labels, fused_lm_head=True)
+            outputs = TokenOutputs(-fused.log_probs, fused.log_probs, fused.entropy, fused.is_top1)
         self._check_shard_length(shard, outputs.log_probs)
         return shard, outputs
 
@@ -244,7 +249,7 @@ class SequenceTrainer(SFTTrainer):
             shard, outputs = self._forward(model, inputs)
         self._token_means.add(
             shift_labels=shard.shift_labels,
-            losses=-outputs.log_probs,
+            losses=outputs.losses,
             correct=outputs.is_top1,
             entropy=outputs.entropy,
         )

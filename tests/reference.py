@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
+from transformers.trainer_pt_utils import LabelSmoother
 
 
-def train_reference(model_folder, documents, *, steps, learning_rate, batches=None, adapt=lambda model: model):
+def train_reference(
+    model_folder, documents, *, steps, learning_rate, batches=None, adapt=lambda model: model, label_smoothing=0.0
+):
     """AdamW on `documents`, a list of (input_ids, labels), all of them in every step.
 
     With `batches`, a list of document lists, step i trains on batches[i]; `adapt` changes the model first. Returns
@@ -19,7 +22,7 @@ def train_reference(model_folder, documents, *, steps, learning_rate, batches=No
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * (1 - step / steps)
-        loss = dense_loss(model, documents if batches is None else batches[step])
+        loss = dense_loss(model, documents if batches is None else batches[step], label_smoothing)
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
@@ -28,9 +31,11 @@ def train_reference(model_folder, documents, *, steps, learning_rate, batches=No
     return losses, norms
 
 
-def dense_loss(model, documents):
+def dense_loss(model, documents, label_smoothing=0.0):
     """Mean cross-entropy over all label tokens of the documents."""
     logits, targets = dense_logits(model, documents)
+    if label_smoothing:
+        return LabelSmoother(label_smoothing)({"logits": logits}, targets)
     return F.cross_entropy(logits, targets, ignore_index=-100)
 
 

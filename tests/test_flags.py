@@ -12,7 +12,7 @@ from trl import ModelConfig, ScriptArguments, SFTConfig
 from longctx.config import DEMO, resolve
 from longctx.flags import SequenceArguments, parse_flags
 from longctx.launch.profile import read_profile
-from longctx.supported import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
+from longctx.supported import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT, REASONS
 from longctx.train import main
 from tests.workers import run_ranks
 
@@ -219,7 +219,6 @@ OTHER_VALUES = {
     "fsdp_config": {"version": 2},
     "include_num_input_tokens_seen": True,
     "label_names": ["labels"],
-    "label_smoothing_factor": 0.5,
     "liger_kernel_config": {"rope": True},
     "loss_type": "dft",
     "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -249,6 +248,21 @@ def test_what_is_not_built_is_refused_by_name(name, capsys, tmp_path):
     assert error.startswith(f"longctx: error: --{name} ")
     assert str(value) in error or name == "debug"  # TRL's parser shows its own enumeration
     assert "Use " in error or "Leave it out" in error or GIVEN_ELSEWHERE.get(name, "?") in error
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_reason_of_ones_own_takes_the_place_of_the_general_one(name, tmp_path):
+    value = OTHER_VALUES.get(name, True)
+    with pytest.raises(ValueError, match=f"--{name} .* is refused: ") as refusal:
+        resolved("--config", write(tmp_path, yaml.safe_dump({name: value})))
+    assert REASONS[name] in str(refusal.value)
+    assert "not built yet" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("factor", ["-0.1", "1.5"])
+def test_smoothing_is_a_part(factor):
+    with pytest.raises(ValueError, match=f"--label_smoothing_factor {factor} is not between 0 and 1"):
+        resolved("--label_smoothing_factor", factor)
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)

@@ -164,7 +164,7 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
     def step(*, autocast: bool) -> tuple[float, float, Gradients]:
         model.zero_grad()
         with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
-            loss, norm = single_device_step(model, on_device)
+            loss, norm = single_device_step(model, on_device, trainer.args.label_smoothing_factor)
         gradients = {
             name: (torch.zeros_like(p) if p.grad is None else p.grad).cpu().float()
             for name, p in model.named_parameters()

@@ -14,7 +14,9 @@ from longctx.data import IGNORE_INDEX
 from longctx.shard import complete_position_ids
 
 
-def single_device_step(model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, float]:
+def single_device_step(
+    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], label_smoothing: float = 0.0
+) -> tuple[float, float]:
     """Loss and gradient norm of one optimizer step on one device.
 
     Args:
@@ -32,7 +34,10 @@ def single_device_step(model: PreTrainedModel, batches: Sequence[Mapping[str, Te
         if not (labels[1:] != IGNORE_INDEX).any():
             continue
         logits = model(input_ids=input_ids[None], use_cache=False).logits[0, :-1].float()
-        loss = F.cross_entropy(logits, labels[1:], ignore_index=IGNORE_INDEX, reduction="sum") / num_label_tokens
+        loss = F.cross_entropy(
+            logits, labels[1:], ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing
+        )
+        loss = loss / num_label_tokens
         loss.backward()
         total += loss.item()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
