@@ -5,14 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from longctx.attention.choice import choose_backend
+from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.attention.support import GATED_DELTA_MODELS
+from longctx.tiny import tiny_tokenizer
 from longctx.train import main
 from longctx.ulysses.gated_delta import _convolve_documents
+from tests.reference import train_reference
 from tests.test_models import LINEAR, SMALL
+from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
 
 def setup_of(config, sp):
@@ -65,8 +71,6 @@ def test_key_heads_that_do_not_fit():
 
 
 def test_auto_takes_ulysses_or_says_why_not():
-    from longctx.attention.choice import Documents
-
     documents = Documents(rows=[np.array([64])], source="one document")
     choice = choose_backend("auto", setup_of(hybrid_config(), 2), documents)
     assert choice.name == "ulysses"
@@ -94,3 +98,38 @@ def test_convolution_starts_afresh_in_every_document(lengths):
     actual.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(together.grad, apart.grad, rtol=1e-12, atol=1e-12)
+
+
+def documents_loss(model, documents, label_smoothing=0.0):
+    """Mean over all label tokens; stock transformers, which sees one document at a time."""
+    assert label_smoothing == 0
+    total, count = torch.zeros(()), 0
+    for ids, labels in documents:
+        targets = torch.tensor([*labels[1:], -100])
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+        total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        count += int((targets != -100).sum())
+    return total / count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_training_gated_delta_layers_equals_one_process(engine, tmp_path, monkeypatch, parity_table):
+    """Packed and padded rows, with and without checkpointing, five AdamW steps on ZeRO-3 and FSDP2."""
+    monkeypatch.setattr("tests.reference.dense_loss", documents_loss)
+    config = hybrid_config("qwen3_5_text", vocab_size=260, hidden_size=48, rope_parameters=PARTIAL_ROPE, head_dim=16)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    cases, references = {}, {}
+    for shape, checkpointing in (("packed", "False"), ("packed", "True"), ("padded", "False")):
+        lengths, flags = SHAPES[shape]
+        case = f"ulysses sp 2, {engine}, gated delta, {shape}, checkpointing {checkpointing}"
+        documents = make_documents(lengths)
+        data = write_jsonl(tmp_path / f"{shape}.jsonl", documents)
+        cases[case] = [*COMMON, *flags, "--sp", "2", "--sp_backend", "ulysses", "--engine", engine]
+        cases[case] += ["--gradient_checkpointing", checkpointing, "--dataset_name", data]
+        cases[case] += ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+        references[case] = train_reference(tmp_path / "model", documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    for case, results in run_ranks(2, "tests.test_training:run_cases", cases)[0].items():
+        check(results, references[case], case, "torchrun", parity_table)

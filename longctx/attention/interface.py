@@ -84,9 +84,16 @@ def install(model: PreTrainedModel, *, selective_checkpointing: bool) -> None:
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
     install_gated_delta(model)
+    _name_present_layers(model)
     if selective_checkpointing:
         set_checkpointing = model._set_gradient_checkpointing
         model._set_gradient_checkpointing = partial(_set_selective, set_checkpointing)
+
+
+def _name_present_layers(model: PreTrainedModel) -> None:
+    """FSDP shards by these classes, all of which accelerate must find; Qwen3.5's text model names vision layers too."""
+    present = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = [name for name in model._no_split_modules or () if name in present]
 
 
 def _set_selective(
