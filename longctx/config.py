@@ -70,6 +70,20 @@ KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flas
 """Transformers' names, and hub kernels besides: all ask for attention that keeps packed documents apart, which the
 kernel that is chosen and printed does."""
 
+_NO_EPOCHS = "the length of a stream is not known, so neither are its epochs"
+_REFUSED_IN_STREAMS = {
+    "balance_packs": (True, "packs are balanced over windows of the whole data set, and of a stream few are known"),
+    "eval_strategy": ("epoch", _NO_EPOCHS),
+    "logging_strategy": ("epoch", _NO_EPOCHS),
+    "prepare_only": (True, "a stream is tokenised and packed as it is read"),
+    "save_strategy": ("epoch", _NO_EPOCHS),
+    "shuffle_dataset": (True, "a stream is read in order"),
+}
+"""Values that need the whole data set or its length, and why."""
+
+_IDLE_IN_STREAMS = ("data_seed", "dataset_num_proc", "num_train_epochs", "train_sampling_strategy")
+"""Flags about the order of a data set, its epochs or its cache."""
+
 _OWN_FLAGS = {
     "attn_implementation": "attn_implementation",
     "dtype": "dtype",
@@ -184,6 +198,8 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     notes: list[str] = []
     notes += check_supported(flags, settings)
     _check_values(settings)
+    if settings["dataset_streaming"]:
+        notes += _take_streaming(flags, settings)
     model_config = _model_config(settings)
     sp, wanted_backend = _degrees(flags, profile)
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
@@ -307,6 +323,36 @@ def _check_values(settings: Mapping[str, Any]) -> None:
     kernel = settings["attn_implementation"]
     if kernel is not None and kernel not in KERNEL_NAMES and "/" not in kernel:
         raise ValueError(f"--attn_implementation {kernel} is unknown. Use one of {', '.join(KERNEL_NAMES)}.")
+
+
+def _take_streaming(flags: Flags, settings: dict[str, Any]) -> list[str]:
+    """Notes on what a stream does otherwise.
+
+    Raises:
+        ValueError: for what needs the whole data set, or its length.
+    """
+    if settings["max_steps"] <= 0:
+        raise ValueError(
+            f"--dataset_streaming True with --max_steps {settings['max_steps']}: nobody knows how many steps a stream "
+            "has. Add --max_steps N; where the data set ends before, it is read again from its start."
+        )
+    settings["balance_packs"] = flags.balance_packs if "balance_packs" in flags.explicit else False
+    for name, (value, reason) in _REFUSED_IN_STREAMS.items():
+        if getattr(settings[name], "value", settings[name]) == value:
+            remedy = f"Use --{name} steps" if value == "epoch" else f"Leave out --{name}"
+            raise ValueError(
+                f"--{name} {value} with --dataset_streaming True: {reason}. {remedy}, or leave out --dataset_streaming."
+            )
+    if settings["packing"] and settings["packing_strategy"] != "bfd":
+        raise ValueError(
+            f"--packing_strategy {settings['packing_strategy']} with --dataset_streaming True: documents of a stream "
+            "are packed as they come, whole. Leave it out, and use --overlong split for documents longer than a row."
+        )
+    return [
+        "streaming: documents come in the order of the data set, and nothing is shuffled; the data set is read again "
+        "from its start for as long as --max_steps says",
+        *(f"--{name} has no effect on a stream" for name in _IDLE_IN_STREAMS if name in flags.explicit),
+    ]
 
 
 def _model_config(settings: Mapping[str, Any]) -> PretrainedConfig:

@@ -5,20 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.attention.support import head_size, num_heads
-from longctx.data import DataError, document_lengths, load_records, record_place, tokenize_records, with_place
+from longctx.data import (
+    DataError,
+    DocumentStream,
+    document_lengths,
+    load_records,
+    record_place,
+    stream_records,
+    tokenize_records,
+    tokenize_stream,
+    with_place,
+)
 from longctx.data.cache import cache_key
-from longctx.packing import PackedDataset, PackingReport, load_plan, pack_costs, plan_packing, save_plan
-from longctx.turns import first_rank_first
+from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan
+from longctx.turns import first_rank_first, together
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +51,37 @@ class TrainingRows:
     """The rows of the evaluation split, in data set order; None without --eval_strategy."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamedRows:
+    """The same with --dataset_streaming: what is read, tokenised and packed while the trainer asks for it."""
+
+    documents: IterableDataset
+    rows: PackedStream
+    report: None = None
+    """The rows count documents and tokens as they are read."""
+    costs: None = None
+    evaluation: TrainingRows | None = None
+    """Of the whole split, which is read once, into memory."""
+
+
 def prepare_rows(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> TrainingRows:
-    """Load, tokenise and pack; rank 0 first, the others then read its cache.
+) -> TrainingRows | StreamedRows:
+    """Load, tokenise and pack; rank 0 first, the others then read its cache. Of a stream no more than its start.
 
     Raises:
         ValueError: for data that cannot be read or trained on as asked, with file and record.
     """
+    if settings["dataset_streaming"]:  # nothing is kept for others to find
+        return together(lambda: _prepare(settings, tokenizer, model_config))
     return first_rank_first(lambda: _prepare(settings, tokenizer, model_config), cache_folder())
 
 
 def _prepare(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> TrainingRows:
-    training = _rows_of_split(settings, tokenizer, model_config)
+) -> TrainingRows | StreamedRows:
+    prepare_split = _stream_of_split if settings["dataset_streaming"] else _rows_of_split
+    training: TrainingRows | StreamedRows = prepare_split(settings, tokenizer, model_config)
     if settings["eval_strategy"] == "no":
         return training
     evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
@@ -80,26 +108,10 @@ def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _rows_of_split(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> TrainingRows:
-    where = {
-        "dataset_name": settings["dataset_name"],
-        "config": settings["dataset_config"],
-        "split": settings["dataset_train_split"],
-        "text_field": settings["dataset_text_field"],
-    }
-    template = settings["chat_template_path"]
-    try:
-        documents = tokenize_records(
-            load_records(**where),
-            tokenizer,
-            text_field=settings["dataset_text_field"],
-            completion_only_loss=settings["completion_only_loss"],
-            assistant_only_loss=settings["assistant_only_loss"],
-            chat_template=Path(template).read_text() if template else None,
-            num_proc=settings["dataset_num_proc"],
-            vocab_size=model_config.get_text_config().vocab_size,
-        )
-    except DataError as error:
-        raise with_place(error, lambda record: record_place(record, **where)) from error
+    if settings["dataset_streaming"]:  # read once, into memory
+        documents = Dataset(pa.concat_tables(_document_stream(settings, tokenizer, model_config).tables()))
+    else:
+        documents = _documents(settings, tokenizer, model_config)
     if settings["shuffle_dataset"]:
         documents = documents.shuffle(seed=settings["seed"])
     lengths = document_lengths(documents)
@@ -107,6 +119,68 @@ def _rows_of_split(
     balances = settings["packing"] and settings["balance_packs"]
     costs = pack_costs(rows.packing, lengths, linear_cost(model_config)) if balances else None
     return TrainingRows(documents=documents, rows=rows, report=report, costs=costs)
+
+
+def _documents(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> Dataset:
+    where = _where(settings)
+    try:
+        return tokenize_records(
+            load_records(**where),
+            tokenizer,
+            num_proc=settings["dataset_num_proc"],
+            **_encoding(settings, model_config),
+        )
+    except DataError as error:
+        raise with_place(error, lambda record: record_place(record, **where)) from error
+
+
+def _stream_of_split(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> StreamedRows:
+    stream = _document_stream(settings, tokenizer, model_config)
+    rows = PackedStream(
+        stream,
+        settings["max_length"],
+        overlong=settings["overlong"],
+        strategy="stream" if settings["packing"] else "none",
+    )
+    return StreamedRows(documents=IterableDataset.from_generator(stream.__iter__), rows=rows)
+
+
+def _document_stream(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> DocumentStream:
+    where = _where(settings)
+    return tokenize_stream(
+        stream_records(**where),
+        tokenizer,
+        place=partial(record_place, **where),
+        **_encoding(settings, model_config),
+    )
+
+
+def _where(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords that name a split of a data set."""
+    return {
+        "dataset_name": settings["dataset_name"],
+        "config": settings["dataset_config"],
+        "split": settings["dataset_train_split"],
+        "text_field": settings["dataset_text_field"],
+    }
+
+
+def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> dict[str, Any]:
+    """Keywords that say how records become tokens."""
+    template = settings["chat_template_path"]
+    return {
+        "text_field": settings["dataset_text_field"],
+        "completion_only_loss": settings["completion_only_loss"],
+        "assistant_only_loss": settings["assistant_only_loss"],
+        "chat_template": Path(template).read_text() if template else None,
+        "vocab_size": model_config.get_text_config().vocab_size,
+    }
 
 
 def linear_cost(config: PretrainedConfig) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from longctx.config import Run
 from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
 from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
-from longctx.rows import TrainingRows, prepare_rows
+from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.trainer import SequenceTrainer
 from longctx.turns import together
 from longctx.verify import single_device_step
@@ -38,7 +39,7 @@ class PreparedRun:
     run: Run
     args: SFTConfig
     tokenizer: PreTrainedTokenizerBase
-    data: TrainingRows
+    data: TrainingRows | StreamedRows
 
 
 def prepare(run: Run) -> PreparedRun:
@@ -62,9 +63,12 @@ def prepare(run: Run) -> PreparedRun:
     return PreparedRun(run=_with_data(run, args, data), args=args, tokenizer=tokenizer, data=data)
 
 
-def _with_data(run: Run, args: SFTConfig, data: TrainingRows) -> Run:
-    """The run with its backend modelled, and chosen where it is `auto`, by the packs there are. Rank 0 decides."""
-    if run.dims.sp == 1 or not len(data.rows):
+def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:
+    """The run with its backend modelled, and chosen where it is `auto`, by the packs there are. Rank 0 decides.
+
+    Of a stream none are known, and the choice stays.
+    """
+    if run.dims.sp == 1 or isinstance(data, StreamedRows) or not len(data.rows):
         return run
     setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
     decided = [run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None]
@@ -89,7 +93,9 @@ def prepare_data(run: Run) -> TrainingRows:
     Raises:
         ValueError: for data that cannot be trained on as asked.
     """
-    return prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
+    data = prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
+    assert isinstance(data, TrainingRows), "--prepare_only is refused for a stream"
+    return data
 
 
 def _tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) -> PreTrainedTokenizerBase:
@@ -171,6 +177,9 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     if is_first:
         print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
     trainer.train()
+    if is_first and trainer.stream_read is not None:
+        read = trainer.stream_read
+        print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
     trainer.save_state()
     _save_whole_model(trainer)
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
@@ -214,7 +223,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
     return [
-        f"packing   {prepared.data.report}",
+        f"packing   {prepared.data.report or 'as the stream is read; the counts come at the end of the run'}",
         *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
         f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "
         f"sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
@@ -226,8 +235,8 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
 
 def first_step_batches(trainer: SequenceTrainer, dp_rank: int) -> list[dict[str, torch.Tensor]]:
     """The micro-batches that data-parallel rank `dp_rank` sees in the first optimizer step, uncut."""
-    steps = zip(range(trainer.args.gradient_accumulation_steps), trainer.step_sampler(dp_rank), strict=False)
-    return [trainer.data_collator(trainer.rows.__getitems__(rows)) for _, rows in steps if rows]
+    step = islice(trainer.micro_batches(dp_rank), trainer.args.gradient_accumulation_steps)
+    return [trainer.data_collator(rows) for rows in step if rows]
 
 
 def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:

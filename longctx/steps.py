@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
-from longctx.packing import balanced_order, shuffled_order, spread_step
+from longctx.data import DataError
+from longctx.packing import PackedStream, PackingReport, balanced_order, shuffled_order, spread_step
 
 
 class StepSampler(Sampler[list[int]]):
@@ -100,3 +103,80 @@ class StepLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of every epoch."""
         self.batch_sampler.epoch = epoch
+
+
+class MicroBatch(NamedTuple):
+    """What one rank reads of a stream at a time."""
+
+    rows: list[dict[str, NDArray[Any]]]
+    """None where others have some left: such a rank feeds padding."""
+    report: PackingReport
+    """What became of the documents read until the end of this step, or in the first pass if that has ended."""
+    passes: int
+    """Times that the stream was begun."""
+
+
+class StepStream(IterableDataset):
+    """Micro-batches of one data-parallel rank from a stream of rows, for a DataLoader without batches of its own.
+
+    An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of `PackedStream.rows()`, spread
+    as `StepSampler` spreads them in order: its rows do not depend on the layout, and every row is in one micro-batch
+    of one data-parallel rank. Where the stream ends it is read again from its start, for as long as somebody asks; a
+    pass's last step takes the rows that are left, and its other micro-batches are empty.
+
+    Every process reads and tokenises all documents, for each worker of a DataLoader once; workers deal out the
+    micro-batches, and change none. So one worker takes the reading off the training process; more save no time.
+
+    Args:
+        stream: of rows, whole (`num_ranks` 1).
+        drop_last: leave out a pass's last step if it is not full.
+    """
+
+    def __init__(
+        self,
+        stream: PackedStream,
+        *,
+        micro_batch_size: int,
+        accumulation_steps: int,
+        dp: int,
+        dp_rank: int,
+        drop_last: bool = False,
+    ):
+        self.stream, self.drop_last = stream, drop_last
+        self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+        self.dp, self.dp_rank = dp, dp_rank
+        self.rows_per_step = micro_batch_size * dp * accumulation_steps
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """
+        Raises:
+            DataError: as the stream; and where a pass has no rows for a step.
+        """
+        worker = get_worker_info()
+        mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return islice(self._micro_batches(), mine, None, workers)
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        passes, first_pass = 1, None
+        while True:
+            rows, num_steps = self.stream.rows(), 0
+            while step := self._next_step(rows):
+                num_steps += 1
+                yield from (MicroBatch(mine, first_pass or self.stream.report, passes) for mine in step)
+            if not num_steps:
+                raise DataError(
+                    f"the stream has no row for a step of {self.rows_per_step}: {self.stream.report}. "
+                    "Look at --overlong and --dataloader_drop_last."
+                )
+            passes, first_pass = passes + 1, first_pass or self.stream.report
+
+    def _next_step(self, rows: Iterator[dict[str, NDArray[Any]]]) -> list[list[dict[str, NDArray[Any]]]] | None:
+        """This rank's rows of each micro-batch; None after the last step. Of the others' rows none is kept."""
+        mine: list[list[dict[str, NDArray[Any]]]] = [[] for _ in range(self.accumulation_steps)]
+        num_rows = 0
+        for place, row in enumerate(islice(rows, self.rows_per_step)):
+            micro_batch, place = divmod(place, self.micro_batch_size * self.dp)
+            if place // self.micro_batch_size == self.dp_rank:
+                mine[micro_batch].append(row)
+            num_rows += 1
+        return None if num_rows < (self.rows_per_step if self.drop_last else 1) else mine

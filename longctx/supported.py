@@ -14,11 +14,11 @@ from longctx.flags import Flags, SequenceArguments
 _ACTING_GROUPS = {
     "model and data": (
         "model_name_or_path model_revision trust_remote_code model_init_kwargs attn_implementation dataset_name "
-        "dataset_config dataset_train_split dataset_text_field dataset_num_proc chat_template_path eos_token "
-        "pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
+        "dataset_config dataset_streaming dataset_train_split dataset_text_field dataset_num_proc chat_template_path "
+        "eos_token pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
         "completion_only_loss assistant_only_loss label_smoothing_factor use_peft"
     ),
-    "evaluation": "eval_on_start eval_strategy",
+    "evaluation": "eval_on_start eval_strategy load_best_model_at_end metric_for_best_model",
     "batches": (
         "per_device_train_batch_size gradient_accumulation_steps dataloader_drop_last dataloader_num_workers "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context seed data_seed"
@@ -49,7 +49,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "bf16_full_eval": (False,),
     "dataloader_in_order": (True,),
     "dataset_kwargs": (None,),
-    "dataset_streaming": (False,),
     "ddp_backend": (None,),
     "debug": (None, "", []),
     "do_predict": (False,),

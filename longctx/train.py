@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
         return spawn(run.dims.world_size, arguments)
 
+    from longctx.data import DataError
     from longctx.run import finish, fit, load, prepare
     from longctx.turns import RefusedTogether, leave_together
 
@@ -57,7 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR
-    fit(prepared, model)
+    try:
+        fit(prepared, model)
+    except DataError as error:  # of a stream, which every rank reads: all meet it in the same step
+        if os.environ.get("RANK", "0") == "0":
+            refuse(error)
+        leave_together()
+        return USAGE_ERROR
     finish()
     return 0
 

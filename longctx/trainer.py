@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PredictionOutput, speed_metrics
@@ -24,10 +26,10 @@ from longctx.loss import TokenOutputs, token_outputs
 from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics, TokenMeans
 from longctx.model import count_parameters, count_trained_parameters
-from longctx.packing import PackedDataset, PackingReport
+from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.shard import complete_position_ids, plan_batch
-from longctx.steps import StepLoader, StepSampler
+from longctx.steps import MicroBatch, StepLoader, StepSampler, StepStream
 
 
 class SequenceTrainer(SFTTrainer):
@@ -36,11 +38,12 @@ class SequenceTrainer(SFTTrainer):
     Args:
         model: after `longctx.parallelize`.
         sequence: the second result of `longctx.parallelize`.
-        rows: packs or single documents, in data set order.
+        rows: packs or single documents, in data set order; or a stream of them, which needs `args.max_steps`.
         collator: pads to a multiple of `sequence.dims.multiple`.
         documents: the tokenised documents that `rows` are cut from.
         costs: modelled cost of each row, to balance data-parallel ranks by; None shuffles rows alone.
-        report: what became of every document and token, for the first entry of the log's history.
+        report: what became of every document and token, for the first entry of the log's history; a stream's is kept
+            there as it grows.
         eval_rows: packs or single documents to evaluate on.
     """
 
@@ -54,9 +57,9 @@ class SequenceTrainer(SFTTrainer):
         args: SFTConfig,
         *,
         sequence: SequenceParallel,
-        rows: PackedDataset,
+        rows: PackedDataset | PackedStream,
         collator: SequenceCollator,
-        documents: Dataset,
+        documents: Dataset | IterableDataset,
         processing_class: PreTrainedTokenizerBase,
         costs: NDArray[np.floating] | None = None,
         report: PackingReport | None = None,
@@ -85,12 +88,17 @@ class SequenceTrainer(SFTTrainer):
         )
         _keep_sums_in_fp32(self.accelerator)
         _keep_layers_apart(self.accelerator)
-        self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
+        self.stream_read: MicroBatch | None = None
+        if isinstance(rows, PackedStream):
+            self.add_callback(_StreamEntry(self))
+        else:
+            self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
         if report is not None:
             self.add_callback(_PackingEntry(report))
 
     def step_sampler(self, dp_rank: int) -> StepSampler:
         """The row numbers that data-parallel rank `dp_rank` reads."""
+        assert not isinstance(self.rows, PackedStream), "rows of a stream have no numbers"
         args = self.args
         seed = args.seed if args.data_seed is None else args.data_seed
         return StepSampler(
@@ -104,23 +112,43 @@ class SequenceTrainer(SFTTrainer):
             drop_last=args.dataloader_drop_last,
         )
 
-    def get_train_dataloader(self) -> StepLoader:
-        sampler = self.step_sampler(self.sequence.dims.dp_rank(self.sequence.rank))
-        return self._loader(self.rows, sampler, persistent_workers=self.args.dataloader_persistent_workers)
-
-    def _loader(
-        self, rows: PackedDataset | Dataset, sampler: StepSampler, *, persistent_workers: bool = False
-    ) -> StepLoader:
-        args = self.args
-        return StepLoader(
-            cast(TorchDataset, rows),  # a map-style data set by protocol; packing does not know torch
-            batch_sampler=sampler,
-            collate_fn=self.data_collator,
-            num_workers=args.dataloader_num_workers,
-            persistent_workers=persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
+    def step_stream(self, dp_rank: int) -> StepStream:
+        """The rows that data-parallel rank `dp_rank` reads of a stream."""
+        assert isinstance(self.rows, PackedStream), "rows that are no stream have a step_sampler"
+        return StepStream(
+            self.rows,
+            micro_batch_size=self._train_batch_size,
+            accumulation_steps=self.args.gradient_accumulation_steps,
+            dp=self.sequence.dims.dp,
+            dp_rank=dp_rank,
+            drop_last=self.args.dataloader_drop_last,
         )
+
+    def micro_batches(self, dp_rank: int) -> Iterator[list[dict[str, NDArray[Any]]]]:
+        """The rows of each micro-batch that data-parallel rank `dp_rank` reads; [] where only others have some."""
+        if isinstance(self.rows, PackedStream):
+            return (micro_batch.rows for micro_batch in self.step_stream(dp_rank))
+        return map(self.rows.__getitems__, self.step_sampler(dp_rank))
+
+    def get_train_dataloader(self) -> DataLoader:
+        dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
+        options = self._worker_options() | {"persistent_workers": self.args.dataloader_persistent_workers}
+        if isinstance(self.rows, PackedStream):
+            collator: Any = _StreamCollator(self.data_collator)  # of one micro-batch, not of a list
+            return DataLoader(self.step_stream(dp_rank), batch_size=None, collate_fn=collator, **options)
+        return self._loader(self.rows, self.step_sampler(dp_rank), **options)
+
+    def _worker_options(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            "num_workers": args.dataloader_num_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "multiprocessing_context": args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
+        }
+
+    def _loader(self, rows: PackedDataset | Dataset, sampler: StepSampler, **options: Any) -> StepLoader:
+        # A map-style data set by protocol; packing does not know torch.
+        return StepLoader(cast(TorchDataset, rows), batch_sampler=sampler, collate_fn=self.data_collator, **options)
 
     def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
         """Each row once, in order, dealt over the data-parallel ranks; a rank without rows left feeds padding."""
@@ -134,7 +162,7 @@ class SequenceTrainer(SFTTrainer):
             dp_rank=dims.dp_rank(self.sequence.rank),
             seed=None,
         )
-        return self._loader(rows, sampler)
+        return self._loader(rows, sampler, **self._worker_options())
 
     def _rows_to_evaluate(self, rows: PackedDataset | Dataset | None) -> PackedDataset | Dataset:
         rows = self.eval_dataset if rows is None else rows
@@ -159,6 +187,7 @@ class SequenceTrainer(SFTTrainer):
         return inputs  # cut on the CPU first; only this rank's part goes to the device
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.stream_read = inputs.pop("stream_read", self.stream_read)
         shard, outputs = self._forward(model, inputs)
         self.step_metrics.add(
             layout=shard.layout,
@@ -325,6 +354,19 @@ class _PackingEntry(TrainerCallback):
             state.log_history.append({"step": state.global_step, "packing": self.report})
 
 
+class _StreamEntry(TrainerCallback):
+    """The same for a stream, of what has been read up to this step."""
+
+    def __init__(self, trainer: SequenceTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        read, history = self.trainer.stream_read, state.log_history
+        assert read is not None, "a step has read something"
+        packing = read.report.to_dict() | {"passes": read.passes}
+        history[:] = [{"step": state.global_step, "packing": packing}, *(e for e in history if "packing" not in e)]
+
+
 def _keep_sums_in_fp32(accelerator: Accelerator) -> None:
     """FSDP2 under bf16: per-token losses come out as computed, and gradients add up over micro-batches in fp32.
 
@@ -368,6 +410,16 @@ class _PlanningCollator:
         layout = plan_batch(complete_position_ids(batch), self.dims, self.dims.sp_rank(self.rank))
         lengths = [len(row["input_ids"]) for row in rows]
         return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
+
+
+class _StreamCollator:
+    """Hands on what has been read of the stream as `stream_read`, from a data loader's worker too."""
+
+    def __init__(self, collator: _PlanningCollator):
+        self.collator = collator
+
+    def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return self.collator(micro_batch.rows) | {"stream_read": micro_batch._replace(rows=[])}
 
 
 def _without_data_preparation(args: SFTConfig) -> SFTConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
+from torch.utils.data import DataLoader
 
 import longctx.data.json_records
 import longctx.data.text_files
@@ -23,7 +27,9 @@ from longctx.data import (
     load_records,
     record_place,
     stdlib_files,
+    stream_records,
     tokenize_records,
+    tokenize_stream,
     with_place,
 )
 from longctx.tiny import tiny_model, tiny_tokenizer
@@ -669,6 +675,129 @@ def test_transforms_and_streams_are_refused(tokenizer) -> None:
     source = Dataset.from_dict({"text": TEXTS})
     assert "with_transform" in _tokenize_error(source.with_transform(lambda batch: batch), tokenizer)
     assert "IterableDataset" in _tokenize_error(source.to_iterable_dataset(), tokenizer)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Streams
+# ----------------------------------------------------------------------------------------------------
+
+
+def _stream(path, tokenizer, *, split="train", **options):
+    where = {"dataset_name": str(path), "split": split}
+    return tokenize_stream(stream_records(**where), tokenizer, place=partial(record_place, **where), **options)
+
+
+def _lists(documents) -> list[dict[str, list[int]]]:
+    return [{name: [int(token) for token in tokens] for name, tokens in document.items()} for document in documents]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow", ""])
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_gives_the_documents_of_the_data_set(name, suffix, tmp_path, tokenizer) -> None:
+    records, options = CASES[name]
+    path = tmp_path / f"records{suffix}"
+    if suffix == ".jsonl":
+        _write_lines(path, records)
+    elif suffix == ".parquet":
+        Dataset.from_list(records).to_parquet(path)
+    elif suffix == ".arrow":
+        table = Dataset.from_list(records).data.table
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        Dataset.from_list(records).save_to_disk(path)
+    documents = _stream(path, tokenizer, vocab_size=VOCAB_SIZE, **options)
+    expected = tokenize_records(load_records(str(path)), tokenizer, **options)
+    assert _lists(documents) == _lists(expected)
+    assert _lists(documents) == _lists(expected)  # from the start again
+
+
+def test_text_files_and_splits_stream(tmp_path, tokenizer) -> None:
+    texts, folder = tmp_path / "texts", tmp_path / "splits"
+    texts.mkdir()
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (texts / f"{number}.txt").write_text(text)
+    expected = _lists(tokenize_records(load_records(str(texts)), tokenizer))
+    assert _lists(_stream(texts, tokenizer)) == expected
+    _write_lines(folder / "train.jsonl", [{"text": text} for text in TEXTS])
+    _write_lines(folder / "test.jsonl", [{"text": TEXTS[1]}])
+    assert _lists(_stream(folder, tokenizer, split="test")) == expected[1:2]
+    assert "no split 'dev'; available: test, train" in _error(_stream, folder, tokenizer, split="dev")
+    for split in ("train[:2]", "train+test"):
+        assert "a stream is read as a whole" in _error(_stream, folder, tokenizer, split=split)
+
+
+def test_a_stream_reads_what_it_is_asked_for_and_writes_nothing(tmp_path, tokenizer) -> None:
+    path = tmp_path / "records.jsonl"
+    _write_lines(path, [{"text": str(number)} for number in range(1000)])
+    with path.open("a") as file:
+        file.write("no JSON")
+    documents = _stream(path, tokenizer)
+    assert len(list(islice(documents, 700))) == 700
+    assert f"{path}:1001: malformed JSON" in _error(list, documents)
+    assert not any((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_every_worker_of_a_loader_reads_the_whole_stream(tmp_path, tokenizer) -> None:
+    """What datasets deals out to workers by itself would be missed by PackedStream, which deals out rows."""
+    for number in range(4):
+        pq.write_table(pa.table({"text": [f"{number} {n}" for n in range(9)]}), tmp_path / f"{number}.parquet")
+    documents = _stream(f"{tmp_path}/*.parquet", tokenizer)
+    expected = _lists(documents)
+    assert len(expected) == 36
+    loader = DataLoader(_OfTorch(documents), batch_size=None, num_workers=2, collate_fn=_lists)
+    read = [document for documents in loader for document in documents]
+    for worker in range(2):
+        assert read[worker::2] == expected
+
+
+class _OfTorch(torch.utils.data.IterableDataset):
+    def __init__(self, documents):
+        self.documents = documents
+
+    def __iter__(self):
+        return ([document] for document in self.documents)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, VOCAB_SIZE]}], ":2: 'input_ids' holds the token id 272"),
+        ([{"input_ids": [1, 2]}, {"input_ids": []}], ":2: 'input_ids' is empty"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1]}], ":2: 'labels' has 1 entries"),
+        ([{"messages": CHATS[0]}, {"messages": []}], ":2: 'messages' is []"),
+        ([{"text": "a"}, {"text": 3}], ":2: 'text' is int"),
+        ([{"text": "a"}, {"prompt": "a", "completion": "b"}], ":2: mixed kinds"),
+        ([{"input_ids": [1, 2], "labels": [1, -100]}], "no token to train on in 1 documents with 2 tokens"),
+    ],
+)
+def test_a_bad_record_of_a_stream_is_named(records, words, tmp_path, tokenizer) -> None:
+    path = _write_lines(tmp_path / "records.jsonl", records)
+    assert words in _error(list, _stream(path, tokenizer, vocab_size=VOCAB_SIZE))
+
+
+def test_files_that_do_not_fit_together_end_a_stream(tmp_path, tokenizer) -> None:
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"text": TEXTS, "more": [1, 2, 3]}), tmp_path / "1.parquet")
+    files = f"{tmp_path}/*.parquet"
+    assert "the stream, after 0 records: not readable as one data set" in _error(list, _stream(files, tokenizer))
+    assert "not readable as one data set" in _load_error(files)
+
+
+def test_a_stream_from_the_hub_is_asked_for(monkeypatch, tokenizer) -> None:
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=2)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    documents = tokenize_stream(stream_records("owner/name", config="en", split="test"), tokenizer)
+    assert asked == [(("owner/name", "en"), {"split": "test", "streaming": True})]
+    assert _lists(documents) == _lists(tokenize_records(Dataset.from_dict({"text": TEXTS}), tokenizer))
+    monkeypatch.undo()
+    assert "without a connection, give a local one" in _error(stream_records, "owner/name")
 
 
 # ----------------------------------------------------------------------------------------------------

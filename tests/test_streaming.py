@@ -16,6 +16,7 @@ from longctx.collate import SequenceCollator
 from longctx.data import DataError
 from longctx.packing import PackedDataset, PackedStream, pack
 from longctx.packing.lookahead import LookAhead
+from longctx.steps import StepSampler, StepStream
 
 STREAMS = st.tuples(
     st.lists(st.integers(0, 70), max_size=60),  # lengths
@@ -264,6 +265,77 @@ def test_a_stateful_loader_resumes_its_workers(num_workers, shards):
     assert rows + ids_of(second) == expected
 
 
+@settings(max_examples=80, deadline=None)
+@given(STREAMS, st.booleans())
+def test_without_packing_every_piece_is_a_row_in_order(stream, split):
+    lengths, capacity, _ = stream
+    rows = PackedStream(make_documents(lengths), capacity, overlong="split" if split else "drop", strategy="none")
+    documents = [list(range(1000 * number, 1000 * number + length)) for number, length in enumerate(lengths)]
+    pieces = [ids[start : start + capacity] for ids in documents for start in range(0, len(ids), capacity)]
+    expected = pieces if split else [ids for ids in documents if 0 < len(ids) <= capacity]
+    assert ids_of(rows) == expected
+    assert ids_of(rows.rows()) == expected
+    assert (rows.report.strategy, rows.report.packs) == ("none", len(expected))
+
+
+def test_tokens_that_wait_are_in_no_pack_yet():
+    stream = PackedStream(make_documents([30, 30, 100, 7]), 40, overlong="split", look_ahead=2)
+    next(stream.rows())
+    assert (stream.report.tokens, stream.report.packs, stream.report.tokens_waiting) == (160, 1, 120)
+    assert stream.report.fill == 1.0
+    assert len(list(stream.rows())) == 5
+    assert stream.report.tokens_waiting == 0
+
+
+LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))  # micro-batch size, dp, accumulation
+
+
+def step_stream(stream, layout, rank, **options):
+    micro_batch_size, dp, accumulation = layout
+    options |= {"micro_batch_size": micro_batch_size, "accumulation_steps": accumulation}
+    return StepStream(stream, dp=dp, dp_rank=rank, **options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STREAMS, LAYOUTS, st.booleans())
+def test_steps_take_the_rows_in_order_whatever_the_layout(stream, layout, drop_last):
+    """Against StepSampler, and the first step of the second pass: every row once a pass, on one rank."""
+    lengths, capacity, look_ahead = stream
+    micro_batch_size, dp, accumulation = layout
+    rows = PackedStream(make_documents(lengths), capacity, overlong="split", look_ahead=look_ahead)
+    all_rows = ids_of(rows)
+    size = micro_batch_size * dp * accumulation
+    num_steps = len(all_rows) // size if drop_last else -(-len(all_rows) // size)
+    for rank in range(dp):
+        read = step_stream(rows, layout, rank, drop_last=drop_last)
+        if num_steps == 0:
+            with pytest.raises(DataError, match=f"no row for a step of {size}"):
+                next(iter(read))
+            continue
+        micro_batches = list(itertools.islice(read, (num_steps + 1) * accumulation))
+        found = [ids_of(micro_batch.rows) for micro_batch in micro_batches]
+        options = {"dp": dp, "dp_rank": rank, "drop_last": drop_last, "seed": None}
+        sampler = StepSampler(
+            len(all_rows), micro_batch_size=micro_batch_size, accumulation_steps=accumulation, **options
+        )
+        expected = [[all_rows[row] for row in numbers] for numbers in sampler]
+        expected += [[]] * (num_steps * accumulation - len(expected))
+        assert found == expected + expected[:accumulation]
+        assert [micro_batch.passes for micro_batch in micro_batches[-accumulation - 1 :]] == [1] + [2] * accumulation
+        assert micro_batches[-1].report.documents == len(lengths)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_change_no_micro_batch(num_workers):
+    documents = make_documents(np.random.default_rng(0).integers(0, 70, 60).tolist())
+    for rank in range(2):
+        steps = step_stream(PackedStream(documents, 40, overlong="split"), (2, 2, 3), rank)
+        loader = DataLoader(steps, batch_size=None, num_workers=num_workers, collate_fn=_same)
+        for found, expected in itertools.islice(zip(loader, steps, strict=False), 40):
+            assert ids_of(found.rows) == ids_of(expected.rows)
+            assert found[1:] == expected[1:]
+
+
 def test_rows_collate_like_rows_of_a_packed_data_set():
     lengths = [30, 5, 1, 17, 40, 8]
     documents = [{"input_ids": document["input_ids"]} for document in make_documents(lengths)]
@@ -335,6 +407,7 @@ def test_a_wrong_document_is_named(document, words):
     [
         ({"capacity": 0}, "capacity must be"),
         ({"overlong": "cut"}, "unknown overlong='cut'"),
+        ({"strategy": "bfd"}, "unknown strategy='bfd'"),
         ({"look_ahead": 0}, "look_ahead must be"),
         ({"rank": 2, "num_ranks": 2}, r"rank must be in 0 \.\. 1"),
         ({"source_state": True}, "no state_dict"),

@@ -5,6 +5,8 @@ Two steps, both cached on disk by `datasets` so that a second run starts at once
     load_records     name, file, folder or glob -> one row per record: text, messages, prompt+completion, ids
     tokenize_records records -> one row per document: input_ids, and labels where some tokens are no target
 
+`stream_records` and `tokenize_stream` do the same while the documents are used, and keep nothing on disk.
+
 A document is what packing places and attention isolates. Nothing is shortened, split or dropped here.
 """
 
@@ -17,7 +19,8 @@ from longctx.data.columns import IGNORE_INDEX, document_lengths
 from longctx.data.errors import DataError, with_place
 
 if TYPE_CHECKING:
-    from longctx.data.records import load_records, record_place
+    from longctx.data.records import load_records, record_place, stream_records
+    from longctx.data.stream import DocumentStream, tokenize_stream
     from longctx.data.text_files import STDLIB, stdlib_files
     from longctx.data.tokenize import tokenize_records
 
@@ -25,21 +28,27 @@ __all__ = [
     "IGNORE_INDEX",
     "STDLIB",
     "DataError",
+    "DocumentStream",
     "document_lengths",
     "load_records",
     "record_place",
     "stdlib_files",
+    "stream_records",
     "tokenize_records",
+    "tokenize_stream",
     "with_place",
 ]
 
 # Packing reads columns and needs neither `datasets` nor `transformers`, which take seconds to import.
 _LOADED_WHEN_USED = {
+    "DocumentStream": "stream",
     "STDLIB": "text_files",
     "load_records": "records",
     "record_place": "records",
     "stdlib_files": "text_files",
+    "stream_records": "records",
     "tokenize_records": "tokenize",
+    "tokenize_stream": "stream",
 }
 
 

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset
+from datasets import Dataset, Features, IterableDataset
 
 from longctx.data.cache import cache_key
 from longctx.data.errors import DataError, name_files, name_record, no_records, unreadable
@@ -32,6 +32,8 @@ class Loader:
     """What reads one split, and knows where each of its records stands."""
 
     load: Callable[[], Dataset]
+    stream: Callable[[], IterableDataset]
+    """The same records, read when they are asked for."""
     places: Callable[[], Iterator[str]]
     """File and line (or number) of every record, in order; for error messages."""
 
@@ -66,7 +68,11 @@ def files_loader(files: Sequence[Path], text_field: str) -> Loader:
         return generated_loader(lambda: JsonRecords(files, text_field))
     if format_name == "text":
         return generated_loader(lambda: TextFiles(files, text_field))
-    return Loader(lambda: _load_arrow(files, format_name, text_field), lambda: _arrow_places(files, format_name))
+    return Loader(
+        load=lambda: _load_arrow(files, format_name, text_field),
+        stream=lambda: _stream_arrow(files, format_name, text_field),
+        places=lambda: _arrow_places(files, format_name),
+    )
 
 
 def _format_of(file: Path) -> str:
@@ -84,7 +90,15 @@ def _format_of(file: Path) -> str:
 
 
 def generated_loader(make: Callable[[], JsonRecords | TextFiles]) -> Loader:
-    return Loader(lambda: _load_generated(make()), lambda: make().places())
+    return Loader(
+        load=lambda: _load_generated(make()),
+        stream=lambda: _stream_generated(make()),
+        places=lambda: make().places(),
+    )
+
+
+def _stream_generated(records: JsonRecords | TextFiles) -> IterableDataset:
+    return IterableDataset.from_generator(records, features=records.features)
 
 
 def _load_generated(records: JsonRecords | TextFiles) -> Dataset:
@@ -134,27 +148,43 @@ def _size_and_time(file: Path) -> tuple[int, int]:
 
 
 def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dataset:
-    """Load parquet or Arrow files after a look at every file's schema. Files without rows are left out."""
+    """Load parquet or Arrow files into the cache of `datasets`."""
+    filled = list(_filled_files(files, format_name, text_field))
+    try:
+        return datasets.load_dataset(format_name, data_files=filled, split="train")
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
+        raise unlike_files(name_files(files), error.__cause__ or error) from error
+
+
+def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> IterableDataset:
+    filled = _filled_files(files, format_name, text_field)
+    features = Features.from_arrow_schema(next(iter(filled.values())))
+    return datasets.load_dataset(format_name, data_files=list(filled), split="train", streaming=True, features=features)
+
+
+def unlike_files(where: str, cause: BaseException) -> DataError:
+    """What one file holds and the first one's columns do not fit."""
+    return DataError(
+        f"{where}: not readable as one data set ({cause}). "
+        "Check that the files are whole and have the same columns and types."
+    )
+
+
+def _filled_files(files: Sequence[Path], format_name: str, text_field: str) -> dict[str, pa.Schema]:
+    """Schemas of the parquet or Arrow files that have rows, after a look at every file's."""
     kinds: dict[str, Path] = {}
-    filled = []
+    filled = {}
     for file in files:
         schema, num_rows = _inspect(file, format_name)
         kinds.setdefault(record_kind(schema.names, text_field, str(file)), file)
         if num_rows:
-            filled.append(str(file))
+            filled[str(file)] = schema
     if len(kinds) > 1:
         listed = ", ".join(f"{kind!r} in {file}" for kind, file in kinds.items())
         raise DataError(f"mixed kinds of records: {listed}. Put each kind into a data set of its own.")
     if not filled:
         raise no_records(name_files(files))
-    try:
-        return datasets.load_dataset(format_name, data_files=filled, split="train")
-    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
-        cause = error.__cause__ or error
-        raise DataError(
-            f"{name_files(files)}: not readable as one {format_name} data set ({cause}). "
-            "Check that the files are whole and have the same columns and types."
-        ) from error
+    return filled
 
 
 def _arrow_places(files: Sequence[Path], format_name: str) -> Iterator[str]:

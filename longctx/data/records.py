@@ -8,15 +8,18 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, generated_loader
 from longctx.data.kinds import record_kind
 from longctx.data.text_files import STDLIB, TextFiles, stdlib_files
+
+Records = TypeVar("Records", Dataset, IterableDataset)
 
 _COMPANION_FILES = frozenset({"readme.md", "license", "license.txt", "license.md", "dataset_infos.json"})
 
@@ -43,20 +46,42 @@ def load_records(
         DataError: not found, unknown format, unreadable or malformed (with file and line), empty, no known
             kind of record, several kinds in one data set, or no such split (with those there are).
     """
-    splits = _local_splits(dataset_name, text_field)
+    splits = _splits(dataset_name, config, text_field)
     if splits is None:
-        dataset = _load_from_hub(dataset_name, config, split)
-    elif config is not None:
-        raise DataError(
-            f"--dataset_config {config!r}: only hub data sets have configurations and {dataset_name!r} is "
-            "local. Leave it out, or name the files of that configuration."
-        )
+        dataset = _load_from_hub(dataset_name, config, split, Dataset)
     else:
         dataset = _read_split(splits, split, dataset_name)
     if len(dataset) == 0:
         raise no_records(f"{dataset_name} (split {split!r})")
     record_kind(dataset.column_names, text_field, dataset_name)
     return dataset
+
+
+def stream_records(
+    dataset_name: str, *, config: str | None = None, split: str = "train", text_field: str = "text"
+) -> IterableDataset:
+    """The records of `load_records` in the same order, read when they are asked for; nothing is written to a cache.
+
+    The first record is read ahead, to see its columns; of Parquet and Arrow files also every file's schema.
+
+    Raises:
+        DataError: as `load_records`, for what shows before the first record; and for a slice of a split.
+    """
+    splits = _splits(dataset_name, config, text_field)
+    if splits is None:
+        records = _load_from_hub(dataset_name, config, split, IterableDataset)
+    elif split in splits:
+        records = splits[split].stream()
+    elif any(split.startswith(f"{part}[") for part in splits) or "+" in split:
+        raise DataError(
+            f"{dataset_name}: split {split!r} takes a part of a split or several, and a stream is read as a whole. "
+            f"Name one of {', '.join(sorted(splits))}, or leave out --dataset_streaming."
+        )
+    else:
+        raise _no_split(dataset_name, split, splits)
+    records = records._resolve_features()
+    record_kind(records.column_names, text_field, dataset_name)
+    return records
 
 
 def record_place(
@@ -66,11 +91,24 @@ def record_place(
     splits = _local_splits(dataset_name, text_field)
     if splits is None:
         return f"{dataset_name} (split {split!r}), {name_record(record)}"
+    if split in splits:
+        return next(islice(splits[split].places(), record, None))
     for part, rows in _read_parts(splits, split, dataset_name)[1]:
         if record < len(rows):
             return next(islice(splits[part].places(), rows[record], None))
         record -= len(rows)
     raise AssertionError(f"record {record} beyond the end of {dataset_name}")
+
+
+def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader] | None:
+    """The same as `_local_splits`, which have no configurations."""
+    splits = _local_splits(name, text_field)
+    if splits is not None and config is not None:
+        raise DataError(
+            f"--dataset_config {config!r}: only hub data sets have configurations and {name!r} is "
+            "local. Leave it out, or name the files of that configuration."
+        )
+    return splits
 
 
 def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
@@ -111,7 +149,11 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
 
 
 def _loaded(dataset: Dataset, path: Path) -> Loader:
-    return Loader(lambda: dataset, lambda: (f"{path}, {name_record(row)}" for row in range(len(dataset))))
+    return Loader(
+        load=lambda: dataset,
+        stream=lambda: dataset.with_format(None).to_iterable_dataset(),
+        places=lambda: (f"{path}, {name_record(row)}" for row in range(len(dataset))),
+    )
 
 
 def _load_saved(path: Path) -> Dataset | DatasetDict:
@@ -158,15 +200,15 @@ def _in_order(files: Sequence[Path], wanted: Set[str]) -> list[Path]:
     return [file for file in files if os.path.abspath(file) in wanted]
 
 
-def _load_from_hub(name: str, config: str | None, split: str) -> Dataset:
+def _load_from_hub(name: str, config: str | None, split: str, kind: type[Records]) -> Records:
     try:
-        dataset = datasets.load_dataset(name, config, split=split)
+        dataset = datasets.load_dataset(name, config, split=split, streaming=kind is IterableDataset)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"--dataset_name {name!r}, split {split!r}: {error}. No such file or folder here either (from "
             f"{Path.cwd()}). Expected {FORMATS_HELP}; without a connection, give a local one."
         ) from error
-    assert isinstance(dataset, Dataset), f"load_dataset(split={split!r}) gave {type(dataset).__name__}"
+    assert isinstance(dataset, kind), f"load_dataset(split={split!r}) gave {type(dataset).__name__}"
     return dataset
 
 
@@ -185,10 +227,7 @@ def _read_parts(
     wanted = [re.split(r"[\[(]", part, maxsplit=1)[0].strip() for part in split.split("+")]
     unknown = [part for part in wanted if part not in splits]
     if unknown:
-        raise DataError(
-            f"{name}: no split {unknown[0]!r}; available: {', '.join(sorted(splits))}. "
-            "Choose one with --dataset_train_split or --dataset_test_split."
-        )
+        raise _no_split(name, unknown[0], splits)
     loaded = {part: splits[part].load() for part in dict.fromkeys(wanted)}
     if split in loaded:
         return loaded, [(split, range(len(loaded[split])))]
@@ -198,3 +237,10 @@ def _read_parts(
     except (AssertionError, ValueError) as error:
         raise DataError(f"{name}: split {split!r} is not understood ({error}). Example: 'train[:10%]'.") from None
     return loaded, [(span.splitname, range(span.from_, span.to)) for span in spans]
+
+
+def _no_split(name: str, split: str, splits: Mapping[str, Loader]) -> DataError:
+    return DataError(
+        f"{name}: no split {split!r}; available: {', '.join(sorted(splits))}. "
+        "Choose one with --dataset_train_split or --dataset_test_split."
+    )

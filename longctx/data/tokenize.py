@@ -7,9 +7,10 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import transformers
-from datasets import Dataset, Features, Json, Value
+from datasets import Dataset, Features, IterableDataset, Json, Value
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.cache import cache_key
@@ -25,6 +26,7 @@ from longctx.data.kinds import (
     kind_columns,
     record_kind,
 )
+from longctx.data.records import Records
 
 _BATCH_BYTES = 8 << 20
 _PART_BYTES = 128 << 20
@@ -71,6 +73,35 @@ def tokenize_records(
             of the loss.
     """
     _check_dataset(dataset)
+    dataset, encoder = choose_encoder(
+        dataset,
+        tokenizer,
+        text_field=text_field,
+        completion_only_loss=completion_only_loss,
+        assistant_only_loss=assistant_only_loss,
+        chat_template=chat_template,
+        vocab_size=vocab_size,
+    )
+    tokenized = _encode(dataset, encoder, num_proc)
+    _check_targets(tokenized)
+    return tokenized
+
+
+def choose_encoder(
+    dataset: Records,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    text_field: str = "text",
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+    chat_template: str | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Records, Encoder]:
+    """The columns that are read of these records, and what makes documents of them; see `tokenize_records`.
+
+    Raises:
+        DataError: columns of no known kind or type; an option does not apply to this kind of record.
+    """
     kind = record_kind(dataset.column_names, text_field, "data set")
     check_column_types(dataset.features, kind)
     used = PER_TOKEN_COLUMNS if kind == "input_ids" else kind_columns(kind) + CONVERSATION_EXTRAS
@@ -89,9 +120,7 @@ def tokenize_records(
         else:
             encoder = TextEncoder(tokenizer, kind, masks_prompt)
     encoder.vocab_size = vocab_size
-    tokenized = _encode(dataset, encoder, num_proc)
-    _check_targets(tokenized)
-    return tokenized
+    return dataset, encoder
 
 
 def _check_dataset(dataset: object) -> None:
@@ -106,9 +135,11 @@ def _check_dataset(dataset: object) -> None:
         raise no_records("data set")
 
 
-def _holds_chats(dataset: Dataset, column: str) -> bool:
+def _holds_chats(dataset: Dataset | IterableDataset, column: str) -> bool:
     feature = dataset.features[column]
-    return isinstance(dataset[0][column], list) if isinstance(feature, Json) else not isinstance(feature, Value)
+    return (
+        isinstance(next(iter(dataset))[column], list) if isinstance(feature, Json) else not isinstance(feature, Value)
+    )
 
 
 def _check_options(kind: str, conversational: bool, completion_only: bool | None, assistant_only: bool) -> None:
@@ -205,21 +236,28 @@ def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def _check_targets(dataset: Dataset) -> None:
-    """At least one token besides the documents' first ones, which nothing predicts, must be a target."""
-    if "labels" not in dataset.column_names:
-        if document_lengths(dataset).max() > 1:
-            return
-        reason = "every document has one token only"
-    else:
-        for batch in dataset.with_format("arrow").select_columns("labels").iter(batch_size=1000):
-            lists = one_chunk(batch["labels"])
-            is_target = lists.flatten().to_numpy() != IGNORE_INDEX
-            lengths = pc.list_value_length(lists).to_numpy()
-            is_target[np.cumsum(lengths) - lengths] = False
-            if is_target.any():
-                return
-        reason = "every label is -100 (the first token of a document never counts)"
-    raise DataError(
-        f"no token to train on in {len(dataset)} documents with {document_lengths(dataset).sum()} tokens: "
+    if not any(holds_target(batch) for batch in dataset.with_format("arrow").iter(batch_size=1000)):
+        raise no_targets(len(dataset), int(document_lengths(dataset).sum()), "labels" in dataset.column_names)
+
+
+def holds_target(documents: pa.Table) -> bool:
+    """Whether any token is a target, besides the documents' first ones, which nothing predicts."""
+    if "labels" not in documents.column_names:
+        return bool(document_lengths(documents).max(initial=0) > 1)
+    lists = one_chunk(documents["labels"])
+    is_target = lists.flatten().to_numpy() != IGNORE_INDEX
+    lengths = pc.list_value_length(lists).to_numpy()
+    is_target[np.cumsum(lengths) - lengths] = False
+    return bool(is_target.any())
+
+
+def no_targets(num_documents: int, num_tokens: int, masked: bool) -> DataError:
+    reason = (
+        "every label is -100 (the first token of a document never counts)"
+        if masked
+        else ("every document has one token only")
+    )
+    return DataError(
+        f"no token to train on in {num_documents} documents with {num_tokens} tokens: "
         f"{reason}. Check the labels, and --completion_only_loss or --assistant_only_loss where set."
     )

@@ -42,12 +42,15 @@ class PackingReport:
     """Pieces in the packs: documents, or parts of them."""
     packs: int
     tokens_kept: int
-    """Tokens in the packs."""
+    """Tokens in the packs, or waiting for one."""
+    tokens_waiting: int = 0
+    """Tokens that a stream has read ahead and that are in no pack yet."""
 
     @property
     def fill(self) -> float:
         """Share of the packs' room that holds tokens."""
-        return self.tokens_kept / (self.packs * self.capacity) if self.packs else 0.0
+        in_packs = self.tokens_kept - self.tokens_waiting
+        return in_packs / (self.packs * self.capacity) if self.packs else 0.0
 
     def to_dict(self) -> dict[str, int | float | str]:
         """Plain values for trainer_state.json."""
@@ -58,6 +61,8 @@ class PackingReport:
             f"{self.documents:,} documents with {self.tokens:,} tokens in {self.packs:,} packs of up to "
             f"{self.capacity:,} tokens ({self.strategy}, {self.fill:.2%} full)"
         ]
+        if self.tokens_waiting:
+            parts.append(f"{self.tokens_waiting:,} tokens read ahead")
         if self.too_long_documents:
             parts.append(
                 f"{self.too_long_documents:,} longer than a pack (the longest {self.longest_document:,} tokens)"

@@ -40,7 +40,7 @@ class PackedStream(IterableDataset):
     yields row r, R + r, 2 R + r, ...; the ranks of a sequence group pass the same `rank`, so they yield the same
     rows. W workers of a DataLoader share a rank's rows round about, so with rows that are not batched
     (`DataLoader(stream, batch_size=None)`) a step's rows do not depend on W. Every process reads every document, and
-    makes tensors of its own rows only. Two ways to read less:
+    makes tensors of its own rows only. `rows()` is the one order itself. Two ways to read less:
 
     - a datasets.IterableDataset deals its files out to workers by itself; each worker then packs its files alone.
     - give every rank its own documents (`datasets.distributed.split_dataset_by_node(source, rank, world)`), and
@@ -67,6 +67,7 @@ class PackedStream(IterableDataset):
         capacity: int,
         *,
         overlong: str = "raise",
+        strategy: str = "stream",
         look_ahead: int = 16,
         columns: list[str] | None = None,
         rank: int = 0,
@@ -81,6 +82,7 @@ class PackedStream(IterableDataset):
                 (under 1 µs a document); what makes examples in Python is read as examples, fastest as NumPy arrays.
             capacity: most tokens in a row (`max_length`).
             overlong: for documents longer than that: "raise", "truncate", "drop" or "split"; counted in `report`.
+            strategy: "stream" packs; "none" gives every document, or piece of a split one, a row of its own, in order.
             look_ahead: packs' worth of tokens that wait. Memory is this much and one document, or the tables they
                 come from.
             columns: per-token columns of a row; every list of numbers of the first document (of the tables) when None.
@@ -93,7 +95,7 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: for an argument out of range.
         """
-        _check_arguments(capacity, overlong, look_ahead, rank, num_ranks)
+        _check_arguments(capacity, overlong, strategy, look_ahead, rank, num_ranks)
         if isinstance(source, Iterator):
             raise ValueError(
                 f"the source is a {type(source).__name__}, which can be read only once, so neither an epoch nor a run "
@@ -102,7 +104,7 @@ class PackedStream(IterableDataset):
         if source_state and not hasattr(source, "state_dict"):
             raise ValueError(f"source_state=True, but a {type(source).__name__} has no state_dict; leave it out")
         self.source, self.capacity, self.overlong, self.look_ahead = source, int(capacity), overlong, look_ahead
-        self.columns, self.rank, self.num_ranks = columns, rank, num_ranks
+        self.strategy, self.columns, self.rank, self.num_ranks = strategy, columns, rank, num_ranks
         self.drop_last, self.source_state = drop_last, source_state
         self._source_start = self.source.state_dict() if source_state else None  # type: ignore[attr-defined]
         self._loaded: dict[str, Any] | None = None
@@ -115,16 +117,21 @@ class PackedStream(IterableDataset):
         Raises:
             DataError: a document without a column, of columns of several lengths, or too long, with its number.
         """
-        state, self._loaded = self._loaded, None
-        self._begin(state)
+        packs, places = self._packs(), np.arange(self.capacity)
         mine, shares = self._share()
-        packs = self._packs(self._read_on(state))
-        places = np.arange(self.capacity)
         while group := list(islice(packs, shares)):
             if self.drop_last and len(group) < shares:
                 return
             if mine < len(group):
                 yield _row(group[mine], places)
+
+    def rows(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Every row of the one order, whichever rank and worker this is; raises as iterating does.
+
+        For those that deal the rows out by themselves, such as longctx.steps.StepStream.
+        """
+        places = np.arange(self.capacity)
+        return (_row(pack, places) for pack in self._packs())
 
     def _begin(self, state: Mapping[str, Any] | None) -> None:
         """Set out from the start of the source, or from a state."""
@@ -175,8 +182,11 @@ class PackedStream(IterableDataset):
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
 
-    def _packs(self, documents: Iterator[Mapping[str, Any]]) -> Iterator[list[_Piece]]:
-        """Every pack of the stream, of all ranks."""
+    def _packs(self) -> Iterator[list[_Piece]]:
+        """Every pack of the stream, of all ranks, from its start or from the state that was loaded."""
+        state, self._loaded = self._loaded, None
+        self._begin(state)
+        documents = self._read_on(state)
         while True:
             while self._ready or self._waiting.full:
                 yield self._take()
@@ -202,13 +212,13 @@ class PackedStream(IterableDataset):
         kept = self._kept(length)
         number = self._read
         self._read += 1
-        if 0 < length < self.capacity:
+        if 0 < length < self.capacity and self.strategy == "stream":
             self._waiting.add(length, _Piece(number, 0, columns))
             return
         for start in range(0, kept, self.capacity):
             stop = min(start + self.capacity, kept)
             piece = {name: values[start:stop] for name, values in columns.items()}
-            if stop - start == self.capacity:
+            if stop - start == self.capacity or self.strategy == "none":
                 self._ready.append(_Piece(number, start, piece))
             else:  # a copy, so that it does not keep the whole document in memory while it waits
                 piece = {name: values.copy() for name, values in piece.items()}
@@ -245,10 +255,11 @@ class PackedStream(IterableDataset):
         """What became of the documents read so far, those that still wait counted as kept; over all ranks' packs."""
         counts = self._counts
         return PackingReport(
-            strategy="stream",
+            strategy=self.strategy,
             overlong=self.overlong,
             capacity=self.capacity,
             tokens_kept=counts["tokens"] - counts["tokens_cut"] - counts["tokens_dropped"],
+            tokens_waiting=sum(self._waiting.sizes) + sum(len(piece.columns[INPUT_IDS]) for piece in self._ready),
             **counts,
         )
 
@@ -280,7 +291,7 @@ class PackedStream(IterableDataset):
         self._loaded = dict(state)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("capacity", "overlong", "look_ahead", "source_state")
+        names = ("capacity", "overlong", "strategy", "look_ahead", "source_state")
         return {name: getattr(self, name) for name in names}
 
 
@@ -299,11 +310,13 @@ _COUNTS = (
 """Fields of PackingReport that are counted along the stream."""
 
 
-def _check_arguments(capacity: Any, overlong: str, look_ahead: int, rank: int, num_ranks: int) -> None:
+def _check_arguments(capacity: Any, overlong: str, strategy: str, look_ahead: int, rank: int, num_ranks: int) -> None:
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise ValueError(f"capacity must be a number of tokens of at least 1, got {capacity!r}")
     if overlong not in OVERLONG:
         raise ValueError(f"unknown overlong={overlong!r}, must be one of {', '.join(OVERLONG)}")
+    if strategy not in ("stream", "none"):
+        raise ValueError(f"unknown strategy={strategy!r}, must be stream or none; others need every length at once")
     if look_ahead < 1:
         raise ValueError(f"look_ahead must be at least 1 pack, got {look_ahead}; 16 packs fill rows to 99.8%")
     if not 0 <= rank < num_ranks:

@@ -18,6 +18,7 @@ from longctx.config import Run
 from longctx.flags import Flags
 from longctx.launch.profile import LaunchProfile
 from longctx.packing import PackedDataset
+from longctx.rows import TrainingRows
 from longctx.run import PreparedRun, load
 from longctx.tiny import TINY, tiny_config
 from longctx.turns import together
@@ -42,6 +43,7 @@ FIXED = {
     "disable_tqdm": True,
     "save_strategy": "no",
     "push_to_hub": False,
+    "dataset_streaming": False,
     "eval_strategy": "no",
     "eval_on_start": False,
     "load_best_model_at_end": False,
@@ -168,7 +170,9 @@ def telling_rows(prepared: PreparedRun) -> PreparedRun:
     Raises:
         ValueError: if the data has fewer rows than a step takes.
     """
-    rows, args = prepared.data.rows, prepared.args
+    data, args = prepared.data, prepared.args
+    assert isinstance(data, TrainingRows), "a verification reads no stream"
+    rows = data.rows
     needed = args.per_device_train_batch_size * prepared.run.dims.dp * args.gradient_accumulation_steps
     if len(rows) < needed:
         raise ValueError(
@@ -180,4 +184,4 @@ def telling_rows(prepared: PreparedRun) -> PreparedRun:
     lengths = [rows[int(row)]["seq_lengths"] for row in considered]
     best = np.argsort([-int(of_row.max()) * min(len(of_row), 4) for of_row in lengths], kind="stable")[:needed]
     chosen = cast(PackedDataset, Subset(cast(Any, rows), considered[best].tolist()))
-    return replace(prepared, data=replace(prepared.data, rows=chosen))
+    return replace(prepared, data=replace(data, rows=chosen))

@@ -1,0 +1,96 @@
+"""A stream of records -> a stream of tokenised documents, with the encoders and checks of `tokenize_records`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import IterableDataset
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from longctx.data.columns import document_lengths, token_columns
+from longctx.data.encoders import Encoder
+from longctx.data.errors import DataError, name_record, no_records, with_place
+from longctx.data.files import unlike_files
+from longctx.data.tokenize import choose_encoder, holds_target, no_targets
+
+RECORDS_PER_TABLE = 256
+"""Records that are tokenised at a time: enough to keep the tokenizer's threads busy."""
+
+
+class DocumentStream:
+    """Documents in the order of the records, tokenised some at a time when they are asked for.
+
+    Every iteration starts with the first record, and gives all documents in every process: other than a
+    datasets.IterableDataset it deals nothing out to the workers of a DataLoader. Where it stops at a record, the
+    error names the record's place.
+    """
+
+    def __init__(self, records: IterableDataset, encoder: Encoder, place: Callable[[int], str] = name_record) -> None:
+        """
+        Args:
+            records: of the columns that the encoder reads.
+            place: names a record by its number, for error messages.
+        """
+        self.encoder, self.place = encoder, place
+        self.records = records.with_format("arrow") if encoder.tokenizer is None else records
+
+    def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
+        """`input_ids` [tokens] and, where `tokenize_records` gives them, `labels` [tokens]; views of a table.
+
+        Raises:
+            DataError: as `tables`.
+        """
+        for table in self.tables():
+            columns = token_columns(table)
+            for values in zip(*(column.rows() for column in columns.values()), strict=True):
+                yield dict(zip(columns, values, strict=True))
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The documents as tables of up to RECORDS_PER_TABLE, with the columns of `tokenize_records`.
+
+        Raises:
+            DataError: a record that cannot be read or encoded; at the end, no record, or no target of the loss.
+        """
+        num_records = num_tokens = 0
+        has_target = False
+        try:
+            for batch in self.records.iter(batch_size=RECORDS_PER_TABLE):  # which deals nothing out to workers
+                size = len(batch[self.records.column_names[0]])
+                table = self.encoder(batch, range(size), first_record=num_records)
+                num_records += size
+                num_tokens += int(document_lengths(table).sum())
+                has_target = has_target or holds_target(table)
+                yield table
+        except DataError as error:
+            raise with_place(error, self.place) from error
+        except (ValueError, pa.ArrowException) as error:  # of a reader: a cast, bytes that are not UTF-8
+            raise unlike_files(f"the stream, after {num_records:,} records", error.__cause__ or error) from error
+        if not num_records:
+            raise no_records("the stream")
+        if not has_target:
+            raise no_targets(num_records, num_tokens, self.encoder.masked)
+
+
+def tokenize_stream(
+    records: IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    place: Callable[[int], str] = name_record,
+    **options: Any,
+) -> DocumentStream:
+    """The documents that `tokenize_records` would make of these records, one after another and uncached.
+
+    Args:
+        records: as from `stream_records`.
+        place: names a record by its number, for error messages.
+        options: of `tokenize_records`, without `num_proc`.
+
+    Raises:
+        DataError: columns of no known kind or type, or an option that does not apply to it; the rest shows when
+            the documents are read.
+    """
+    return DocumentStream(*choose_encoder(records, tokenizer, **options), place)
