@@ -18,7 +18,7 @@ _ACTING_GROUPS = {
         "eos_token pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
         "completion_only_loss assistant_only_loss label_smoothing_factor use_peft"
     ),
-    "evaluation": "eval_on_start eval_strategy load_best_model_at_end metric_for_best_model",
+    "evaluation": "eval_on_start eval_strategy",
     "batches": (
         "per_device_train_batch_size gradient_accumulation_steps dataloader_drop_last dataloader_num_workers "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context seed data_seed"
