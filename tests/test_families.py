@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Setup
-from longctx.attention.support import GATED_DELTA_MODELS
+from longctx.attention.support import CAUSAL_MODELS, GATED_DELTA_MODELS, UnsupportedModelError, check_model
 from longctx.tiny import tiny_tokenizer
 from longctx.train import main
 from longctx.ulysses.gated_delta import _convolve_documents
@@ -133,3 +138,35 @@ def test_training_gated_delta_layers_equals_one_process(engine, tmp_path, monkey
         references[case] = train_reference(tmp_path / "model", documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in run_ranks(2, "tests.test_training:run_cases", cases)[0].items():
         check(results, references[case], case, "torchrun", parity_table)
+
+
+# ------------------------------------------------------------------------------------------------
+# Everything else that carries a state from token to token, or convolves over tokens
+# ------------------------------------------------------------------------------------------------
+
+MIXES_TOKENS = re.compile(
+    r"causal_conv1d|conv_state|recurrent_state|ssm_state|linear_attention|rwkv|mlstm", re.IGNORECASE
+)
+"""In the source of a model's layers."""
+
+KINDS = ("state-space", "linear attention", "recurrent", "convolution")
+
+
+def recurrent_models():
+    """model_type of transformers' causal language models whose source has recurrences or convolutions over tokens."""
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        folder = Path(inspect.getfile(CONFIG_MAPPING[model_type])).parent
+        if any(MIXES_TOKENS.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py")):
+            yield model_type
+
+
+def test_every_recurrence_of_transformers_is_exact_or_refused_by_its_kind():
+    found = set(recurrent_models())
+    assert found >= {"mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1", "lfm2", "recurrent_gemma", "rwkv"}
+    assert found & set(CAUSAL_MODELS) == set(GATED_DELTA_MODELS)
+    for model_type in sorted(found - set(GATED_DELTA_MODELS)):
+        with pytest.raises(UnsupportedModelError) as error:
+            check_model(CONFIG_MAPPING[model_type]())
+        message = str(error.value)
+        parts = [f"{name!r} is one part of it" in message for name in GATED_DELTA_MODELS]
+        assert any(kind in message for kind in KINDS) or any(parts), message

@@ -82,9 +82,23 @@ REFUSED_SETTINGS = {
     "state_size": "state-space layers",
     "ssm_state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
+    "conv_L_cache": "short convolutions over tokens",
+    "lru_width": "recurrent layers",
+    "attention_hidden_size": "recurrent layers (RWKV)",
+    "chunkwise_kernel": "recurrent layers (xLSTM)",
     "use_bidirectional_attention": "non-causal attention",
 }
 """Config keys that switch on layers which would silently compute something else once a sequence is cut."""
+
+LAYER_KINDS = {
+    "conv": "short convolutions over tokens",
+    "hybrid": "recurrent or convolutional layers beside attention",
+    "hybrid_sliding": "recurrent or convolutional layers beside attention",
+    "linear_attention": "linear attention or another recurrence",
+    "chunked_attention": "chunked attention",
+    "indexed_attention": "attention to tokens that an indexer picks",
+}
+"""What the values of `layer_types` mean that are refused; others are named as they are."""
 
 
 class UnsupportedModelError(ValueError):
@@ -164,7 +178,11 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
     if config.model_type in GATED_DELTA_MODELS:
         supported.add("linear_attention")
     if others := sorted(set(types or ()) - supported):
-        yield f"layer_types holds {', '.join(others)}; only {' and '.join(sorted(supported))} are supported."
+        kinds = dict.fromkeys(LAYER_KINDS.get(name, "unknown layers") for name in others)
+        yield (
+            f"layer_types holds {', '.join(others)} ({'; '.join(kinds)}); only {' and '.join(sorted(supported))} are "
+            f"supported with {config.model_type}."
+        )
     if has_windows(config) and config.model_type not in WINDOW_MODELS:
         yield (
             f"sliding_window is {window}; windows are known to be exact for {', '.join(WINDOW_MODELS)}. Choose a model "
