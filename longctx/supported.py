@@ -18,7 +18,7 @@ _ACTING_GROUPS = {
         "eos_token pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
         "completion_only_loss assistant_only_loss label_smoothing_factor use_peft"
     ),
-    "evaluation": "eval_on_start eval_strategy",
+    "evaluation": "eval_on_start eval_strategy load_best_model_at_end",
     "batches": (
         "per_device_train_batch_size gradient_accumulation_steps dataloader_drop_last dataloader_num_workers "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context seed data_seed"
@@ -60,7 +60,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "include_num_input_tokens_seen": ("no", False),
     "label_names": (None,),
     "liger_kernel_config": (None,),
-    "load_best_model_at_end": (False,),
     "load_in_4bit": (False,),
     "load_in_8bit": (False,),
     "loss_type": ("nll", "chunked_nll"),
@@ -76,7 +75,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
     ),
-    "metric_for_best_model": (None,),
     "neftune_noise_alpha": (None,),
     "optim": ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop"),
     "optim_args": (None,),
@@ -135,6 +133,8 @@ ACTS_WITH: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "eval_delay": ("eval_strategy", _EVALUATES),
     "eval_packing": ("eval_strategy", _EVALUATES),
     "eval_steps": ("eval_strategy", ("steps",)),
+    "greater_is_better": ("eval_strategy", _EVALUATES),
+    "metric_for_best_model": ("eval_strategy", _EVALUATES),
     "per_device_eval_batch_size": ("eval_strategy", _EVALUATES),
     "lora_alpha": ("use_peft", (True,)),
     "lora_dropout": ("use_peft", (True,)),
@@ -148,13 +148,15 @@ ACTS_WITH: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 """Flags that act with these values of another flag, and change nothing with its other values."""
 
+METRICS = ("loss", "mean_token_accuracy", "entropy")
+"""Of an evaluation, from which a best model can be chosen."""
+
 _IDLE_GROUPS = {
     "since evaluation keeps sums over tokens, and no flag names a compute_metrics": (
         "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
         "include_for_metrics prediction_loss_only"
     ),
     "since --eval_strategy says when to evaluate": "do_eval",
-    "without --metric_for_best_model": "greater_is_better",
     "without --load_in_4bit": "bnb_4bit_quant_storage bnb_4bit_quant_type use_bnb_nested_quant",
     "without --resume_from_checkpoint": "ignore_data_skip restore_callback_states_from_checkpoint",
     "without --train_sampling_strategy group_by_length": "length_column_name",
@@ -212,9 +214,11 @@ def _reason(name: str, allowed: tuple[Any, ...]) -> str:
 def _check_evaluation(settings: Mapping[str, Any]) -> None:
     """Values that the Trainer would fail on after the weights are loaded, or read as something else."""
     if settings["eval_strategy"] == "no":
-        if settings["eval_on_start"]:
-            raise ValueError("--eval_on_start needs evaluation data: add --eval_strategy steps or epoch.")
+        for name in ("eval_on_start", "load_best_model_at_end"):
+            if settings[name]:
+                raise ValueError(f"--{name} needs evaluation data: add --eval_strategy steps or epoch.")
         return
+    _check_best_model(settings)
     if settings["per_device_eval_batch_size"] < 1:
         raise ValueError(f"--per_device_eval_batch_size {settings['per_device_eval_batch_size']} is below 1.")
     steps = settings["eval_steps"]
@@ -222,4 +226,17 @@ def _check_evaluation(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"--eval_steps {steps} is neither a whole number of steps nor a part of the run between 0 and 1. "
             "Leave it out to evaluate every --logging_steps."
+        )
+
+
+def _check_best_model(settings: Mapping[str, Any]) -> None:
+    metric = settings["metric_for_best_model"]
+    if metric is not None and metric.removeprefix("eval_") not in METRICS:
+        raise ValueError(
+            f"--metric_for_best_model {metric} is not measured in an evaluation. Use {' or '.join(METRICS)}."
+        )
+    if settings["load_best_model_at_end"] and settings["save_only_model"]:
+        raise ValueError(
+            "--save_only_model True leaves out of a checkpoint what --load_best_model_at_end True needs to load it on "
+            "FSDP2 and DeepSpeed. Leave out one of the two."
         )

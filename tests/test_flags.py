@@ -222,7 +222,6 @@ OTHER_VALUES = {
     "liger_kernel_config": {"rope": True},
     "loss_type": "dft",
     "lr_scheduler_type": "reduce_lr_on_plateau",
-    "metric_for_best_model": "loss",
     "neftune_noise_alpha": 0.5,
     "optim": "adafactor",
     "optim_args": "beta1=0.5",
