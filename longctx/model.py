@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
@@ -19,7 +26,8 @@ from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 def load_config(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False, **overrides: Any
 ) -> PretrainedConfig:
-    """The model's configuration; no weights are read.
+    """The model's configuration; no weights are read. Of a model with a vision part, the text model's where
+    `AutoModelForCausalLM` takes that alone out of the whole's weights (Qwen3.5).
 
     Args:
         overrides: keys of the configuration with other values.
@@ -33,8 +41,12 @@ def load_config(
         config.update(overrides)
         return config
     config = _read_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    _check_keys(config, overrides)
-    if overrides:  # from the start, so that the config's own checks see them
+    text = _text_alone(config)
+    _check_keys(text or config, overrides)
+    if text is not None:
+        config = type(text).from_dict(text.to_dict() | overrides)
+        config.name_or_path = name
+    elif overrides:  # from the start, so that the config's own checks see them
         config = _read_config(name, revision=revision, trust_remote_code=trust_remote_code, **overrides)
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         raise ValueError(
@@ -54,6 +66,15 @@ def _read_config(name: str, **kwargs: Any) -> PretrainedConfig:
         ) from error
     except StrictDataclassError as error:
         raise ValueError(f"--model_name_or_path {name}: its config.json contradicts itself: {error}") from error
+
+
+def _text_alone(config: PretrainedConfig) -> PretrainedConfig | None:
+    """The part of a configuration that transformers' causal language model of this type has, where that is not all."""
+    text_class = config.sub_configs.get("text_config")
+    if text_class is None:
+        return None
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return config.get_text_config() if getattr(model_class, "config_class", None) is text_class else None
 
 
 def _check_keys(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:

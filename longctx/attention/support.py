@@ -75,6 +75,20 @@ GATED_DELTA_MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
 
+VISION_MODELS = ("gemma3", "idefics3", "internvl", "llava", "mistral3")
+"""model_type of models with a vision part whose text model TEXT_MODEL takes out; compared with the whole on text."""
+
+TEXT_MODEL = """\
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+whole = AutoModelForImageTextToText.from_pretrained("{name}", dtype="auto")
+text = AutoModelForCausalLM.from_config(whole.config.get_text_config(), dtype=whole.dtype)
+text.base_model.load_state_dict(whole.get_decoder().state_dict())
+text.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
+text.save_pretrained("{folder}")
+AutoTokenizer.from_pretrained("{name}").save_pretrained("{folder}")
+"""
+"""Loading the whole with the text model's configuration would leave random weights: their names differ."""
+
 REFUSED_SETTINGS = {
     "attn_logit_softcapping": "soft-capped attention scores",
     "attention_chunk_size": "chunked attention",
@@ -144,6 +158,9 @@ def has_experts(config: PretrainedConfig) -> bool:
 def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     if text is not config:
         yield f"{text.model_type!r} is one part of it, and only models that are a decoder and nothing else are exact."
+        if config.model_type in VISION_MODELS:
+            script = TEXT_MODEL.format(name=config.name_or_path, folder="text_model")
+            yield f"To train on text alone, save its text model in a folder of its own and name that:\n\n{script}\n"
     yield from _layers(text)
     yield from _windows(text)
     yield from _dropouts(text)
