@@ -90,7 +90,7 @@ class SequenceTrainer(SFTTrainer):
         _keep_layers_apart(self.accelerator)
         self.stream_read: MicroBatch | None = None
         if isinstance(rows, PackedStream):
-            self.add_callback(_StreamEntry(self))
+            self.add_callback(_StreamEntry(self))  # `epoch` stays the Trainer's, steps / max_steps
         else:
             self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
         if report is not None:

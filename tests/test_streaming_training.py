@@ -102,7 +102,7 @@ FSDP2, ZERO3 = ["sp 4 ring on FSDP2", "dp 4, workers"], ["sp 2 × dp 2 Ulysses o
         pytest.param(["sp 1"], "single", id="sp 1, single", marks=pytest.mark.long),
         pytest.param(FSDP2, "packed", id="FSDP2, packed", marks=pytest.mark.long),
         pytest.param(FSDP2, "single", id="FSDP2, single", marks=pytest.mark.long),
-        pytest.param(ZERO3, "packed", id="ZeRO-3, packed"),
+        pytest.param(ZERO3, "packed", id="ZeRO-3, packed", marks=pytest.mark.long),
         pytest.param(ZERO3, "single", id="ZeRO-3, single", marks=pytest.mark.long),
     ],
 )
