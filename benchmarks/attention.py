@@ -5,12 +5,12 @@
     python -m benchmarks.attention --virtual_ranks 2 4 8 --tokens 16384 32768
     python -m benchmarks.attention --virtual_ranks 2 4 8 --tokens 65536 524288 --device cuda --dtype bfloat16
 
-*Ranks.* Every rank has one thread; "one process" has as many threads as there are ranks, and the whole pack. All ways
-take turns within each repetition, from a barrier to the slowest rank's end. "speed" is the time of one process over a
-way's own, "over zigzag" the time of the per-document zigzag over it, "CPU" the processor time of all ranks, which
-waiting does not count in, over that of one process; each in the same repetition: median (lowest to highest). Before
-the timing, each way's output and gradients are compared with one process: "error" is the largest of the four, relative
-in norm.
+*Ranks.* Every rank has one thread; "one process" has as many threads as there are ranks, and the whole pack; all have
+huge pages, as in training. All ways take turns within each repetition, from a barrier to the slowest rank's end.
+"speed" is the time of one process over a way's own, "over zigzag" the time of the per-document zigzag over it, "CPU"
+the processor time of all ranks, which waiting does not count in, over that of one process; each in the same
+repetition: median (lowest to highest). Before the timing, each way's output and gradients are compared with one
+process: "error" is the largest of the four, relative in norm.
 
 *Per-document zigzag* is the ring as published: every document, padded to a multiple of 2P, is cut into 2P pieces, of
 which rank r has the r-th and the r-th from the end, and all keys and values visit every rank.
@@ -48,6 +48,7 @@ from benchmarks.packing import device, histogram, line
 from benchmarks.plan import arrange_document_zigzag
 from longctx.attention.kernels import Entries, block_backward, block_forward
 from longctx.attention.operator import varlen_attention
+from longctx.launch.engines import prefer_huge_pages
 from longctx.packing import pack
 from longctx.ring import plan_ring, ring_attention
 from longctx.ulysses import ulysses_attention
@@ -89,10 +90,14 @@ class Heads:
     dim: int
 
     def tensors(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """q, k, v and the output's gradient of a whole pack, [1, H or K, T, D], the same on every rank."""
+        """q, k, v and the output's gradient of a whole pack, [1, H or K, T, D], the same on every rank.
+
+        A token's heads lie together, as a model's projections leave them.
+        """
         generator = torch.Generator(device).manual_seed(0)
         heads = (self.query, self.key_value, self.key_value, self.query)
-        return [torch.randn(1, h, num_tokens, self.dim, generator=generator, device=device).to(dtype) for h in heads]
+        shapes = [(1, num_tokens, h, self.dim) for h in heads]
+        return [torch.randn(s, generator=generator, device=device).to(dtype).transpose(1, 2) for s in shapes]
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ class Part:
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """[1, h, T, D] each -> [1, h, S, D], zero where padding is."""
-        return [F.pad(x, (0, 0, 0, 1)).index_select(2, self.rows.to(x.device)) for x in tensors]
+        tokens = [F.pad(x, (0, 0, 0, 1)).transpose(1, 2) for x in tensors]
+        return [x.index_select(1, self.rows.to(x.device)).transpose(1, 2) for x in tokens]
 
 
 def one_process(cu_seqlens: Ints, group: dist.ProcessGroup) -> Part | None:
@@ -549,6 +555,7 @@ def misfit(options: argparse.Namespace) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    prefer_huge_pages()
     options = parse(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     report = Report(options.output)

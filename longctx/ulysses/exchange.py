@@ -52,10 +52,13 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def tokens_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, h, S, D] -> [1, P·h, S/P, D]: all heads, for this rank's tokens."""
-    world_size = dist.get_world_size(group)
-    heads = all_to_all(x[0].unflatten(1, (world_size, -1)).transpose(0, 1), group)  # [P, h, S/P, D] by source
-    return heads.flatten(0, 1)[None]
+    """[1, h, S, D] -> [1, P·h, S/P, D]: all heads, for this rank's tokens.
+
+    A token's heads lie together in messages, as in what the kernels return and the layer after attention reads.
+    """
+    tokens = x[0].transpose(0, 1).unflatten(0, (dist.get_world_size(group), -1))  # [P, S/P, h, D] by destination
+    heads = all_to_all(tokens, group)  # [P, S/P, h, D] by source
+    return heads.transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
 
 
 def ulysses_attention(

@@ -60,12 +60,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) -> int:
+    from longctx.launch.engines import prefer_huge_pages, stay_on_cpu
     from longctx.launch.terminal import quieten, refuse
 
     quieten()
+    prefer_huge_pages()
     from longctx.config import resolve
     from longctx.flags import parse_flags
-    from longctx.launch.engines import stay_on_cpu
     from longctx.launch.processes import device_count, relaunch, spawn, who_starts
     from longctx.launch.profile import read_profile
     from longctx.verify.subject import check_engine, few_layers, with_defaults

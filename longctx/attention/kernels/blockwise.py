@@ -24,7 +24,7 @@ class BlockwiseKernel(Kernel):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=_wide(q))
         for at_q, at_kv, causal, mask in _calls(entries, q):
             rows = q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv]
@@ -42,8 +42,8 @@ class BlockwiseKernel(Kernel):
         entries: Entries,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format, dtype=_wide(x)) for x in (k, v))
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
         for at_q, at_kv, causal, mask in _calls(entries, q):
             rows = grad_out[:, :, at_q], q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv], out[:, :, at_q], lse[:, :, at_q]
             dq[:, :, at_q], *grads = self._backward(*rows, causal, mask, scale)
