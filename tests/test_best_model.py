@@ -104,6 +104,6 @@ def test_sharded_checkpoints_are_refused(kind, monkeypatch):
         given = environment | ({} if kind is None else {"FSDP_STATE_DICT_TYPE": kind})
         return resolve(flags, read_profile(given), given)
 
-    with pytest.raises(ValueError, match="fsdp_state_dict_type SHARDED_STATE_DICT .*FULL_STATE_DICT"):
+    with pytest.raises(ValueError, match=r"fsdp_state_dict_type SHARDED_STATE_DICT .*FULL_STATE_DICT"):
         resolved(kind)
     assert resolved("FULL_STATE_DICT").engine == "fsdp2"
