@@ -13,7 +13,7 @@ from trl.models.selective_activation_checkpointing import enable_selective_activ
 from trl.trainer.utils import add_fused_lm_head
 
 from longctx import parallelize
-from longctx.attention.support import CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
+from longctx.attention.support import CAUSAL_MODELS, GATED_DELTA_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
 from longctx.metrics import _peak_flops
 from tests.workers import run_ranks
 
@@ -32,6 +32,11 @@ SMALL = {
     "eos_token_id": 2,
 }
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+SCALED_ROPE = {
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0},
+}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -84,6 +89,10 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_A
     "cohere2, windows": ("cohere2", SMALL | WINDOW),
     "cwm, windows": ("cwm", SMALL | WINDOW),
     "exaone4, windows": ("exaone4", SMALL | WINDOW),
+    "gemma3_text, windows, capped logits": (
+        "gemma3_text",
+        SMALL | WINDOW | {"head_dim": 16} | {"final_logit_softcapping": 1.0},
+    ),
     "gemma3_text, windows": ("gemma3_text", SMALL | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 16}),
     "mistral, window": ("mistral", SMALL | {"sliding_window": 4}),
     "olmo3, windows": ("olmo3", SMALL | WINDOW),
@@ -93,6 +102,17 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_A
     "smollm3, windows": ("smollm3", SMALL | WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
     "starcoder2, window": ("starcoder2", SMALL | {"sliding_window": 4}),
 }
+FAMILIES |= {
+    f"llama, {kind} rope": (
+        "llama",
+        SMALL
+        | {
+            "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32, **scaling}
+        },
+    )
+    for kind, scaling in SCALED_ROPE.items()
+}
+assert SCALED_ROPE.keys() | {"default"} == set(POSITION_INDEPENDENT_ROPE)
 assert {model_type for model_type, _ in FAMILIES.values()} == set(CAUSAL_MODELS)
 assert {model_type for name, (model_type, _) in FAMILIES.items() if "window" in name} == set(WINDOW_MODELS)
 
@@ -191,6 +211,13 @@ def test_fused_head_of_the_trainer_equals_stock_transformers(family):
     loss.backward()
     assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
     assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", SCALED_ROPE)
+def test_scaled_rope_acts(kind):
+    """Else the comparisons above would compare plain RoPE once more."""
+    scaled, plain = (make_model(family).model.rotary_emb.inv_freq for family in (f"llama, {kind} rope", "llama"))
+    assert not torch.allclose(scaled, plain, rtol=1e-2)
 
 
 def all_families() -> dict[tuple[str, str], dict[str, float]]:
