@@ -87,7 +87,6 @@ class SequenceTrainer(SFTTrainer):
             **kwargs,
         )
         _keep_sums_in_fp32(self.accelerator)
-        _keep_layers_apart(self.accelerator)
         self.stream_read: MicroBatch | None = None
         if isinstance(rows, PackedStream):
             self.add_callback(_StreamEntry(self))  # `epoch` stays the Trainer's, steps / max_steps
@@ -376,23 +375,6 @@ def _keep_sums_in_fp32(accelerator: Accelerator) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     if policy is not None and plugin.fsdp_version == 2:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
-
-
-def _keep_layers_apart(accelerator: Accelerator) -> None:
-    """FSDP2 shards layer by layer, with an adapter too: for one, the Trainer sets a policy that means one unit to it.
-
-    The whole model would be gathered at once. accelerate asks for the policy just before it shards.
-    """
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or plugin.fsdp_version != 2:
-        return
-    policy, set_policy = plugin.auto_wrap_policy, plugin.set_auto_wrap_policy
-
-    def set_again(model: torch.nn.Module) -> None:
-        plugin.auto_wrap_policy = policy
-        set_policy(model)
-
-    plugin.set_auto_wrap_policy = set_again
 
 
 class _PlanningCollator:
