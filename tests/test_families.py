@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +148,19 @@ def test_training_gated_delta_layers_equals_one_process(engine, tmp_path, monkey
         references[case] = train_reference(tmp_path / "model", documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in run_ranks(2, "tests.test_training:run_cases", cases)[0].items():
         check(results, references[case], case, "torchrun", parity_table)
+
+
+@pytest.mark.long
+def test_verification_of_gated_delta_layers(tmp_path):
+    """A config is enough; both kinds of layers are seen to work on their shard."""
+    hybrid_config("qwen3_next", num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "longctx.verify", "--sp", "2", "--model_name_or_path", str(tmp_path), "--json"]
+    command += ["--dataset_name", "stdlib", "--max_length", "128", "--overlong", "truncate", "--use_cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["shard length"]["ok"]
+    assert "each of 2 layers" in checks["shard length"]["detail"]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -28,9 +28,13 @@ from longctx.ulysses.exchange import all_to_all, tokens_to_ranks
 
 def install_gated_delta(model: PreTrainedModel) -> None:
     """Make every gated delta-rule layer of `model` compute exactly on the batches of `SequenceParallel.shard`."""
-    for layer in model.modules():
-        if type(layer).__name__.endswith("GatedDeltaNet"):
-            layer.forward = partial(_forward, layer, layer.forward)
+    for layer in gated_delta_layers(model):
+        layer.forward = partial(_forward, layer, layer.forward)
+
+
+def gated_delta_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers themselves, without the norms and MLPs beside them."""
+    return [layer for layer in model.modules() if type(layer).__name__.endswith("GatedDeltaNet")]
 
 
 @torch.compiler.disable  # its messages are no graph; torch.compile takes the rest of the layer

@@ -24,6 +24,7 @@ from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
 from longctx.run import first_step_batches
 from longctx.trainer import SequenceTrainer
+from longctx.ulysses.gated_delta import gated_delta_layers
 from longctx.verify.reference import documents_of, single_device_step
 from longctx.verify.report import Check, error_check
 
@@ -221,7 +222,7 @@ def probe(model: torch.nn.Module, trainer: SequenceTrainer, sp: int, batches: Ba
     dims = trainer.sequence.dims
     batch = batches[dims.dp_rank(trainer.sequence.rank)][0]
     documents = documents_of(batch)
-    with _recorded_attention() as lengths:
+    with _recorded_attention(model) as lengths:
         shard = trainer.sequence.shard(_uncut(batch))
         logits = model(**shard.inputs).logits
     found = {
@@ -234,19 +235,25 @@ def probe(model: torch.nn.Module, trainer: SequenceTrainer, sp: int, batches: Ba
 
 
 @contextmanager
-def _recorded_attention() -> Iterator[list[int]]:
-    """How many tokens the queries of each attention layer have on this rank, call by call."""
+def _recorded_attention(model: torch.nn.Module) -> Iterator[list[int]]:
+    """How many tokens each attention layer sees on this rank, linear ones too, call by call."""
     lengths: list[int] = []
 
     def recorded(module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any):
         lengths.append(query.shape[2])
         return longctx_attention(module, query, *args, **kwargs)
 
+    def recorded_linear(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        lengths.append(kwargs["hidden_states"].shape[1])
+
     AttentionInterface.register(NAME, recorded)
+    hooks = [layer.register_forward_pre_hook(recorded_linear, with_kwargs=True) for layer in gated_delta_layers(model)]
     try:
         yield lengths
     finally:
         AttentionInterface.register(NAME, longctx_attention)
+        for hook in hooks:
+            hook.remove()
 
 
 def _uncut(batch: Mapping[str, Any]) -> dict[str, Any]:
