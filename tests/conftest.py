@@ -1,8 +1,12 @@
-"""The parity table, printed at the end of every pytest run that compared training with one device."""
+"""The parity table, printed at the end of every pytest run that compared training with one device.
+
+`--support-matrix PATH` writes docs/support-matrix.md from what the run has shown.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 _rows: list[tuple[str, str, float, float, float]] = []
+_outcomes: dict[str, bool] = {}
 
 
 @pytest.fixture
@@ -18,10 +23,32 @@ def parity_table():
     return _rows
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_addoption(parser):
+    parser.addoption("--support-matrix", type=Path, help="write what this run has shown into the support matrix")
+
+
+def pytest_runtest_logreport(report):
+    if report.failed or report.when == "call":
+        _outcomes[report.nodeid] = report.passed and _outcomes.get(report.nodeid, True)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if path := config.getoption("--support-matrix"):
+        _write_support_matrix(terminalreporter, path)
     if not _rows:
         return
     terminalreporter.section("relative error against one process, dense attention, fp32")
     terminalreporter.write_line(f"{'case':58} {'started by':18} {'loss 1':>8} {'grad 1':>8} {'losses':>8}")
     for case, start, loss, grad, run in sorted(_rows):
         terminalreporter.write_line(f"{case:58} {start:18} {loss:8.0e} {grad:8.0e} {run:8.0e}")
+
+
+def _write_support_matrix(terminalreporter, path):
+    from tests.support_page import differences, page
+
+    before = path.read_text() if path.exists() else ""
+    after = page(before, _outcomes)
+    path.write_text(after)
+    terminalreporter.section(f"support matrix: {path}")
+    for line in differences(before, after) or ["no cell has changed"]:
+        terminalreporter.write_line(line)

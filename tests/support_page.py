@@ -1,0 +1,217 @@
+"""docs/support-matrix.md: what resolving refuses, and what a test run has shown, for every cell of tests/matrix.py."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from datetime import date
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from unittest import mock
+
+from transformers import CONFIG_MAPPING
+
+from longctx.config import resolve
+from longctx.flags import parse_flags
+from longctx.launch.profile import read_profile
+from tests.matrix import FEATURES, MODELS, RUNS, SETUPS, Feature, TrainingRun
+
+PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
+UNTESTED = "**untested**"
+_DEVICES_OF_A_NODE = 8
+
+
+def proof_id(setup: str, run: str) -> str:
+    """The test that trains a run of RUNS on a set-up."""
+    return f"tests/test_support_matrix.py::test_a_run_equals_one_process[{setup}: {run}]"
+
+
+def evidence(setup: str, feature: Feature) -> str | None:
+    """The id of the test that shows a feature on a set-up; None where there is none."""
+    if feature.shown_by is None or setup not in feature.only:
+        return None
+    return proof_id(setup, feature.shown_by) if feature.shown_by in RUNS else feature.shown_by
+
+
+def declared(refused: Mapping[tuple[str, str], str | None]) -> set[str]:
+    """All tests that cells name which are not refused, and need no GPU."""
+    return {
+        test
+        for (setup, name), reason in refused.items()
+        if reason is None and not needs_gpu(setup, FEATURES[name])
+        if (test := evidence(setup, FEATURES[name])) is not None
+    }
+
+
+def needs_gpu(setup: str, feature: Feature) -> bool:
+    return feature.only_on_gpu or SETUPS[setup].only_on_gpu
+
+
+def refusals() -> dict[tuple[str, str], str | None]:
+    """{(set-up, feature): the reason why it is refused, None where it is not}, from config.json files alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (model_type, settings) in MODELS.items():
+            CONFIG_MAPPING[model_type](**settings).save_pretrained(Path(folder, name))
+        once = cache(partial(refusal, Path(folder)))
+        return {(setup, name): _refusal_of(once, setup, name) for setup in SETUPS for name in FEATURES}
+
+
+def _refusal_of(once: Callable[..., str | None], setup: str, name: str) -> str | None:
+    feature = FEATURES[name]
+    if feature.refused_by is not None:
+        return feature.refused_by()
+    run = RUNS.get(feature.shown_by or "", TrainingRun(model=feature.model))
+    return once(setup, run.model, run.flags_on(SETUPS[setup]) + feature.flags, feature.only_on_gpu)
+
+
+def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu: bool = False) -> str | None:
+    """What resolving the flags says on a process of this set-up; nothing but the model's config.json is read."""
+    row = SETUPS[setup]
+    devices = _DEVICES_OF_A_NODE if on_gpu or row.only_on_gpu else 0
+    world_size = str(row.processes)
+    env = {"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, **row.env}
+    given = ["--model_name_or_path", str(models / model), "--dataset_name", "data.jsonl", "--max_length", "256"]
+    given += ["--max_steps", "5"]
+    with (
+        mock.patch("longctx.config.version", cache(version)),  # reads files
+        mock.patch("longctx.config.device_count", return_value=devices),
+        mock.patch("longctx.config.default_config_file", return_value=None),  # may be left behind on this machine
+    ):
+        try:
+            resolve(parse_flags([*given, *flags]), read_profile(env), env)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def cell(setup: str, feature: Feature, refusal: str | None, passed: Collection[str]) -> str:
+    """exact, refused, GPU or untested."""
+    if refusal is not None:
+        return "refused"
+    if needs_gpu(setup, feature):
+        return "GPU"
+    return "exact" if evidence(setup, feature) in passed else UNTESTED
+
+
+def table(passed: Collection[str], refused: Mapping[tuple[str, str], str | None]) -> str:
+    """The page below its head, as these tests having passed make it."""
+    reasons: dict[str, int] = {}
+    lines = [
+        "| | " + " | ".join(SETUPS) + " | shown by |",
+        "| --- |" + " --- |" * (len(SETUPS) + 1),
+    ]
+    for name, feature in FEATURES.items():
+        states = []
+        for setup in SETUPS:
+            reason = refused[setup, name]
+            state = cell(setup, feature, reason, passed)
+            if reason is not None:
+                state += f" {reasons.setdefault(_first_words(reason), len(reasons) + 1)}"
+            states.append(state)
+        lines.append(f"| {name} | " + " | ".join(states) + f" | {_shown_by(feature)} |")
+    lines += ["", "## Refused, in the words of the error", ""]
+    lines += [f"{number}. {reason}" for reason, number in reasons.items()]
+    lines += ["", "## On GPUs", ""]
+    for name, feature in FEATURES.items():
+        if feature.only_on_gpu:
+            runs = any(refused[setup, name] is None for setup in SETUPS)
+            lines.append(f"- {name}: {feature.last_on_gpu if runs else 'refused so far'}")
+    lines += [f"- {name}: {setup.last_on_gpu}" for name, setup in SETUPS.items() if setup.only_on_gpu]
+    return "\n".join(lines) + "\n"
+
+
+def _shown_by(feature: Feature) -> str:
+    if feature.shown_by in RUNS:
+        return f"`{feature.shown_by}`"
+    return f"`{feature.shown_by}`" if feature.shown_by else ""
+
+
+def _first_words(reason: str) -> str:
+    """The first sentence, without what differs from machine to machine."""
+    words = re.split(r"(?<=[.;]) |\n", reason.replace("|", "\\|"))[0]
+    return words if len(words) <= 160 else words[:160].rsplit(" ", 1)[0] + " …"
+
+
+def page(before: str, outcomes: Mapping[str, bool], refused: Mapping[tuple[str, str], str | None] | None = None) -> str:
+    """The whole page after a test run; what it left out stays as it was on the page before.
+
+    Args:
+        outcomes: whether each test of the run has passed, by its id.
+        refused: as `refusals` gives, where it has been called already.
+    """
+    refused = refusals() if refused is None else refused
+    tests = declared(refused)
+    passed = {test for test, has_passed in outcomes.items() if has_passed}
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    head = _HEAD.format(
+        date=date.today(),
+        versions=versions,
+        files=" ".join(sorted({test.partition("::")[0] for test in tests})),
+        run=len(tests & outcomes.keys()),
+        tests=len(tests),
+    )
+    return head + table(passed | (shown_on(before) - outcomes.keys()), refused)
+
+
+def shown_on(text: str) -> set[str]:
+    """The tests that a page's cells are exact by, as far as they are shown by the same test today."""
+    cells = _cells(text)
+    return {
+        test
+        for (name, setup), state in cells.items()
+        if state == "exact" and name in FEATURES and setup in SETUPS
+        if cells[name, "shown by"] == _shown_by(FEATURES[name])
+        if (test := evidence(setup, FEATURES[name])) is not None
+    }
+
+
+_HEAD = """# Support matrix
+
+Made on {date} on a CPU with gloo ({versions}) by
+
+    pytest {files} -m "long or not long" --support-matrix docs/support-matrix.md
+
+or a part of it: {run} of the {tests} tests that cells name were run, and the cells of the others are as they were.
+Edit tests/matrix.py, not this page: a test fails where the two differ.
+
+- **exact**: the run named under *shown by* was trained with this set-up, five or six optimizer steps of real engines
+  on real processes in fp32, and compared with stock transformers on one process, dense attention: loss and gradient
+  norm of the first step to 1e-5, losses of all steps to 1e-4 (`bf16`: as near to fp32 as one process in bf16). The test
+  is `tests/test_support_matrix.py::test_a_run_equals_one_process[set-up: run]`; a name with `::` is another test.
+- **refused** n: the flags are refused before processes start and weights are read; reason n stands below the table.
+- **GPU**: nothing refuses it, and only a machine with GPUs can run it; the last run is named below.
+- **untested**: nothing refuses it, and no test has shown it in the run that made this page.
+
+Set-ups are sp 2, hybrid sp 4 (ring 2 × ulysses 2); `data parallel` doubles the processes of a set-up without it.
+
+"""
+
+
+def body(text: str) -> str:
+    """What of a page does not depend on the day it was made."""
+    return text[text.index("- **exact**") :]
+
+
+def differences(old: str, new: str) -> list[str]:
+    """A line for every cell that is another one: set-up, feature, both states."""
+    before, after = _cells(old), _cells(new)
+    return [
+        f"{feature}, {setup}: {before.get((feature, setup), 'not there')} -> {after.get((feature, setup), 'not there')}"
+        for feature, setup in dict.fromkeys([*before, *after])
+        if before.get((feature, setup)) != after.get((feature, setup))
+    ]
+
+
+def _cells(text: str) -> dict[tuple[str, str], str]:
+    rows = [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    if not rows:
+        return {}
+    _, *setups = rows[0]
+    return {
+        (name, setup): re.sub(r" \d+$", "", state)
+        for name, *states in rows[2:]
+        for setup, state in zip(setups, states, strict=True)
+    }
