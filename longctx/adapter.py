@@ -96,7 +96,7 @@ def _check_layers(adapted: Any) -> None:
         if type(layer) is not Linear:
             raise ValueError(
                 f"--lora_target_modules adapts {name}, which is no linear layer; peft's {type(layer).__name__} is not "
-                "compared with one process. Name linear layers, or all-linear."
+                "compared with one process. Name linear layers, such as q_proj v_proj."
             )
 
 

@@ -62,10 +62,8 @@ CHECKPOINTING = {
     "": [],
     ", no checkpointing": ["--gradient_checkpointing", "False"],
 }
-FEW = {  # what a plain pytest runs
-    "ring on FSDP2": ("default",),
-    "ulysses on ZeRO-3": ("default",),
-}
+FEW = {"ring on FSDP2": ("default",)}
+"""What a plain pytest runs."""
 
 
 @pytest.fixture(scope="module")
