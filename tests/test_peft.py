@@ -169,7 +169,7 @@ def test_an_adapter_trains_as_on_one_process(layout, few, folder, tmp_path, pari
 
 
 # ------------------------------------------------------------------------------------------------
-# Refusals: before weights load, which the folder does not have
+# Refusals: before weights load
 # ------------------------------------------------------------------------------------------------
 
 REFUSED = {
