@@ -198,7 +198,7 @@ FEATURES = {
     "predict": Feature(shown_by="evaluation"),
     "gradient clipping": Feature(shown_by="packed"),
     "learning-rate schedule, steps and epochs": Feature(shown_by="padded"),
-    "streaming data": Feature(flags=("--packing", "True", "--dataset_streaming", "True")),
+    "streaming data": Feature(shown_by="streaming"),
 }
 assert all(
     feature.shown_by in RUNS for feature in FEATURES.values() if feature.shown_by and "::" not in feature.shown_by

@@ -174,7 +174,8 @@ Made on {date} on a CPU with gloo ({versions}) by
 
     pytest {files} -m "long or not long" --support-matrix docs/support-matrix.md
 
-or a part of it: {run} of the {tests} tests that cells name were run, and the cells of the others are as they were.
+in one run or in parts: the last ran {run} of the {tests} tests that cells name, and left the other cells as they were.
+
 Edit tests/matrix.py, not this page: a test fails where the two differ.
 
 - **exact**: the run named under *shown by* was trained with this set-up, five or six optimizer steps of real engines
