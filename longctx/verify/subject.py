@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longctx.config import Run
@@ -147,7 +148,12 @@ def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:
     os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # rank 0 runs the same weights by itself
     if _is_without_weights(Path(run.settings["model_name_or_path"])):
         return together(lambda: _random_weights(prepared.run.model_config))
-    return load(prepared)
+    unset_hf_deepspeed_config()  # else from_pretrained leaves a rank a part of them under ZeRO-3
+    try:
+        return load(prepared)
+    finally:
+        if plugin := prepared.args.deepspeed_plugin:
+            plugin.set_deepspeed_weakref()
 
 
 def _is_without_weights(folder: Path) -> bool:
