@@ -119,23 +119,30 @@ def load_model(
     """The weights, for training, with a configuration of their own. Attention is put in place afterwards.
 
     Raises:
-        ValueError: if there are no weights, or a file of them is damaged.
+        ValueError: if there are no weights, some are missing, or a file of them is damaged.
     """
     config = copy.deepcopy(config)
     if name == TINY:
         return tiny_model(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), config=config)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"The weights of --model_name_or_path {name} cannot be read: {error}. Complete the folder, or get it again."
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"--model_name_or_path {name} has no weights for {len(missing)} parameters of a {config.model_type} model, "
+            f"such as {missing[0]}; they would start at random. Complete the folder, or get it again."
+        )
+    return model
 
 
 def count_parameters(model: torch.nn.Module) -> int:

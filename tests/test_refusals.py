@@ -13,7 +13,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from transformers import CONFIG_MAPPING
 
-from longctx.tiny import tiny_config, tiny_tokenizer
+from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.train import main
 
 OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
@@ -364,6 +364,20 @@ def test_weights_that_are_not_there(tmp_path, folder_without_weights, refused, m
     (tmp_path / "data.jsonl").write_text(lines(*TEXT))
     given = ("--model_name_or_path", folder_without_weights, "--dataset_name", str(tmp_path / "data.jsonl"))
     refused(*given, "--use_cpu", parts=(folder_without_weights, "weights", "cannot be read"))
+
+
+def test_weights_of_which_some_are_missing(tmp_path):
+    """transformers draws them at random, with a warning."""
+    from safetensors.torch import load_file, save_file
+
+    from longctx.model import load_config, load_model
+
+    tiny_model().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no weights for 1 parameters .* such as model\.layers\.1\.mlp\.up_proj"):
+        load_model(str(tmp_path), load_config(str(tmp_path)))
 
 
 def test_data_that_cannot_be_read(tmp_path, folder_without_weights, refused):
