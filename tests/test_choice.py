@@ -336,6 +336,7 @@ def test_a_run_prints_its_choice_with_the_data_it_has(tmp_path):
     assert "step 1 matched one device" in printed
 
 
+@pytest.mark.long
 def test_a_run_changes_to_what_its_documents_make_much_better(tmp_path):
     """Short documents stay whole on a ring's ranks: chosen when the data is known, on the engine that is up."""
     records = ("".join(json.dumps({"text": f"document {i} of many short ones"}) + "\n") for i in range(2000))

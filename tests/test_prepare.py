@@ -351,6 +351,7 @@ def wait_for_slow_first_rank(port, folder):
     return results
 
 
+@pytest.mark.long
 def test_ranks_wait_for_the_first_beyond_the_time_out_and_end_with_it(tmp_path):
     first, second = run_ranks(2, f"{__name__}:wait_for_slow_first_rank", free_port(), str(tmp_path))
     assert first["slow"][0] is second["slow"][0] is True  # the second began when the first had finished

@@ -502,6 +502,7 @@ def test_context_parallel_2gpu_equals_one_device(one_device, data, tmp_path):
     assert "engine    fsdp2" in outcome[1]
 
 
+@pytest.mark.long
 def test_alst_ulysses_4gpu_equals_one_device(one_device, data, tmp_path):
     outcome = start(profile_command("alst_ulysses_4gpu"), tmp_path, "--per_device_train_batch_size", "1", data=data)
     check_first_step(outcome, one_device)

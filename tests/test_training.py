@@ -108,7 +108,13 @@ def check(results, reference, case, start, parity_table):
     assert run <= 1e-4
 
 
-GROUPS = [("ring", 1), ("ulysses", 2), ("ring", 2), ("ulysses", 4), ("ring gather hybrid", 4)]
+GROUPS = [
+    ("ring", 1),
+    pytest.param("ulysses", 2, marks=pytest.mark.long),
+    pytest.param("ring", 2, marks=pytest.mark.long),
+    ("ulysses", 4),
+    ("ring gather hybrid", 4),
+]
 
 
 @pytest.mark.parametrize(("backends", "sp"), GROUPS, ids=str)
@@ -271,7 +277,7 @@ def launch(arguments, *, timeout=300):
     return done.stdout
 
 
-LAUNCHES = [("ring", 4, "packed"), ("ulysses", 4, "packed"), ("ring", 2, "padded"), ("ulysses", 2, "one long document")]
+LAUNCHES = [("ulysses", 4, "packed"), ("ring", 2, "padded")]
 ALL_LAUNCHES = [
     pytest.param(backend, sp, shape, marks=() if (backend, sp, shape) in LAUNCHES else pytest.mark.long)
     for backend in ("ring", "ulysses")
@@ -312,6 +318,7 @@ def check_log(entry, documents, sp):
     assert entry["attention_imbalance"] >= 1
 
 
+@pytest.mark.long
 def test_the_example_of_the_trl_documentation(tmp_path):
     """Its Ulysses command, 100 steps at 4096 with packing, with a local model and chats in place of the hub names."""
     import torch
