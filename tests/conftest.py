@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_model import HEADS, save_small_model
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 _rows: list[tuple[str, str, float, float, float]] = []
 _outcomes: dict[str, bool] = {}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders of small Qwen3 models with the head counts of HEADS."""
+    return {name: save_small_model(tmp_path_factory.mktemp("models"), *heads) for name, heads in HEADS.items()}
 
 
 @pytest.fixture

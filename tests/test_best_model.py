@@ -6,13 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import tests.test_evaluation  # noqa: F401 (run_ranks looks for it)
 from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
 from longctx.train import main
 from tests.reference import dense_loss
-from tests.test_training import COMMON, make_documents, models, write_jsonl  # noqa: F401 (a fixture)
+from tests.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
 
 LAYOUTS = {
@@ -29,7 +28,7 @@ BEST = {  # the flags, and which of the five evaluations is best while the model
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_best_model_is_saved(layout, models, tmp_path):  # noqa: F811
+def test_the_best_model_is_saved(layout, models, tmp_path):
     """A model that learns is best last; asked for the largest loss, the first one has to come back."""
     import peft
 

@@ -11,11 +11,11 @@ import os
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from longctx.tiny import tiny_config, tiny_tokenizer
 from longctx.train import main
 from tests.reference import dense_logits
+from tests.small_model import save_small_model
 from tests.workers import run_ranks
 
 TRAIN_LENGTHS = [60, 7, 41, 1, 90, 64, 2, 33]
@@ -87,15 +87,7 @@ def write_jsonl(path, documents):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    config = tiny_config()
-    config.update({"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16})
-    config.update({"num_attention_heads": 4, "num_key_value_heads": 2})
-    config.layer_types = config.layer_types[:2]
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return save_small_model(tmp_path_factory.mktemp("model"), hidden_size=64)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import os
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from longctx.tiny import tiny_config, tiny_tokenizer
 from longctx.train import main
 from tests.reference import dense_loss, train_reference
+from tests.small_model import save_small_model
 from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -69,15 +69,7 @@ FEW = {"ring on FSDP2": ("default",)}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model whose embeddings are not tied."""
-    folder = tmp_path_factory.mktemp("model")
-    config = tiny_config()
-    config.update({"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16})
-    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False})
-    config.layer_types = config.layer_types[:2]
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return save_small_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=False)
 
 
 class Adapt:

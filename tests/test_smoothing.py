@@ -7,16 +7,14 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 from trl.trainer.utils import entropy_from_logits
 
-import tests.test_evaluation  # noqa: F401 (run_ranks looks for it)
 from longctx.loss import CHUNK_TOKENS, token_losses, token_outputs
 from tests.reference import train_reference
-from tests.test_training import (  # noqa: F401 (a fixture)
+from tests.test_training import (
     COMMON,
     LEARNING_RATE,
     STEPS,
     check,
     make_documents,
-    models,
     write_jsonl,
 )
 from tests.workers import run_ranks
@@ -51,7 +49,7 @@ CASES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_smoothed_training_equals_one_process(case, models, tmp_path, parity_table):  # noqa: F811
+def test_smoothed_training_equals_one_process(case, models, tmp_path, parity_table):
     """Four documents a step, of which one has nearly no labels; eval_loss is smoothed too, as in TRL."""
     processes, flags, accumulation = CASES[case]
     documents = make_documents([90, 7, 130, 41], masked=0.97)

@@ -46,22 +46,9 @@ PACKINGS = {  # flags, and documents: each set gives a pass of four steps, the l
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    from longctx.tiny import tiny_config, tiny_tokenizer
-
-    folder = tmp_path_factory.mktemp("model")
-    config = tiny_config()
-    config.update({"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16})
-    config.update({"num_attention_heads": 4, "num_key_value_heads": 2})
-    config.layer_types = config.layer_types[:2]
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
+@pytest.fixture
+def model(models):
+    return models["GQA 4:2"]
 
 
 def documents_of(row):

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from tests.reference import train_reference
+from tests.small_model import HEADS
 from tests.workers import run_ranks
 
 STEPS = 5
 LEARNING_RATE = 5e-3
-HEADS = {"GQA 4:2": (4, 2), "MQA 4:1": (4, 1), "3 heads": (3, 3)}
 SHAPES = {
     "packed": ([90, 7, 41, 1, 130, 64, 2, 33, 17, 88], ["--packing", "True"]),
     "padded": ([90, 7, 41, 64], ["--packing", "False", "--per_device_train_batch_size", "4"]),
@@ -47,28 +47,6 @@ def make_documents(lengths, *, seed=0, masked=0.4):
 def write_jsonl(path, documents):
     path.write_text("".join(json.dumps({"input_ids": ids, "labels": labels}) + "\n" for ids, labels in documents))
     return str(path)
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    """Folders of small Qwen3 models with the head counts of HEADS."""
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    from longctx.tiny import tiny_config, tiny_tokenizer
-
-    folders = {}
-    for name, (heads, key_value_heads) in HEADS.items():
-        folder = tmp_path_factory.mktemp("models") / name.replace(" ", "_").replace(":", "_")
-        config = tiny_config()
-        config.update({"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16})
-        config.update({"num_attention_heads": heads, "num_key_value_heads": key_value_heads})
-        config.layer_types = config.layer_types[:2]
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
-        folders[name] = str(folder)
-    return folders
 
 
 def run_cases(cases):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
@@ -17,7 +18,7 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300):
     Raises AssertionError with the output of all ranks if one fails or the time-out (seconds) passes.
     """
     module, function = target.split(":")
-    path = Path(sys.modules[module].__file__)
+    path = Path(importlib.import_module(module).__file__)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
