@@ -19,10 +19,19 @@ STAGES: list[tuple[str, ...]] = [
     ("packing",),  # lengths -> packs
     ("collate",),  # packs -> batches
     ("batch", "mesh", "shard"),  # batches -> one rank's part
-    ("attention", "ring", "ulysses"),
+    ("attention", "ring", "ulysses", "chunked", "tiled_mlp"),
     ("loss",),
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
-    ("tiny", "model", "adapter", "turns", "rows", "steps", "metrics"),  # what a training run is put together from
+    (
+        "tiny",
+        "model",
+        "adapter",
+        "turns",
+        "rows",
+        "steps",
+        "metrics",
+        "memory",
+    ),  # what a training run is put together from
     ("trainer",),
     ("flags", "supported", "launch", "config", "verify", "run", "train"),  # the command line
     ("benchmarks",),
@@ -38,7 +47,11 @@ def _module_name(path: Path) -> str:
 FILES = {_module_name(path): path for top in ("longctx", "benchmarks") for path in sorted((ROOT / top).rglob("*.py"))}
 
 # Pure, or nearly so: these import nothing of ours but each other, and every stage may import them.
-ANYWHERE = {"longctx.ring.plan", *(name for name in FILES if name.startswith("longctx.attention.kernels"))}
+ANYWHERE = {
+    "longctx.ring.plan",
+    "longctx.host",
+    *(name for name in FILES if name.startswith("longctx.attention.kernels")),
+}
 
 
 def _stage(module: str) -> int | None:
