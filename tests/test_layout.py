@@ -19,7 +19,7 @@ STAGES: list[tuple[str, ...]] = [
     ("packing",),  # lengths -> packs
     ("collate",),  # packs -> batches
     ("batch", "mesh", "shard"),  # batches -> one rank's part
-    ("attention", "ring", "ulysses", "chunked", "tiled_mlp"),
+    ("host", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
     ("loss",),
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
     (
