@@ -19,6 +19,7 @@ from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
 from longctx.attention.support import check_model
 from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
+from longctx.chunked import install_chunked
 from longctx.loss import step_loss, token_losses
 from longctx.mesh import ParallelDims, SequenceGroups, sequence_groups
 from longctx.shard import (
@@ -106,6 +107,7 @@ def parallelize(
     device: torch.device | None = None,
     document_lengths: Sequence[int] | None = None,
     selective_checkpointing: bool | None = None,
+    sequence_chunk_size: int | None = None,
 ) -> tuple[PreTrainedModel, SequenceParallel]:
     """Put sequence-parallel attention into a model. Called by all ranks together, before the model is wrapped.
 
@@ -122,13 +124,15 @@ def parallelize(
         selective_checkpointing: activation checkpointing, once switched on, saves attention's output, as large as
             one more [1, T/P, H·D] a layer, instead of computing it again. Where None, only if attention is a ring,
             whose messages would be sent again.
+        sequence_chunk_size: tokens of this rank that a layer works on at a time, the others waiting in host memory;
+            see `longctx.chunked`. For sp 1 and Ulysses.
 
     Returns:
         The model, and the object that shards batches and reduces the loss.
 
     Raises:
         ValueError: if the model's attention is not known to be exact, sp does not divide the processes, or the
-            heads do not fit the backend.
+            heads do not fit the backend; or for a chunk size that the model or a ring cannot have.
     """
     check_model(model.config)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -148,6 +152,13 @@ def parallelize(
     if selective_checkpointing is None:
         selective_checkpointing = dims.ring > 1
     install(model, selective_checkpointing=selective_checkpointing)
+    if sequence_chunk_size is not None:
+        if dims.ring > 1:
+            raise ValueError(
+                f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}: keys and values that wait "
+                "in host memory do not travel round a ring. Use sp_backend ulysses, or leave it out."
+            )
+        install_chunked(model, sequence_chunk_size, device, keep_attention=selective_checkpointing)
     return model, SequenceParallel(dims, BACKENDS[choice.name], sequence_groups(dims, device.type), device)
 
 

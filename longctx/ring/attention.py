@@ -15,10 +15,9 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.attention.kernels import Entries, Rows, add, block_backward, block_forward, put, take
+from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
 from longctx.attention.operator import Schedule, attend, binding_window
 from longctx.ring.plan import RingPlan
 from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split
@@ -140,7 +139,7 @@ class RingSchedule:
         for step, entries in self.steps:
             received = transport.receive(step)
             if len(entries):
-                _merge(out, lse, entries.q_rows, *block_forward(q, *split(received), entries, scale))
+                merge(out, lse, entries.q_rows, *block_forward(q, *split(received), entries, scale))
         return out, lse
 
     def _backward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,11 +163,3 @@ def _heads(x: Tensor, num_key_value_heads: int, start: int, stop: int) -> Tensor
     """The heads of x [1, H or K, S(, D)] that go with key/value heads start..stop-1."""
     share = x.shape[1] // num_key_value_heads
     return x[:, start * share : stop * share]
-
-
-def _merge(out: Tensor, lse: Tensor, rows: Rows, block_out: Tensor, block_lse: Tensor) -> None:
-    """Join a block's softmax into the running one, for the given query rows, in place."""
-    old_out, old_lse = take(out, rows), take(lse, rows)
-    weight = torch.sigmoid(block_lse - old_lse)[..., None]
-    put(out, rows, old_out - weight * (old_out - block_out))
-    put(lse, rows, old_lse - F.logsigmoid(old_lse - block_lse))

@@ -6,7 +6,7 @@ keys: in causal entries the queries are the last of the keys' own tokens, full e
 
 from longctx.attention.kernels.blockwise import CpuFlashKernel, DenseKernel
 from longctx.attention.kernels.choose import block_backward, block_forward, choose_kernel
-from longctx.attention.kernels.entries import Entries, Rows, add, put, take, upload
+from longctx.attention.kernels.entries import Entries, Rows, add, merge, put, take, upload
 from longctx.attention.kernels.kernel import Kernel
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "block_backward",
     "block_forward",
     "choose_kernel",
+    "merge",
     "put",
     "take",
     "upload",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -156,6 +157,19 @@ def add(x: Tensor, rows: Rows, values: Tensor) -> None:
         x[:, :, at] += values
     else:
         x.index_add_(2, at, values.to(x.dtype))
+
+
+def merge(out: Tensor, lse: Tensor, rows: Rows, block_out: Tensor, block_lse: Tensor) -> None:
+    """Join a block's softmax into the running one, for the given query rows, in place.
+
+    Args:
+        out, lse: [1, H, S, D] and [1, H, S], fp32 or wider.
+        block_out, block_lse: the same of those rows and other keys.
+    """
+    old_out, old_lse = take(out, rows), take(lse, rows)
+    weight = torch.sigmoid(block_lse - old_lse)[..., None]
+    put(out, rows, old_out - weight * (old_out - block_out))
+    put(lse, rows, old_lse - F.logsigmoid(old_lse - block_lse))
 
 
 def upload(x: np.ndarray, device: torch.device) -> Tensor:
