@@ -115,17 +115,19 @@ _schedules: WeakValueDictionary[int, Schedule] = WeakValueDictionary()
 """An op takes tensors and numbers only, so a schedule goes by its id; the caller of `attend` keeps it alive."""
 
 
-@torch.library.custom_op("longctx::attention", mutates_args=())
-def _attention(
+def run_schedule(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [1, H, S, D] of q's dtype and lse [1, H, S], sinks included."""
+    """The op's body: out [1, H, S, D] of q's dtype and lse [1, H, S], sinks included."""
     out, lse = _schedules[schedule].forward(q, k, v, scale)
     if sinks is not None:
         sinks = sinks.to(lse.dtype)[:, None]
         out = out * torch.sigmoid(lse - sinks)[..., None]
         lse = torch.logaddexp(lse, sinks)
     return out.to(q.dtype), lse
+
+
+_attention = torch.library.custom_op("longctx::attention", run_schedule, mutates_args=())
 
 
 @_attention.register_fake
