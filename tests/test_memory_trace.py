@@ -1,0 +1,223 @@
+"""The tracer against torch's own and against itself on real tensors; and what it finds in a traced step of ours."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from longctx.host import host_memory
+from longctx.loss import TILE_BYTES
+from longctx.memory.step import StepSettings, row_of, trace_training_step
+from longctx.memory.trace import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GATHERED,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATES,
+    PARAMETERS,
+    Allocation,
+    MemoryTrace,
+    MemoryTracer,
+)
+from longctx.parallel import parallelize
+from longctx.tiny import tiny_config, tiny_model
+
+SP, LENGTH, VOCAB, HIDDEN = 4, 65536, 131072, 32
+LOCAL = LENGTH // SP
+HEADS, KEY_VALUE_HEADS, HEAD_DIM, INTERMEDIATE = 8, 4, 16, 192
+"""Sizes in which logits [S/sp, V], masks [S, S] and full-length tensors each lie far above everything else."""
+
+WIDTH = (HEADS + 2 * KEY_VALUE_HEADS) * HEAD_DIM
+"""Queries, keys and values of a token, which Ulysses exchanges together: the widest that a layer makes of it."""
+BOUND = 4 * max(LOCAL * max(WIDTH, INTERMEDIATE), VOCAB * HIDDEN + HIDDEN)
+"""Bytes of the largest tensor in a step: one of S/sp tokens, as wide as said, or what FSDP2 gathers at once, in fp32.
+In the head, a tile's logits, `longctx.loss.TILE_BYTES`."""
+
+
+def _config() -> Qwen3Config:
+    config = tiny_config()
+    config.update({"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE})
+    config.update({"head_dim": HEAD_DIM, "num_attention_heads": HEADS, "num_key_value_heads": KEY_VALUE_HEADS})
+    return config
+
+
+DOCUMENTS = [LENGTH // 2, 3, LENGTH // 4 - 3, LENGTH // 8, LENGTH // 8]
+
+
+def _trace(backend: str, *, fused_loss: bool = True, **levers) -> MemoryTrace:
+    settings = StepSettings(
+        length=LENGTH, document_lengths=DOCUMENTS, sp=SP, sp_backend=backend, fused_loss=fused_loss, levers=levers
+    )
+    return trace_training_step(_config(), settings, rank=1)
+
+
+def _too_large(trace: MemoryTrace) -> list[Allocation]:
+    return [x for x in trace.allocations if x.nbytes > (TILE_BYTES if "lm_head" in x.module else BOUND)]
+
+
+def _full_length(trace: MemoryTrace) -> list[Allocation]:
+    """Tensors of all the row's tokens, ids, positions, labels and plans aside, which are whole numbers."""
+    return [x for x in trace.allocations if LENGTH in x.shape and x.dtype.is_floating_point]
+
+
+STEPS = {
+    "ring": {},
+    "gather": {},
+    "ulysses": {},
+    "hybrid": {"ring_size": 2},
+}
+
+
+@pytest.mark.parametrize("backend", STEPS)
+def test_no_tensor_of_a_packed_step_is_larger_than_a_ranks_tokens(backend) -> None:
+    trace = _trace(backend, **STEPS[backend])
+    assert not _too_large(trace), "\n".join(map(str, _too_large(trace)))
+    allowed = {
+        "ring": 0,
+        "hybrid": 0,
+        "ulysses": WIDTH // SP,  # a few heads of all tokens, in the place of all heads of a few
+        "gather": 2 * math.ceil(KEY_VALUE_HEADS / 4) * HEAD_DIM,  # of all ranks, some key/value heads at a time
+    }[backend]
+    wider = [x for x in _full_length(trace) if math.prod(x.shape) > LENGTH * allowed]
+    assert not wider, "\n".join(map(str, wider))
+
+
+def test_logits_are_found_and_named() -> None:
+    trace = _trace("ulysses", fused_loss=False)
+    assert any(x.shape == (LOCAL, VOCAB) and "lm_head" in x.module for x in _too_large(trace)), trace.table()
+
+
+def test_masks_of_stock_transformers_are_found_and_named() -> None:
+    """Its sdpa attention on the same packed row."""
+    length = 16384  # 256 Mi pairs
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model = Qwen3ForCausalLM(_config())
+        model.set_attn_implementation("sdpa")
+        row = {name: mode.from_tensor(x) for name, x in row_of([length // 2, length // 2]).items()}
+        with MemoryTracer(model) as tracer:
+            model.model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False)
+    largest = max(tracer.trace().allocations, key=lambda x: x.nbytes)
+    assert largest.shape[-2:] == (length, length), str(largest)
+
+
+def _step(model, optimizer, row) -> None:
+    loss = model(**row, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_agrees_with_mem_tracker_to_the_byte() -> None:
+    """On a stock step: nothing on the host, no operator of ours, and the batch said to both."""
+
+    def run(make):
+        with FakeTensorMode():
+            model = Qwen3ForCausalLM(tiny_config())
+            row = {name: torch.zeros(1, 512, dtype=torch.int64) for name in ("input_ids", "labels")}
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            with make(model, optimizer, row) as tracker:
+                _step(model, optimizer, row)
+            return tracker
+
+    def mem_tracker(model, optimizer, row):
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer, *row.values())
+        return tracker
+
+    theirs = run(mem_tracker).get_tracker_snapshot("peak")[torch.device("cpu")]
+    ours = run(lambda model, optimizer, row: MemoryTracer(model, optimizer)).trace()
+    assert ours.peak_bytes == theirs["Total"]
+
+
+def test_a_real_step_takes_what_the_fake_one_does() -> None:
+    """Both with the CPU's kernel; and the same again, byte for byte."""
+
+    def run(fake: bool) -> MemoryTrace:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        model = tiny_model()
+        if fake:
+            with mode:
+                model = Qwen3ForCausalLM(tiny_config())
+        model, sequence = parallelize(model, sp=1)
+        model.activation_checkpointing_enable(offload=True)
+        model.train()
+        shard = sequence.shard(row_of([100, 28]))
+        if fake:
+            shard.inputs.update({k: mode.from_tensor(shard.inputs[k]) for k in ("input_ids", "position_ids")})
+        with mode if fake else torch.enable_grad():
+            labels = mode.from_tensor(shard.shift_labels) if fake else shard.shift_labels
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            with MemoryTracer(model, optimizer) as tracer:
+                losses = model(**shard.inputs, shift_labels=labels, token_outputs=True).losses
+                sequence.reduce(losses, 126).backward()
+                optimizer.step()
+        return tracer.trace()
+
+    real, again, fake = run(False), run(False), run(True)
+    assert real.timeline == again.timeline
+    assert real.by_category == again.by_category
+    for name in (PARAMETERS, GRADIENTS, OPTIMIZER_STATES):
+        assert real.by_category[name] == fake.by_category[name], name
+    assert real.host_peak_bytes == fake.host_peak_bytes == 2 * 128 * 128 * 4  # a hidden state of each layer
+    # Real ids are picked by value, fake ones are all picked; else the two are one.
+    assert abs(real.peak_bytes - fake.peak_bytes) < 0.02 * real.peak_bytes
+
+
+def test_categories() -> None:
+    layer = torch.nn.Linear(8, 16, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    x, size = torch.zeros(4, 8), 8 * 16 * 4
+    with MemoryTracer(layer, optimizer) as tracer:
+        out = layer(x).exp()
+        with host_memory():
+            copy = out.detach().clone()
+        out.sum().backward()
+        optimizer.step()
+    trace = tracer.trace()
+    assert set(trace.by_category) == set(CATEGORIES)
+    assert trace.by_category[PARAMETERS] == trace.by_category[GRADIENTS] == size
+    assert trace.by_category[OPTIMIZER_STATES] >= 2 * size
+    assert trace.by_category[INPUTS] == x.nbytes
+    assert trace.by_category[ACTIVATIONS] == out.nbytes
+    assert trace.host_peak_bytes == copy.nbytes
+    assert trace.peak_bytes == sum(trace.by_category.values())
+    assert trace.timeline[-1] == (trace.timeline[-1][0], copy.nbytes)
+
+
+def test_states_that_an_engine_offloads_are_host_memory() -> None:
+    layer = torch.nn.Linear(8, 16, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    with MemoryTracer(layer, optimizer, on_host=(PARAMETERS, GRADIENTS, OPTIMIZER_STATES)) as tracer:
+        layer(torch.zeros(4, 8)).sum().backward()
+        optimizer.step()
+    trace, size = tracer.trace(), 8 * 16 * 4
+    assert trace.host_peak_bytes >= 4 * size
+    assert not trace.by_category[PARAMETERS] + trace.by_category[GRADIENTS] + trace.by_category[OPTIMIZER_STATES]
+    with pytest.raises(ValueError, match=r"on_host \['activations'\].*Use parameters, gradients, optimizer states"):
+        MemoryTracer(layer, on_host=[ACTIVATIONS])
+
+
+def test_fsdp2_frees_what_it_gathers() -> None:
+    """By resizing storages, which no operator tells. At the peak, in the head, all layers are shards again."""
+    trace = _trace("ulysses")
+    assert trace.by_category[GATHERED] == 2 * (VOCAB * HIDDEN + HIDDEN)  # head and last norm in bf16
+    assert sum(x.category == GATHERED for x in trace.allocations) > 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"length": 8, "document_lengths": [4, 5]}, "document_lengths sum to 9, and length is 8"),
+        ({"length": 8, "engine": "deepspeed"}, "engine 'deepspeed' with 1 devices: use 'fsdp2'"),
+        ({"length": 8, "engine": "none", "sp": 2}, "engine 'none' with 2 devices"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepSettings(**settings)
