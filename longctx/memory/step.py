@@ -22,9 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from trl.models import activation_offloading as trl_offload
+from trl.models import get_act_offloading_ctx_manager
+from trl.models.activation_offloading import OffloadActivations
 
 from longctx.attention.kernels import choose
 from longctx.attention.kernels.varlen import AtenFlashKernel
+from longctx.host import host_memory
 from longctx.memory.trace import MemoryTrace, MemoryTracer
 from longctx.parallel import parallelize
 
@@ -49,7 +53,9 @@ class StepSettings:
     fused_loss: bool = True
     """False makes all logits, for comparison; ours never does."""
     activation_checkpointing: Mapping[str, Any] | None = field(default_factory=dict)
-    """transformers' `activation_checkpointing_kwargs`: `every_n_layers`, `offload`. None switches it off."""
+    """transformers' `activation_checkpointing_kwargs`, such as `every_n_layers`. None switches it off."""
+    activation_offloading: bool = False
+    """TRL's: what the forward pass saves is copied to the host, and the last few tensors stay."""
     on_host: Sequence[str] = ()
     """Categories that the engine offloads, see `MemoryTracer`."""
     levers: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +109,15 @@ def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, ran
                     return sequence.reduce(token_losses, settings.length)
                 return sequence.loss(model(**inputs).logits, shift_labels, settings.length)
 
-        return trace_fake_step(mode, model, prepare, losses, (shard.inputs, shard.shift_labels), settings.on_host)
+        return trace_fake_step(
+            mode,
+            model,
+            prepare,
+            losses,
+            (shard.inputs, shard.shift_labels),
+            on_host=settings.on_host,
+            activation_offloading=settings.activation_offloading,
+        )
 
 
 def trace_fake_step(
@@ -112,7 +126,9 @@ def trace_fake_step(
     prepare: Callable[[nn.Module], nn.Module],
     loss: Callable[..., Tensor],
     arguments: tuple[Any, ...],
+    *,
     on_host: Sequence[str] = (),
+    activation_offloading: bool = False,
 ) -> MemoryTrace:
     """Forward, backward and AdamW of a model made in `mode`, its optimizer states there from the step before.
 
@@ -127,8 +143,10 @@ def trace_fake_step(
         _make_states(optimizer)
         fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
         del arguments
+        offloading = trl_offloading(model) if activation_offloading else contextlib.nullcontext()
         with MemoryTracer(model, optimizer, on_host=on_host) as tracer:
-            loss(model, *fake).backward()
+            with offloading:
+                loss(model, *fake).backward()
             optimizer.step()
             optimizer.zero_grad()
     return tracer.trace()
@@ -172,6 +190,55 @@ def flash_kernel() -> Iterator[None]:
         choose.choose_kernel = original  # type: ignore[assignment]
 
 
+def trl_offloading(model: nn.Module) -> OffloadActivations:
+    """TRL's `--activation_offloading`, as it goes on a GPU, for CPU tensors: copies that are host memory one way, and
+    the device's the other.
+    """
+    current, unique_key = torch.accelerator.current_accelerator, trl_offload._get_unique_tensor_key
+    torch.accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cpu")
+    try:
+        context = get_act_offloading_ctx_manager(model, use_pin_memory=False)
+    finally:
+        torch.accelerator.current_accelerator = current
+    context.device_module, context.s1 = _NoStreams, _NoStreams.Stream()
+    context.param_storages = set()  # by address, which fake tensors have none of; the kinds of tensor stay
+    pack, unpack = context.pack_hook, context.unpack_hook
+
+    def pack_on_host(tensor: Tensor) -> int:
+        trl_offload._get_unique_tensor_key = _unique_key
+        try:
+            with host_memory():
+                return pack(tensor)
+        finally:
+            trl_offload._get_unique_tensor_key = unique_key
+
+    def unpack_from_host(number: int) -> Tensor:
+        was_copied = context.tracker[number][1] and number not in context.fwd_stash
+        tensor = unpack(number)
+        return tensor.clone() if was_copied else tensor
+
+    context.pack_hook, context.unpack_hook = pack_on_host, unpack_from_host
+    return context
+
+
+def _unique_key(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
+
+
+class _NoStreams:
+    """torch.cuda's streams and events where there are none: everything has happened."""
+
+    class Stream:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *args: None
+
+    current_stream = Stream
+
+    @staticmethod
+    def stream(stream: Any) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
 def _as_is(model: nn.Module) -> nn.Module:
     return model
 
@@ -199,7 +266,10 @@ def _fsdp2(settings: StepSettings) -> Callable[[nn.Module], nn.Module]:
 
 
 def _make_states(optimizer: torch.optim.AdamW) -> None:
-    """What the first step leaves for all later ones."""
+    """What the first step leaves for all later ones: also DTensor's knowledge of shapes, which on fake tensors it gets
+    from tensors as large as the parameters and then keeps.
+    """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
