@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from trl import SFTConfig
 from longctx.adapter import check_adapter
 from longctx.attention.choice import BackendChoice, Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
-from longctx.attention.support import check_model
+from longctx.attention.support import check_model, num_linear_heads
 from longctx.flags import Flags
+from longctx.guards import available_host_memory, check_disks, check_host_memory, check_row_length
 from longctx.launch.processes import device_count
 from longctx.launch.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
+from longctx.levers import PROFILE_LEVERS, Levers, Place, asked_levers, prefers_ulysses, resolve_levers
+from longctx.memory.closed_form import MemorySetup, ModelSizes
 from longctx.mesh import ParallelDims
 from longctx.model import load_config
 from longctx.supported import check_supported
@@ -101,8 +105,8 @@ class Run:
     flags: Flags
     settings: Mapping[str, Any]
     """Every flag's final value: the user's, the profile's, the preset's or the default."""
-    changed: Mapping[str, Any]
-    """Values that nobody set and that differ from TRL's defaults."""
+    filled: frozenset[str]
+    """Flags that nobody set and that the demo preset or our own defaults did."""
     model_config: PretrainedConfig
     dims: ParallelDims
     wanted_backend: str
@@ -116,6 +120,10 @@ class Run:
     promotes_engine: bool
     """Whether the launcher named no engine, so that we tell accelerate of ours."""
     zero_stage: int | None
+    asked_levers: Mapping[str, Any]
+    """Memory levers that the user or the profile set, by flag."""
+    checkpoints_by_default: bool
+    """Whether activations are checkpointed where no lever says so."""
     use_cpu: bool
     launched: bool
     is_demo: bool
@@ -126,9 +134,53 @@ class Run:
         """Whether this one process has to start the others."""
         return not self.launched and self.dims.world_size > 1
 
+    @cached_property
+    def levers(self) -> Levers:
+        """Every memory lever, decided.
+
+        Raises:
+            ValueError: for one that the run has no place for.
+        """
+        place = Place(
+            backend=self.backend.name,
+            engine=self.engine,
+            zero_stage=self.zero_stage,
+            use_cpu=self.use_cpu,
+            bf16=self.settings["bf16"],
+            local_tokens=-(-_row_length(self.settings) // self.dims.sp),
+            has_linear_attention=bool(num_linear_heads(self.model_config)),
+        )
+        return resolve_levers(
+            self.settings["memory"],
+            self.asked_levers,
+            place,
+            checkpoints_by_default=self.checkpoints_by_default,
+        )
+
+    def memory_setup(self, ranks_per_node: int) -> MemorySetup:
+        """What memory is predicted from."""
+        setup = MemorySetup.of_settings(
+            ModelSizes.of_config(self.model_config),
+            self.settings,
+            dims=self.dims,
+            backend=self.backend.name,
+            engine=self.engine,
+            zero_stage=self.zero_stage,
+            use_cpu=self.use_cpu,
+            ranks_per_node=ranks_per_node,
+        )
+        if self.engine == "fsdp2" and setup.offload_param != "none":  # optimizer states are where parameters are
+            return replace(setup, offload_optimizer=setup.offload_param)
+        return setup
+
+    def settled(self) -> Run:
+        """The same run, its levers among the settings."""
+        return replace(self, settings={**self.settings, **self.levers.settings()})
+
     def training_arguments(self) -> dict[str, Any]:
         """Keywords for SFTConfig."""
         chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
+        chosen["activation_offloading"] &= not self.use_cpu  # TRL's copies go by a GPU's streams; see longctx.run
         chosen["use_cpu"] = self.use_cpu
         chosen["pad_token"] = None  # the tokenizer has it already; TRL warns of the flag
         if self.use_cpu and self.dims.world_size > 1:  # the state that launch.engines.start_on_cpu made
@@ -137,7 +189,7 @@ class Run:
 
     def choose_again(self, documents: Documents, setup: Setup) -> BackendChoice:
         """The backend once the data, and maybe the links, are known: `auto` changes it for a much better one."""
-        return choose_backend(
+        choice = choose_backend(
             self.wanted_backend,
             setup,
             documents,
@@ -145,11 +197,12 @@ class Run:
             pad_to_multiple_of=_given_multiple(self.flags),
             before=self.backend,
         )
+        return choice if self.wanted_backend == "auto" else replace(choice, reason=self.backend.reason)
 
     def spread_as(self, backend: BackendChoice) -> Run:
         """The same run with another choice. The engine stays, since its processes are up."""
         if backend.arrangement == self.backend.arrangement:
-            return replace(self, backend=backend)
+            return replace(self, backend=backend).settled()
         dims = _arrange(self.dims.world_size, backend, self.dims.dp_replicate)
         return replace(
             self,
@@ -157,7 +210,7 @@ class Run:
             dims=dims,
             settings={**self.settings, "pad_to_multiple_of": _pad_multiple(_given_multiple(self.flags), dims)},
             engine_reason=f"chosen before the data was known, for {self.backend.arrangement}",
-        )
+        ).settled()
 
     def describe(self) -> list[str]:
         """The resolved run, a line each."""
@@ -168,22 +221,29 @@ class Run:
             f"backend   {self.backend.describe()}",
             f"engine    {self.engine}{stage} ({self.engine_reason})",
             f"device    {'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}",
+            f"memory    {self.levers.describe()}",
             f"model     {self.settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})",
             f"data      {self.settings['dataset_name']}, "
             + ("packed" if self.settings["packing"] else "padding-free" if self.settings["padding_free"] else "padded")
             + f", max_length {self.settings['max_length']:,}, overlong {self.settings['overlong']}, "
             f"padded to a multiple of {self.settings['pad_to_multiple_of']}",
         ]
-        if self.changed:
-            lines.append(f"{'preset   ' if self.is_demo else 'defaults '} {self._changes()}")
+        if changes := self._changes():
+            lines.append(f"{'preset   ' if self.is_demo else 'defaults '} {changes}")
         return lines + [f"note      {note}" for note in self.notes]
 
-    def _changes(self) -> str:
-        """The values that nobody set; in a run of one's own, beside TRL's."""
-        if self.is_demo:
-            return " ".join(f"--{name} {value}" for name, value in sorted(self.changed.items()))
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Values that nobody set and that differ from TRL's defaults."""
         defaults = self.flags.values
-        return ", ".join(f"--{name} {value} (TRL: {defaults[name]})" for name, value in sorted(self.changed.items()))
+        return {name: self.settings[name] for name in sorted(self.filled) if self.settings[name] != defaults[name]}
+
+    def _changes(self) -> str:
+        """The same as text; in a run of one's own, beside TRL's."""
+        if self.is_demo:
+            return " ".join(f"--{name} {value}" for name, value in self.changed.items())
+        defaults = self.flags.values
+        return ", ".join(f"--{name} {value} (TRL: {defaults[name]})" for name, value in self.changed.items())
 
 
 def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run:
@@ -212,13 +272,8 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     settings["max_length"] = _max_length(settings, model_config, notes)
     setup = _setup(settings, model_config, sp, world_size, env, use_cpu)
     given_multiple = _given_multiple(flags)
-    backend = choose_backend(
-        wanted_backend,
-        setup,
-        assumed_documents(_row_length(settings), packed=settings["packing"]),
-        ring_size=flags.ring_size,
-        pad_to_multiple_of=given_multiple,
-    )
+    levers = _asked_levers(flags, profile, settings, notes)
+    wanted_backend, backend = _choose_backend(flags, wanted_backend, setup, settings, levers)
     dims = _arrange(world_size, backend, dp_replicate)
     _check_dp_shard(profile, dims)
     engine, engine_reason = _engine(flags, profile, backend, dims)
@@ -233,15 +288,14 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
         _check_versions(PEFT_VERSIONS, "--use_peft")
         check_adapter(settings, model_config, engine)
     notes += _precision_notes(settings, engine, use_cpu)
-    _take_checkpointing(profile, settings, notes)
     settings["max_grad_norm"] = _max_grad_norm(settings["max_grad_norm"], engine)
     settings["pad_to_multiple_of"] = _pad_multiple(given_multiple, dims)
     if settings["measure_links"] and sp == 1:
         notes.append("--measure_links has no effect at sp 1: no sequence is shared")
-    return Run(
+    run = Run(
         flags=flags,
         settings=settings,
-        changed={name: settings[name] for name in filled if settings[name] != flags.values[name]},
+        filled=filled,
         model_config=model_config,
         dims=dims,
         wanted_backend=wanted_backend,
@@ -251,11 +305,27 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
         engine_reason=engine_reason,
         promotes_engine=profile.engine is None and engine != "none",
         zero_stage=zero_stage,
+        asked_levers=levers,
+        checkpoints_by_default=bool(settings["gradient_checkpointing"]),
         use_cpu=use_cpu,
         launched=profile.launched,
         is_demo=is_demo,
         notes=tuple(notes),
-    )
+    ).settled()
+    _check_machine(run, env)
+    return run
+
+
+def _check_machine(run: Run, env: Mapping[str, str]) -> None:
+    """What a row and its offloading ask of this machine."""
+    check_row_length(run.settings["max_length"], run.settings["per_device_train_batch_size"])
+    if not run.levers.offloads:
+        return
+    local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
+    # As if on devices, so that what it has on the host is what is offloaded.
+    setup = replace(run.memory_setup(min(local, run.dims.world_size)), is_cpu=False)
+    check_host_memory(setup, run.settings["max_length"], available_host_memory())
+    check_disks(run.levers, setup, use_cpu=run.use_cpu)
 
 
 def _defaults(flags: Flags) -> tuple[dict[str, Any], frozenset[str], bool]:
@@ -549,16 +619,45 @@ def _take_from_profile(flags: Flags, profile: LaunchProfile, settings: dict[str,
             settings[name] = agreed
 
 
-def _take_checkpointing(profile: LaunchProfile, settings: dict[str, Any], notes: list[str]) -> None:
-    """The profile's activation checkpointing is carried out by the trainer's, which keeps the ring's output."""
-    if not profile.activation_checkpointing:
-        return
-    if not settings["gradient_checkpointing"]:
-        notes.append("gradient_checkpointing is on: the profile says fsdp_activation_checkpointing: true")
-        settings["gradient_checkpointing"] = True
-    if profile.activation_checkpointing_offload:
-        given = settings["gradient_checkpointing_kwargs"] or {}
-        settings["gradient_checkpointing_kwargs"] = given | {"offload": True}
+def _asked_levers(
+    flags: Flags, profile: LaunchProfile, settings: Mapping[str, Any], notes: list[str]
+) -> dict[str, Any]:
+    """Memory levers that a flag or the profile sets, by flag."""
+    asked = asked_levers(settings, flags.explicit)
+    for name in PROFILE_LEVERS:
+        if (agreed := _agree(flags, name, profile.levers.get(name), name)) is not None:
+            asked[name] = agreed
+    if profile.activation_checkpointing:  # the trainer's, which keeps the ring's output
+        if asked.get("activation_checkpointing") is not True:
+            notes.append("activation_checkpointing is on: the profile says fsdp_activation_checkpointing: true")
+        asked["activation_checkpointing"] = True
+        if profile.activation_checkpointing_offload:
+            asked["activation_offloading"] = True
+    return asked
+
+
+def _choose_backend(
+    flags: Flags, wanted: str, setup: Setup, settings: Mapping[str, Any], levers: Mapping[str, Any]
+) -> tuple[str, BackendChoice]:
+    """What is wanted, and what it comes to; a sequence-chunked step makes `auto` want Ulysses, where it can be."""
+
+    def choose(name: str) -> BackendChoice:
+        return choose_backend(
+            name,
+            setup,
+            assumed_documents(_row_length(settings), packed=settings["packing"]),
+            ring_size=flags.ring_size,
+            pad_to_multiple_of=_given_multiple(flags),
+        )
+
+    chunks = prefers_ulysses(settings["memory"], levers) and not setup.num_linear_heads
+    if wanted == "auto" and setup.sp > 1 and chunks:
+        try:
+            return "ulysses", replace(choose("ulysses"), reason="auto: the sequence-chunked step runs on it")
+        except ValueError:
+            if levers.get("sequence_chunk_size") is not None:
+                raise
+    return wanted, choose(wanted)
 
 
 def _check_counts(settings: Mapping[str, Any]) -> None:

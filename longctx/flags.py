@@ -53,6 +53,38 @@ class SequenceArguments:
         default=True,
         metadata={"help": "Give data-parallel ranks packs of similar attention cost at a time."},
     )
+    memory: Literal["balanced", "longest", "fastest"] = field(
+        default="balanced",
+        metadata={"help": "What the levers below are where no flag sets them: see the README's table."},
+    )
+    tiled_mlp: bool | None = field(default=None, metadata={"help": "Run every MLP over a few tokens at a time."})
+    tiled_mlp_num_shards: int | None = field(
+        default=None, metadata={"help": "Tiles of --tiled_mlp. Default: they are as long as the model is wide."}
+    )
+    heads_k_stride: int | None = field(
+        default=None, metadata={"help": "Key/value heads that a rank exchanges and attends at a time. Default: all."}
+    )
+    sequence_chunk_size: int | None = field(
+        default=None,
+        metadata={"help": "Tokens that a rank runs its layers over at a time; the others wait in host memory."},
+    )
+    offload_optimizer_device: Literal["none", "cpu", "nvme"] = field(
+        default="none", metadata={"help": "Where DeepSpeed keeps optimizer states."}
+    )
+    offload_param_device: Literal["none", "cpu", "nvme"] = field(
+        default="none",
+        metadata={"help": "Where ZeRO-3 keeps parameters, or FSDP2 (cpu) parameters and optimizer states."},
+    )
+    offload_optimizer_nvme_path: str | None = field(
+        default=None, metadata={"help": "Folder of --offload_optimizer_device nvme."}
+    )
+    offload_param_nvme_path: str | None = field(
+        default=None, metadata={"help": "Folder of --offload_param_device nvme."}
+    )
+    communication_data_type: Literal["auto", "fp32", "bf16"] = field(
+        default="auto",
+        metadata={"help": "What gradients are reduced in. auto: fp32 on FSDP2, DeepSpeed's own choice on DeepSpeed."},
+    )
     prepare_only: bool = field(default=False, metadata={"help": "Tokenise and plan the packs, then stop."})
     dry_run: bool = field(default=False, metadata={"help": "Print the resolved run and stop."})
 

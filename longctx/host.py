@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 _allocating: ContextVar[bool] = ContextVar("allocating_host_memory", default=False)
 
@@ -33,3 +35,25 @@ def host_empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised host tensor that tensors of `device` are copied to and from."""
     with host_memory():
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class SavedOnHost(saved_tensors_hooks):
+    """What autograd saves in here waits in host memory; weights stay where they are.
+
+    TRL's `OffloadActivations` does this with copies that overlap with a GPU's work, and needs a GPU. This one is for
+    machines without, where a run has to be the same but for memory, and a tracer sees what would be on a device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_to_host, _from_host)
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    if isinstance(tensor, nn.Parameter | DTensor):
+        return tensor
+    host = host_empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.device, host.copy_(tensor)
+
+
+def _from_host(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], copy=True)

@@ -20,7 +20,9 @@ from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
 from longctx.collate import SequenceCollator
 from longctx.config import Run
-from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
+from longctx.host import SavedOnHost
+from longctx.launch.engines import offload_fsdp, promote, settle_deepspeed, settle_fsdp, start_on_cpu, stay_on_cpu
+from longctx.memory.closed_form import ModelSizes
 from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
 from longctx.rows import StreamedRows, TrainingRows, prepare_rows
@@ -51,6 +53,8 @@ def prepare(run: Run) -> PreparedRun:
     settings = run.settings
     if run.promotes_engine:
         promote(run.engine)
+    if run.engine == "fsdp2" and run.levers.offload_param_device == "cpu":
+        offload_fsdp()
     if run.use_cpu:
         stay_on_cpu()
         if run.dims.world_size > 1:
@@ -58,6 +62,13 @@ def prepare(run: Run) -> PreparedRun:
     args = SFTConfig(**run.training_arguments() | _replicas(run))
     if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
         args._n_gpu = 1
+    if run.engine == "deepspeed":
+        settle_deepspeed(
+            args.deepspeed_plugin.deepspeed_config,
+            run.levers,
+            ModelSizes.of_config(run.model_config),
+            use_cpu=run.use_cpu,
+        )
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
     return PreparedRun(run=_with_data(run, args, data), args=args, tokenizer=tokenizer, data=data)
@@ -146,7 +157,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         ring_size=run.dims.ring if run.backend.name == "hybrid" else None,
         dp_replicate=run.dims.dp_replicate,
         device=args.device,
-        selective_checkpointing=(args.gradient_checkpointing_kwargs or {}).get("selective"),
+        **run.levers.parallelize_arguments(),
     )
     if settings["use_peft"]:
         model = add_adapter(model, settings)
@@ -155,7 +166,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         pad_to_multiple_of=settings["pad_to_multiple_of"],
         padding_free=settings["packing"] or settings["padding_free"],
     )
-    return SequenceTrainer(
+    trainer = SequenceTrainer(
         model,
         args,
         sequence=sequence,
@@ -167,6 +178,11 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         report=prepared.data.report,
         eval_rows=prepared.data.evaluation.rows if prepared.data.evaluation else None,
     )
+    if run.engine == "fsdp2":
+        settle_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)
+    if run.levers.activation_offloading and run.use_cpu:
+        trainer.maybe_activation_offload_context = SavedOnHost()
+    return trainer
 
 
 def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:

@@ -29,7 +29,7 @@ _ACTING_GROUPS = {
     ),
     "memory and precision": (
         "bf16 tf32 use_cpu gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
-        "activation_checkpointing_kwargs torch_empty_cache_steps ddp_timeout"
+        "activation_checkpointing_kwargs activation_offloading torch_empty_cache_steps ddp_timeout"
     ),
     "logs and checkpoints": (
         "output_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
@@ -43,7 +43,6 @@ ACTS = frozenset(name for names in _ACTING_GROUPS.values() for name in names.spl
 
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "accelerator_config": (None,),
-    "activation_offloading": (False,),
     "auto_find_batch_size": (False,),
     "average_tokens_across_devices": (True,),
     "bf16_full_eval": (False,),

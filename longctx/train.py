@@ -16,11 +16,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one training; returns the exit code. Input that cannot be trained on exactly ends with one clear line."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
-    from longctx.launch.engines import prefer_huge_pages
+    from longctx.launch.engines import expand_segments, prefer_huge_pages
     from longctx.launch.terminal import quieten, refuse
 
     quieten()
     prefer_huge_pages()
+    expand_segments()
     from longctx.config import resolve
     from longctx.flags import parse_flags
     from longctx.launch.processes import relaunch, spawn, who_starts
@@ -45,7 +46,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
         return spawn(run.dims.world_size, arguments)
 
+    from longctx.advice import out_of_memory_explained
+
+    with out_of_memory_explained(run):
+        return _train(run)
+
+
+def _train(run: Run) -> int:
+    """From processes and data to the trained model; returns the exit code."""
+    from longctx.advice import describe_memory
     from longctx.data import DataError
+    from longctx.launch.terminal import refuse
     from longctx.run import finish, fit, load, prepare
     from longctx.turns import RefusedTogether, leave_together
 
@@ -61,12 +72,17 @@ def main(arguments: list[str] | None = None) -> int:
         refuse(error)
         return USAGE_ERROR
     try:
-        fit(prepared, model)
+        trainer = fit(prepared, model)
     except DataError as error:  # of a stream, which every rank reads: all meet it in the same step
         if os.environ.get("RANK", "0") == "0":
             refuse(error)
         leave_together()
         return USAGE_ERROR
+    if trainer.sequence.rank == 0:
+        metrics = trainer.step_metrics
+        assert metrics.peak_memory is not None, "read at the end of training"
+        lines = describe_memory(prepared.run, metrics.peak_memory, metrics.longest_row, model)
+        print("\n".join(f"longctx: {line}" for line in lines), flush=True)
     finish()
     return 0
 

@@ -33,7 +33,18 @@ STAGES: list[tuple[str, ...]] = [
         "memory",
     ),  # what a training run is put together from
     ("trainer",),
-    ("flags", "supported", "launch", "config", "verify", "run", "train"),  # the command line
+    (
+        "flags",
+        "levers",
+        "guards",
+        "advice",
+        "supported",
+        "launch",
+        "config",
+        "verify",
+        "run",
+        "train",
+    ),  # the command line
     ("benchmarks",),
 ]
 

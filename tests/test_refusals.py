@@ -152,6 +152,124 @@ def test_flags_that_contradict_each_other_or_their_limits(arguments, parts, refu
     refused(*arguments, parts=parts)
 
 
+RING, ULYSSES = ["--sp", "2", "--sp_backend", "ring"], ["--sp", "2", "--sp_backend", "ulysses"]
+LEVERS = {
+    "unknown preset": (["--memory", "most"], ("most", "'balanced', 'longest', 'fastest'")),
+    "no heads": ([*ULYSSES, "--heads_k_stride", "0"], ("--heads_k_stride 0", "below 1")),
+    "chunks and heads": (
+        ["--sequence_chunk_size", "64", "--heads_k_stride", "1"],
+        ("--sequence_chunk_size 64", "--heads_k_stride", "one of the two"),
+    ),
+    "no tiles": (["--tiled_mlp_num_shards", "0"], ("--tiled_mlp_num_shards 0", "below 1")),
+    "tiles of none": (
+        ["--tiled_mlp", "False", "--tiled_mlp_num_shards", "2"],
+        ("--tiled_mlp_num_shards 2", "--tiled_mlp False"),
+    ),
+    "no chunk": ([*ULYSSES, "--sequence_chunk_size", "0"], ("--sequence_chunk_size 0", "below 1")),
+    "chunks in a ring": (
+        [*RING, "--sequence_chunk_size", "64"],
+        ("--sequence_chunk_size 64", "--sp_backend ring", "Use --sp_backend ulysses"),
+    ),
+    "chunks, not recomputed": (
+        ["--sequence_chunk_size", "64", "--gradient_checkpointing", "False"],
+        ("--sequence_chunk_size 64", "checkpointing is off"),
+    ),
+    "chunks and tiles": (
+        ["--sequence_chunk_size", "64", "--tiled_mlp", "True"],
+        ("64", "--tiled_mlp", "one of the two"),
+    ),
+    "every k without any": (
+        ["--gradient_checkpointing", "False", "--gradient_checkpointing_kwargs", '{"every_n_layers": 2}'],
+        ("every_n_layers", "checkpointing is off", "--activation_checkpointing True"),
+    ),
+    "every 0": (["--gradient_checkpointing_kwargs", '{"every_n_layers": 0}'], ("every_n_layers 0", "at least 1")),
+    "no mapping": (["--gradient_checkpointing_kwargs", "{every: 2}"], ("{every: 2}", "no JSON object", "Example")),
+    "offload to where": (
+        ["--gradient_checkpointing_kwargs", '{"offload": "cpu"}'],
+        ("offload 'cpu'", "neither true nor false"),
+    ),
+    "bf16 sums of fp32": (
+        [*RING, "--communication_data_type", "bf16"],
+        ("--communication_data_type bf16", "trains in fp32", "--bf16 True"),
+    ),
+    "reduced by nobody": (["--communication_data_type", "fp32"], ("--communication_data_type fp32", "engine is none")),
+    "offloaded by nobody": (
+        ["--offload_optimizer_device", "cpu"],
+        ("--offload_optimizer_device cpu", "engine is none", "--engine deepspeed"),
+    ),
+    "optimizer alone on FSDP2": (
+        [*RING, "--offload_optimizer_device", "cpu"],
+        ("--offload_optimizer_device cpu", "FSDP2", "Use --offload_param_device cpu", "--engine deepspeed"),
+    ),
+    "disk of FSDP2": (
+        [*RING, "--offload_param_device", "nvme", "--offload_param_nvme_path", "."],
+        ("--offload_param_device nvme", "ZeRO-3's", "--engine deepspeed"),
+    ),
+    "no folder": (
+        [*ULYSSES, "--offload_optimizer_device", "nvme"],
+        ("--offload_optimizer_device nvme", "add --offload_optimizer_nvme_path"),
+    ),
+    "folder for nothing": (
+        [*ULYSSES, "--offload_param_nvme_path", "swap"],
+        ("--offload_param_nvme_path swap", "--offload_param_device nvme", "that is none"),
+    ),
+    "no such disk": (
+        [*ULYSSES, "--offload_param_device", "nvme", "--offload_param_nvme_path", "/dev/null/swap"],
+        ("--offload_param_nvme_path /dev/null/swap", "no folder that can be written", "local SSD"),
+    ),
+    "2^31 tokens": (
+        ["--max_length", "1073741824", "--per_device_train_batch_size", "2"],
+        ("--max_length 1073741824", "2,147,483,648 tokens", "2,147,483,647", "int32"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEVERS)
+def test_memory_levers_that_the_run_has_no_place_for(case, refused):
+    arguments, parts = LEVERS[case]
+    refused(*OWN, *arguments, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("device", "stage", "parts"),
+    [
+        (["--offload_param_device", "cpu"], "2", ("--offload_param_device cpu", "ZeRO-3", "this is ZeRO-2")),
+        (
+            ["--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", "."],
+            "2",
+            ("--offload_optimizer_device nvme", "ZeRO-3", "this is ZeRO-2"),
+        ),
+    ],
+)
+def test_offloading_that_the_zero_stage_does_not_have(device, stage, parts, refused, launched_by_accelerate):
+    launched_by_accelerate("ACCELERATE_USE_DEEPSPEED", "true")
+    launched_by_accelerate("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+    refused(*OWN, *device, parts=parts)
+
+
+def test_host_memory_that_is_not_there(refused, monkeypatch):
+    monkeypatch.setattr("longctx.config.available_host_memory", lambda: 2**30)
+    offloads = [*OWN, *RING, "--activation_offloading", "True", "--per_device_train_batch_size", "1"]
+    assert main([*offloads, "--max_length", "65536", "--dry_run"]) == 0
+    refused(
+        *offloads,
+        *("--max_length", "8388608"),
+        parts=("GiB of host memory", "2 processes", "checkpoints", "1.0 GiB are available", "--max_length"),
+    )
+
+
+def test_disk_and_op_that_are_not_there(refused, monkeypatch, tmp_path):
+    flags = [*OWN, *ULYSSES, "--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", str(tmp_path)]
+    monkeypatch.setattr("longctx.guards._has_async_io", lambda use_cpu: False)
+    refused(*flags, parts=("nvme", "async_io", "libaio-dev", "ds_report"))
+    monkeypatch.setattr("longctx.guards.shutil.disk_usage", lambda folder: FullDisk)
+    refused(*flags, parts=(f"--offload_optimizer_nvme_path {tmp_path}", "0.0 GiB free"))
+
+
+class FullDisk:
+    free = 1000
+
+
 @pytest.mark.parametrize(
     ("kwargs", "parts"),
     [

@@ -10,7 +10,8 @@ Shape legend: S tokens this rank holds, H query heads, K key/value heads, D head
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -160,9 +161,9 @@ _attention.register_autograd(_backward, setup_context=_keep)
 class _SaveAttention(TorchDispatchMode):
     """The first run of a checkpointed layer: keeps what attention returns."""
 
-    def __init__(self, saved: deque[tuple[Tensor, ...]]):
+    def __init__(self, saved: deque[tuple[Any, ...]], convert: Callable[[Any], Any]):
         super().__init__()
-        self.saved = saved
+        self.saved, self.convert = saved, convert
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -171,7 +172,7 @@ class _SaveAttention(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.longctx.attention.default:
-            self.saved.append(tuple(x.detach() for x in result))
+            self.saved.append(tuple(self.convert(x.detach()) for x in result))
         return result
 
 
@@ -190,10 +191,18 @@ class _ReuseAttention(_SaveAttention):
                 "A checkpointed layer ran attention again after its saved output was used: a second backward pass "
                 "over the same graph. Call longctx.parallelize with selective_checkpointing=False for that."
             )
-        return self.saved.popleft()
+        return tuple(map(self.convert, self.saved.popleft()))
 
 
 def selective_checkpoint_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """`context_fn` of torch.utils.checkpoint (not reentrant): attention's output is saved, all else is recomputed."""
-    saved: deque[tuple[Tensor, ...]] = deque()
-    return _SaveAttention(saved), _ReuseAttention(saved)
+    """`context_fn` of torch.utils.checkpoint (not reentrant): attention's output is saved, all else is recomputed.
+
+    It is saved as autograd saves the layer's input: in host memory where hooks around the layer offload it.
+    """
+    saved: deque[tuple[Any, ...]] = deque()
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_as_it_is, _as_it_is)
+    return _SaveAttention(saved, pack), _ReuseAttention(saved, unpack)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

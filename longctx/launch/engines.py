@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longctx.levers import Levers
+    from longctx.memory.closed_form import ModelSizes
 
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -42,6 +49,20 @@ def prefer_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def expand_segments() -> None:
+    """Have torch's CUDA allocator grow its segments instead of adding others, so that little is lost between them.
+
+    Unless the user set the allocator up. Call it before CUDA is touched: the variable is read once.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def offload_fsdp() -> None:
+    """Make FSDP2 keep parameters, gradients and optimizer states in host memory; before its plug-in is made."""
+    os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
+
+
 def start_on_cpu(engine: str, timeout: timedelta | None = None) -> None:
     """Start gloo and tell accelerate which engine runs on it; accelerate itself refuses both engines there.
 
@@ -71,3 +92,55 @@ def _start_deepspeed_on_gloo() -> None:
     # Else DeepSpeed compiles a shared-memory op here: half a minute, and a crash without a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+# What a profile leaves open
+
+
+def settle_deepspeed(config: dict[str, Any], levers: Levers, model: ModelSizes, *, use_cpu: bool) -> None:
+    """Fill in DeepSpeed's configuration what the levers say; what the user's own file says of sizes stays.
+
+    Call it before DeepSpeed has read it, and before weights are loaded.
+    """
+    zero = config["zero_optimization"]
+    for kind in ("optimizer", "param"):
+        device = getattr(levers, f"offload_{kind}_device")
+        if device != "none":
+            given = zero.get(f"offload_{kind}") or {}
+            place = {"device": device, "nvme_path": getattr(levers, f"offload_{kind}_nvme_path")}
+            zero[f"offload_{kind}"] = {"pin_memory": not use_cpu, **given, **place}
+    if levers.offload_optimizer_device != "none":
+        # Any --optim, on the CPU: torch's fused AdamW needs no compiler and is as fast as DeepSpeedCPUAdam.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if levers.communication_data_type != "auto":
+        config["communication_data_type"] = levers.communication_data_type
+    for name, size in _bucket_sizes(levers, model, zero["stage"]).items():
+        if zero.get(name, "auto") == "auto":
+            zero[name] = size
+
+
+def _bucket_sizes(levers: Levers, model: ModelSizes, zero_stage: int) -> Mapping[str, int]:
+    """Elements. DeepSpeed's default of 5e8 is 2 GB of fp32 on every rank, for models of any size.
+
+    A layer's gradients are ready together, so that a bucket for one of them waits for nothing; `small_buckets` takes
+    transformers' `auto`, one square matrix, and has ZeRO-3 keep no more than this layer and the next.
+    """
+    layer = model.layer_parameters
+    bucket = min(layer, model.hidden_size**2) if levers.small_buckets else layer
+    sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    if zero_stage == 3 and levers.small_buckets:
+        sizes |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * layer}
+        sizes |= {"stage3_max_reuse_distance": 2 * layer}
+    return sizes
+
+
+def settle_fsdp(plugin: Any, levers: Levers, *, use_cpu: bool) -> None:
+    """The same for FSDP2's plug-in, before the model is wrapped."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if levers.communication_data_type == "bf16" and plugin.mixed_precision_policy is not None:
+        import torch
+
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.bfloat16)
+    if use_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # only a GPU's driver pins

@@ -27,6 +27,17 @@ DEEPSPEED_FLAGS = {
 }
 """Flags that a deepspeed_config_file can set as well, and where; `auto` there leaves them to the flag."""
 
+_OFFLOADS = {
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+}
+"""Flags by their place in a deepspeed_config_file; accelerate's own keys have the flags' names."""
+
+_COMMUNICATION = {"bf16": "bf16", "bfp16": "bf16", "fp32": "fp32"}
+"""DeepSpeed's names for the types that gradients are reduced in."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchProfile:
@@ -63,6 +74,8 @@ class LaunchProfile:
     """Whether num_processes asks for several and accelerate, without a GPU, started this one alone."""
     deepspeed_values: Mapping[str, Any] = field(default_factory=dict)
     """What the deepspeed_config_file sets that flags set too, by flag; see DEEPSPEED_FLAGS."""
+    levers: Mapping[str, str] = field(default_factory=dict)
+    """What offloads and reduces otherwise than by default, by flag; see longctx.levers.PROFILE_LEVERS."""
 
 
 def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
@@ -99,6 +112,7 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
         use_cpu=_flag(env, "ACCELERATE_USE_CPU"),
         only_one_started=by_accelerate and not _launched(env) and "MASTER_ADDR" in env,
         deepspeed_values=_deepspeed_values(deepspeed_file),
+        levers=_levers(env, deepspeed_file),
     )
     for name in [name for name in env if name.startswith(_PARALLELISM)] + list(_HANDLED_HERE):
         env.pop(name, None)
@@ -175,13 +189,28 @@ def _deepspeed_precision(deepspeed_file: Mapping[str, Any]) -> str | None:
 
 def _deepspeed_values(deepspeed_file: Mapping[str, Any]) -> dict[str, Any]:
     """{flag: number} of DEEPSPEED_FLAGS, as far as the file has numbers there."""
-    values = {}
-    for flag, path in DEEPSPEED_FLAGS.items():
-        node: Any = deepspeed_file
-        for key in path.split("."):
-            node = node.get(key) if isinstance(node, dict) else None
-        values[flag] = _number(node)
+    values = {flag: _number(_at(deepspeed_file, path)) for flag, path in DEEPSPEED_FLAGS.items()}
     return {flag: value for flag, value in values.items() if value is not None}
+
+
+def _at(deepspeed_file: Mapping[str, Any], path: str) -> Any:
+    """What the file has at `a.b.c`, or None."""
+    node: Any = deepspeed_file
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+def _levers(env: Mapping[str, str], deepspeed_file: Mapping[str, Any]) -> dict[str, str]:
+    """Offloading and reduction that the profile asks for; `none` and `auto` leave them to the flags."""
+    if _flag(env, "ACCELERATE_USE_FSDP"):
+        return {"offload_param_device": "cpu"} if _flag(env, "FSDP_OFFLOAD_PARAMS") else {}
+    levers: dict[str, Any] = {}
+    for flag, path in _OFFLOADS.items():
+        levers[flag] = _at(deepspeed_file, path) if deepspeed_file else env.get(f"ACCELERATE_DEEPSPEED_{flag.upper()}")
+    given = deepspeed_file.get("communication_data_type")
+    levers["communication_data_type"] = _COMMUNICATION.get(given, given) if given else None
+    return {flag: str(value) for flag, value in levers.items() if value not in (None, "none", "auto")}
 
 
 def _unsupported(env: MutableMapping[str, str]) -> str | None:

@@ -1,0 +1,136 @@
+"""What a run asks of a machine, checked before processes start: host memory, disks, and numbers that fit 32 bits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from longctx.levers import NVME, Levers
+from longctx.memory.closed_form import MemorySetup, max_length, predict
+
+GIB = 2**30
+LARGEST_INT32 = 2**31 - 1
+
+
+def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
+    """
+    Args:
+        length: of a row, in tokens.
+        available: bytes of host memory that the run may take.
+
+    Raises:
+        ValueError: if more than that would be offloaded, with the categories and the length that fits.
+    """
+    host = predict(setup, length).host
+    needed = sum(host.values())
+    if needed <= available:
+        return
+    parts = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in host.items())
+    fits = max_length(setup, float("inf"), available)
+    shorter = f"--max_length {fits} fits" if fits else "no length fits"
+    raise ValueError(
+        f"What is offloaded needs about {needed / GIB:,.1f} GiB of host memory on this machine for its "
+        f"{setup.ranks_per_node} processes ({parts}), and {available / GIB:,.1f} GiB are available. {shorter}; or "
+        "leave out a lever that offloads, spread the run over more machines, or give the job more memory."
+    )
+
+
+def available_host_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process and those it starts can take: of the machine, and of the control group it is in."""
+    fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    machine = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([machine, *_left_in_groups(root)])
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    """What control groups (v2, then v1) leave below their limits, page cache that can be dropped included."""
+    left = []
+    groups = (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").is_file() else []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            folder, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            usage, cache = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        group = folder / path.strip("/")
+        for level in [group, *group.parents]:  # a parent's limit binds too; in a container the path may not be there
+            if not level.is_relative_to(folder):
+                break
+            most, used = _number_in(level / limit), _number_in(level / usage)
+            if most is not None and used is not None:
+                left.append(max(0, most - used + _statistic(level / "memory.stat", cache)))
+    return left
+
+
+def _number_in(path: Path) -> int | None:
+    """None where there is no such file, or no limit in it."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        return next((int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == name), 0)
+    except OSError:
+        return 0
+
+
+def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
+    """What NVMe offload needs.
+
+    Raises:
+        ValueError: if a folder for NVMe offload cannot be written or has too little room, or DeepSpeed cannot build
+            what reads and writes it.
+    """
+    parameters = setup.model.num_parameters * setup.ranks_per_node / setup.world_size
+    bytes_each = {"optimizer": 12, "param": setup.element_size}  # fp32 weights and AdamW's two moments
+    on_disk = [kind for kind in bytes_each if getattr(levers, f"offload_{kind}_device") == NVME]
+    for kind in on_disk:
+        folder = Path(getattr(levers, f"offload_{kind}_nvme_path"))
+        _check_folder(f"--offload_{kind}_nvme_path", folder, bytes_each[kind] * parameters)
+    if on_disk and not _has_async_io(use_cpu):
+        raise ValueError(
+            "Offloading to nvme needs DeepSpeed's async_io, which cannot be built here: it needs a C++ compiler, ninja "
+            "and libaio's headers (apt install libaio-dev); ds_report says what is missing. Install them, or use cpu."
+        )
+
+
+def _check_folder(flag: str, folder: Path, needed: float) -> None:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"{flag} {folder} is no folder that can be written. Name one on a local SSD.")
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ValueError(
+            f"{flag} {folder} has {free / GIB:,.1f} GiB free, and about {needed / GIB:,.1f} GiB go there. Name a "
+            "folder with more, or spread the run over more machines."
+        )
+
+
+def _has_async_io(use_cpu: bool) -> bool:
+    if use_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+def check_row_length(max_length: int, num_rows: int) -> None:
+    """Kernels take the borders of documents in a row as int32; all else counts tokens and elements in 64 bits.
+
+    Raises:
+        ValueError: for rows of a micro-batch of more tokens than that holds.
+    """
+    if max_length * num_rows > LARGEST_INT32:
+        raise ValueError(
+            f"--max_length {max_length} × --per_device_train_batch_size {num_rows} is a row of "
+            f"{max_length * num_rows:,} tokens, and attention kernels count {LARGEST_INT32:,} at most, in int32. "
+            "Lower one of them."
+        )
