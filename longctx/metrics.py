@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from longctx.attention.support import has_experts, has_windows, head_size, num_linear_heads
 from longctx.batch import BatchLayout
 from longctx.data import IGNORE_INDEX
+from longctx.memory.report import GIB, PeakMemory
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Dense bf16 peak of a device whose name holds the key (NVIDIA data sheets)."""
@@ -31,6 +32,10 @@ class StepMetrics:
         text = config.get_text_config()
         self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
         self.total_tokens = 0
+        self.longest_row = 0
+        """Tokens of the longest micro-batch so far, padding included; of all ranks' once read."""
+        self.peak_memory: PeakMemory | None = None
+        """Of all ranks, when it was last read."""
         self._reset()
 
     def _reset(self) -> None:
@@ -47,6 +52,7 @@ class StepMetrics:
             num_tokens: of the whole batch, without padding.
             shift_labels, correct, entropy: of this rank's tokens, [1, T/P]; 0 where nothing is learnt.
         """
+        self.longest_row = max(self.longest_row, layout.num_tokens)
         self._sums += torch.stack(
             [
                 torch.tensor(num_tokens / self.sp, dtype=torch.float64, device=self.device),
@@ -74,27 +80,40 @@ class StepMetrics:
     def read(self) -> dict[str, float | None]:
         """The log's values since the last call. Called by all ranks together."""
         seconds = time.perf_counter() - self._started
-        ranks = _gather(self._sums)
+        ranks, memory = self._gather_with_memory(self._sums)
         total = dict(zip(self._SUMS, ranks.sum(0).tolist(), strict=True))
         work = ranks[:, -1]
         self.total_tokens += round(total["tokens"])
         flops = self.flops_per_token * total["tokens"] + self.flops_per_pair * total["work"]
         labels = max(total["label_tokens"], 1)
-        memory = _gather(torch.tensor([_peak_memory(self.device)], dtype=torch.float64, device=self.device))
-        has_memory = self.device.type == "cuda"
+        gib = [peak / GIB for peak in memory.allocated] if memory.has_devices else None
         self._reset()
         return {
             "num_tokens": self.total_tokens,
             "tokens_per_second": total["tokens"] / seconds,
             "tokens_per_second_per_device": total["tokens"] / seconds / len(ranks),
             "mfu": flops / seconds / len(ranks) / self.peak_flops if self.peak_flops else None,
-            "peak_memory_gib_max": float(memory.max()) if has_memory else None,
-            "peak_memory_gib_min": float(memory.min()) if has_memory else None,
+            "peak_memory_gib_max": max(gib) if gib else None,
+            "peak_memory_gib_min": min(gib) if gib else None,
+            "peak_host_memory_gib_max": max(memory.host) / GIB,
+            "peak_host_memory_gib_min": min(memory.host) / GIB,
             "padding_fraction": 1 - total["tokens"] / total["padded_tokens"] if total["padded_tokens"] else 0.0,
             "attention_imbalance": float(work.max() / work.mean()) if work.sum() else 1.0,
             "mean_token_accuracy": total["correct"] / labels,
             "entropy": total["entropy"] / labels,
         }
+
+    def read_memory(self) -> PeakMemory:
+        """The peaks alone. Called by all ranks together."""
+        return self._gather_with_memory(self._sums[:0])[1]
+
+    def _gather_with_memory(self, values: Tensor) -> tuple[Tensor, PeakMemory]:
+        """[n] -> [world, n] and every rank's memory, in one message."""
+        own = torch.tensor([self.longest_row, *PeakMemory.here(self.device)], dtype=torch.float64, device=self.device)
+        ranks = _gather(torch.cat((values, own)))
+        values, rows, memory = ranks.tensor_split((len(values), len(values) + 1), dim=1)
+        self.longest_row, self.peak_memory = int(rows.max()), PeakMemory.of_ranks(memory.tolist())
+        return values, self.peak_memory
 
 
 class TokenMeans:
@@ -142,7 +161,3 @@ def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _peak_memory(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -17,12 +18,13 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PredictionOutput, speed_metrics
+from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 from trl import SFTConfig, SFTTrainer
 
 from longctx.batch import ShardedBatch
 from longctx.collate import SequenceCollator
 from longctx.loss import TokenOutputs, token_outputs
+from longctx.memory.report import MemoryWarnings
 from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics, TokenMeans
 from longctx.model import count_parameters, count_trained_parameters
@@ -74,6 +76,7 @@ class SequenceTrainer(SFTTrainer):
             flops_per_token=4 * count_parameters(model) + 2 * count_trained_parameters(model),
             device=sequence.device,
         )
+        self._memory_warnings = MemoryWarnings()
         self._layers_checked = False
         self._token_means = TokenMeans(sequence.device)
         self._predictions: list[list[NDArray[np.float32]]] | None = None
@@ -321,9 +324,21 @@ class SequenceTrainer(SFTTrainer):
         self._layers_checked = True
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            logs.update(self.step_metrics.read())
+        if "loss" not in logs:
+            return super().log(logs, start_time)
+        logs.update(self.step_metrics.read())
+        memory = self.step_metrics.peak_memory
+        assert memory is not None, "read with the other numbers"
+        for message in self._memory_warnings.new(memory):
+            warnings.warn(message, stacklevel=2)
         super().log(logs, start_time)
+        self.state.log_history[-1]["memory"] = memory.to_dict()
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """And read the peaks of the whole of it. Called by all ranks together."""
+        output = super().train(*args, **kwargs)
+        self.step_metrics.read_memory()
+        return output
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return super().floating_point_ops(inputs) / self.sequence.dims.sp

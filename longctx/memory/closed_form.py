@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
@@ -122,6 +122,12 @@ def _numel(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
+def _adapter_rows(model: ModelSizes) -> int:
+    """Parameters of an adapter of rank 1 on every matrix of every layer, the most that one has."""
+    h, width = model.hidden_size, model.intermediate_size
+    return model.num_layers * (7 * h + 2 * model.query_size + 2 * model.key_value_size + 3 * width)
+
+
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:
     """Elements between the MLP's matrices for one token, and the experts they lie in."""
     used = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_k", None) or 0
@@ -199,9 +205,11 @@ class MemorySetup:
         """Of a run, from its flags' final values."""
         get = settings.get
         kwargs = get("activation_checkpointing_kwargs") or get("gradient_checkpointing_kwargs") or {}
-        small = {"bucket_size": min(model.layer_parameters, model.hidden_size**2)}
+        small: dict[str, Any] = {"bucket_size": min(model.layer_parameters, model.hidden_size**2)}
         small["live_parameters"] = 2 * model.layer_parameters
         checkpoints = bool(get("activation_checkpointing") or get("gradient_checkpointing"))
+        if get("use_peft"):
+            model = replace(model, num_trained_parameters=settings["lora_r"] * _adapter_rows(model))
         return cls(
             model=model,
             world_size=dims.world_size,
