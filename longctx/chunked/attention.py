@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
 from longctx.attention.operator import binding_window
+from longctx.chunked.tiles import to_device, to_host
 from longctx.host import host_empty
 
 
@@ -28,7 +29,7 @@ class Block:
 
 
 class HostAttention:
-    """Causal attention within each document; q, k and v are one host tensor [S, H + 2·K, D].
+    """Causal attention within each document over host tensors, q [S, H, D] and kv [S, 2·K, D]: keys, then values.
 
     On the device are at most B queries and B keys of all heads (with a window: B + window keys), with their gradients.
 
@@ -54,7 +55,7 @@ class HostAttention:
     ):
         self.cu_seqlens, self.block = np.asarray(cu_seqlens), block
         self.window = binding_window(window, self.cu_seqlens)
-        self.heads = [num_heads, num_key_value_heads, num_key_value_heads]
+        self.num_heads, self.num_key_value_heads = num_heads, num_key_value_heads
         self.scale, self.device = scale, device
 
     @cached_property
@@ -83,68 +84,64 @@ class HostAttention:
     def _causal(self, queries: np.ndarray, keys: np.ndarray) -> Entries:
         return Entries(queries, keys, causal=True, window=self.window)
 
-    def forward(self, qkv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """qkv [S, H + 2·K, D], sinks [H] on the device -> out [S, H, D] and lse [S, H], fp32 or wider, on the host."""
-        total, num_heads = len(qkv), self.heads[0]
-        out_host = host_empty(total, num_heads, qkv.shape[-1], dtype=qkv.dtype, device=self.device)
-        wide = torch.promote_types(qkv.dtype, torch.float32)
-        lse_host = host_empty(total, num_heads, dtype=wide, device=self.device)
+    def forward(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out [S, H, D] and lse [S, H], fp32 or wider, in host memory.
+
+        Args:
+            sinks: [H] on the device.
+        """
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out_host = host_empty(*q.shape, dtype=q.dtype, device=self.device)
+        lse_host = host_empty(*q.shape[:2], dtype=wide, device=self.device)
         for block in self.blocks:
-            q, k, v = self._load(qkv, block.queries, block.parts[0][0])
-            out, lse = block_forward(q, k, v, block.parts[0][1], self.scale)
-            out = out.to(lse.dtype)
-            for keys, entries in block.parts[1:]:
-                k, v = self._load_keys(qkv, keys)
-                merge(out, lse, entries.q_rows, *block_forward(q, k, v, entries, self.scale))
+            queries = _heads_first(to_device(q[block.queries], self.device))
+            for i, (keys, entries) in enumerate(block.parts):
+                part = block_forward(queries, *self._keys(kv, keys), entries, self.scale)
+                if i == 0:
+                    out, lse = part[0].to(wide), part[1]
+                else:
+                    merge(out, lse, entries.q_rows, *part)
             if sinks is not None:
-                logits = sinks.to(lse.dtype)[:, None]
+                logits = sinks.to(wide)[:, None]
                 out = out * torch.sigmoid(lse - logits)[..., None]
                 lse = torch.logaddexp(lse, logits)
-            out_host[block.queries].copy_(_tokens_first(out), non_blocking=True)
-            lse_host[block.queries].copy_(lse[0].T, non_blocking=True)
+            to_host(out_host[block.queries], _tokens_first(out).to(q.dtype))
+            to_host(lse_host[block.queries], lse[0].T)
         return out_host, lse_host
 
     def backward(
-        self, grad_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None
+        self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None
     ) -> Tensor | None:
-        """The gradient of `qkv`, which takes its place in memory; returns that of the sinks, [H] on the device.
+        """The gradients of `q` and `kv`, which take their places in memory; returns that of the sinks, [H].
 
         Blocks go from the last to the first: with a block done nobody needs its queries, keys and values any more, and
         nobody adds to their gradients.
         """
-        num_key_value_heads = self.heads[1]
-        grad_kv = host_empty(len(qkv), 2 * num_key_value_heads, qkv.shape[-1], dtype=lse.dtype, device=self.device)
-        grad_kv.zero_()
+        grad_kv = host_empty(*kv.shape, dtype=lse.dtype, device=self.device).zero_()
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
         for block in reversed(self.blocks):
             rows = block.queries
-            q, *_ = self._load(qkv, rows, slice(0, 0))
-            grad, block_out = (_heads_first(x[rows].to(self.device, non_blocking=True)) for x in (grad_out, out))
-            block_lse = lse[rows].to(self.device, non_blocking=True).T[None].contiguous()
-            dq = torch.zeros_like(q, dtype=lse.dtype)
+            queries, grad, block_out = (_heads_first(to_device(x[rows], self.device)) for x in (q, grad_out, out))
+            block_lse = to_device(lse[rows], self.device).T[None].contiguous()
+            grad_queries = torch.zeros_like(queries, dtype=lse.dtype)
             for keys, entries in block.parts:
-                k, v = self._load_keys(qkv, keys)
-                grads = block_backward(grad, q, k, v, block_out, block_lse, entries, self.scale)
-                add(dq, entries.q_rows, grads[0])
-                total = grad_kv[keys].to(self.device, non_blocking=True)
-                for part, grad_part in zip(total.split(num_key_value_heads, dim=1), grads[1:], strict=True):
-                    add(_heads_first(part), entries.kv_rows, grad_part)
-                grad_kv[keys].copy_(total, non_blocking=True)
+                k, v = self._keys(kv, keys)
+                parts = block_backward(grad, queries, k, v, block_out, block_lse, entries, self.scale)
+                add(grad_queries, entries.q_rows, parts[0])
+                total = to_device(grad_kv[keys], self.device)
+                for x, part in zip(total.split(self.num_key_value_heads, dim=1), parts[1:], strict=True):
+                    add(_heads_first(x), entries.kv_rows, part)
+                to_host(grad_kv[keys], total)
             if sinks is not None and grad_sinks is not None:
                 delta = (grad.to(lse.dtype) * block_out.to(lse.dtype)).sum(-1)
                 grad_sinks -= (torch.exp(sinks.to(lse.dtype)[:, None] - block_lse) * delta).sum((0, 2))
-            done = torch.cat((_tokens_first(dq), grad_kv[rows].to(self.device, non_blocking=True)), dim=1)
-            qkv[rows].copy_(done.to(qkv.dtype), non_blocking=True)
+            to_host(q[rows], _tokens_first(grad_queries).to(q.dtype))
+            to_host(kv[rows], to_device(grad_kv[rows], self.device).to(kv.dtype))
         return grad_sinks
 
-    def _load(self, qkv: Tensor, queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """q [1, H, B, D] of the one range, k and v [1, K, N, D] of the other, on the device."""
-        q = qkv[queries, : self.heads[0]].to(self.device, non_blocking=True)
-        return _heads_first(q), *self._load_keys(qkv, keys)
-
-    def _load_keys(self, qkv: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-        kv = qkv[keys, self.heads[0] :].to(self.device, non_blocking=True)
-        k, v = kv.split(self.heads[1:], dim=1)
+    def _keys(self, kv: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+        """k and v [1, K, N, D] of a token range, on the device."""
+        k, v = to_device(kv[keys], self.device).split(self.num_key_value_heads, dim=1)
         return _heads_first(k), _heads_first(v)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longctx.batch import AttentionContext
 from longctx.chunked.attention import HostAttention
-from longctx.chunked.tiles import Autocast, ParameterGradients, chunks_of, settle
+from longctx.chunked.tiles import Autocast, ParameterGradients, chunks_of, settle, to_device, to_host
 from longctx.host import host_empty
 from longctx.ulysses.exchange import all_to_all, key_value_copies
 
@@ -37,16 +37,17 @@ class Projection(NamedTuple):
     """[H/P], of this rank's heads."""
 
 
-class LayerSettings(NamedTuple):
-    """Of a layer's attention, the same for every chunk."""
+class Projected(NamedTuple):
+    """The same for all tokens of the row, in host memory."""
 
-    num_heads: int
-    num_key_value_heads: int
-    window: int | None
-    scale: float
+    q: Tensor
+    """[S, H/P, D], of this rank's heads."""
+    kv: Tensor
+    """[S, 2·K'/P, D]: keys, then values."""
+    sinks: Tensor | None
 
 
-class _Projected(Exception):
+class _Leave(Exception):
     """Leaves the layer with what it called its attention with."""
 
 
@@ -88,20 +89,20 @@ class ChunkedLayer:
         self.world_size = 1 if sequence.group is None else dist.get_world_size(sequence.group)
         self.chunks = chunks_of(sequence.local_length, size)
         self.autocast = Autocast(device)
-        self._settings: LayerSettings | None = None
+        self._heads, self._window, self._scale = (0, 0), None, 0.0  # known from the first chunk on
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [1, S/P, h] -> [1, S/P, h], both in host memory; no graph is made."""
         self.sequence.calls += 1
-        attended = self._attend(self._project_all(hidden))
-        self._kept = attended[1:] if self.keep_attention else None
+        out, lse = self._attend(self._project_all(hidden))
+        self._kept = (out, lse) if self.keep_attention else None
         result: Any = None
         for at in self.chunks:
-            out = self._finish(self._to_device(hidden[:, at]), self._own_tokens(attended[1], at), at)
+            y = self._finish(self._to_device(hidden[:, at]), self._own_tokens(out, at), at)
             if result is None:
-                result = host_empty(1, hidden.shape[1], *out.shape[2:], dtype=out.dtype, device=self.device)
-            result[:, at].copy_(out, non_blocking=True)
+                result = host_empty(1, hidden.shape[1], *y.shape[2:], dtype=y.dtype, device=self.device)
+            to_host(result[:, at], y)
         settle(self.device)
         return result
 
@@ -109,8 +110,8 @@ class ChunkedLayer:
         self, hidden: Tensor, grad_result: Tensor, parameters: tuple[Tensor, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of `hidden`, in host memory, and of the parameters."""
-        qkv, sinks = self._project_all(hidden)
-        out, lse = self._kept or self._attend((qkv, sinks))[1:]
+        projected = self._project_all(hidden)
+        out, lse = self._kept or self._attend(projected)
         self._kept = None
         grad_hidden = host_empty(*hidden.shape, dtype=hidden.dtype, device=self.device)
         grad_out = host_empty(*out.shape, dtype=out.dtype, device=self.device)
@@ -121,51 +122,51 @@ class ChunkedLayer:
                 y = self._finish(x, attention, at)
             grad = self._to_device(grad_result[:, at])
             grads = torch.autograd.grad(y, [x, attention, *parameters], grad, allow_unused=True)
-            grad_hidden[:, at].copy_(grads[0], non_blocking=True)
+            to_host(grad_hidden[:, at], grads[0])
             self._store(grad_out, at, self._exchange(self._by_rank(grads[1])))
             sums.add(grads[2:])
-        grad_sinks = self._attention.backward(grad_out, qkv, out, lse, sinks)
+        grad_sinks = self._attention.backward(grad_out, projected.q, projected.kv, out, lse, projected.sinks)
         for at in self.chunks:
             x = self._leaf(hidden[:, at])
             with self.autocast.with_grad():
                 projection = self._project(x, at)
-            outputs, grad_outputs = [projection.qkv], [self._exchange(self._rows(qkv, at))]
+            grad_qkv = torch.cat([self._rows(x, at) for x in (projected.q, projected.kv)], dim=2)
+            outputs, grad_outputs = [projection.qkv], [self._exchange(grad_qkv)]
             if projection.sinks is not None and grad_sinks is not None and at is self.chunks[0]:  # of all tokens
                 outputs.append(projection.sinks)
                 grad_outputs.append(grad_sinks.to(projection.sinks.dtype))
             grads = torch.autograd.grad(outputs, [x, *parameters], grad_outputs, allow_unused=True)
-            grad_hidden[:, at].copy_(self._to_device(grad_hidden[:, at]) + grads[0], non_blocking=True)
+            to_host(grad_hidden[:, at], self._to_device(grad_hidden[:, at]) + grads[0])
             sums.add(grads[1:])
         settle(self.device)
         return grad_hidden, sums.result()
 
-    def _project_all(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """q, k and v of all tokens for this rank's heads, [S, n, D] in host memory, and their sinks."""
-        qkv: Any = None
+    def _project_all(self, hidden: Tensor) -> Projected:
+        hosts: Any = None
         for at in self.chunks:
             projection = self._project(self._to_device(hidden[:, at]), at)
             received = self._exchange(projection.qkv)
-            if qkv is None:
+            parts = received[:, :, : self._heads[0]], received[:, :, self._heads[0] :]
+            if hosts is None:
                 total = self.world_size * hidden.shape[1]
-                qkv = host_empty(total, *received.shape[2:], dtype=received.dtype, device=self.device)
-            self._store(qkv, at, received)
-        return qkv, projection.sinks
+                hosts = [host_empty(total, *x.shape[2:], dtype=x.dtype, device=self.device) for x in parts]
+            for host, part in zip(hosts, parts, strict=True):
+                self._store(host, at, part)
+        q, kv = hosts
+        return Projected(q, kv, projection.sinks)
 
-    def _attend(self, projected: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, sinks = projected
-        return qkv, *self._attention.forward(qkv, sinks)
+    def _attend(self, projected: Projected) -> tuple[Tensor, Tensor]:
+        return self._attention.forward(*projected)
 
     @cached_property
     def _attention(self) -> HostAttention:
-        assert self._settings is not None, "no chunk has been projected"
-        num_heads, num_key_value_heads, window, scale = self._settings
         return HostAttention(
             self.sequence.cu_seqlens,
-            num_heads=num_heads,
-            num_key_value_heads=num_key_value_heads,
+            num_heads=self._heads[0],
+            num_key_value_heads=self._heads[1],
             block=self.size * self.world_size,  # as many bytes as a chunk of all heads
-            window=window,
-            scale=scale,
+            window=self._window,
+            scale=self._scale,
             device=self.device,
         )
 
@@ -173,11 +174,11 @@ class ChunkedLayer:
         """The layer up to its attention, for one chunk."""
 
         def leave(q, k, v, window, scale, sinks):
-            raise _Projected(self._split_heads(q, k, v, window, scale, sinks))
+            raise _Leave(self._split_heads(q, k, v, window, scale, sinks))
 
         try:
             self._call(x, at, leave)
-        except _Projected as found:
+        except _Leave as found:
             return found.args[0]
         raise ValueError(
             "a layer came to its end without attention, and the sequence-chunked step splits layers there. "
@@ -203,8 +204,8 @@ class ChunkedLayer:
         copies = key_value_copies(q.shape[1], k.shape[1], self.world_size)
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
-        heads, kv_heads = q.shape[1] // self.world_size, k.shape[1] // self.world_size
-        self._settings = LayerSettings(heads, kv_heads, window, q.shape[-1] ** -0.5 if scale is None else scale)
+        self._heads = q.shape[1] // self.world_size, k.shape[1] // self.world_size
+        self._window, self._scale = window, q.shape[-1] ** -0.5 if scale is None else scale
         qkv = torch.cat([self._by_rank(x) for x in (q, k, v)], dim=2)
         if sinks is not None and self.sequence.group is not None:
             sinks = sinks.chunk(self.world_size)[dist.get_rank(self.sequence.group)]
@@ -227,17 +228,17 @@ class ChunkedLayer:
     def _store(self, host: Tensor, at: slice, rows: Tensor) -> None:
         """The inverse of `_rows`."""
         for rank, values in zip(host.unflatten(0, (self.world_size, -1)), rows, strict=True):
-            rank[at].copy_(values, non_blocking=True)
+            to_host(rank[at], values)
 
     def _own_tokens(self, out: Tensor, at: slice) -> Tensor:
         """[S, H/P, D] in host memory, this rank's heads -> [1, H, c, D], this rank's tokens of the chunk."""
         return self._exchange(self._rows(out, at)).transpose(1, 2).flatten(0, 1)[None]
 
     def _leaf(self, x: Tensor) -> Tensor:
-        return self._to_device(x).detach().requires_grad_()
+        return self._to_device(x).requires_grad_()
 
     def _to_device(self, x: Tensor) -> Tensor:
-        return x.to(self.device, non_blocking=True)
+        return to_device(x, self.device)
 
 
 class RunChunked(torch.autograd.Function):

@@ -49,21 +49,35 @@ class Autocast:
     """The autocast state at hand, to be entered again in a backward pass, which has none."""
 
     def __init__(self, device: torch.device):
-        self.settings = {
-            "device_type": device.type,
-            "dtype": torch.get_autocast_dtype(device.type),
-            "enabled": torch.is_autocast_enabled(device.type),
-        }
+        self.device_type = device.type
+        self.dtype = torch.get_autocast_dtype(device.type)
+        self.enabled = torch.is_autocast_enabled(device.type)
 
     @contextmanager
     def with_grad(self) -> Iterator[None]:
-        with torch.enable_grad(), torch.autocast(**self.settings):
+        with torch.enable_grad(), torch.autocast(self.device_type, self.dtype, self.enabled):
             yield
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
     """The module's parameters that are not frozen."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of a part of a host tensor; on a machine without a GPU too, where memory is told apart by intent."""
+    _check_copy(host)
+    return host.to(device, non_blocking=True, copy=True)
+
+
+def to_host(host: Tensor, values: Tensor) -> None:
+    """Write a part of a host tensor; what comes next on the device's stream sees it, the CPU after `settle`."""
+    _check_copy(host)
+    host.copy_(values, non_blocking=True)
+
+
+def _check_copy(host: Tensor) -> None:
+    assert host.is_contiguous(), "such a copy is made by the CPU, which does not wait for what the device still writes"
 
 
 def settle(device: torch.device) -> None:
@@ -94,10 +108,10 @@ class _Tiles(torch.autograd.Function):
         ctx.save_for_backward(x)
         out: Any = None
         for at in chunks_of(x.shape[1], size):
-            tile = run(x[:, at].to(device, non_blocking=True))
+            tile = run(to_device(x[:, at], device))
             if out is None:
                 out = host_empty(1, x.shape[1], *tile.shape[2:], dtype=tile.dtype, device=device)
-            out[:, at].copy_(tile, non_blocking=True)
+            to_host(out[:, at], tile)
         settle(device)
         return out
 
@@ -108,14 +122,14 @@ class _Tiles(torch.autograd.Function):
         grad_x = host_empty(*x.shape, dtype=x.dtype, device=ctx.device) if needs_x else None
         sums = ParameterGradients(ctx.parameters)
         for at in chunks_of(x.shape[1], ctx.size):
-            tile = x[:, at].to(ctx.device, non_blocking=True).detach().requires_grad_(needs_x)
+            tile = to_device(x[:, at], ctx.device).requires_grad_(needs_x)
             with ctx.autocast.with_grad():
                 out = ctx.run(tile)
             inputs = [*([tile] if needs_x else []), *ctx.parameters]
-            grad = grad_out[:, at].to(ctx.device, non_blocking=True)
+            grad = to_device(grad_out[:, at], ctx.device)
             grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
             if grad_x is not None:
-                grad_x[:, at].copy_(grads[0], non_blocking=True)
+                to_host(grad_x[:, at], grads[0])
             sums.add(grads[len(inputs) - len(ctx.parameters) :])
         settle(ctx.device)
         return None, None, None, grad_x, *sums.result()
