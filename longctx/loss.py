@@ -1,59 +1,322 @@
-"""The loss: a sum over this rank's tokens divided by the label tokens of the whole optimizer step."""
+"""The loss: a sum over this rank's tokens divided by the label tokens of the whole optimizer step.
+
+The head's logits exist for a tile of tokens at a time. Shape legend: S tokens of this rank, h their hidden size, V the
+vocabulary, t tokens of a tile.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
+from longctx.host import host_empty
 
-CHUNK_TOKENS = 1024
-"""Tokens whose log-probabilities of the whole vocabulary are held at once."""
+TILE_BYTES = 2**28
+"""Bound of one tile's logits in fp32; at least one token's. Twice to three times as much is held for it in all."""
 
 
 class TokenOutputs(NamedTuple):
-    """What becomes of each of this rank's tokens: [1, S] each, fp32, 0 where nothing is learnt."""
+    """What becomes of each of this rank's tokens: [1, S] each, fp32 or wider, 0 where nothing is learnt.
+
+    Only the losses are differentiable.
+    """
 
     losses: Tensor
     log_probs: Tensor
     """Of the targets."""
     entropy: Tensor
     is_top1: Tensor
-    """bool: no other token is as likely as the target."""
+    """bool: the target is the most likely token, the first of them if several are."""
 
 
-def token_losses(logits: Tensor, shift_labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of each token in fp32: logits [1, S, V], targets [1, S] -> [1, S], 0 where the target is −100.
+class LogitScaling(NamedTuple):
+    """What a model does to the products of its head before they are logits, in this order."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+    """c · tanh(logit / c)."""
+
+    @classmethod
+    def of_model(cls, config: PretrainedConfig) -> LogitScaling:
+        """By the names that models of transformers give it."""
+        text = config.get_text_config()
+        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
+            if (factor := getattr(text, name, None)) is not None:
+                break
+        else:
+            factor = getattr(text, "logits_scaling", None) or 1.0
+            if text.model_type != "hyperclovax":  # Granite and MiniCPM3 divide by what HyperCLOVA X multiplies by
+                factor = 1 / factor
+        return cls(factor, getattr(text, "final_logit_softcapping", None))
+
+
+PLAIN = LogitScaling()
+
+
+def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
+    """Let `model(..., shift_labels=..., token_outputs=True, label_smoothing=0.0)` return `TokenOutputs`.
+
+    Without `token_outputs` the model is what it was. The head is called as the module that it is, once, so that
+    FSDP2, ZeRO-3 and adapters treat its weight like any other layer's: gathered once for all tiles, one gradient.
 
     Args:
-        label_smoothing: ε of transformers' LabelSmoother: (1 − ε) of the target's, ε of the vocabulary's mean.
+        model: a causal language model, before it is wrapped.
+        hidden_on_host: the last hidden states will lie in host memory; see `fused_token_outputs`.
     """
-    losses = F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        shift_labels.flatten(),
-        reduction="none",
-        ignore_index=IGNORE_INDEX,
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), f"the head of {type(model).__name__} is {type(head).__name__}, not linear"
+    scaling = LogitScaling.of_model(model.config)
+    cast(Any, head).forward = MethodType(functools.partial(_head_forward, scaling, hidden_on_host), head)
+    plain = getattr(model.forward, "__func__", type(model).forward)
+
+    @functools.wraps(plain)  # generation reads the signature
+    def forward(self, *args, token_outputs=False, shift_labels=None, label_smoothing=0.0, **kwargs):
+        if not token_outputs:
+            given = {} if shift_labels is None else {"shift_labels": shift_labels}
+            return plain(self, *args, **kwargs, **given)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        return self.get_output_embeddings()(hidden, shift_labels=shift_labels, label_smoothing=label_smoothing)
+
+    cast(Any, model).forward = MethodType(forward, model)
+
+
+def _head_forward(
+    scaling: LogitScaling,
+    hidden_on_host: bool,
+    head: nn.Linear,
+    hidden: Tensor,
+    shift_labels: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor | TokenOutputs:
+    if shift_labels is None:
+        return F.linear(hidden.to(head.weight.device), head.weight, head.bias)
+    return fused_token_outputs(
+        hidden,
+        head.weight,
+        head.bias,
+        shift_labels,
         label_smoothing=label_smoothing,
+        scaling=scaling,
+        hidden_on_host=hidden_on_host,
+    )
+
+
+def fused_token_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shift_labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    scaling: LogitScaling = PLAIN,
+    hidden_on_host: bool = False,
+    tile_bytes: int = TILE_BYTES,
+) -> TokenOutputs:
+    """Head and cross-entropy in one, without logits [S, V].
+
+    The losses' gradients are made together with them, from the same logits, as if each token's upstream gradient
+    were 1, and backward multiplies by the one factor that a sum over tokens has. Where tokens are weighted one by
+    one, backward computes the logits again. No rank waits for another in here, so that ranks may differ in how many
+    of their tokens are learnt; only those are projected.
+
+    Args:
+        hidden: [1, S, h], on the device of the weight or in host memory.
+        weight: [V, h].
+        bias: [V].
+        shift_labels: [1, S], the token to come after each; −100 where nothing is learnt.
+        label_smoothing: ε of transformers' LabelSmoother: (1 − ε) of the target's, ε of the vocabulary's mean.
+        scaling: of the logits.
+        hidden_on_host: `hidden` lies in host memory, is moved tile by tile, and its gradient goes there too. Said,
+            because on a machine without a GPU its device does not say it. All tokens are projected.
+        tile_bytes: bound of a tile's logits in fp32.
+
+    Returns:
+        Its sums, and those of the weight's gradient, run in fp32 or wider; products in autocast's dtype, else in the
+        weight's.
+    """
+    device = weight.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+    head = _Head(
+        label_smoothing,
+        scaling,
+        dtype,
+        tile=max(1, tile_bytes // (4 * len(weight))),
+        hidden_on_host=hidden_on_host or hidden.device != device,
+        with_grad=torch.is_grad_enabled(),
+    )
+    outputs = _FusedHead.apply(head, shift_labels.flatten(), hidden.flatten(0, 1), weight, bias)
+    return TokenOutputs(*(output.view(shift_labels.shape) for output in outputs))
+
+
+class _Head(NamedTuple):
+    label_smoothing: float
+    scaling: LogitScaling
+    dtype: torch.dtype
+    """Of the products."""
+    tile: int
+    """Tokens."""
+    hidden_on_host: bool
+    with_grad: bool
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of hidden, weight and bias, where wanted."""
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head: _Head, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None):
+        wanted = ctx.needs_input_grad[2:] if head.with_grad else (False, False, False)
+        outputs, ctx.grads = _sweep(head, labels, hidden, weight, bias, wanted)
+        ctx.head = head
+        ctx.save_for_backward(labels, hidden, weight, bias)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad_losses: Tensor, *_):
+        labels, hidden, weight, bias = ctx.saved_tensors
+        grads, ctx.grads = ctx.grads, None
+        if grads is None or not _is_one_number(grad_losses):
+            grads = None  # frees them
+            grads = _sweep(ctx.head, labels, hidden, weight, bias, ctx.needs_input_grad[2:], grad_losses)[1]
+        else:
+            _multiply(grads, grad_losses[0], ctx.head.tile)
+        inputs = (hidden, weight, bias)
+        return None, None, *(None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
+
+
+def _is_one_number(x: Tensor) -> bool:
+    """Whether all elements are one in memory, as in the gradient of a sum."""
+    return all(stride == 0 or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _sweep(
+    head: _Head,
+    labels: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+    grad_losses: Tensor | None = None,
+) -> tuple[TokenOutputs, Gradients]:
+    """Outputs [S], and gradients for these upstream gradients [S], 1 where None."""
+    wide = torch.promote_types(head.dtype, torch.float32)
+    learnt = labels != IGNORE_INDEX
+    upstream = learnt.to(wide) if grad_losses is None else learnt * grad_losses
+    outputs = TokenOutputs(*(labels.new_zeros(labels.shape, dtype=dtype) for dtype in (wide, wide, wide, torch.bool)))
+    grad_hidden = _zeros_beside(hidden, head, weight.device) if wanted[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+    with torch.autocast(weight.device.type, enabled=False):
+        w, b = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
+        for tile in _tiles(learnt, head):
+            x = hidden[tile].to(weight.device, non_blocking=True).to(head.dtype)
+            logits = _scale(F.linear(x, w, b).to(wide), head.scaling)
+            probabilities = logits.softmax(-1)
+            targets = labels[tile].clamp(min=0)
+            for output, value in zip(
+                outputs, _measure(logits, probabilities, targets, head.label_smoothing), strict=True
+            ):
+                output[tile] = value * learnt[tile]
+            if not any(wanted):
+                continue
+            grad = _differentiate(logits, probabilities, targets, head).to(head.dtype)
+            factors = upstream[tile, None]
+            if grad_hidden is not None:
+                grad_hidden[tile] = (grad @ w * factors).to(grad_hidden.dtype)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.T, (x * factors).to(head.dtype))
+            if grad_bias is not None:
+                grad_bias += grad.T.to(wide) @ upstream[tile]
+    return outputs, (grad_hidden, grad_weight, grad_bias)
+
+
+def _zeros_beside(hidden: Tensor, head: _Head, device: torch.device) -> Tensor:
+    """For its gradient. In host memory every row is written, so that none needs a zero."""
+    if head.hidden_on_host:
+        return host_empty(*hidden.shape, dtype=hidden.dtype, device=device)
+    return torch.zeros_like(hidden)
+
+
+def _tiles(learnt: Tensor, head: _Head) -> Sequence[slice | Tensor]:
+    """The tokens to project, some at a time: those learnt, or, where that is not known while tracing, all.
+
+    All of host memory's too: a run of tokens is one copy, and picked ones are one copy each.
+    """
+    if head.hidden_on_host or isinstance(learnt, FakeTensor):
+        return [slice(start, start + head.tile) for start in range(0, len(learnt), head.tile)]
+    positions = learnt.nonzero()[:, 0]
+    return positions.split(head.tile) if len(positions) else ()
+
+
+def _scale(products: Tensor, scaling: LogitScaling) -> Tensor:
+    """Logits from the head's products [t, V], in their place."""
+    if scaling.factor != 1:
+        products.mul_(scaling.factor)
+    if scaling.softcap:
+        products.div_(scaling.softcap).tanh_().mul_(scaling.softcap)
+    return products
+
+
+def _measure(logits: Tensor, probabilities: Tensor, targets: Tensor, label_smoothing: float) -> TokenOutputs:
+    """logits and their probabilities [t, V], targets [t] -> [t] each."""
+    top, guess = logits.max(-1)
+    lse = top - probabilities.gather(-1, guess[:, None])[:, 0].log()
+    log_probs = logits.gather(-1, targets[:, None])[:, 0] - lse
+    entropy = lse - torch.einsum("tv,tv->t", probabilities, logits)
+    losses = -log_probs
+    if label_smoothing:
+        losses = (1 - label_smoothing) * losses + label_smoothing * (lse - logits.mean(-1))
+    return TokenOutputs(losses, log_probs, entropy, guess == targets)
+
+
+def _differentiate(logits: Tensor, probabilities: Tensor, targets: Tensor, head: _Head) -> Tensor:
+    """Gradient of the losses with respect to the head's products [t, V], in place of the probabilities."""
+    grad, (factor, softcap) = probabilities, head.scaling
+    grad.scatter_add_(-1, targets[:, None], grad.new_full((len(targets), 1), head.label_smoothing - 1))
+    if head.label_smoothing:
+        grad.sub_(head.label_smoothing / grad.shape[-1])
+    if softcap:  # tanh' = 1 − tanh²
+        grad.addcmul_(grad, logits.square_(), value=-1 / softcap**2)
+    return grad.mul_(factor) if factor != 1 else grad
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b without rounding the product to the dtype of a and b first."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _multiply(grads: Gradients, factor: Tensor, tile: int) -> None:
+    """In place; those in host memory tile by tile on the device of the factor []."""
+    for grad in grads:
+        if grad is None:
+            continue
+        if grad.device == factor.device:
+            grad.mul_(factor)
+        else:
+            for rows in grad.split(tile):
+                rows.copy_(rows.to(factor.device).mul_(factor))
+
+
+def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
+    """Cross-entropy of each token in fp32: logits [1, S, V], targets [1, S] -> [1, S], 0 where the target is −100."""
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(), shift_labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
     )
     return losses.view(shift_labels.shape)
-
-
-def token_outputs(logits: Tensor, shift_labels: Tensor, label_smoothing: float) -> TokenOutputs:
-    """All of them from logits [1, S, V]; only the losses are differentiable."""
-    chunks = zip(logits.detach().split(CHUNK_TOKENS, dim=1), shift_labels.split(CHUNK_TOKENS, dim=1), strict=True)
-    measured = [torch.cat(values, dim=1) for values in zip(*(_measure(*chunk) for chunk in chunks), strict=True)]
-    return TokenOutputs(token_losses(logits, shift_labels, label_smoothing), *measured)
-
-
-def _measure(logits: Tensor, shift_labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log_probs, entropy and is_top1."""
-    log_probs, is_label = logits.float().log_softmax(-1), shift_labels != IGNORE_INDEX
-    picked = log_probs.gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0]
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return picked * is_label, entropy * is_label, (logits.argmax(-1) == shift_labels) & is_label
 
 
 def step_loss(losses: Tensor, num_label_tokens: int, world_size: int) -> Tensor:

@@ -20,7 +20,7 @@ from longctx.attention.interface import install
 from longctx.attention.support import check_model
 from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
 from longctx.chunked import install_chunked
-from longctx.loss import step_loss, token_losses
+from longctx.loss import fuse_head, step_loss, token_losses
 from longctx.mesh import ParallelDims, SequenceGroups, sequence_groups
 from longctx.shard import (
     complete_position_ids,
@@ -152,6 +152,7 @@ def parallelize(
     if selective_checkpointing is None:
         selective_checkpointing = dims.ring > 1
     install(model, selective_checkpointing=selective_checkpointing)
+    fuse_head(model, hidden_on_host=sequence_chunk_size is not None)
     if sequence_chunk_size is not None:
         if dims.ring > 1:
             raise ValueError(

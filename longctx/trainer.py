@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer
 
 from longctx.batch import ShardedBatch
 from longctx.collate import SequenceCollator
-from longctx.loss import TokenOutputs, token_outputs
+from longctx.loss import TokenOutputs
 from longctx.memory.report import MemoryWarnings
 from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics, TokenMeans
@@ -204,11 +204,12 @@ class SequenceTrainer(SFTTrainer):
     def _forward(self, model, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
         """This rank's part of the batch, and what becomes of its tokens."""
         shard = self.sequence.shard(inputs)
-        if smoothing := self.args.label_smoothing_factor:  # of the whole logits, which the fused head never has
-            outputs = token_outputs(model(**shard.inputs).logits, shard.shift_labels, smoothing)
-        else:
-            fused = model(**shard.inputs, shift_labels=shard.shift_labels, fused_lm_head=True)
-            outputs = TokenOutputs(-fused.log_probs, fused.log_probs, fused.entropy, fused.is_top1)
+        outputs = model(
+            **shard.inputs,
+            shift_labels=shard.shift_labels,
+            token_outputs=True,
+            label_smoothing=self.args.label_smoothing_factor,
+        )
         self._check_shard_length(shard, outputs.log_probs)
         return shard, outputs
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
-from trl.trainer.utils import add_fused_lm_head
 
 from longctx import parallelize
 from longctx.attention.support import CAUSAL_MODELS, GATED_DELTA_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
@@ -196,21 +195,6 @@ def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
 def test_packed_documents_equal_stock_transformers(family):
     errors = sharded_step(family, 1, "auto")
     assert max(errors.values()) <= TOLERANCE, errors
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fused_head_of_the_trainer_equals_stock_transformers(family):
-    """The trainer's loss comes from TRL's fused LM head, which must know every family's scaling of the logits."""
-    model, batch = make_model(family), make_batch()
-    _, expected_loss, expected_gradients = stock_step(model)
-    model, sequence = parallelize(model, 1)
-    add_fused_lm_head(model)
-    shard = sequence.shard(batch)
-    output = model(**shard.inputs, shift_labels=shard.shift_labels, fused_lm_head=True)
-    loss = sequence.reduce(-output.log_probs, sequence.count_label_tokens([batch]))
-    loss.backward()
-    assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
-    assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", SCALED_ROPE)
