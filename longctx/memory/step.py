@@ -100,7 +100,7 @@ def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, ran
             model.activation_checkpointing_enable(**settings.activation_checkpointing)
         model.train()
         shard = sequence.shard(row_of(settings.documents))
-        prepare = _fsdp2(settings) if settings.engine == "fsdp2" else _as_is
+        prepare = fsdp2(settings) if settings.engine == "fsdp2" else _as_is
 
         def losses(model: nn.Module, inputs: dict[str, Any], shift_labels: Tensor) -> Tensor:
             with torch.autocast("cpu", settings.compute_dtype, enabled=settings.compute_dtype != torch.float32):
@@ -221,7 +221,7 @@ def trl_offloading(model: nn.Module) -> OffloadActivations:
     return context
 
 
-def _unique_key(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+def _unique_key(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
 
 
@@ -243,7 +243,7 @@ def _as_is(model: nn.Module) -> nn.Module:
     return model
 
 
-def _fsdp2(settings: StepSettings) -> Callable[[nn.Module], nn.Module]:
+def fsdp2(settings: StepSettings) -> Callable[[nn.Module], nn.Module]:
     """accelerate's own wrapping, over a mesh that has to be made outside the fake mode."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     policy = MixedPrecisionPolicy(param_dtype=settings.compute_dtype, reduce_dtype=settings.reduce_dtype)
