@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from longctx.ring import plan_ring, ring_attention
-from longctx.ulysses import exchange_attention, ulysses_attention
+from longctx.ring.attention import ring_schedule
+from longctx.ulysses import scheduled_attention, ulysses_attention
 from tests.workers import run_ranks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 2), "MQA": (4, 1)}
@@ -76,25 +77,29 @@ def subgroups(ring, ulysses):
     return mesh["ring"].get_group(), mesh["ulysses"].get_group()
 
 
-def attend(backend, groups, cu_seqlens, window=None):
+def attend(backend, groups, cu_seqlens, window=None, stride=None):
     """(order of the tokens over the ranks, attention function) of "p2p", "gather", "ulysses" or "hybrid"."""
     ring_group, ulysses_group = groups
     plan = plan_ring(cu_seqlens, dist.get_world_size(ring_group))
     if backend == "ulysses":
-        ulysses = partial(ulysses_attention, cu_seqlens=cu_seqlens, group=ulysses_group, window=window)
-        return np.arange(cu_seqlens[-1]), ulysses
-    if backend == "hybrid":
-        ring = partial(ring_attention, plan=plan, group=ring_group, window=window)
-        return plan.permutation, partial(exchange_attention, group=ulysses_group, attend=ring)
-    return plan.permutation, partial(ring_attention, plan=plan, group=ring_group, transport=backend, window=window)
+        chunks = {"heads_k_stride": stride, "window": window}
+        return np.arange(cu_seqlens[-1]), partial(
+            ulysses_attention, cu_seqlens=cu_seqlens, group=ulysses_group, **chunks
+        )
+    if backend == "gather":
+        chunks = {"heads_k_stride": stride, "window": window}
+        return plan.permutation, partial(ring_attention, plan=plan, group=ring_group, transport="gather", **chunks)
+    schedule = ring_schedule(plan, ring_group, window=window)
+    exchanged = ulysses_group if backend == "hybrid" else None
+    return plan.permutation, scheduled_attention(schedule, exchanged, stride, split_queries=False)
 
 
-def sharded_case(backend, groups, lengths, heads, dtype, kind="full"):
+def sharded_case(backend, groups, lengths, heads, dtype, kind="full", stride=None):
     """Errors of out, dq, dk, dv (and dsinks) on this rank, relative to the dense reference."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     window, has_sinks = KINDS[kind]
     *inputs, grad = make_inputs(lengths, heads, dtype)
-    order, attention = attend(backend, groups, np.cumsum([0, *lengths]), window)
+    order, attention = attend(backend, groups, np.cumsum([0, *lengths]), window, stride)
     mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
     local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
     reference = [x.clone().requires_grad_() for x in inputs]
@@ -131,6 +136,21 @@ def all_cases():
             lengths = padded(PACKS[pack], 2 * world_size)
             case = sharded_case(backend, groups, lengths, HEADS[heads], dtype, kind)
             errors[f"{backend} {ring}×{ulysses}", kind, heads, pack, dtype] = max(case)
+        errors |= chunked_cases(f"{backend} {ring}×{ulysses}", groups, ulysses)
+    return errors
+
+
+CHUNKED_HEADS = [(12, 6), (12, 4), (8, 2)]
+"""On 2, 3 and 4 ranks: one to four key/value heads a rank, own ones and copies, on 3 ranks one head twice on a rank."""
+
+
+def chunked_cases(name, groups, ulysses):
+    """The same a few heads at a time, with a stride that divides a rank's heads and one that does not always."""
+    lengths, errors = padded(PACKS["mixed"], 2 * dist.get_world_size()), {}
+    for heads, (stride, kind) in itertools.product(CHUNKED_HEADS, enumerate(("window 50, sinks", "full"), start=1)):
+        if heads[0] % ulysses == 0 and dist.get_world_size() <= 4:
+            case = sharded_case(name.split()[0], groups, lengths, heads, torch.float64, kind, stride)
+            errors[name, kind, heads, f"{stride} at a time", torch.float64] = max(case)
     return errors
 
 

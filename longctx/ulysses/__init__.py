@@ -1,5 +1,6 @@
 """Ulysses attention: exchange sequence shards for head shards."""
 
-from longctx.ulysses.exchange import exchange_attention, heads_message, legal_sizes, ulysses_attention
+from longctx.ulysses.attention import scheduled_attention, ulysses_attention
+from longctx.ulysses.exchange import exchange_attention, heads_message, legal_sizes
 
-__all__ = ["exchange_attention", "heads_message", "legal_sizes", "ulysses_attention"]
+__all__ = ["exchange_attention", "heads_message", "legal_sizes", "scheduled_attention", "ulysses_attention"]

@@ -6,14 +6,10 @@ Shape legend: P ranks, S tokens of the whole row, H query heads, K key/value hea
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from longctx.attention.operator import varlen_attention
 
 
 def legal_sizes(num_heads: int) -> str:
@@ -59,43 +55,6 @@ def tokens_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     tokens = x[0].transpose(0, 1).unflatten(0, (dist.get_world_size(group), -1))  # [P, S/P, h, D] by destination
     heads = all_to_all(tokens, group)  # [P, S/P, h, D] by source
     return heads.transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
-
-
-def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: np.ndarray,
-    group: dist.ProcessGroup,
-    scale: float | None = None,
-    *,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Causal attention within each document, the row cut into contiguous slices over `group`.
-
-    Args:
-        q: [1, H, S/P, D], this rank's tokens.
-        k, v: [1, K, S/P, D]; K < P is allowed: the heads are repeated.
-        cu_seqlens: int [n + 1], boundaries of the documents in the whole row, from 0 to S.
-        scale: of the scores before the softmax; 1/sqrt(D) where None.
-        window: each query sees this many tokens of its document, itself included; all before it where None.
-        sinks: [H], a logit a head that takes its share of every softmax and gives nothing.
-
-    Returns:
-        [1, H, S/P, D].
-
-    Raises:
-        ValueError: if H is no multiple of the group's size, or the tensors do not fit `cu_seqlens`.
-    """
-    world_size, total = dist.get_world_size(group), int(cu_seqlens[-1])
-    if q.shape[0] != 1 or q.shape[2] * world_size != total:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} on each of {world_size} ranks, but cu_seqlens ends at {total}: "
-            f"expected [1, H, {total / world_size:g}, D]. Flatten several rows to one and pad the total."
-        )
-    local = partial(varlen_attention, cu_seqlens=cu_seqlens, window=window)
-    return exchange_attention(q, k, v, group, local, scale=scale, sinks=sinks)
 
 
 def exchange_attention(
