@@ -30,6 +30,8 @@ from longctx.shard import (
     shift_labels,
     unshard_tokens,
 )
+from longctx.tiled_mlp import install_tiled_mlp
+from longctx.ulysses.head_chunks import check_stride
 
 
 class SequenceParallel:
@@ -107,6 +109,8 @@ def parallelize(
     device: torch.device | None = None,
     document_lengths: Sequence[int] | None = None,
     selective_checkpointing: bool | None = None,
+    heads_k_stride: int | None = None,
+    tiled_mlp_num_shards: int | None = None,
     sequence_chunk_size: int | None = None,
 ) -> tuple[PreTrainedModel, SequenceParallel]:
     """Put sequence-parallel attention into a model. Called by all ranks together, before the model is wrapped.
@@ -124,6 +128,10 @@ def parallelize(
         selective_checkpointing: activation checkpointing, once switched on, saves attention's output, as large as
             one more [1, T/P, H·D] a layer, instead of computing it again. Where None, only if attention is a ring,
             whose messages would be sent again.
+        heads_k_stride: key/value heads of a rank that travel and are attended at a time; fewer take less memory and
+            more messages. All where None, and a quarter of them for gather.
+        tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
+            `longctx.tiled_mlp`; 0 for tiles as long as the model is wide, None for all tokens at once.
         sequence_chunk_size: tokens of this rank that a layer works on at a time, the others waiting in host memory;
             see `longctx.chunked`. For sp 1 and Ulysses.
 
@@ -135,6 +143,8 @@ def parallelize(
             heads do not fit the backend; or for a chunk size that the model or a ring cannot have.
     """
     check_model(model.config)
+    if heads_k_stride is not None:
+        check_stride(heads_k_stride)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     device = device or _device_of_this_rank(model)
     is_cuda = device.type == "cuda"
@@ -152,6 +162,8 @@ def parallelize(
     if selective_checkpointing is None:
         selective_checkpointing = dims.ring > 1
     install(model, selective_checkpointing=selective_checkpointing)
+    if tiled_mlp_num_shards is not None:
+        install_tiled_mlp(model, tiled_mlp_num_shards)
     fuse_head(model, hidden_on_host=sequence_chunk_size is not None)
     if sequence_chunk_size is not None:
         if dims.ring > 1:
@@ -160,7 +172,8 @@ def parallelize(
                 "in host memory do not travel round a ring. Use sp_backend ulysses, or leave it out."
             )
         install_chunked(model, sequence_chunk_size, device, keep_attention=selective_checkpointing)
-    return model, SequenceParallel(dims, BACKENDS[choice.name], sequence_groups(dims, device.type), device)
+    backend = partial(BACKENDS[choice.name], heads_k_stride=heads_k_stride)
+    return model, SequenceParallel(dims, backend, sequence_groups(dims, device.type), device)
 
 
 def _documents(model: PreTrainedModel, lengths: Sequence[int] | None) -> Documents:
