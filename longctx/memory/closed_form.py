@@ -189,6 +189,13 @@ class MemorySetup:
     is_cpu: bool = False
     """Whether the devices are the host's own CPU, so that all memory is the host's."""
 
+    def __post_init__(self) -> None:
+        if self.sp % self.ring or self.model.num_heads % self.ulysses:
+            raise ValueError(
+                f"sp {self.sp} with ring {self.ring} has {self.sp / self.ring:g} ranks share {self.model.num_heads} heads. "
+                "Use a ring that divides sp and leaves a divisor of the heads."
+            )
+
     @classmethod
     def of_settings(
         cls,

@@ -143,7 +143,8 @@ def how_far(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
     reached = f"these settings reach about {tokens(longest.length)} tokens"
     on_host = f"{node / GIB:.1f} of {host_total / GIB:.1f} GiB of host memory"
     if not peak.has_devices:
-        return f"peak {on_host}, by all {setup.ranks_per_node} ranks of a machine; {reached}"
+        ranks = f", by the {setup.ranks_per_node} ranks of a machine" if setup.ranks_per_node > 1 else ""
+        return f"peak {on_host}{ranks}; {reached}"
     rank = peak.allocated.index(max(peak.allocated))
     on_device = f"peak {max(peak.allocated) / GIB:.1f} of {device_total / GIB:.1f} GiB on rank {rank}"
     if longest.binds == "host":
