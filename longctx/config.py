@@ -132,7 +132,12 @@ class Run:
     @property
     def must_spawn(self) -> bool:
         """Whether this one process has to start the others."""
-        return not self.launched and self.dims.world_size > 1
+        return not self.launched and self.has_group
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the run's processes form a group; DeepSpeed makes one of a single process, too."""
+        return self.dims.world_size > 1 or self.engine == "deepspeed"
 
     @cached_property
     def levers(self) -> Levers:
@@ -183,7 +188,7 @@ class Run:
         chosen["activation_offloading"] &= not self.use_cpu  # TRL's copies go by a GPU's streams; see longctx.run
         chosen["use_cpu"] = self.use_cpu
         chosen["pad_token"] = None  # the tokenizer has it already; TRL warns of the flag
-        if self.use_cpu and self.dims.world_size > 1:  # the state that launch.engines.start_on_cpu made
+        if self.use_cpu and self.has_group:  # the state that launch.engines.start_on_cpu made
             chosen["accelerator_config"] = {"use_configured_state": True}
         return chosen
 
@@ -318,7 +323,12 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
 
 def _check_machine(run: Run, env: Mapping[str, str]) -> None:
     """What a row and its offloading ask of this machine."""
-    check_row_length(run.settings["max_length"], run.settings["per_device_train_batch_size"])
+    check_row_length(
+        run.settings["max_length"],
+        run.settings["per_device_train_batch_size"],
+        heads=run.setup.num_heads // run.dims.ulysses,
+        ring=run.dims.ring,
+    )
     if not run.levers.offloads:
         return
     local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)

@@ -122,15 +122,25 @@ def _has_async_io(use_cpu: bool) -> bool:
     return bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
-def check_row_length(max_length: int, num_rows: int) -> None:
-    """Kernels take the borders of documents in a row as int32; all else counts tokens and elements in 64 bits.
+def check_row_length(max_length: int, num_rows: int, *, heads: int, ring: int) -> None:
+    """What attention kernels count in int32: the borders of documents in a row, and elements of the log-sum-exp, one
+    for each head and token of a call. All else, torch's kernels included, counts in 64 bits.
+
+    Args:
+        heads: query heads that a rank attends with.
+        ring: ranks that a rank's row is cut over.
 
     Raises:
-        ValueError: for rows of a micro-batch of more tokens than that holds.
+        ValueError: for more than that holds.
     """
-    if max_length * num_rows > LARGEST_INT32:
-        raise ValueError(
-            f"--max_length {max_length} × --per_device_train_batch_size {num_rows} is a row of "
-            f"{max_length * num_rows:,} tokens, and attention kernels count {LARGEST_INT32:,} at most, in int32. "
-            "Lower one of them."
-        )
+    row = f"--max_length {max_length} × --per_device_train_batch_size {num_rows}"
+    counts = {
+        "a row of {:,} tokens": max_length * num_rows,
+        f"{{:,}} sums of {heads} heads on a rank": -(-max_length * num_rows // ring) * heads,
+    }
+    for what, count in counts.items():
+        if count > LARGEST_INT32:
+            raise ValueError(
+                f"{row} is {what.format(count)}, and attention kernels count {LARGEST_INT32:,} at most, in int32. "
+                "Lower one of them, or raise --sp."
+            )

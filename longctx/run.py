@@ -57,7 +57,7 @@ def prepare(run: Run) -> PreparedRun:
         offload_fsdp()
     if run.use_cpu:
         stay_on_cpu()
-        if run.dims.world_size > 1:
+        if run.has_group:
             start_on_cpu(run.engine, timedelta(seconds=settings["ddp_timeout"]))
     args = SFTConfig(**run.training_arguments() | _replicas(run))
     if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
@@ -67,6 +67,7 @@ def prepare(run: Run) -> PreparedRun:
             args.deepspeed_plugin.deepspeed_config,
             run.levers,
             ModelSizes.of_config(run.model_config),
+            num_ranks=run.dims.world_size,
             use_cpu=run.use_cpu,
         )
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))

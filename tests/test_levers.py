@@ -7,8 +7,11 @@ the tolerances).
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import longctx.host
+from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
 from longctx.config import resolve
 from longctx.flags import parse_flags
@@ -28,6 +32,7 @@ from longctx.levers import PRESETS
 from longctx.memory.closed_form import MemorySetup, ModelSizes
 from longctx.tiny import tiny_config
 from tests.reference import train_reference
+from tests.small_model import save_small_model
 from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -144,7 +149,7 @@ def test_deepspeed_is_told_what_a_file_leaves_open():
     levers = resolved("--memory", "longest", *ULYSSES, "--offload_param_device", "cpu").levers
     config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "allgather_bucket_size": "auto"}}
     config["zero_optimization"]["offload_optimizer"] = {"device": "none", "ratio": 0.5}
-    settle_deepspeed(config, levers, sizes, use_cpu=True)
+    settle_deepspeed(config, levers, sizes, num_ranks=2, use_cpu=True)
     zero = config["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "nvme_path": None, "pin_memory": False, "ratio": 0.5}
     assert zero["offload_param"]["device"] == "cpu"
@@ -156,7 +161,7 @@ def test_deepspeed_is_told_what_a_file_leaves_open():
 
 def test_buckets_of_a_plain_run_hold_a_layer():
     sizes, config = ModelSizes.of_config(tiny_config()), {"zero_optimization": {"stage": 2}}
-    settle_deepspeed(config, resolved(*ULYSSES).levers, sizes, use_cpu=True)
+    settle_deepspeed(config, resolved(*ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
     assert config["zero_optimization"]["reduce_bucket_size"] == sizes.layer_parameters
     assert config.keys() == {"zero_optimization"}
 
@@ -243,6 +248,14 @@ def test_host_memory_that_is_left(tmp_path):
     assert available_host_memory(tmp_path) == 600
 
 
+def test_borders_that_kernels_cannot_count_are_refused():
+    """In int32 they would be negative."""
+    of_documents = Entries.of_documents(np.array([0, 2**30, 2**31]))
+    with pytest.raises(ValueError, match=r"2,147,483,648 tokens in one call: kernels count 2,147,483,647"):
+        of_documents.varlen(torch.device("cpu"))
+    assert Entries.of_documents(np.array([0, 2**31 - 1])).varlen(torch.device("cpu")).cu_seqlens_k[-1] == 2**31 - 1
+
+
 def test_the_length_that_a_refusal_names_fits():
     model = ModelSizes.of_config(tiny_config())
     setup = MemorySetup(model=model, world_size=4, sp=4, ranks_per_node=4, engine="zero3", offload_optimizer="cpu")
@@ -297,7 +310,7 @@ ON = {
     "only", [pytest.param(True, id="longest"), pytest.param(False, id="alone", marks=pytest.mark.long)]
 )
 def test_levers_train_as_one_process(only, models, tmp_path, parity_table):
-    """--memory longest is all of them together; both engines in one process group."""
+    """--memory longest is all of them at once. One process group: accelerate goes from FSDP2 to DeepSpeed, not back."""
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
@@ -329,22 +342,61 @@ def test_optimizer_offload_on_lower_stages(stage, models, tmp_path, parity_table
 
 
 @pytest.mark.long
-def test_nvme(models, tmp_path, parity_table):
-    """Optimizer states and parameters of ZeRO-3 in a folder, through DeepSpeed's async_io; the files are there."""
+def test_one_process_with_deepspeed(models, tmp_path, parity_table):
+    """What one GPU needs to have optimizer states in host memory, started without a launcher."""
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    case = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"], *LONGEST]
+    case += ["--output_dir", str(tmp_path / "out"), "--engine", "deepspeed", "--use_cpu", "True"]
+    done = subprocess.run([sys.executable, "-m", "longctx.train", *case], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "optimizer states on the host" in done.stdout
+    log = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    results = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+    reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    check(results, reference, "longest, ZeRO-3 on one process", "python -m", parity_table)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ON)
+def test_reduction_in_bf16(engine, models, tmp_path):
+    """Another rounding of gradients, to 3 digits: it acts, and is as near to fp32 as bf16 is."""
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
+    common += ["--output_dir", str(tmp_path / "out"), "--sp", "2", *ON[engine]["flags"], "--bf16", "True"]
+    cases = {dtype: [*common, "--communication_data_type", dtype] for dtype in ("fp32", "bf16")}
+    results = run_ranks(2, "tests.test_training:run_cases", cases)[0]
+    losses, norms = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    assert results["fp32"] != results["bf16"]
+    assert results["fp32"][0][0] == results["bf16"][0][0]  # before the first reduction
+    for values in results.values():
+        # 2^-8 is bf16's step; the norm is a sum over many, and three steps of AdamW enlarge it.
+        assert max(abs(norm / expected - 1) for (_, norm), expected in zip(values[:1], norms, strict=False)) <= 1e-2
+        assert max(abs(loss / expected - 1) for (loss, _), expected in zip(values, losses, strict=True)) <= 2e-2
+
+
+@pytest.mark.long
+def test_nvme(tmp_path, parity_table):
+    """Optimizer states and parameters of ZeRO-3 in a folder, through DeepSpeed's async_io; the files are there.
+
+    A model whose MLP is large enough: what is below 1 MB stays in memory.
+    """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("DeepSpeed's async_io cannot be built here: it needs libaio's headers (apt install libaio-dev)")
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
-    common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"], *ULYSSES]
+    model = save_small_model(tmp_path / "model", hidden_size=512, intermediate_size=1024)
+    common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", model, *ULYSSES]
     common += ["--output_dir", str(tmp_path / "out")]
     cases = {}
     for kinds in (("optimizer",), ("optimizer", "param")):
         name = f"{' and '.join(kinds)} in a folder, ZeRO-3"
         paths = [flag for kind in kinds for flag in (f"--offload_{kind}_nvme_path", str(tmp_path / "nvme"))]
         cases[name] = [*common, *offload(*kinds, device="nvme"), *paths]
-    reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    reference = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for name, results in run_ranks(2, "tests.test_training:run_cases", cases, timeout=1200)[0].items():
         check(results, reference, name, "torchrun", parity_table)
     assert sum(path.stat().st_size for path in (tmp_path / "nvme").rglob("*.swp")) > 0

@@ -221,6 +221,10 @@ LEVERS = {
         ["--max_length", "1073741824", "--per_device_train_batch_size", "2"],
         ("--max_length 1073741824", "2,147,483,648 tokens", "2,147,483,647", "int32"),
     ),
+    "2^31 sums": (
+        [*RING, "--max_length", "1073741824", "--per_device_train_batch_size", "1"],
+        ("--max_length 1073741824", "2,147,483,648 sums of 4 heads on a rank", "2,147,483,647", "raise --sp"),
+    ),
 }
 
 

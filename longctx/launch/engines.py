@@ -97,7 +97,9 @@ def _start_deepspeed_on_gloo() -> None:
 # What a profile leaves open
 
 
-def settle_deepspeed(config: dict[str, Any], levers: Levers, model: ModelSizes, *, use_cpu: bool) -> None:
+def settle_deepspeed(
+    config: dict[str, Any], levers: Levers, model: ModelSizes, *, num_ranks: int, use_cpu: bool
+) -> None:
     """Fill in DeepSpeed's configuration what the levers say; what the user's own file says of sizes stays.
 
     Call it before DeepSpeed has read it, and before weights are loaded.
@@ -109,6 +111,11 @@ def settle_deepspeed(config: dict[str, Any], levers: Levers, model: ModelSizes, 
             given = zero.get(f"offload_{kind}") or {}
             place = {"device": device, "nvme_path": getattr(levers, f"offload_{kind}_nvme_path")}
             zero[f"offload_{kind}"] = {"pin_memory": not use_cpu, **given, **place}
+    if levers.offload_param_device == "nvme":  # a rank's part of the largest parameter has to fit a buffer
+        largest = max(model.vocab_size * model.hidden_size, model.layer_parameters)
+        zero["offload_param"].setdefault("buffer_size", -(-largest // num_ranks))
+    if levers.offload_optimizer_device == "nvme":  # elements that are in host memory at a time, four times over
+        zero.setdefault("sub_group_size", 10**8)
     if levers.offload_optimizer_device != "none":
         # Any --optim, on the CPU: torch's fused AdamW needs no compiler and is as fast as DeepSpeedCPUAdam.
         config.setdefault("zero_force_ds_cpu_optimizer", False)

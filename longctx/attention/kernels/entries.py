@@ -120,8 +120,8 @@ class Entries:
         """All of them as one call on the device."""
         if device not in self._varlen:
             self._varlen[device] = Varlen(
-                cu_seqlens_q=upload(_boundaries(self.num_queries).astype(np.int32), device),
-                cu_seqlens_k=upload(_boundaries(self.num_keys).astype(np.int32), device),
+                cu_seqlens_q=upload(_int32(_boundaries(self.num_queries)), device),
+                cu_seqlens_k=upload(_int32(_boundaries(self.num_keys)), device),
                 max_seqlen_q=max(2, int(self.num_queries.max())),
                 max_seqlen_k=int(self.num_keys.max()),
                 causal=self.causal,
@@ -180,3 +180,13 @@ def upload(x: np.ndarray, device: torch.device) -> Tensor:
 
 def _boundaries(lengths: np.ndarray) -> np.ndarray:
     return np.append(0, np.cumsum(lengths))
+
+
+def _int32(boundaries: np.ndarray) -> np.ndarray:
+    """What kernels read; a larger number would wrap to a negative one in silence."""
+    if boundaries[-1] > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"attention over {boundaries[-1]:,} tokens in one call: kernels count {np.iinfo(np.int32).max:,} at most, "
+            "in int32. Use shorter rows, or more ranks for each."
+        )
+    return boundaries.astype(np.int32)
