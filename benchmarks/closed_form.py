@@ -113,7 +113,7 @@ class Row(NamedTuple):
 
 
 @cache
-def _sizes(model: str) -> ModelSizes:
+def sizes(model: str) -> ModelSizes:
     return ModelSizes.of_config(CONFIGS[model])
 
 
@@ -143,7 +143,7 @@ def _setup(stack: str, model: str, gpus: int, features: str) -> MemorySetup:
     if stack == "ALST" and gpus == 1:
         changed["offload_param"] = "cpu"
     spread = stack != "ALST" or any(part.startswith("ulysses") or part == "all" for part in parts)
-    return MemorySetup(model=_sizes(model), world_size=gpus, sp=gpus if spread else 1, ranks_per_node=gpus, **changed)
+    return MemorySetup(model=sizes(model), world_size=gpus, sp=gpus if spread else 1, ranks_per_node=gpus, **changed)
 
 
 def table() -> str:

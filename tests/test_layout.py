@@ -31,12 +31,14 @@ STAGES: list[tuple[str, ...]] = [
         "steps",
         "metrics",
         "memory",
+        "step_time",
     ),  # what a training run is put together from
     ("trainer",),
     (
         "flags",
         "levers",
         "guards",
+        "resolved",
         "advice",
         "supported",
         "launch",

@@ -192,8 +192,8 @@ class MemorySetup:
     def __post_init__(self) -> None:
         if self.sp % self.ring or self.model.num_heads % self.ulysses:
             raise ValueError(
-                f"sp {self.sp} with ring {self.ring} has {self.sp / self.ring:g} ranks share {self.model.num_heads} heads. "
-                "Use a ring that divides sp and leaves a divisor of the heads."
+                f"sp {self.sp} with ring {self.ring} has {self.sp / self.ring:g} ranks share {self.model.num_heads} "
+                "heads. Use a ring that divides sp and leaves a divisor of the heads."
             )
 
     @classmethod
@@ -620,11 +620,10 @@ def _copies_in_flight(setup: MemorySetup, length: int) -> float:
 
 
 def _chunked_layer(setup: MemorySetup) -> float:
-    """Bytes a token in host memory of the one layer that a sequence-chunked step has in hand."""
+    """Bytes a token in host memory of the one layer that a sequence-chunked step has in hand, in its backward pass."""
     model, b = setup.model, setup.element_size
     q, kv = model.query_size, model.key_value_size
     copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses) if setup.ulysses > 1 else 1
     heads = b * (q + 2 * kv * copies)  # whose gradients take their place
-    exchanged = b * q if setup.ulysses > 1 else 0
-    attention = heads + 2 * b * q + exchanged + 4 * model.num_heads + 8 * kv * copies
-    return attention + 3 * b * model.hidden_size  # input, output, and a gradient
+    attention = heads + 2 * b * q + 4 * model.num_heads + 8 * kv * copies
+    return attention + 2 * b * model.hidden_size  # the gradients of its output and of its input

@@ -1,0 +1,144 @@
+"""Modelled step times against published ones, and what a sequence-chunked step of Llama-3.1-8B would reach.
+
+    python -m benchmarks.step_time
+    python -m benchmarks.step_time --output FILE
+
+Rows are those of benchmarks/data/published_lengths.csv that publish a time, set up as in `benchmarks.closed_form`. The
+attention kernel is the one that each author names, or the default of the time: FlashAttention-2, with torchtitan's
+Ulysses FlashAttention-3, and cuDNN's for TRL's context parallelism. Efficiencies are those of `longctx.step_time`, the
+same for all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.closed_form import DEVICE_BYTES, HOST_BYTES, PUBLISHED, Row, rows, sizes
+from longctx.memory.closed_form import MemorySetup, predict, reach
+from longctx.step_time import StepTime, step_time
+
+KERNELS = {"ALST": "flash-attn 2", "TRL 1.13 CP": "cuDNN"}
+CHUNK = 32768
+"""Tokens of a rank at a time."""
+LENGTHS = (1_000_000, 3_000_000, 5_000_000, 6_000_000)
+
+
+def published_seconds() -> Mapping[tuple[str, str, int], float]:
+    """(stack, features, length) -> seconds of a step."""
+    lines = [line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#")]
+    found = {}
+    for line in csv.DictReader(lines):
+        length, gpus = int(line["max_length"]), int(line["gpus"])
+        if line["seconds_per_step"]:
+            seconds = float(line["seconds_per_step"])
+        elif line["tokens_per_second_per_gpu"]:
+            seconds = length / gpus / float(line["tokens_per_second_per_gpu"])
+        else:
+            continue
+        found[line["stack"], line["features"], length] = seconds
+    return found
+
+
+def modelled(row: Row) -> StepTime:
+    kernel = KERNELS.get(row.stack, "flash-attn 3" if "FA3" in row.features else "flash-attn 2")
+    return step_time(row.setup, row.length, device=row.gpu.split("-")[0], kernel=kernel)
+
+
+def comparison() -> Iterator[str]:
+    seconds = published_seconds()
+    yield "| stack | GPUs | features | length | published s | modelled s | error | attention, computed once more |"
+    yield "| --- " * 8 + "|"
+    errors = []
+    for row in rows():
+        if (key := (row.stack, row.features, row.length)) not in seconds:
+            continue
+        time = modelled(row)
+        errors.append(abs(time.seconds / seconds[key] - 1))
+        shares = (time.parts.get(name, 0) / time.seconds for name in ("attention", "recomputed"))
+        yield (
+            f"| {row.stack} | {row.gpus}× {row.gpu} | {row.features} | {row.length:,} | {seconds[key]:,.0f} | "
+            f"{time.seconds:,.0f} | {time.seconds / seconds[key] - 1:+.0%} | "
+            f"{', '.join(f'{share:.0%}' for share in shares)} |"
+        )
+    yield f"\nMedian error {statistics.median(errors):.0%}, worst {max(errors):.0%}."
+
+
+def chunked(keep_attention: bool) -> MemorySetup:
+    return MemorySetup(
+        model=sizes("meta-llama/Llama-3.1-8B"),
+        world_size=8,
+        sp=8,
+        ranks_per_node=8,
+        engine="fsdp2",
+        sequence_chunk_size=CHUNK,
+        selective_checkpointing=keep_attention,
+    )
+
+
+def reached() -> Iterator[str]:
+    yield (
+        "| attention's output | longest | full is | device GB at it | host TB at it | "
+        + " | ".join(f"tokens/s/GPU at {length / 1e6:g}M" for length in LENGTHS)
+        + " |"
+    )
+    yield "| --- " * (5 + len(LENGTHS)) + "|"
+    for keep_attention in (False, True):
+        setup = chunked(keep_attention)
+        longest = reach(setup, DEVICE_BYTES["H100-80"], HOST_BYTES)
+        full = predict(setup, longest.length)
+        speeds = [
+            f"{step_time(setup, length).tokens_per_second_per_device:.0f}"
+            if length <= longest.length
+            else "does not fit"
+            for length in LENGTHS
+        ]
+        yield (
+            f"| {'kept on the host' if keep_attention else 'computed again'} | {longest.length:,} | {longest.binds} | "
+            f"{full.device_bytes / 1e9:.1f} | {full.host_bytes / 1e12:.2f} | {' | '.join(speeds)} |"
+        )
+
+
+def page() -> str:
+    about = __doc__.partition("--output FILE\n\n")[2].strip()
+    return "\n".join(
+        [
+            "# Modelled step times against published ones",
+            "",
+            "`python -m benchmarks.step_time`  ",
+            f"{datetime.now(UTC):%Y-%m-%d}; all modelled, nothing measured here",
+            "",
+            about,
+            "",
+            *comparison(),
+            "",
+            "## A sequence-chunked step of Llama-3.1-8B",
+            "",
+            f"8 × H100 80 GB and {HOST_BYTES / 1e12} TB of host memory, sp 8 by Ulysses on FSDP2, one document, bf16, "
+            f"FlashAttention-3, {CHUNK:,} tokens of a rank at a time (`--sequence_chunk_size {CHUNK}`). The longest "
+            "and the bytes are those of the closed form. The longest published, 5,000,000 tokens at 98 tokens/s/GPU, "
+            "is the last row but one above.",
+            "",
+            *reached(),
+            "",
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.step_time", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, help="also write the tables here")
+    options = parser.parse_args(arguments)
+    text = page()
+    print(text, end="")
+    if options.output:
+        options.output.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

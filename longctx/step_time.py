@@ -1,0 +1,189 @@
+"""Modelled seconds of a whole training step on GPUs: what it computes, and what it waits for.
+
+Three rates say how fast a device computes: its dense bf16 peak, the part of it that large matrices reach, and that of
+the attention kernel, forward and backward. Links are those of `longctx.attention.cost`, and so is attention's account
+of who waits for whom. Nothing here is measured on the machine at hand; `benchmarks.step_time` holds it against
+published step times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longctx.attention.cost import (
+    DEVICES,
+    FLOPS_BACKWARD,
+    FLOPS_FORWARD,
+    Arrangement,
+    Device,
+    RingWork,
+    Setup,
+    modelled_seconds,
+)
+from longctx.memory.closed_form import MemorySetup, ModelSizes
+from longctx.metrics import PEAK_FLOPS
+
+MATMUL_EFFICIENCY = 0.6
+"""Of the peak, reached by the matrices of layers of a few thousand columns."""
+
+KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "flash-attn 2": {"A100": (0.70, 0.55), "H100": (0.385, 0.295), "H200": (0.385, 0.295)},
+    "flash-attn 3": {"H100": (0.66, 0.555), "H200": (0.66, 0.555)},
+    "flash-attn 4": {"B200": (0.60, 0.50)},
+    "cuDNN": {"H100": (0.58, 0.485), "H200": (0.58, 0.485), "B200": (0.60, 0.50)},
+}
+"""Parts of the peak, forward and backward, on long documents with heads of 128: kernel -> device -> both.
+
+Round figures of the FlashAttention-2 and -3 papers (arXiv 2307.08691, 2407.08608) and of published step times.
+"""
+
+HOST_LINK = {"A100": 25e9, "H100": 50e9, "H200": 50e9, "B200": 50e9}
+"""Bytes a second between a device and pinned host memory: PCIe 4.0 and 5.0 x16, as far as copies reach them."""
+HOST_MEMORY_SPEED = 300e9
+"""Bytes a second that all processes of a node read and write, optimizers on the host among them."""
+ADAMW_BYTES = 28
+"""Read and written of each parameter: weight, gradient and two moments in fp32."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of one micro-batch."""
+
+    parts: Mapping[str, float]
+    """linear, attention, recomputed, weights, host, optimizer: those of them that take time nothing else hides."""
+    tokens: int
+    """Of all ranks."""
+    world_size: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.tokens / self.seconds / self.world_size
+
+
+def step_time(
+    setup: MemorySetup,
+    length: int,
+    *,
+    device: str = "H100",
+    kernel: str = "flash-attn 3",
+    documents: Sequence[int] | None = None,
+) -> StepTime:
+    """One optimizer step of one micro-batch of rows with `length` tokens.
+
+    Args:
+        device, kernel: names in PEAK_FLOPS and KERNELS.
+        documents: lengths of a row's documents, `length` in all; one document where None.
+
+    Raises:
+        ValueError: for a device or a kernel that nothing is known of, with those that are.
+    """
+    forward, backward = _attention_flops(device, kernel)
+    model, links = setup.model, DEVICES[device]
+    local = setup.local_tokens(length)
+    matmul = MATMUL_EFFICIENCY * PEAK_FLOPS[device]
+    once = 2 * _matmul_parameters(model) * local / matmul
+    recomputed_share = _recomputed_share(setup)
+    both = FLOPS_FORWARD + FLOPS_BACKWARD
+    attending = replace(links, attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward))
+    work = RingWork.of(np.asarray(documents or [length]), setup.ring)
+    attention = setup.num_rows * model.num_layers * _attention_seconds(setup, attending, work)
+    pairs = setup.num_rows * int(work.pairs.sum()) / setup.sp
+    again = 0.0 if setup.selective_checkpointing else recomputed_share
+    parts = {
+        "linear": once * (1 + 1 + model.num_trained_parameters / model.num_parameters),
+        "attention": attention,
+        "recomputed": once * recomputed_share
+        + again * pairs * FLOPS_FORWARD * model.query_size * model.num_layers / forward,
+    }
+    computed = sum(parts.values())
+    parts["weights"] = max(0.0, _weights_seconds(setup, links) - computed)
+    copied = _host_bytes(setup, length) / HOST_LINK[device]
+    parts["host"] = copied if setup.sequence_chunk_size else max(0.0, copied - computed)
+    parts["optimizer"] = _optimizer_seconds(setup, links, HOST_LINK[device])
+    tokens = length * setup.num_rows * setup.world_size // setup.sp
+    return StepTime({name: seconds for name, seconds in parts.items() if seconds}, tokens, setup.world_size)
+
+
+def _attention_flops(device: str, kernel: str) -> tuple[float, float]:
+    if device not in PEAK_FLOPS:
+        raise ValueError(f"Nothing is known of the device {device!r}. Use one of {', '.join(PEAK_FLOPS)}.")
+    if device not in KERNELS.get(kernel, {}):
+        known = ", ".join(name for name, devices in KERNELS.items() if device in devices)
+        raise ValueError(f"Nothing is known of the kernel {kernel!r} on {device}. Use one of {known}.")
+    forward, backward = KERNELS[kernel][device]
+    return forward * PEAK_FLOPS[device], backward * PEAK_FLOPS[device]
+
+
+def _matmul_parameters(model: ModelSizes) -> int:
+    """Those that a token is multiplied with: all matrices of the layers but unused experts, and the head."""
+    projections = 2 * (model.query_size + model.key_value_size)
+    layer = model.hidden_size * (projections + 3 * model.intermediate_size)
+    return model.num_layers * layer + model.vocab_size * model.hidden_size
+
+
+def _recomputed_share(setup: MemorySetup) -> float:
+    """Of a forward pass, what is computed once more; projections, in chunks, three times more."""
+    if setup.sequence_chunk_size is not None:
+        projections = setup.model.num_layers * setup.model.hidden_size * 2 * setup.model.key_value_size
+        projections += setup.model.num_layers * setup.model.hidden_size * setup.model.query_size
+        return 1 + 2 * projections / _matmul_parameters(setup.model)
+    return 1 / setup.every_n_layers if setup.gradient_checkpointing else 0.0
+
+
+def _attention_seconds(setup: MemorySetup, device: Device, work: RingWork) -> float:
+    """Of one layer and row, forward and backward, exchanges and waiting included."""
+    model = setup.model
+    name = "gather" if setup.gathers else "ring" if setup.ulysses == 1 else "hybrid" if setup.ring > 1 else "ulysses"
+    how = Arrangement(name=name if setup.sp > 1 else "local", ring=setup.ring, ulysses=setup.ulysses)
+    attention = Setup(
+        sp=setup.sp,
+        num_heads=model.num_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_size=model.head_size,
+        element_size=setup.element_size,
+        device=device,
+        devices_per_node=setup.ranks_per_node,
+    )
+    return modelled_seconds(attention, how, work)
+
+
+def _weights_seconds(setup: MemorySetup, links: Device) -> float:
+    """To gather weights, forward and backward, and to reduce their gradients."""
+    if setup.world_size == 1:
+        return 0.0
+    link = links.within if setup.world_size <= setup.ranks_per_node else links.across
+    gathered = 2 * setup.element_size if setup.engine in ("fsdp2", "zero3") else setup.element_size
+    away = (setup.world_size - 1) / setup.world_size
+    reduced = setup.reduce_bytes * setup.model.num_trained_parameters
+    return away * (gathered * setup.model.num_parameters + reduced) / link.exchange
+
+
+def _host_bytes(setup: MemorySetup, length: int) -> float:
+    """That a device copies to host memory and back, besides the optimizer's."""
+    model, local, b = setup.model, setup.local_tokens(length), setup.element_size
+    if chunk := setup.sequence_chunk_size:
+        h, q, kv = model.hidden_size, model.query_size, model.key_value_size
+        # A layer reads its input twice, writes and reads q, k, v and attention's output, and writes its result; the
+        # backward pass does so again, with the gradients of each.
+        a_token = b * (3 * h + 4 * q + 4 * kv) + b * (7 * h + 12 * q + 8 * kv)
+        blocks = local / chunk / 2  # of keys that a query block sees, on average
+        reloaded = blocks * kv * (2 * b + 2 * b + 2 * 2 * 4)  # forward, backward, and fp32 gradients both ways
+        return model.num_layers * local * (a_token + reloaded)
+    if not setup.activation_offloading:
+        return 0.0
+    return 2 * b * model.hidden_size * model.num_layers / setup.every_n_layers * local
+
+
+def _optimizer_seconds(setup: MemorySetup, links: Device, host_link: float) -> float:
+    shards = 1 if setup.engine == "none" else setup.world_size / setup.dp_replicate
+    parameters = setup.model.num_trained_parameters / shards
+    if "cpu" in (setup.offload_optimizer, setup.offload_param):
+        return parameters * (ADAMW_BYTES * setup.ranks_per_node / HOST_MEMORY_SPEED + 4 / host_link)
+    return parameters * ADAMW_BYTES / links.memory_speed
