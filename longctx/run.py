@@ -19,12 +19,12 @@ from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
 from longctx.collate import SequenceCollator
-from longctx.config import Run
 from longctx.host import SavedOnHost
 from longctx.launch.engines import offload_fsdp, promote, settle_deepspeed, settle_fsdp, start_on_cpu, stay_on_cpu
 from longctx.memory.closed_form import ModelSizes
 from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
+from longctx.resolved import Run
 from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.trainer import SequenceTrainer
 from longctx.turns import together

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longctx.config import Run
+    from longctx.resolved import Run
 
 USAGE_ERROR = 2
 

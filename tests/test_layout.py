@@ -43,6 +43,7 @@ STAGES: list[tuple[str, ...]] = [
         "supported",
         "launch",
         "config",
+        "plan",
         "verify",
         "run",
         "train",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
 
 if TYPE_CHECKING:
-    from longctx.config import Run
+    from longctx.resolved import Run
 
 OFF = 1
 USAGE_ERROR = 2

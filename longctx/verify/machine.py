@@ -21,8 +21,8 @@ from packaging.requirements import Requirement
 from longctx.attention.cost import measure_link
 from longctx.attention.kernels import DenseKernel, flash_attn
 from longctx.attention.support import head_size, kernel_of
-from longctx.config import Run
 from longctx.launch.profile import default_config_file
+from longctx.resolved import Run
 from longctx.verify.report import Finding
 
 SHARED_MEMORY_GIB = 1.0

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from longctx.config import Run
 from longctx.flags import Flags
 from longctx.launch.profile import LaunchProfile
 from longctx.packing import PackedDataset
+from longctx.resolved import Run
 from longctx.rows import TrainingRows
 from longctx.run import PreparedRun, load
 from longctx.tiny import TINY, tiny_config
