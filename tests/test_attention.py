@@ -311,6 +311,8 @@ def wrong_calls():
         "boundaries": lambda: ulysses_attention(q[:, :2], q[:, :2], q[:, :2], np.array([0, 20]), group),
         "group of another size": lambda: ring_attention(q, q, q, fits, dist.new_subgroups(1)[0]),
         "head groups": lambda: ring_attention(q, q, q, fits, group, heads_k_stride=2),
+        "no heads": lambda: ulysses_attention(q[:, :2], q[:, :2], q[:, :2], np.array([0, 16]), group, heads_k_stride=0),
+        "heads, a few at a time": lambda: ulysses_attention(q, q, q, np.array([0, 16]), group, heads_k_stride=1),
         "window": lambda: ring_attention(q, q, q, fits, group, window=0),
         "transport": lambda: ring_attention(q, q, q, fits, group, transport="pigeon"),
         "mixed dtypes": lambda: ring_attention(q, q.double(), q, fits, group),
@@ -335,6 +337,8 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank():
         assert "cu_seqlens ends at 20" in messages["boundaries"]
         assert "group has 1" in messages["group of another size"]
         assert "transport='gather'" in messages["head groups"]
+        assert "heads_k_stride 0 must be at least 1" in messages["no heads"]
+        assert "--sp 1, 3" in messages["heads, a few at a time"]
         assert "window 0 must be at least 1" in messages["window"]
         assert "use one of p2p, gather" in messages["transport"]
         assert "Cast them" in messages["mixed dtypes"]
