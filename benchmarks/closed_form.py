@@ -1,6 +1,7 @@
 """The closed form of a step's memory against published lengths and peaks.
 
     python -m benchmarks.closed_form                # the table
+    python -m benchmarks.closed_form --traces       # and against traced steps of our own, minutes
     python -m benchmarks.closed_form --fit          # how its constants were found: the best of a grid
     python -m benchmarks.closed_form --output FILE
 
@@ -20,6 +21,7 @@ import csv
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -181,6 +183,60 @@ def constants() -> str:
     return "\n".join(lines)
 
 
+TRACED_LAYERS = 4
+TRACED: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "ulysses": {"sp": 8},
+    "ring": {"sp": 8, "ring": 8},
+    "gather": {"sp": 8, "ring": 8, "gathers": True},
+    "ulysses, no checkpointing": {"sp": 8, "gradient_checkpointing": False},
+    "ulysses, checkpoints on the host": {"sp": 8, "activation_offloading": True},
+    "the same, MLP in tiles": {"sp": 8, "activation_offloading": True, "tiled_mlp_num_shards": 0},
+    "the same, 1 key/value head at a time": {
+        "sp": 8,
+        "activation_offloading": True,
+        "tiled_mlp_num_shards": 0,
+        "heads_k_stride": 1,
+    },
+    "ulysses, 8,192 tokens at a time": {"sp": 8, "sequence_chunk_size": 8192},
+}
+"""Set-ups that `longctx.memory.step` traces too."""
+
+
+def traces() -> str:
+    """Layers of Llama-8B, 65,536 tokens a rank, against `trace_training_step`."""
+    from longctx.memory.step import StepSettings, trace_training_step
+
+    config = LlamaConfig(
+        **_LLAMA_8B | {"num_hidden_layers": TRACED_LAYERS, "vocab_size": 4096, "max_position_embeddings": 2**20}
+    )
+    sizes = ModelSizes.of_config(config)
+    lines = [
+        "| set-up | traced GiB | predicted | error | host GiB, traced | predicted | moment |",
+        "| --- " * 7 + "|",
+    ]
+    for name, changes in TRACED.items():
+        setup = MemorySetup(model=sizes, engine="fsdp2" if "sp" in changes else "none", **changes)
+        setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
+        settings = StepSettings(
+            length=65536 * setup.sp,
+            sp=setup.sp,
+            engine=setup.engine,
+            sp_backend="gather" if setup.gathers else "ring" if setup.ring > 1 else "ulysses",
+            activation_checkpointing={"offload": setup.activation_offloading} if setup.gradient_checkpointing else None,
+            levers={
+                key: getattr(setup, key) for key in ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
+            },
+        )
+        trace, peak = trace_training_step(config, settings), predict(setup, settings.length)
+        lines.append(
+            f"| {name} | {trace.peak_bytes / 2**30:.2f} | {peak.allocated_bytes / 2**30:.2f} | "
+            f"{peak.allocated_bytes / trace.peak_bytes - 1:+.0%} | {trace.host_peak_bytes / 2**30:.2f} | "
+            f"{peak.host_bytes / 2**30:.2f} | {peak.moment} |"
+        )
+    return "\n".join(lines)
+
+
 GRID: dict[str, list[float]] = {
     "CONTEXT_BYTES": [1 * GB, 2 * GB, 3 * GB],
     "COMMUNICATOR_BYTES": [1.5 * GB, 2 * GB, 2.5 * GB, 3 * GB],
@@ -226,9 +282,23 @@ def _set(values: Iterable[float]) -> None:
         setattr(closed_form, name, value)
 
 
+def _about_traces() -> list[str]:
+    return [
+        "## Against traced steps",
+        "",
+        f"{TRACED_LAYERS} layers of Llama-3.1-8B's sizes with a vocabulary of 4,096, 65,536 tokens a rank, bf16, FSDP2 "
+        "over a fake process group (one device: without an engine). Predicted: allocated bytes, without what is "
+        "fitted. Nothing here is fitted on traces.",
+        "",
+        traces(),
+        "",
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.closed_form", description=__doc__.partition("\n")[0])
     parser.add_argument("--fit", action="store_true", help="print the best constants of a grid, and stop")
+    parser.add_argument("--traces", action="store_true", help="compare with traced steps, too")
     parser.add_argument("--output", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
     if options.fit:
@@ -239,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         [
             "# Closed form of a step's memory against published lengths",
             "",
-            "`python -m benchmarks.closed_form`  ",
+            f"`python -m benchmarks.closed_form{' --traces' if options.traces else ''}`  ",
             f"{datetime.now(UTC):%Y-%m-%d}; all predicted, nothing measured here",
             "",
             about.strip(),
@@ -253,6 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
             "",
             constants(),
             "",
+            *(_about_traces() if options.traces else []),
         ]
     )
     print(page, end="")

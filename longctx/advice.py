@@ -67,7 +67,7 @@ def out_of_memory_explained(run: Run) -> Iterator[None]:
         raise
 
 
-def _advice(run: Run, setup: MemorySetup, room: int) -> str:
+def _advice(run: Run, setup: MemorySetup, room: float) -> str:
     try:
         device = torch.cuda.get_device_properties().total_memory if not run.use_cpu else 0
         return what_would_have_helped(setup, run.settings["max_length"], device, room, _levers(run, setup))

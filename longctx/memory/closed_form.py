@@ -583,11 +583,11 @@ def _checkpoints(setup: MemorySetup, layer: _Layer) -> float:
 
 
 def _logits(setup: MemorySetup, tokens: float) -> float:
-    vocab, each = setup.model.vocab_size, LOGIT_BYTES if setup.bf16 else 16
+    vocab = setup.model.vocab_size
     if not setup.fused_loss:
-        return each * vocab * tokens
+        return (LOGIT_BYTES if setup.bf16 else 16) * vocab * tokens
     tile = min(4 * vocab * tokens, max(TILE_BYTES, 4 * vocab))
-    return each / 4 * tile + 4 * vocab * setup.model.hidden_size  # and the fp32 sum of the head's gradient
+    return 3 * tile + 4 * vocab * setup.model.hidden_size  # and the fp32 sum of the head's gradient
 
 
 def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
