@@ -124,9 +124,10 @@ def fused_token_outputs(
     """Head and cross-entropy in one, without logits [S, V].
 
     The losses' gradients are made together with them, from the same logits, as if each token's upstream gradient
-    were 1, and backward multiplies by the one factor that a sum over tokens has. Where tokens are weighted one by
-    one, backward computes the logits again. No rank waits for another in here, so that ranks may differ in how many
-    of their tokens are learnt; only those are projected.
+    were 1, and backward multiplies by the one factor that a sum over tokens has: three products of h · V a token
+    where computing the logits again takes four, and hidden states are read once. Where tokens are weighted one by
+    one, backward does compute them again. No rank waits for another in here, so that ranks may differ in how many of
+    their tokens are learnt; only those are projected.
 
     Args:
         hidden: [1, S, h], on the device of the weight or in host memory.
@@ -221,16 +222,9 @@ def _sweep(
         w, b = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
         for tile in _tiles(learnt, head):
             x = hidden[tile].to(weight.device, non_blocking=True).to(head.dtype)
-            logits = _scale(F.linear(x, w, b).to(wide), head.scaling)
-            probabilities = logits.softmax(-1)
-            targets = labels[tile].clamp(min=0)
-            for output, value in zip(
-                outputs, _measure(logits, probabilities, targets, head.label_smoothing), strict=True
-            ):
+            values, grad = _project(head, F.linear(x, w, b), labels[tile].clamp(min=0), with_grad=any(wanted))
+            for output, value in zip(outputs, values, strict=True):
                 output[tile] = value * learnt[tile]
-            if not any(wanted):
-                continue
-            grad = _differentiate(logits, probabilities, targets, head).to(head.dtype)
             factors = upstream[tile, None]
             if grad_hidden is not None:
                 grad_hidden[tile] = (grad @ w * factors).to(grad_hidden.dtype)
@@ -238,7 +232,19 @@ def _sweep(
                 _add_product(grad_weight, grad.T, (x * factors).to(head.dtype))
             if grad_bias is not None:
                 grad_bias += grad.T.to(wide) @ upstream[tile]
+            del grad  # before the next tile
     return outputs, (grad_hidden, grad_weight, grad_bias)
+
+
+def _project(head: _Head, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
+    """Of one tile: outputs [t], and the losses' gradient [t, V] with respect to the products, empty if not wanted."""
+    logits = _scale(products.to(torch.promote_types(head.dtype, torch.float32)), head.scaling)
+    del products
+    probabilities = logits.softmax(-1)
+    outputs = _measure(logits, probabilities, targets, head.label_smoothing)
+    if not with_grad:
+        return outputs, logits.new_empty(0)
+    return outputs, _differentiate(logits, probabilities, targets, head).to(head.dtype)
 
 
 def _zeros_beside(hidden: Tensor, head: _Head, device: torch.device) -> Tensor:
