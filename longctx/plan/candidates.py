@@ -1,0 +1,202 @@
+"""Every way to spread a model over devices, with the length that fits and the seconds that a step takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from longctx.attention.support import num_heads, num_linear_heads
+from longctx.levers import Place, resolve_levers
+from longctx.memory.closed_form import Breakdown, MemorySetup, ModelSizes, predict, reach
+from longctx.mesh import ParallelDims
+from longctx.step_time import StepTime, step_time
+
+GIB = 2**30
+
+DEVICE_BYTES = {"A100": 85.0e9, "H100": 85.0e9, "H200": 150.1e9, "B200": 191.5e9}
+"""Memory of a device, as `torch.cuda.mem_get_info` gives its total; of an A100 and H100 the kind named 80 GB."""
+HOST_BYTES_PER_DEVICE = 1.9e12 / 8
+"""Of a node's host memory, where nobody says: what nodes of eight H100s commonly have."""
+
+Documents = Callable[[int], Sequence[int]]
+"""Length of a row -> lengths of the documents in it."""
+
+
+def one_document(length: int) -> list[int]:
+    """As long as the row."""
+    return [length]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What there is to run on."""
+
+    gpus: int
+    gpus_per_node: int
+    device: str
+    """A name in `longctx.metrics.PEAK_FLOPS`."""
+    device_bytes: float
+    """Of one device."""
+    host_bytes: float
+    """Of one node."""
+    kernel: str
+    """A name in `longctx.step_time.KERNELS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One set-up: degrees, backend, engine, preset."""
+
+    backend: str
+    dims: ParallelDims
+    engine: str
+    """deepspeed, fsdp2 or none."""
+    memory: str
+    """--memory."""
+    setup: MemorySetup
+    max_length: int
+    """Tokens of the longest row that fits; 0 where none does."""
+    binds: str
+    """device or host: which memory is full then."""
+
+    def flags(self) -> list[str]:
+        """What asks longctx.train for it."""
+        spread = ["--sp", str(self.dims.sp), *(["--sp_backend", self.backend] if self.dims.sp > 1 else [])]
+        ring = ["--ring_size", str(self.dims.ring)] if self.backend == "hybrid" else []
+        return [*spread, *ring, *(["--memory", self.memory] if self.memory != "balanced" else [])]
+
+    def __str__(self) -> str:
+        ways = f"{self.dims.ulysses} x ring {self.dims.ring}" if self.backend == "hybrid" else str(self.dims.sp)
+        return f"{self.backend} {ways}" if self.dims.sp > 1 else "one device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """A candidate at one length."""
+
+    candidate: Candidate
+    length: int
+    memory: Breakdown
+    time: StepTime | None
+    """None where the length does not fit."""
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second and device."""
+        return self.time.tokens_per_second_per_device if self.time else 0.0
+
+
+def candidates(
+    config: PretrainedConfig,
+    machine: Machine,
+    *,
+    presets: Sequence[str] = ("balanced", "longest"),
+    settings: dict[str, Any] | None = None,
+) -> list[Candidate]:
+    """All that the model can run on, in the order of sp.
+
+    Args:
+        settings: other flags of longctx.train that bear on memory, such as use_peft and lora_r.
+
+    Raises:
+        ValueError: if no arrangement of the devices suits the model.
+    """
+    model = ModelSizes.of_config(config)
+    flags = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": True, "dtype": "float32"}
+    found = []
+    for backend, dims in _arrangements(config, machine.gpus):
+        for preset in presets:
+            found.append(_candidate(config, model, machine, backend, dims, preset, flags | (settings or {})))
+    return found
+
+
+def _arrangements(config: PretrainedConfig, gpus: int) -> Iterator[tuple[str, ParallelDims]]:
+    heads, linear = num_heads(config)[0], num_linear_heads(config)
+    for sp in (n for n in range(1, gpus + 1) if gpus % n == 0):
+        if sp == 1:
+            yield "local", ParallelDims.arrange(gpus)
+            continue
+        if heads % sp == 0 and (not linear or linear % sp == 0):
+            yield "ulysses", ParallelDims.arrange(gpus, ulysses=sp)
+        if linear:
+            continue
+        for backend in ("ring", "gather"):
+            yield backend, ParallelDims.arrange(gpus, ring=sp)
+        for ring in (n for n in range(2, sp) if sp % n == 0 and heads % (sp // n) == 0):
+            yield "hybrid", ParallelDims.arrange(gpus, ring=ring, ulysses=sp // ring)
+
+
+def _candidate(
+    config: PretrainedConfig,
+    model: ModelSizes,
+    machine: Machine,
+    backend: str,
+    dims: ParallelDims,
+    preset: str,
+    flags: dict[str, Any],
+) -> Candidate:
+    engine = "none" if dims.world_size == 1 else "deepspeed" if backend == "ulysses" else "fsdp2"
+    if engine == "none" and preset == "longest":
+        engine = "deepspeed"  # which alone offloads states of one device
+    stage = 3 if engine == "deepspeed" else None
+
+    def setup_of(length: int) -> MemorySetup:
+        place = Place(
+            backend=backend,
+            engine=engine,
+            zero_stage=stage,
+            use_cpu=False,
+            bf16=True,
+            local_tokens=math.ceil(length / dims.sp),
+            has_linear_attention=bool(num_linear_heads(config)),
+        )
+        levers = resolve_levers(preset, {}, place, checkpoints_by_default=True)
+        setup = MemorySetup.of_settings(
+            model,
+            {**flags, "memory": preset, **levers.settings()},
+            dims=dims,
+            backend=backend,
+            engine=engine,
+            zero_stage=stage,
+            use_cpu=False,
+            ranks_per_node=min(machine.gpus_per_node, machine.gpus),
+        )
+        if engine == "fsdp2" and setup.offload_param != "none":  # optimizer states are where parameters are
+            setup = replace(setup, offload_optimizer=setup.offload_param)
+        return setup
+
+    setup = setup_of(2**30)
+    longest = reach(setup, machine.device_bytes, machine.host_bytes)
+    return Candidate(
+        backend=backend,
+        dims=dims,
+        engine=engine,
+        memory=preset,
+        setup=setup,
+        max_length=longest.length,
+        binds=longest.binds,
+    )
+
+
+def outlook(candidate: Candidate, machine: Machine, length: int, documents: Documents = one_document) -> Outlook:
+    """The candidate on rows of `length` tokens."""
+    padded = -(-length // candidate.dims.multiple) * candidate.dims.multiple
+    time = None
+    if padded <= candidate.max_length:
+        lengths = [*documents(length), *([padded - length] if padded > length else [])]
+        time = step_time(candidate.setup, padded, device=machine.device, kernel=machine.kernel, documents=lengths)
+    return Outlook(candidate=candidate, length=length, memory=predict(candidate.setup, padded), time=time)
+
+
+def recommend(
+    found: Sequence[Candidate], machine: Machine, length: int, documents: Documents = one_document
+) -> Outlook | None:
+    """Of those that `length` fits, with the smallest sp, the one that trains most tokens a second; None without any."""
+    fitting = [candidate for candidate in found if candidate.max_length >= length]
+    smallest = min((candidate.dims.sp for candidate in fitting), default=0)
+    outlooks = [outlook(c, machine, length, documents) for c in fitting if c.dims.sp == smallest]
+    return max((o for o in outlooks if o.time is not None), key=lambda o: o.speed, default=None)
