@@ -18,6 +18,7 @@ from longctx.memory.closed_form import MemorySetup, ModelSizes
 from longctx.memory.report import (
     PeakMemory,
     address_room,
+    host_bytes,
     how_far,
     is_first_to_say,
     is_out_of_memory,
@@ -58,13 +59,20 @@ def out_of_memory_explained(run: Run) -> Iterator[None]:
     Enter it before weights are read.
     """
     setup = _setup(run)
-    room = min(available_host_memory(), setup.ranks_per_node * address_room())
+    room = min(_host_room(), setup.ranks_per_node * address_room())
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error) and is_first_to_say():
             error.add_note(_advice(run, setup, room))
         raise
+
+
+def _host_room() -> int:
+    try:
+        return available_host_memory()
+    except OSError:  # no Linux
+        return host_bytes()
 
 
 def _advice(run: Run, setup: MemorySetup, room: float) -> str:
@@ -85,9 +93,7 @@ def _levers(run: Run, setup: MemorySetup) -> dict[str, MemorySetup]:
     found: dict[str, MemorySetup] = {}
     for flags, values in LEVERS.items():
         with suppress(ValueError):  # there is no place for it in this run
-            changed = replace(_setup(_with(run, values)), model=setup.model)
-            if changed != setup:
-                found[flags] = changed
+            found[flags] = replace(_setup(_with(run, values)), model=setup.model)
     return found | _spread(setup)
 
 

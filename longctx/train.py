@@ -81,7 +81,7 @@ def _train(run: Run) -> int:
     if trainer.sequence.rank == 0:
         metrics = trainer.step_metrics
         assert metrics.peak_memory is not None, "read at the end of training"
-        lines = describe_memory(prepared.run, metrics.peak_memory, metrics.longest_row, model)
+        lines = describe_memory(prepared.run, metrics.peak_memory, metrics.longest_row, trainer.model)
         print("\n".join(f"longctx: {line}" for line in lines), flush=True)
     finish()
     return 0

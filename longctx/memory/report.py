@@ -35,7 +35,7 @@ class PeakMemory:
     host: tuple[int, ...]
     """Resident in host memory, libraries included."""
     retries: tuple[int, ...]
-    """Allocations that succeeded only after the allocator had given its cache back."""
+    """Allocations on the GPU that succeeded only after the allocator had given its cache back, or failed."""
     device_total: tuple[int, ...]
     """Of the rank's GPU; 0 on the CPU."""
     host_total: tuple[int, ...]
@@ -47,7 +47,8 @@ class PeakMemory:
         own = (_peak_resident_bytes(), 0, 0, host_bytes())
         if device.type != "cuda":
             return (0, 0, *own)
-        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+        stats = torch.cuda.memory_stats(device)
+        retries = stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0)
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return allocated, reserved, own[0], retries, torch.cuda.get_device_properties(device).total_memory, own[-1]
 
