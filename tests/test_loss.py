@@ -17,11 +17,10 @@ from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 import longctx.loss
-from longctx.host import allocates_host_memory
 from longctx.loss import PLAIN, TILE_BYTES, LogitScaling, TokenOutputs, fuse_head, fused_token_outputs
 from tests.reference import train_reference
 from tests.small_model import save_small_model
-from tests.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
+from tests.test_models import FAMILIES, LENGTHS, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
 from tests.test_training import COMMON, LEARNING_RATE, STEPS, check, make_documents, run_cases, write_jsonl
 from tests.workers import run_ranks
 
@@ -166,7 +165,6 @@ def test_hidden_states_in_host_memory(monkeypatch):
 
     real = longctx.loss.host_empty
     monkeypatch.setattr(longctx.loss, "host_empty", host_empty)
-    assert not allocates_host_memory()
     *leaves, targets = make_inputs()
     for kind in ("summed", "weighted"):
         outputs = [
@@ -224,18 +222,35 @@ def test_only_learnt_tokens_are_projected(learnt):
     assert flops.get_total_flops() == int((targets != -100).sum()) * (2 * 2 * VOCABULARY * HIDDEN + entropy)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_head_of_every_family_equals_stock_transformers(family):
-    """Which scales its logits in its own way."""
+def compare_with_stock(family, **levers):
     model, batch = make_model(family), make_batch()
     _, expected_loss, expected_gradients = stock_step(model)
-    model, sequence = longctx.parallelize(model, 1)
+    model, sequence = longctx.parallelize(model, 1, **levers)
     shard = sequence.shard(batch)
     output = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
     loss = sequence.reduce(output.losses, sequence.count_label_tokens([batch]))
     loss.backward()
     assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
     assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_of_every_family_equals_stock_transformers(family):
+    """Which scales its logits in its own way."""
+    compare_with_stock(family)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])  # a head of its own, and one tied to the embeddings
+def test_head_after_layers_that_leave_their_output_in_host_memory(family, monkeypatch):
+    real, shapes = longctx.loss.host_empty, []
+
+    def host_empty(*shape, **kwargs):
+        shapes.append(shape)
+        return real(*shape, **kwargs)
+
+    monkeypatch.setattr(longctx.loss, "host_empty", host_empty)
+    compare_with_stock(family, sequence_chunk_size=8)
+    assert shapes == [(sum(LENGTHS), make_model(family).config.hidden_size)]  # the gradient of its input
 
 
 @pytest.mark.parametrize(
