@@ -1,7 +1,8 @@
-"""Every decoder layer's MLP over tiles of tokens, forward and backward (tiled MLP of ALST, arXiv 2506.13996).
+"""MLPs, and the norms beside them, over tiles of tokens, forward and backward (tiled MLP of ALST, arXiv 2506.13996).
 
-An MLP sees each token by itself, experts included, so that tiles of tokens give the same as all at once; only one
-tile's wide intermediate tensors exist at a time, and backward computes them again. Parameters are inputs of one
+They see each token by itself, experts included, so that tiles of tokens give the same as all at once; only one tile's
+wide intermediate tensors exist at a time, and backward computes them again. Once MLPs are tiled, the fp32 tensors of
+norms are the largest: seven of [T, h] in backward, in transformers' own RMSNorm. Parameters are inputs of one
 autograd function, which returns one gradient for each, summed over the tiles in fp32: FSDP2, ZeRO and DDP see what
 they see of any layer. Under activation checkpointing nothing is computed more often than without tiles.
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -40,8 +42,10 @@ def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
     mlps: list[Any] = list(find_mlps(model))
     if not mlps:
         raise ValueError(f"No MLP was found in {type(model).__name__}. Leave tiled MLPs out for this model.")
+    width = model.config.get_text_config().hidden_size
+    for part in [*mlps, *_norms(model)]:
+        part.forward = partial(_forward, part, part.forward, num_shards, width)
     for mlp in mlps:
-        mlp.forward = partial(_forward, mlp, mlp.forward, num_shards)
         mlp.register_forward_pre_hook(_ask_for_gradient)
         # What deepspeed.utils.set_z3_leaf_modules sets: ZeRO-3 gathers the weights once, not once a tile and layer.
         mlp._z3_leaf = True
@@ -52,9 +56,17 @@ def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             for part in layer.children():
-                takes = inspect.signature(part.forward).parameters
-                if len(takes) == 1 and any(True for _ in part.children()):
+                if _takes_one(part) and any(True for _ in part.children()):
                     yield part
+
+
+def _norms(model: nn.Module) -> Iterator[nn.Module]:
+    """Those of queries and keys too."""
+    return (part for part in model.modules() if "Norm" in type(part).__name__ and _takes_one(part))
+
+
+def _takes_one(part: nn.Module) -> bool:
+    return len(inspect.signature(part.forward).parameters) == 1
 
 
 def _ask_for_gradient(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -65,11 +77,11 @@ def _ask_for_gradient(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor,
 
 
 @torch.compiler.disable  # it differentiates while it is being differentiated
-def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, hidden_states: Tensor) -> Any:
-    """hidden_states [B, S, h] -> what `run` gives, a tensor [B, S, h] or a tuple that starts with one."""
-    x = hidden_states.reshape(1, -1, hidden_states.shape[-1])
+def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, width: int, hidden_states: Tensor) -> Any:
+    """hidden_states [B, S, ...] -> what `run` gives, a tensor of this shape or a tuple that starts with one."""
+    x = hidden_states.reshape(1, -1, *hidden_states.shape[2:])
     num_tokens = x.shape[1]
-    size = -(-num_tokens // num_shards) if num_shards else x.shape[-1]
+    size = -(-num_tokens // num_shards) if num_shards else width
     if size >= num_tokens:
         return run(hidden_states)
     kept = _Keep.apply(x)
@@ -124,7 +136,7 @@ class _Tiles(torch.autograd.Function):
         dx = torch.empty_like(x)
         for at in chunks_of(x.shape[1], ctx.size):
             tile = x[:, at].detach().requires_grad_()
-            with ctx.autocast.with_grad():
+            with ctx.autocast.with_grad(), saved_tensors_hooks(_as_is, _as_is):  # no offloading of what one tile saves
                 out = ctx.run(tile)
             pairs = [
                 (part, _tokens(grad, at, x.shape[1]))
@@ -137,6 +149,10 @@ class _Tiles(torch.autograd.Function):
             sums.add(of_parameters)
             del pairs, outputs, of_tile, of_parameters
         return None, None, None, None, dx, *sums.result()
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _whole(part: Tensor, tile_tokens: int, num_tokens: int) -> Tensor:

@@ -54,6 +54,21 @@ def test_every_model_s_mlps_are_found_and_give_the_same(family):
     assert max(lengths) <= 7
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_model_with_its_norms_in_tiles_too_gives_the_same(family):
+    """Dense attention over one document, so that nothing but tiles differs."""
+    ids, logits, gradients = torch.arange(2, 34)[None], [], []
+    for tiles in (None, 5):
+        model = make_model(family)
+        if tiles is not None:
+            install_tiled_mlp(model, tiles)
+        logits.append(model(ids, use_cache=False).logits)
+        logits[-1].square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    for expected, actual in (logits, gradients):
+        assert float((actual - expected).detach().norm() / expected.detach().norm()) <= TOLERANCE
+
+
 def test_what_is_no_number_of_tiles_is_refused():
     with pytest.raises(ValueError, match="tiled_mlp_num_shards -1 is no number of tiles"):
         install_tiled_mlp(make_model("llama, yarn rope"), -1)

@@ -461,15 +461,19 @@ def _layer(setup: MemorySetup) -> _Layer:
     model, b, stream = setup.model, setup.element_size, setup.stream_size
     h, q, kv, width = model.hidden_size, model.query_size, model.key_value_size, model.intermediate_size
     saved_heads, made, exchange = _attention(setup)
+    norms_lean = setup.fused_layers or setup.tiled_mlp_num_shards is not None  # tiles go for norms too
     if setup.fused_layers:
         norms, qk_norms = (b * h, (stream + b) * h), b * (q + kv)
+    elif norms_lean:
+        casts = (1, 1) if stream == b else (3, 2)  # autocast makes one for q, k and v each, for gate and up
+        norms, qk_norms = (casts[0] * b * h, (stream + casts[1] * b) * h), b * (q + kv)
     else:
         norms, qk_norms = _norms(h, b, stream), (4 + b) * (q + kv)
     tensors, tensors_backward = (3, 1) if setup.fused_layers else (4, 2)  # gate, up, (activation,) product
     return _Layer(
         norm_before_attention=norms[0] + qk_norms * model.has_qk_norm,
         norm_before_mlp=norms[1],
-        norm_backward=2 * stream * h if setup.fused_layers else (stream + 5 * 4) * h,  # five fp32 steps
+        norm_backward=2 * stream * h if norms_lean else (stream + 5 * 4) * h,  # five fp32 steps
         attention=saved_heads + 4 * model.num_heads,  # and the fp32 log-sum-exp of every query
         attention_backward=made,
         exchange=exchange,

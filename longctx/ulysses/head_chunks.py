@@ -51,10 +51,11 @@ class HeadChunks:
         own_lse = q.new_empty(1, q.shape[1] // heads.ranks, q.shape[2] * heads.ranks, dtype=_wide(q.dtype))
         for stage, (q_part,), (k_part, v_part) in self._stages(heads, [q], [k, v]):
             out_part, lse_part = self.schedule.forward(q_part, k_part, v_part, scale)
+            del q_part, k_part, v_part  # before tokens of another stage come
             heads.own(own_lse, stage)[:] = _by_key(lse_part, stage)
             [home] = _to_tokens([out_part.to(q.dtype)], self.group)
             heads.queries(out, stage)[:] = _by_key(home, stage)
-            del q_part, k_part, v_part, out_part, home  # before tokens of another stage come
+            del out_part, home
         [lse] = _to_tokens([own_lse[..., None]], self.group)
         return out, lse.flatten(0, 1)[None, ..., 0]
 
@@ -71,16 +72,17 @@ class HeadChunks:
             dq_part, *grads = self.schedule.backward(grad_part, q_part, k_part, v_part, out_part, lse_part, scale)
             del grad_part, q_part, out_part, k_part, v_part  # before tokens of another stage come
             sums = _added(sums, grads, is_all=stage.is_first and stage.is_last)
-            del grads
-            going = [dq_part, *sums] if stage.is_last else [dq_part]
-            home, *keys_home = _to_tokens([grad.to(q.dtype) for grad in going], self.group)
+            going = [dq_part.to(q.dtype)]
+            del dq_part, grads
+            if stage.is_last:
+                going += [sums.pop(0).to(q.dtype) for _ in (k, v)]
+            home, *keys_home = _to_tokens(going, self.group)
             heads.queries(dq, stage)[:] = _by_key(home, stage)
             if stage.is_last:
                 key_grads = key_grads or [heads.zeros(x) for x in (k, v)]
                 for total, grad in zip(key_grads, keys_home, strict=True):
                     heads.add_keys(total, stage, grad)
-                sums = []
-            del dq_part, going, home, keys_home
+            del home, keys_home
         dk, dv = key_grads
         return dq, dk, dv
 
@@ -93,9 +95,9 @@ class HeadChunks:
             if stage.is_first:
                 keys = []  # before those of the next heads come
                 keys = _to_heads([heads.keys(x, stage) for x in of_keys], self.group)
-            queries = _to_heads([heads.queries(x, stage).flatten(1, 2) for x in of_queries], self.group)
-            yield stage, queries, keys
-            del queries
+            queries = [heads.queries(x, stage).flatten(1, 2) for x in of_queries]  # views
+            # No name is left to what is yielded, so that whoever gets it frees it.
+            yield stage, _to_heads(queries, self.group), [keys.pop(0) for _ in of_keys] if stage.is_last else keys
 
 
 def check_stride(heads_k_stride: int) -> None:
@@ -196,13 +198,18 @@ def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[
     return [row.transpose(0, 1)[None] for row in rows.split([part.shape[1] for part in parts], dim=1)]
 
 
-def _to_tokens(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Each [1, n, S, D], this rank's heads -> [P, n, S/P, D], those of each rank. The inverse of `_to_heads`."""
+def _to_tokens(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Each [1, n, S, D], this rank's heads -> [P, n, S/P, D], those of each rank. The inverse of `_to_heads`.
+
+    Empties the list, so that the parts are gone while they travel.
+    """
     if group is None:
         return list(parts)
+    sizes = [part.shape[1] for part in parts]
     rows = torch.cat([part[0].transpose(0, 1) for part in parts], dim=1)  # [S, n of each part, D]
+    parts.clear()
     shares = _exchanged(rows, group).unflatten(0, (dist.get_world_size(group), -1))  # [P, S/P, n of each part, D]
-    return [part.transpose(1, 2) for part in shares.split([part.shape[1] for part in parts], dim=2)]
+    return [part.transpose(1, 2) for part in shares.split(sizes, dim=2)]
 
 
 def _exchanged(message: Tensor, group: dist.ProcessGroup) -> Tensor:
