@@ -154,8 +154,7 @@ def fused_token_outputs(
         hidden_on_host=hidden_on_host or hidden.device != device,
         with_grad=torch.is_grad_enabled(),
     )
-    outputs = _FusedHead.apply(head, shift_labels.flatten(), hidden.flatten(0, 1), weight, bias)
-    return TokenOutputs(*(output.view(shift_labels.shape) for output in outputs))
+    return TokenOutputs(*_FusedHead.apply(head, shift_labels, hidden, weight, bias))
 
 
 class _Head(NamedTuple):
@@ -191,7 +190,7 @@ class _FusedHead(torch.autograd.Function):
             grads = None  # frees them
             grads = _sweep(ctx.head, labels, hidden, weight, bias, ctx.needs_input_grad[2:], grad_losses)[1]
         else:
-            _multiply(grads, grad_losses[0], ctx.head.tile)
+            _multiply(grads, grad_losses[0, 0], ctx.head.tile)
         inputs = (hidden, weight, bias)
         return None, None, *(None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
 
@@ -210,12 +209,13 @@ def _sweep(
     wanted: Sequence[bool],
     grad_losses: Tensor | None = None,
 ) -> tuple[TokenOutputs, Gradients]:
-    """Outputs [S], and gradients for these upstream gradients [S], 1 where None."""
+    """Outputs, and gradients for these upstream gradients [1, S], 1 where None."""
     wide = torch.promote_types(head.dtype, torch.float32)
-    learnt = labels != IGNORE_INDEX
-    upstream = learnt.to(wide) if grad_losses is None else learnt * grad_losses
     outputs = TokenOutputs(*(labels.new_zeros(labels.shape, dtype=dtype) for dtype in (wide, wide, wide, torch.bool)))
     grad_hidden = _zeros_beside(hidden, head, weight.device) if wanted[0] else None
+    rows, labels, hidden = [output.view(-1) for output in outputs], labels.flatten(), hidden.flatten(0, 1)
+    learnt = labels != IGNORE_INDEX
+    upstream = learnt.to(wide) if grad_losses is None else learnt * grad_losses.flatten()
     grad_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     with torch.autocast(weight.device.type, enabled=False):
@@ -223,11 +223,11 @@ def _sweep(
         for tile in _tiles(learnt, head):
             x = hidden[tile].to(weight.device, non_blocking=True).to(head.dtype)
             values, grad = _project(head, F.linear(x, w, b), labels[tile].clamp(min=0), with_grad=any(wanted))
-            for output, value in zip(outputs, values, strict=True):
-                output[tile] = value * learnt[tile]
+            for row, value in zip(rows, values, strict=True):
+                row[tile] = value * learnt[tile]
             factors = upstream[tile, None]
             if grad_hidden is not None:
-                grad_hidden[tile] = (grad @ w * factors).to(grad_hidden.dtype)
+                grad_hidden.view(hidden.shape)[tile] = (grad @ w * factors).to(grad_hidden.dtype)
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, (x * factors).to(head.dtype))
             if grad_bias is not None:
@@ -251,7 +251,7 @@ def _zeros_beside(hidden: Tensor, head: _Head, device: torch.device) -> Tensor:
     """For its gradient. In host memory every row is written, so that none needs a zero."""
     if head.hidden_on_host:
         return host_empty(*hidden.shape, dtype=hidden.dtype, device=device)
-    return torch.zeros_like(hidden)
+    return torch.zeros_like(hidden, memory_format=torch.contiguous_format)
 
 
 def _tiles(learnt: Tensor, head: _Head) -> Sequence[slice | Tensor]:
@@ -313,7 +313,7 @@ def _multiply(grads: Gradients, factor: Tensor, tile: int) -> None:
         if grad.device == factor.device:
             grad.mul_(factor)
         else:
-            for rows in grad.split(tile):
+            for rows in grad.flatten(0, -2).split(tile):
                 rows.copy_(rows.to(factor.device).mul_(factor))
 
 

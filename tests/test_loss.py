@@ -104,6 +104,17 @@ def test_gradcheck(scaling):
         assert torch.autograd.gradcheck(run, leaves, nondet_tol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["summed", "weighted"])
+def test_rows_of_a_batch_are_tokens_like_any_other(kind):
+    """And no output is a view, of which FSDP2 warns."""
+    *leaves, targets = make_inputs(tokens=24)
+    one = fused_token_outputs(*leaves, targets)
+    two = fused_token_outputs(leaves[0].view(2, 12, HIDDEN), *leaves[1:], targets.view(2, 12))
+    assert not any(output._is_view() for output in two)
+    torch.testing.assert_close([output.flatten() for output in two], [output.flatten() for output in one])
+    torch.testing.assert_close(*(torch.autograd.grad(upstream(kind, o.losses), leaves) for o in (two, one)))
+
+
 def test_backward_can_run_again():
     *leaves, targets = make_inputs()
     loss = upstream("summed", fused_token_outputs(*leaves, targets).losses)
@@ -250,7 +261,7 @@ def test_head_after_layers_that_leave_their_output_in_host_memory(family, monkey
 
     monkeypatch.setattr(longctx.loss, "host_empty", host_empty)
     compare_with_stock(family, sequence_chunk_size=8)
-    assert shapes == [(sum(LENGTHS), make_model(family).config.hidden_size)]  # the gradient of its input
+    assert shapes == [(1, sum(LENGTHS), make_model(family).config.hidden_size)]  # the gradient of its input
 
 
 @pytest.mark.parametrize(
