@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
     @property
     def can_chunk(self) -> bool:
-        return self.backend in ("local", "ulysses") and not self.has_linear_attention
+        return self.backend in ("local", "ulysses") and not self.has_linear_attention and self.engine != "fsdp1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +271,8 @@ def _possible(memory: str, asked: Mapping[str, Any], place: Place) -> dict[str, 
         left_out |= {"selective"}
     if {"tiled_mlp", "tiled_mlp_num_shards"} & asked.keys():
         left_out.add("tiled_mlp")
+    if place.engine == "fsdp1":
+        left_out.add("tiled_mlp")
     if place.engine != "deepspeed":
         left_out |= {"offload_optimizer_device", "small_buckets"}
     if place.engine != "fsdp2":
@@ -316,6 +318,12 @@ def _check_asked(asked: Mapping[str, Any], place: Place) -> None:
         raise ValueError(
             f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's linear attention carries a state "
             "through all tokens, which is not cut into chunks. Leave it out."
+        )
+    on_fsdp1 = [n for n in ("sequence_chunk_size", "tiled_mlp", "tiled_mlp_num_shards") if asked.get(n)]
+    if on_fsdp1 and place.engine == "fsdp1":
+        raise ValueError(
+            f"--{on_fsdp1[0]} {asked[on_fsdp1[0]]}: the engine is fsdp1, whose flattened weights it is not compared "
+            "with. Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or leave it out."
         )
     if asked.get("communication_data_type") == "bf16" and not place.bf16:
         raise ValueError(

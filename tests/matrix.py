@@ -125,6 +125,13 @@ RUNS = {
     "gated delta": TrainingRun(model="gated delta"),
     "bf16": TrainingRun(flags=("--packing", "True", "--bf16", "True")),
     "evaluation": TrainingRun(records="documents with a test split", flags=("--packing", "True", *_EVALUATES)),
+    "memory longest": TrainingRun(flags=("--packing", "True", "--memory", "longest")),
+    "activation offloading": TrainingRun(flags=("--packing", "True", "--activation_offloading", "True")),
+    "sequence chunks": TrainingRun(flags=("--packing", "True", "--sequence_chunk_size", "50")),
+    "tiled MLP": TrainingRun(flags=("--packing", "True", "--tiled_mlp", "True")),
+    "heads_k_stride": TrainingRun(flags=("--packing", "True", "--heads_k_stride", "1")),
+    "optimizer on the host": TrainingRun(flags=("--packing", "True", "--offload_optimizer_device", "cpu")),
+    "parameters on the host": TrainingRun(flags=("--packing", "True", "--offload_param_device", "cpu")),
 }
 
 
@@ -189,6 +196,13 @@ FEATURES = {
     "SSM: Mamba": Feature(model="Mamba"),
     "gradient checkpointing": Feature(shown_by="packed"),
     "no gradient checkpointing": Feature(shown_by="padding-free"),
+    "activations on the host": Feature(shown_by="activation offloading"),
+    "layers over chunks of the sequence": Feature(shown_by="sequence chunks"),
+    "tiled MLP": Feature(shown_by="tiled MLP"),
+    "a few heads at a time": Feature(shown_by="heads_k_stride"),
+    "optimizer states on the host": Feature(shown_by="optimizer on the host"),
+    "parameters on the host": Feature(shown_by="parameters on the host"),
+    "--memory longest": Feature(shown_by="memory longest"),
     "fused or chunked cross-entropy": Feature(shown_by="chunked loss"),
     "Liger kernels": Feature(only_on_gpu=True, flags=("--use_liger_kernel", "True")),
     "LoRA": Feature(shown_by="LoRA"),

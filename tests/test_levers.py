@@ -139,6 +139,22 @@ def test_offloading_of_a_profile_is_ours():
     assert resolved(env=env | {"FSDP_OFFLOAD_PARAMS": "false"}).levers.offload_param_device == "none"
 
 
+def test_fsdp1_has_the_levers_that_leave_layers_as_they_are(monkeypatch):
+    monkeypatch.setattr("longctx.config.device_count", lambda: 2)
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "RANK": "0", "WORLD_SIZE": "2"}
+
+    def on_gpus(*flags):
+        given = [flag for flag in TINY if flag not in ("--use_cpu", "True")]
+        return resolve(parse_flags([*given, *flags]), read_profile(dict(env)), env)
+
+    levers = on_gpus("--memory", "longest").levers
+    assert (levers.sequence_chunk_size, levers.tiled_mlp_num_shards) == (None, None)
+    assert levers.activation_offloading
+    assert on_gpus("--activation_offloading", "True").training_arguments()["activation_offloading"] is True  # TRL's
+    with pytest.raises(ValueError, match=r"--sequence_chunk_size 64: the engine is fsdp1, .* fsdp_version: 2"):
+        on_gpus("--sequence_chunk_size", "64")
+
+
 # ------------------------------------------------------------------------------------------------
 # What engines and torch are told
 # ------------------------------------------------------------------------------------------------
