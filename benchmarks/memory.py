@@ -104,12 +104,17 @@ class Row:
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of StepSettings."""
-    sizes: tuple[int, int] = (16384, 32768)
+    sizes: tuple[int, int] = (65536, 131072)
     """Tokens of a rank in the two lengths that are traced."""
     bf16_shards: bool = False
     """Whether a formula adds them on the device: ZeRO-3 with its optimizer alone on the host, which no trace runs."""
     trl: bool = False
     """TRL's step in the place of ours."""
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Of the two models that are traced: more than TRL's offloading leaves on the device, where it is on."""
+        return (7, 8) if self.settings.get("activation_offloading") else (3, 4)
 
     def __or__(self, other: Row) -> Row:
         """Both together, the other's name."""
@@ -117,24 +122,24 @@ class Row:
         return Row(
             name=other.name,
             settings={**self.settings, **other.settings, "levers": levers},
-            sizes=max(self.sizes, other.sizes) if other.settings.get("fused_loss", True) else other.sizes,
+            sizes=min(self.sizes, other.sizes),
             bf16_shards=self.bf16_shards or other.bf16_shards,
         )
 
 
-def _lever(name: str, sizes: tuple[int, int] = (16384, 32768), **settings: Any) -> Row:
+def _lever(name: str, sizes: tuple[int, int] = (65536, 131072), **settings: Any) -> Row:
     return Row(name=name, settings=settings, sizes=sizes)
 
 
 FLOOR = _lever("fused loss, checkpointing: always on")
-UNFUSED = _lever("without the fused loss", (4096, 8192), fused_loss=False)
+UNFUSED = _lever("without the fused loss", (16384, 32768), fused_loss=False)
 STATES_ON_HOST = _lever("states on the host", on_host=STATES)
 OPTIMIZER_ON_HOST = replace(STATES_ON_HOST, name="ZeRO-3, optimizer on the host (formula)", bf16_shards=True)
 OFFLOAD = _lever("activations on the host", activation_offloading=True)
-TILED = _lever("tiled MLP", levers={"tiled_mlp_num_shards": 0})
+TILED = _lever("tiled MLP", (32768, 65536), levers={"tiled_mlp_num_shards": 0})
 HEADS = _lever("1 key/value head at a time", levers={"heads_k_stride": 1})
 REDUCE = _lever("gradients reduced in bf16", reduce_dtype=torch.bfloat16)
-CHUNKED = _lever(f"{CHUNK} tokens a rank at a time", (3 * CHUNK, 6 * CHUNK), levers={"sequence_chunk_size": CHUNK})
+CHUNKED = _lever(f"{CHUNK} tokens a rank at a time", (2 * CHUNK, 4 * CHUNK), levers={"sequence_chunk_size": CHUNK})
 RING = _lever("ring, not Ulysses", sp_backend="ring")
 GATHER = _lever("gather, not Ulysses", sp_backend="gather")
 HYBRID = _lever("hybrid 2 x 4, not Ulysses", sp_backend="hybrid", levers={"ring_size": 2})
@@ -146,7 +151,7 @@ def together(levers: Sequence[Row]) -> Row:
 
 
 TRL_STEP = replace(OFFLOAD, name="TRL: sdpa, fused loss, checkpointing, activations on the host", trl=True)
-TRL_STATES_ON_HOST = replace(TRL_STEP, name=f"{TRL_STEP.name}; states on the host", settings=STATES_ON_HOST.settings)
+TRL_STATES_ON_HOST = replace(TRL_STEP | STATES_ON_HOST, name=f"{TRL_STEP.name}; states on the host", trl=True)
 
 
 def rows_of(model: str, sp: int) -> Iterator[tuple[str, Row]]:
@@ -196,8 +201,9 @@ Trace = Callable[[PretrainedConfig, int], MemoryTrace]
 """(configuration, tokens of a rank) -> one step's trace."""
 
 
-def fit(config: PretrainedConfig, trace: Trace, sizes: tuple[int, int], layers: tuple[int, int] = (3, 4)) -> Fit:
+def fit(config: PretrainedConfig, trace: Trace, row: Row) -> Fit:
     """From traces of models of a few layers."""
+    sizes, layers = row.sizes, row.layers
     traces = {(n, size): trace(with_layers(config, n), size).peaks for n in layers for size in sizes}
     parts = set.intersection(*(set(peaks) for peaks in traces.values()))
     sides = []
@@ -252,7 +258,7 @@ class Task:
         return repr((self.model, self.sp, self.row.settings, self.row.sizes, self.row.trl, self.is_check))
 
 
-CHECK_TOKENS = 49152
+CHECK_TOKENS = 98304
 """Of a rank."""
 
 
@@ -264,7 +270,7 @@ def run_task(task: Task) -> Fit | tuple[float, float] | str:
         if task.is_check:
             checked = trace(config, CHECK_TOKENS)
             return checked.peak_bytes, checked.host_peak_bytes
-        return fit(config, trace, task.row.sizes)
+        return fit(config, trace, task.row)
     except (TypeError, ValueError, NotImplementedError) as error:
         return f"no trace: {str(error).splitlines()[0]}"
 
@@ -428,9 +434,9 @@ COUNTERPARTS: list[tuple[str, str, str, list[Row]]] = [
         "Llama-3.1-8B",
         [OPTIMIZER_ON_HOST, OFFLOAD, TILED, HEADS],
     ),
-    ("UPipe paper", SAME_AND_OURS, "Llama-3.1-8B", [STATES_ON_HOST, CHUNKED]),
+    ("UPipe paper", SAME_AND_OURS, "Llama-3.1-8B", [CHUNKED]),
     ("TRL 1.13 CP", "fsdp2+cp8+chunked-loss+checkpoint-offload", "Qwen3-8B", [GATHER, OFFLOAD]),
-    ("TRL 1.13 CP", SAME_AND_OURS, "Qwen3-8B", [STATES_ON_HOST, CHUNKED]),
+    ("TRL 1.13 CP", SAME_AND_OURS, "Qwen3-8B", [CHUNKED]),
 ]
 """(stack, its features, model, our levers for the same)."""
 
@@ -467,33 +473,37 @@ def print_published(results: Results) -> None:
 # Real steps of a small model on the CPU
 
 
-def small_config() -> LlamaConfig:
+def small_config(hidden_size: int = 256, num_layers: int = 4) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=16384,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        vocab_size=64 * hidden_size,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
         head_dim=32,
         max_position_embeddings=65536,
     )
+
+
+def timed_config() -> LlamaConfig:
+    return small_config(128, 2)
 
 
 def print_states() -> None:
     """Bytes of states that a rank holds, in bf16, of real steps on gloo."""
     parameters = count_parameters(small_config())
     print(f"\n## States a rank: real steps on gloo, bf16, AdamW, {parameters:,} parameters, bytes a parameter")
-    engines = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+    print("\nGradients: those that the optimizer is given. ZeRO's in bf16, 2 bytes, come and go in the backward pass.")
     print_head("engine", "devices", "parameters", "gradients", "optimizer states", "all", "saving")
-    whole = 0.0
-    for engine in engines:
-        for world_size in (1,) if engine == "ddp" else (1, 2, 4):
-            sizes = spawn(world_size, _state_bytes, engine)
-            cells = [sizes[name] / parameters for name in STATES]
-            whole = whole or sum(cells)
-            each = (f"{cell:.2f}" for cell in (*cells, sum(cells)))
-            print_row([engine, world_size, *each, f"{whole / sum(cells):.2f}x"])
+    sizes = {world_size: spawn(world_size, _states_of_engines) for world_size in (1, 2, 4)}
+    whole = sum(sizes[1]["none"].values())
+    for engine in ENGINES:
+        for world_size, by_engine in sizes.items():
+            if engine != "none" or world_size == 1:
+                held = [by_engine[engine][name] for name in STATES]
+                each = (f"{nbytes / parameters:.2f}" for nbytes in (*held, sum(held)))
+                print_row([engine, world_size, *each, f"{whole / sum(held):.2f}x"])
 
 
 def spawn(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -518,7 +528,7 @@ def _on_rank(rank: int, world_size: int, port: int, queue: Any, function: Callab
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     os.environ |= {"DS_ACCELERATOR": "cpu"}
     warnings.simplefilter("ignore")
-    start_on_cpu("deepspeed" if str(arguments[0]).startswith("zero") else "fsdp2")
+    start_on_cpu("deepspeed")
     result = function(*arguments)
     if rank == 0:
         queue.put(result)
@@ -526,8 +536,17 @@ def _on_rank(rank: int, world_size: int, port: int, queue: Any, function: Callab
     dist.destroy_process_group()
 
 
+ENGINES = ("none", "zero1", "zero2", "zero3", "fsdp2")
+
+
+def _states_of_engines() -> dict[str, dict[str, int]]:
+    return {engine: _state_bytes(engine) for engine in ENGINES}
+
+
 def _state_bytes(engine: str) -> dict[str, int]:
-    """By category, of a second step: what stays, and the gradients that the optimizer is given."""
+    """By category, of a second step: what stays, and the gradients that the optimizer is given. ZeRO's in bf16, whole
+    in ZeRO-1 and a rank's part in ZeRO-2, come and go before.
+    """
     torch.manual_seed(0)
     dtype = torch.bfloat16 if engine.startswith("zero") else torch.float32
     model: Any = AutoModelForCausalLM.from_config(small_config(), dtype=dtype)
@@ -578,13 +597,13 @@ def _zero(model: Any, stage: int) -> tuple[Callable[[Tensor], None], nn.Module, 
     return run, engine.module, engine.optimizer.optimizer
 
 
-TIMED_TOKENS, TIMED_PAIRS = 4096, 5
+TIMED_TOKENS, TIMED_PAIRS, TIMED_CHUNK = 2048, 3, 512
 
 
 def print_times() -> None:
     """CPU seconds of a step with a lever over those of the step without it, in turn."""
     print(
-        f"\n## Cost in time: real steps of a small model ({count_parameters(small_config()):,} parameters, "
+        f"\n## Cost in time: real steps of a small model ({count_parameters(timed_config()):,} parameters, "
         f"{TIMED_TOKENS} tokens, fp32, one CPU process), CPU seconds over those of the plain step, "
         f"median and range of {TIMED_PAIRS} pairs"
     )
@@ -596,7 +615,11 @@ def print_times() -> None:
         ("checkpointing of every 2nd layer", "none", lambda: (_timed_step({"every_n_layers": 2}), _timed_step(None))),
         ("activations on the host", "on the device", lambda: (_timed_step(saved_on_host=True), ours)),
         ("tiled MLP", "whole", lambda: (_timed_step(tiled_mlp_num_shards=0), ours)),
-        ("1024 tokens at a time", "whole layers", lambda: (_timed_step(sequence_chunk_size=1024), ours)),
+        (
+            f"{TIMED_CHUNK} tokens at a time",
+            "whole layers",
+            lambda: (_timed_step(sequence_chunk_size=TIMED_CHUNK), ours),
+        ),
         ("balanced", "TRL's stock step with its fused loss", lambda: (ours, _timed_trl_step())),
     ):
         try:
@@ -630,7 +653,7 @@ def _timed_step(
     **levers: Any,
 ) -> Callable[[], None]:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(small_config())
+    model: Any = AutoModelForCausalLM.from_config(timed_config())
     sequence: SequenceParallel
     model, sequence = parallelize(model, sp=1, **levers)
     if checkpointing is not None:
@@ -656,7 +679,7 @@ def _timed_step(
 
 def _timed_trl_step() -> Callable[[], None]:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(small_config(), attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_config(timed_config(), attn_implementation="sdpa")
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     model.activation_checkpointing_enable()
     model.train()

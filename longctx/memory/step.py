@@ -26,6 +26,7 @@ from trl.models import activation_offloading as trl_offload
 from trl.models import get_act_offloading_ctx_manager
 from trl.models.activation_offloading import OffloadActivations
 
+from longctx import loss
 from longctx.attention.kernels import choose
 from longctx.attention.kernels.varlen import AtenFlashKernel
 from longctx.host import host_memory
@@ -86,7 +87,7 @@ def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, ran
     Raises:
         ValueError: for settings that the real run would refuse; or inside a process group.
     """
-    with fake_process_group(settings.sp * settings.dp, rank), flash_kernel():
+    with fake_process_group(settings.sp * settings.dp, rank), flash_kernel(), few_tiles():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -124,7 +125,7 @@ def trace_fake_step(
     mode: FakeTensorMode,
     model: nn.Module,
     prepare: Callable[[nn.Module], nn.Module],
-    loss: Callable[..., Tensor],
+    compute_loss: Callable[..., Tensor],
     arguments: tuple[Any, ...],
     *,
     on_host: Sequence[str] = (),
@@ -134,7 +135,7 @@ def trace_fake_step(
 
     Args:
         prepare: the engine's wrapping of the model.
-        loss: (model, *arguments) -> [], to call backward on.
+        compute_loss: (model, *arguments) -> [], to call backward on.
         arguments: tensors in them are made fake.
     """
     with mode:
@@ -146,7 +147,7 @@ def trace_fake_step(
         offloading = trl_offloading(model) if activation_offloading else contextlib.nullcontext()
         with MemoryTracer(model, optimizer, on_host=on_host) as tracer:
             with offloading:
-                loss(model, *fake).backward()
+                compute_loss(model, *fake).backward()
             optimizer.step()
             optimizer.zero_grad()
     return tracer.trace()
@@ -188,6 +189,17 @@ def flash_kernel() -> Iterator[None]:
         yield
     finally:
         choose.choose_kernel = original  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def few_tiles() -> Iterator[None]:
+    """The head computes two tiles of logits: each takes what the one before has given back."""
+    original = loss._tiles
+    loss._tiles = lambda *args: original(*args)[:2]
+    try:
+        yield
+    finally:
+        loss._tiles = original
 
 
 def trl_offloading(model: nn.Module) -> OffloadActivations:

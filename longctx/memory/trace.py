@@ -391,7 +391,8 @@ class MemoryTracer(TorchDispatchMode):
         if self._phase == "before":
             allocation.module = allocation.module or name
         if allocation.category in (TEMPORARY, ACTIVATIONS, INPUTS):
-            allocation.category = PARAMETERS if allocation.phase == "before" and category == GATHERED else category
+            is_held = category == GATHERED and self._model is None and allocation.phase == "before"
+            allocation.category = PARAMETERS if is_held else category
         allocation.on_host = allocation.on_host or allocation.category in self._on_host
 
 
