@@ -139,6 +139,18 @@ def test_offloading_of_a_profile_is_ours():
     assert resolved(env=env | {"FSDP_OFFLOAD_PARAMS": "false"}).levers.offload_param_device == "none"
 
 
+def test_offloading_of_a_deepspeed_file_is_ours(tmp_path):
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    values = {"zero_optimization": zero | {"offload_param": {"device": "none"}}, "communication_data_type": "bfp16"}
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+    env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
+    assert dict(read_profile(env).levers) == {
+        "offload_optimizer_device": "nvme",
+        "offload_optimizer_nvme_path": str(tmp_path),
+        "communication_data_type": "bf16",
+    }
+
+
 def test_fsdp1_has_the_levers_that_leave_layers_as_they_are(monkeypatch):
     monkeypatch.setattr("longctx.config.device_count", lambda: 2)
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "RANK": "0", "WORLD_SIZE": "2"}
