@@ -45,8 +45,8 @@ def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
     width = model.config.get_text_config().hidden_size
     for part in [*mlps, *_norms(model)]:
         part.forward = partial(_forward, part, part.forward, num_shards, width)
+        part.register_forward_pre_hook(_ask_for_gradient)
     for mlp in mlps:
-        mlp.register_forward_pre_hook(_ask_for_gradient)
         # What deepspeed.utils.set_z3_leaf_modules sets: ZeRO-3 gathers the weights once, not once a tile and layer.
         mlp._z3_leaf = True
 
@@ -69,9 +69,9 @@ def _takes_one(part: nn.Module) -> bool:
     return len(inspect.signature(part.forward).parameters) == 1
 
 
-def _ask_for_gradient(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """A leaf of ZeRO-3 reduces its gradients once that of its input is there, so there has to be one."""
-    if torch.is_grad_enabled() and args and not args[0].requires_grad and trained(mlp):
+def _ask_for_gradient(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Behind frozen embeddings too: `_Keep` needs it, and a leaf of ZeRO-3 reduces its gradients once it is there."""
+    if torch.is_grad_enabled() and args and not args[0].requires_grad and trained(part):
         return args[0].detach().requires_grad_(), *args[1:]
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections import Counter
@@ -67,6 +68,19 @@ def test_every_model_with_its_norms_in_tiles_too_gives_the_same(family):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     for expected, actual in (logits, gradients):
         assert float((actual - expected).detach().norm() / expected.detach().norm()) <= TOLERANCE
+
+
+def test_parts_behind_frozen_embeddings_and_copies_of_them_are_trained():
+    """As adapters have them: peft copies what --lora_modules_to_save names."""
+    model = make_model("qwen3")
+    x, norm = torch.randn(1, 32, 32), model.model.layers[0].input_layernorm
+    norm(x).square().sum().backward()
+    expected, norm.weight.grad = norm.weight.grad, None
+    install_tiled_mlp(model, 5)
+    copied = copy.deepcopy(norm)
+    copied(x).square().sum().backward()
+    assert norm.weight.grad is None
+    assert float((copied.weight.grad - expected).norm() / expected.norm()) <= TOLERANCE
 
 
 def test_what_is_no_number_of_tiles_is_refused():
