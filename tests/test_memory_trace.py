@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,26 +67,47 @@ def _full_length(trace: MemoryTrace) -> list[Allocation]:
     return [x for x in trace.allocations if LENGTH in x.shape and x.dtype.is_floating_point]
 
 
+GATHERED_WIDTH = 2 * math.ceil(KEY_VALUE_HEADS / 4) * HEAD_DIM
+"""Keys and values of all ranks' tokens, some heads at a time."""
 STEPS = {
-    "ring": {},
-    "gather": {},
-    "ulysses": {},
-    "hybrid": {"ring_size": 2},
+    "ring": ("ring", {}, 0),
+    "gather": ("gather", {}, GATHERED_WIDTH),
+    "ulysses": ("ulysses", {}, WIDTH // SP),
+    "ulysses, one head at a time": ("ulysses", {"heads_k_stride": 1}, WIDTH // SP),
+    "hybrid": ("hybrid", {"ring_size": 2}, 0),
+    "ulysses in chunks": ("ulysses", {"sequence_chunk_size": 4096}, WIDTH // SP),
 }
+"""(backend, levers, numbers a token of the whole row that attention may hold): Ulysses has a few heads of all tokens
+in the place of all heads of a few."""
 
 
-@pytest.mark.parametrize("backend", STEPS)
-def test_no_tensor_of_a_packed_step_is_larger_than_a_ranks_tokens(backend) -> None:
-    trace = _trace(backend, **STEPS[backend])
+@pytest.mark.parametrize("step", STEPS)
+def test_no_tensor_of_a_packed_step_is_larger_than_a_ranks_tokens(step) -> None:
+    backend, levers, full_width = STEPS[step]
+    trace = _trace(backend, **levers)
     assert not _too_large(trace), "\n".join(map(str, _too_large(trace)))
-    allowed = {
-        "ring": 0,
-        "hybrid": 0,
-        "ulysses": WIDTH // SP,  # a few heads of all tokens, in the place of all heads of a few
-        "gather": 2 * math.ceil(KEY_VALUE_HEADS / 4) * HEAD_DIM,  # of all ranks, some key/value heads at a time
-    }[backend]
-    wider = [x for x in _full_length(trace) if math.prod(x.shape) > LENGTH * allowed]
+    wider = [x for x in _full_length(trace) if math.prod(x.shape) > LENGTH * full_width]
     assert not wider, "\n".join(map(str, wider))
+
+
+@pytest.mark.long
+def test_a_chunked_step_takes_the_same_of_the_device_at_any_length() -> None:
+    """But for ids, labels, positions, losses and the like: 114 bytes a token, whatever the model's width."""
+    peaks = []
+    for length in (4 * 4096 * SP, 8 * 4096 * SP):
+        settings = StepSettings(length=length, sp=SP, sp_backend="ulysses", levers={"sequence_chunk_size": 4096})
+        trace = trace_training_step(_config(), settings)
+        peaks.append(trace.peak_bytes)
+        assert trace.host_peak_bytes > 2 * length // SP * HIDDEN * 2  # a hidden state of each layer, in bf16
+    assert peaks[1] - peaks[0] <= 120 * 4 * 4096  # a hidden state more would be 64 bytes a token
+
+
+def test_tiles_of_an_offloaded_step_stay_on_the_device() -> None:
+    """What an MLP saves tile by tile, in the backward pass, is not what offloading is for."""
+    settings = StepSettings(length=4096, sp=SP, sp_backend="ulysses", activation_offloading=True)
+    whole = trace_training_step(_config(), settings)
+    tiled = trace_training_step(_config(), replace(settings, levers={"tiled_mlp_num_shards": 4}))
+    assert 0 < tiled.host_peak_bytes <= whole.host_peak_bytes
 
 
 def test_logits_are_found_and_named() -> None:
