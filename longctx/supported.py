@@ -113,7 +113,7 @@ REASONS: Mapping[str, str] = {
     "router_aux_loss_coef": "the auxiliary loss depends on all tokens of a step at once. Leave it out",
     "use_liger_kernel": (
         "Liger's Triton kernels need a GPU, and are not compared with one device on one yet. Leave it out: the fused "
-        "loss, where Liger saves most memory, is TRL's here, and on"
+        "loss, where Liger saves most memory, is on without it"
     ),
 }
 """Why, and what to do instead, where there is more to say of a flag in NOT_BUILT than which values are built."""

@@ -30,7 +30,7 @@ def test_every_flag_and_file_it_names_exists():
     from longctx.flags import parse_flags
     from longctx.plan.__main__ import _parser
 
-    names = set(re.findall(r"`?--([a-z_]+)", README)) - {"config_file", "nproc_per_node", "config", "json"}
+    names = set(re.findall(r"`?--([a-z_0-9]+)", README)) - {"config_file", "nproc_per_node", "config", "json"}
     of_the_plan = {action.dest for action in _parser()._actions}
     assert names - set(parse_flags([]).values) - of_the_plan == set()
     for path in re.findall(r"\]\(([\w/.]+)\)", README):
