@@ -1,4 +1,7 @@
-"""The sequence-chunked step against attention and layers over all tokens at once, and what of it is on the device."""
+"""The sequence-chunked step against attention and layers over all tokens at once.
+
+What of it is on the device is in tests/test_memory_trace.py.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ from longctx import parallelize
 from longctx.attention.operator import varlen_attention
 from longctx.attention.support import GATED_DELTA_MODELS
 from longctx.chunked import HostAttention
-from longctx.memory.step import StepSettings, trace_training_step
-from longctx.tiny import tiny_config, tiny_model
+from longctx.tiny import tiny_model
 from tests.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
 from tests.workers import run_ranks
 
@@ -111,27 +113,6 @@ def test_two_ulysses_ranks_in_chunks_equal_stock_transformers(families):
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
         assert len(results) == 2 * len(families)
-
-
-def _device_and_host_bytes(length: int) -> tuple[int, int]:
-    """Peaks of a step on one of four Ulysses ranks; the head's, which a tile of logits bounds, left out."""
-    settings = StepSettings(
-        length=length,
-        document_lengths=[length // 2, length // 4, length // 4],
-        sp=4,
-        sp_backend="ulysses",
-        activation_checkpointing=None,
-        levers={"sequence_chunk_size": 128},
-    )
-    trace = trace_training_step(tiny_config(), settings, rank=1)
-    return max(d for part, (d, _) in trace.peaks.items() if "lm_head" not in part), trace.host_peak_bytes
-
-
-def test_the_device_holds_no_more_of_a_longer_sequence():
-    """But for whole numbers and what becomes of the loss, about 64 bytes a token; a hidden state of tiny has 256."""
-    (short, short_host), (long, long_host) = map(_device_and_host_bytes, (2048, 4096))
-    assert (long - short) / ((4096 - 2048) // 4) < 128
-    assert long_host > 1.8 * short_host
 
 
 @pytest.mark.parametrize(
