@@ -16,12 +16,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one training; returns the exit code. Input that cannot be trained on exactly ends with one clear line."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
-    from longctx.launch.engines import expand_segments, prefer_huge_pages
+    from longctx.launch.engines import prefer_huge_pages, set_up_allocators
     from longctx.launch.terminal import quieten, refuse
 
     quieten()
     prefer_huge_pages()
-    expand_segments()
+    set_up_allocators()
     from longctx.config import resolve
     from longctx.flags import parse_flags
     from longctx.launch.processes import relaunch, spawn, who_starts

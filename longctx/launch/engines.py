@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from longctx.levers import Levers
@@ -49,13 +52,17 @@ def prefer_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def expand_segments() -> None:
-    """Have torch's CUDA allocator grow its segments instead of adding others, so that little is lost between them.
+def set_up_allocators() -> None:
+    """Have torch's CUDA allocator grow its segments instead of adding others, so that little is lost between them, and
+    take large pinned host tensors as they are, which it rounds up to a power of two otherwise.
 
-    Unless the user set the allocator up. Call it before CUDA is touched: the variable is read once.
+    Unless the user set the allocators up. Call it before CUDA is touched: the variable is read once.
     """
+    settings = ["expandable_segments:True"]
+    if Version(version("torch")) >= Version("2.13"):  # of the releases that longctx runs on, those that know it
+        settings.append("pinned_max_round_threshold_mb:64")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ",".join(settings))
 
 
 def offload_fsdp() -> None:

@@ -60,11 +60,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) -> int:
-    from longctx.launch.engines import prefer_huge_pages, stay_on_cpu
+    from longctx.launch.engines import prefer_huge_pages, set_up_allocators, stay_on_cpu
     from longctx.launch.terminal import quieten, refuse
 
     quieten()
     prefer_huge_pages()
+    set_up_allocators()
     from longctx.config import resolve
     from longctx.flags import parse_flags
     from longctx.launch.processes import device_count, relaunch, spawn, who_starts
