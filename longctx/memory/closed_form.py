@@ -87,8 +87,10 @@ class ModelSizes:
     @classmethod
     def of_config(cls, config: PretrainedConfig) -> ModelSizes:
         """From a model on the meta device, which takes no memory and has all parameters."""
+        config = copy.deepcopy(config)
+        config.get_text_config().pad_token_id = None  # an embedding refuses one that it does not have
         with torch.device("meta"):
-            return cls.of_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)))
+            return cls.of_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config))
 
     @classmethod
     def of_model(cls, model: PreTrainedModel | nn.Module) -> ModelSizes:
