@@ -86,7 +86,7 @@ class Run:
 
     def memory_setup(self, ranks_per_node: int) -> MemorySetup:
         """What memory is predicted from."""
-        setup = MemorySetup.of_settings(
+        return MemorySetup.of_settings(
             ModelSizes.of_config(self.model_config),
             self.settings,
             dims=self.dims,
@@ -96,9 +96,6 @@ class Run:
             use_cpu=self.use_cpu,
             ranks_per_node=ranks_per_node,
         )
-        if self.engine == "fsdp2" and setup.offload_param != "none":  # optimizer states are where parameters are
-            return replace(setup, offload_optimizer=setup.offload_param)
-        return setup
 
     def settled(self) -> Run:
         """The same run, its levers among the settings."""

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
-from longctx.plan import Machine, candidates, recommend
+from longctx.plan import Machine, candidates, outlook, recommend
 from longctx.plan.__main__ import main
 
 LLAMA_8B = LlamaConfig(
@@ -27,7 +27,7 @@ def found():
 
 @pytest.mark.parametrize("length", [16384, 150_000, 600_000, 1_100_000, 5_000_000])
 def test_the_smallest_sp_that_fits_is_recommended_and_its_fastest_backend(found, length) -> None:
-    best = recommend(found, MACHINE, length)
+    best = recommend([outlook(candidate, MACHINE, length) for candidate in found])
     fitting = [candidate for candidate in found if candidate.max_length >= length]
     assert best.time is not None
     assert best.candidate.dims.sp == min(candidate.dims.sp for candidate in fitting)
@@ -45,7 +45,7 @@ def test_every_arrangement_of_eight_devices_is_there(found) -> None:
 
 
 def test_nothing_takes_more_than_there_is(found) -> None:
-    assert recommend(found, MACHINE, 10**9) is None
+    assert recommend([outlook(candidate, MACHINE, 10**9) for candidate in found]) is None
 
 
 def test_the_command_it_prints_resolves(tmp_path, capsys) -> None:

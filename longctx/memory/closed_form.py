@@ -240,8 +240,8 @@ class MemorySetup:
             else get("tiled_mlp_num_shards") or 0,
             heads_k_stride=get("heads_k_stride"),
             sequence_chunk_size=get("sequence_chunk_size"),
-            offload_optimizer=get("offload_optimizer_device") or "none",
-            offload_param=get("offload_param_device") or "none",
+            offload_optimizer=get(f"offload_{'param' if engine == 'fsdp2' else 'optimizer'}_device") or "none",
+            offload_param=get("offload_param_device") or "none",  # where FSDP2 keeps the optimizer's states, too
             reduce_bytes=_reduce_bytes(get("communication_data_type"), engine, bool(get("bf16"))),
             accumulates_gradients=settings["gradient_accumulation_steps"] > 1,
             is_cpu=use_cpu,

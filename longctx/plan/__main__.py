@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from longctx.levers import PRESETS
+
 USAGE_ERROR = 2
 LENGTHS = (32768, 131072, 524288, 1048576)
 
@@ -45,13 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model_revision", default="main")
     parser.add_argument("--gpus", type=int, default=8, help="Devices of all nodes. Default: 8.")
     parser.add_argument("--gpus_per_node", type=int, default=8)
-    parser.add_argument("--gpu", default="H100", choices=("A100", "H100", "H200", "B200"))
+    parser.add_argument("--gpu", default="H100", choices=tuple(_KERNELS))
     parser.add_argument("--gpu_memory_gib", type=float, help="Of one device. Default: that of --gpu (80 GB kinds).")
     parser.add_argument(
         "--host_memory_gib", type=float, help="Of one node. Default: 221 GiB (1.9 TB / 8) for each of its devices."
     )
     parser.add_argument("--kernel", help="flash-attn 2, 3 or 4, or cuDNN. Default: what is common on --gpu.")
-    parser.add_argument("--memory", nargs="+", default=["balanced", "longest"], choices=PRESETS)
+    parser.add_argument("--memory", nargs="+", default=["balanced", "longest"], choices=tuple(PRESETS))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="Rows to give step times for.")
     parser.add_argument(
         "--max_length", type=int, help="The row to recommend a set-up for. Default: the longest of --lengths that fits."
@@ -65,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-PRESETS = ("balanced", "longest", "fastest")
 _KERNELS = {"A100": "flash-attn 2", "H100": "flash-attn 2", "H200": "flash-attn 2", "B200": "cuDNN"}
 
 
@@ -84,7 +85,7 @@ def _plan(options: argparse.Namespace) -> int:
     table = {c: [outlook(c, machine, length, documents) for length in lengths] for c in found}
     longest = max(candidate.max_length for candidate in found)
     wanted = options.max_length or max((n for n in lengths if n <= longest), default=min(lengths))
-    best = recommend(found, machine, wanted, documents)
+    best = recommend([outlooks[lengths.index(wanted)] for outlooks in table.values()])
     result = {
         "model": options.model_name_or_path,
         "machine": vars(machine),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -21,6 +20,9 @@ DEVICE_BYTES = {"A100": 85.0e9, "H100": 85.0e9, "H200": 150.1e9, "B200": 191.5e9
 """Memory of a device, as `torch.cuda.mem_get_info` gives its total; of an A100 and H100 the kind named 80 GB."""
 HOST_BYTES_PER_DEVICE = 1.9e12 / 8
 """Of a node's host memory, where nobody says: what nodes of eight H100s commonly have."""
+
+LONG_ROW = 2**30
+"""Tokens of a row for which no preset shortens what it does at a time."""
 
 Documents = Callable[[int], Sequence[int]]
 """Length of a row -> lengths of the documents in it."""
@@ -144,32 +146,26 @@ def _candidate(
         engine = "deepspeed"  # which alone offloads states of one device
     stage = 3 if engine == "deepspeed" else None
 
-    def setup_of(length: int) -> MemorySetup:
-        place = Place(
-            backend=backend,
-            engine=engine,
-            zero_stage=stage,
-            use_cpu=False,
-            bf16=True,
-            local_tokens=math.ceil(length / dims.sp),
-            has_linear_attention=bool(num_linear_heads(config)),
-        )
-        levers = resolve_levers(preset, {}, place, checkpoints_by_default=True)
-        setup = MemorySetup.of_settings(
-            model,
-            {**flags, "memory": preset, **levers.settings()},
-            dims=dims,
-            backend=backend,
-            engine=engine,
-            zero_stage=stage,
-            use_cpu=False,
-            ranks_per_node=min(machine.gpus_per_node, machine.gpus),
-        )
-        if engine == "fsdp2" and setup.offload_param != "none":  # optimizer states are where parameters are
-            setup = replace(setup, offload_optimizer=setup.offload_param)
-        return setup
-
-    setup = setup_of(2**30)
+    place = Place(
+        backend=backend,
+        engine=engine,
+        zero_stage=stage,
+        use_cpu=False,
+        bf16=True,
+        local_tokens=LONG_ROW // dims.sp,
+        has_linear_attention=bool(num_linear_heads(config)),
+    )
+    levers = resolve_levers(preset, {}, place, checkpoints_by_default=True)
+    setup = MemorySetup.of_settings(
+        model,
+        {**flags, "memory": preset, **levers.settings()},
+        dims=dims,
+        backend=backend,
+        engine=engine,
+        zero_stage=stage,
+        use_cpu=False,
+        ranks_per_node=min(machine.gpus_per_node, machine.gpus),
+    )
     longest = reach(setup, machine.device_bytes, machine.host_bytes)
     return Candidate(
         backend=backend,
@@ -192,11 +188,8 @@ def outlook(candidate: Candidate, machine: Machine, length: int, documents: Docu
     return Outlook(candidate=candidate, length=length, memory=predict(candidate.setup, padded), time=time)
 
 
-def recommend(
-    found: Sequence[Candidate], machine: Machine, length: int, documents: Documents = one_document
-) -> Outlook | None:
-    """Of those that `length` fits, with the smallest sp, the one that trains most tokens a second; None without any."""
-    fitting = [candidate for candidate in found if candidate.max_length >= length]
-    smallest = min((candidate.dims.sp for candidate in fitting), default=0)
-    outlooks = [outlook(c, machine, length, documents) for c in fitting if c.dims.sp == smallest]
-    return max((o for o in outlooks if o.time is not None), key=lambda o: o.speed, default=None)
+def recommend(outlooks: Sequence[Outlook]) -> Outlook | None:
+    """Of those that fit, with the smallest sp, the one that trains most tokens a second; None where none fits."""
+    fitting = [outlook for outlook in outlooks if outlook.time is not None]
+    smallest = min((outlook.candidate.dims.sp for outlook in fitting), default=0)
+    return max((o for o in fitting if o.candidate.dims.sp == smallest), key=lambda o: o.speed, default=None)

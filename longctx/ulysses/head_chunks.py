@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.operator import Schedule
-from longctx.ulysses.exchange import heads_message, key_value_copies
+from longctx.ulysses.exchange import all_to_all, heads_message, key_value_copies
 
 
 class HeadChunks:
@@ -194,7 +194,7 @@ def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[
     if group is None:
         return list(parts)
     message = torch.cat([part.transpose(1, 2) for part in parts], dim=2)  # [P, S/P, n of each part, D]
-    rows = _exchanged(message, group).flatten(0, 1)
+    rows = all_to_all(message, group).flatten(0, 1)
     return [row.transpose(0, 1)[None] for row in rows.split([part.shape[1] for part in parts], dim=1)]
 
 
@@ -208,14 +208,8 @@ def _to_tokens(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Ten
     sizes = [part.shape[1] for part in parts]
     rows = torch.cat([part[0].transpose(0, 1) for part in parts], dim=1)  # [S, n of each part, D]
     parts.clear()
-    shares = _exchanged(rows, group).unflatten(0, (dist.get_world_size(group), -1))  # [P, S/P, n of each part, D]
+    shares = all_to_all(rows, group).unflatten(0, (dist.get_world_size(group), -1))  # [P, S/P, n of each part, D]
     return [part.transpose(1, 2) for part in shares.split(sizes, dim=2)]
-
-
-def _exchanged(message: Tensor, group: dist.ProcessGroup) -> Tensor:
-    received = torch.empty_like(message)
-    dist.all_to_all_single(received, message, group=group)
-    return received
 
 
 def _added(sums: list[Tensor], grads: Sequence[Tensor], *, is_all: bool) -> list[Tensor]:
