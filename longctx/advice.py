@@ -12,13 +12,11 @@ import torch
 
 from longctx.attention.choice import choose_backend
 from longctx.config import Run
-from longctx.guards import available_host_memory
 from longctx.levers import CHUNK_TOKENS, prefers_ulysses
 from longctx.memory.closed_form import MemorySetup, ModelSizes
+from longctx.memory.machine import address_room, available_host_memory, host_bytes
 from longctx.memory.report import (
     PeakMemory,
-    address_room,
-    host_bytes,
     how_far,
     is_first_to_say,
     is_out_of_memory,

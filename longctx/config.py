@@ -22,10 +22,11 @@ from longctx.attention.choice import BackendChoice, assumed_documents, choose_ba
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.support import check_model
 from longctx.flags import Flags
-from longctx.guards import available_host_memory, check_disks, check_host_memory, check_row_length
+from longctx.guards import check_disks, check_host_memory, check_row_length
 from longctx.launch.processes import device_count
 from longctx.launch.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
 from longctx.levers import PROFILE_LEVERS, asked_levers, prefers_ulysses
+from longctx.memory.machine import available_host_memory
 from longctx.mesh import ParallelDims
 from longctx.model import load_config
 from longctx.resolved import Run, arrange, given_multiple, pad_multiple, row_length

@@ -36,52 +36,6 @@ def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
     )
 
 
-def available_host_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process and those it starts can take: of the machine, and of the control group it is in."""
-    fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    machine = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([machine, *_left_in_groups(root)])
-
-
-def _left_in_groups(root: Path) -> list[int]:
-    """What control groups (v2, then v1) leave below their limits, page cache that can be dropped included."""
-    left = []
-    groups = (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").is_file() else []
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            folder, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            folder, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-            usage, cache = "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        group = folder / path.strip("/")
-        for level in [group, *group.parents]:  # a parent's limit binds too; in a container the path may not be there
-            if not level.is_relative_to(folder):
-                break
-            most, used = _number_in(level / limit), _number_in(level / usage)
-            if most is not None and used is not None:
-                left.append(max(0, most - used + _statistic(level / "memory.stat", cache)))
-    return left
-
-
-def _number_in(path: Path) -> int | None:
-    """None where there is no such file, or no limit in it."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _statistic(path: Path, name: str) -> int:
-    try:
-        return next((int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == name), 0)
-    except OSError:
-        return 0
-
-
 def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
     """What NVMe offload needs.
 

@@ -24,12 +24,13 @@ from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
 from longctx.config import resolve
 from longctx.flags import parse_flags
-from longctx.guards import available_host_memory, check_host_memory
+from longctx.guards import check_host_memory
 from longctx.host import SavedOnHost, allocates_host_memory
 from longctx.launch.engines import set_up_allocators, settle_deepspeed
 from longctx.launch.profile import read_profile
 from longctx.levers import PRESETS
 from longctx.memory.closed_form import MemorySetup, ModelSizes
+from longctx.memory.machine import available_host_memory
 from longctx.tiny import tiny_config
 from tests.reference import train_reference
 from tests.small_model import save_small_model

@@ -23,7 +23,8 @@ from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
 from longctx.memory.closed_form import MemorySetup, ModelSizes, max_length, predict
-from longctx.memory.report import GIB, MemoryWarnings, PeakMemory, host_bytes, how_far, is_out_of_memory, tokens
+from longctx.memory.machine import host_bytes
+from longctx.memory.report import GIB, MemoryWarnings, PeakMemory, how_far, is_out_of_memory, tokens
 from longctx.metrics import StepMetrics
 from longctx.tiny import tiny_config
 from tests.workers import run_ranks

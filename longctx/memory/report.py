@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from longctx.memory.closed_form import MemorySetup, max_length, predict, reach
+from longctx.memory.machine import host_bytes, peak_resident_bytes
 
 GIB = 2**30
 
@@ -44,7 +42,7 @@ class PeakMemory:
     @classmethod
     def here(cls, device: torch.device) -> tuple[int, ...]:
         """One rank's numbers, in the order of the fields."""
-        own = (_peak_resident_bytes(), 0, 0, host_bytes())
+        own = (peak_resident_bytes(), 0, 0, host_bytes())
         if device.type != "cuda":
             return (0, 0, *own)
         stats = torch.cuda.memory_stats(device)
@@ -226,45 +224,3 @@ def what_would_have_helped(
             "longctx: or        a shorter --max_length" if fits else "longctx: or        more devices, a smaller model",
         ]
     )
-
-
-# This machine
-
-
-def host_bytes() -> int:
-    """Of this machine, or of the control group that holds this process, where that is less."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_group_limits()])
-
-
-def address_room() -> float:
-    """Bytes that this process can still map; infinite without a limit (`ulimit -v`)."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return float("inf") if soft == resource.RLIM_INFINITY else max(soft - _status_bytes("VmSize"), 0)
-
-
-def _group_limits() -> Iterator[int]:
-    """Of the control groups of this process, and of those around them; both versions."""
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            root = Path("/sys/fs/cgroup", controllers)
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            for folder in (root / group.lstrip("/"), *(root / group.lstrip("/")).parents):
-                with suppress(OSError, ValueError):  # "max" is no number
-                    yield int((folder / name).read_text())
-
-
-def _peak_resident_bytes() -> int:
-    """Of this process, since it began."""
-    return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _status_bytes(name: str) -> int:
-    """A line of /proc/self/status, given in kB there; 0 where there is none."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return 0
