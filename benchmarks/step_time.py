@@ -20,11 +20,12 @@ from pathlib import Path
 
 from benchmarks.closed_form import DEVICE_BYTES, HOST_BYTES, PUBLISHED, Row, rows, sizes
 from longctx.memory.closed_form import MemorySetup, predict, reach
-from longctx.step_time import StepTime, step_time
+from longctx.step_time import Speeds, StepTime, step_time
 
 KERNELS = {"ALST": "flash-attn 2", "TRL 1.13 CP": "cuDNN"}
 CHUNK = 32768
 """Tokens of a rank at a time."""
+SPEEDS = Speeds.of("H100", "flash-attn 3")
 LENGTHS = (1_000_000, 3_000_000, 5_000_000, 6_000_000)
 
 
@@ -46,7 +47,7 @@ def published_seconds() -> Mapping[tuple[str, str, int], float]:
 
 def modelled(row: Row) -> StepTime:
     kernel = KERNELS.get(row.stack, "flash-attn 3" if "FA3" in row.features else "flash-attn 2")
-    return step_time(row.setup, row.length, device=row.gpu.split("-")[0], kernel=kernel)
+    return step_time(row.setup, row.length, Speeds.of(row.gpu.split("-")[0], kernel))
 
 
 def comparison() -> Iterator[str]:
@@ -92,7 +93,7 @@ def reached() -> Iterator[str]:
         longest = reach(setup, DEVICE_BYTES["H100-80"], HOST_BYTES)
         full = predict(setup, longest.length)
         speeds = [
-            f"{step_time(setup, length).tokens_per_second_per_device:.0f}"
+            f"{step_time(setup, length, SPEEDS).tokens_per_second_per_device:.0f}"
             if length <= longest.length
             else "does not fit"
             for length in LENGTHS

@@ -48,6 +48,47 @@ ADAMW_BYTES = 28
 """Read and written of each parameter: weight, gradient and two moments in fp32."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What the devices, kernels and links of a machine do in a second."""
+
+    matmul_flops: float
+    """Of large matrices, on one device."""
+    attention_forward_flops: float
+    attention_backward_flops: float
+    device: Device
+    """Its memory, links and latencies; of attention, both passes together."""
+    host_link: float
+    """Bytes between a device and pinned host memory."""
+    host_memory: float
+    """Bytes that all processes of a node read and write."""
+
+    @classmethod
+    def of(cls, device: str, kernel: str) -> Speeds:
+        """What is published of a device and an attention kernel, by their names in PEAK_FLOPS and KERNELS.
+
+        Raises:
+            ValueError: for one that nothing is known of, with those that are.
+        """
+        if device not in PEAK_FLOPS:
+            raise ValueError(f"Nothing is known of the device {device!r}. Use one of {', '.join(PEAK_FLOPS)}.")
+        if device not in KERNELS.get(kernel, {}):
+            known = ", ".join(name for name, devices in KERNELS.items() if device in devices)
+            raise ValueError(f"Nothing is known of the kernel {kernel!r} on {device}. Use one of {known}.")
+        forward, backward = (part * PEAK_FLOPS[device] for part in KERNELS[kernel][device])
+        both = FLOPS_FORWARD + FLOPS_BACKWARD
+        return cls(
+            matmul_flops=MATMUL_EFFICIENCY * PEAK_FLOPS[device],
+            attention_forward_flops=forward,
+            attention_backward_flops=backward,
+            device=replace(
+                DEVICES[device], attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward)
+            ),
+            host_link=HOST_LINK[device],
+            host_memory=HOST_MEMORY_SPEED,
+        )
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one step of one micro-batch."""
@@ -67,58 +108,33 @@ class StepTime:
         return self.tokens / self.seconds / self.world_size
 
 
-def step_time(
-    setup: MemorySetup,
-    length: int,
-    *,
-    device: str = "H100",
-    kernel: str = "flash-attn 3",
-    documents: Sequence[int] | None = None,
-) -> StepTime:
+def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Sequence[int] | None = None) -> StepTime:
     """One optimizer step of one micro-batch of rows with `length` tokens.
 
     Args:
-        device, kernel: names in PEAK_FLOPS and KERNELS.
         documents: lengths of a row's documents, `length` in all; one document where None.
-
-    Raises:
-        ValueError: for a device or a kernel that nothing is known of, with those that are.
     """
-    forward, backward = _attention_flops(device, kernel)
-    model, links = setup.model, DEVICES[device]
+    model = setup.model
     local = setup.local_tokens(length)
-    matmul = MATMUL_EFFICIENCY * PEAK_FLOPS[device]
-    once = 2 * _matmul_parameters(model) * local / matmul
+    once = 2 * _matmul_parameters(model) * local / speeds.matmul_flops
     recomputed_share = _recomputed_share(setup)
-    both = FLOPS_FORWARD + FLOPS_BACKWARD
-    attending = replace(links, attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward))
     work = RingWork.of(np.asarray(documents or [length]), setup.ring)
-    attention = setup.num_rows * model.num_layers * _attention_seconds(setup, attending, work)
+    attention = setup.num_rows * model.num_layers * _attention_seconds(setup, speeds.device, work)
     pairs = setup.num_rows * int(work.pairs.sum()) / setup.sp
     again = 0.0 if setup.selective_checkpointing else recomputed_share
+    attended_again = pairs * FLOPS_FORWARD * model.query_size * model.num_layers / speeds.attention_forward_flops
     parts = {
         "linear": once * (1 + 1 + model.num_trained_parameters / model.num_parameters),
         "attention": attention,
-        "recomputed": once * recomputed_share
-        + again * pairs * FLOPS_FORWARD * model.query_size * model.num_layers / forward,
+        "recomputed": once * recomputed_share + again * attended_again,
     }
     computed = sum(parts.values())
-    parts["weights"] = max(0.0, _weights_seconds(setup, links) - computed)
-    copied = _host_bytes(setup, length) / HOST_LINK[device]
+    parts["weights"] = max(0.0, _weights_seconds(setup, speeds.device) - computed)
+    copied = _host_bytes(setup, length) / speeds.host_link
     parts["host"] = copied if setup.sequence_chunk_size else max(0.0, copied - computed)
-    parts["optimizer"] = _optimizer_seconds(setup, links, HOST_LINK[device])
+    parts["optimizer"] = _optimizer_seconds(setup, speeds)
     tokens = length * setup.num_rows * setup.world_size // setup.sp
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, tokens, setup.world_size)
-
-
-def _attention_flops(device: str, kernel: str) -> tuple[float, float]:
-    if device not in PEAK_FLOPS:
-        raise ValueError(f"Nothing is known of the device {device!r}. Use one of {', '.join(PEAK_FLOPS)}.")
-    if device not in KERNELS.get(kernel, {}):
-        known = ", ".join(name for name, devices in KERNELS.items() if device in devices)
-        raise ValueError(f"Nothing is known of the kernel {kernel!r} on {device}. Use one of {known}.")
-    forward, backward = KERNELS[kernel][device]
-    return forward * PEAK_FLOPS[device], backward * PEAK_FLOPS[device]
 
 
 def _matmul_parameters(model: ModelSizes) -> int:
@@ -181,9 +197,9 @@ def _host_bytes(setup: MemorySetup, length: int) -> float:
     return 2 * b * model.hidden_size * model.num_layers / setup.every_n_layers * local
 
 
-def _optimizer_seconds(setup: MemorySetup, links: Device, host_link: float) -> float:
+def _optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:
     shards = 1 if setup.engine == "none" else setup.world_size / setup.dp_replicate
     parameters = setup.model.num_trained_parameters / shards
     if "cpu" in (setup.offload_optimizer, setup.offload_param):
-        return parameters * (ADAMW_BYTES * setup.ranks_per_node / HOST_MEMORY_SPEED + 4 / host_link)
-    return parameters * ADAMW_BYTES / links.memory_speed
+        return parameters * (ADAMW_BYTES * setup.ranks_per_node / speeds.host_memory + 4 / speeds.host_link)
+    return parameters * ADAMW_BYTES / speeds.device.memory_speed

@@ -13,11 +13,20 @@ from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
 from longctx.plan import Machine, candidates, outlook, recommend
 from longctx.plan.__main__ import main
+from longctx.step_time import Speeds
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
 )
-MACHINE = Machine(gpus=8, gpus_per_node=8, device="H100", device_bytes=85e9, host_bytes=1.9e12, kernel="flash-attn 3")
+MACHINE = Machine(
+    gpus=8,
+    gpus_per_node=8,
+    device="H100",
+    device_bytes=85e9,
+    host_bytes=1.9e12,
+    kernel="flash-attn 3",
+    speeds=Speeds.of("H100", "flash-attn 3"),
+)
 
 
 @pytest.fixture(scope="module")

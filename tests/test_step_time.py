@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.closed_form import rows
-from benchmarks.step_time import chunked, modelled, published_seconds
-from longctx.step_time import step_time
+from benchmarks.step_time import SPEEDS, chunked, modelled, published_seconds
+from longctx.step_time import Speeds, step_time
 
 HELD_BACK = ("ALST", "zero3+cpu-optimizer (baseline)", 32000)
 """17 s of which 8 are modelled: short steps of an optimizer on the host have overheads that no rate stands for."""
@@ -37,15 +37,17 @@ def test_what_costs_time_does() -> None:
         "optimizer on the host": replace(base, offload_optimizer="cpu"),
         "ring": replace(base, ring=8),
     }
-    found = {name: step_time(setup, 1_000_000).seconds for name, setup in seconds.items()}
+    found = {name: step_time(setup, 1_000_000, SPEEDS).seconds for name, setup in seconds.items()}
     assert found["no checkpoints"] < found["attention kept"] < found["base"] < found["chunks"]
     assert found["base"] < found["optimizer on the host"]
     assert found["ring"] > found["base"]
-    documents = step_time(base, 1_000_000, documents=[10_000] * 100)
+    documents = step_time(base, 1_000_000, SPEEDS, documents=[10_000] * 100)
     assert documents.seconds < found["base"] / 5
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"device": "V100"}, "A100, H100"), ({"kernel": "x"}, "flash-attn")])
-def test_what_is_not_known_is_said(changes, message) -> None:
+@pytest.mark.parametrize(
+    ("device", "kernel", "message"), [("V100", "flash-attn 2", "A100, H100"), ("H100", "x", "flash-attn")]
+)
+def test_what_is_not_known_is_said(device, kernel, message) -> None:
     with pytest.raises(ValueError, match=message):
-        step_time(chunked(False), 1000, **changes)
+        Speeds.of(device, kernel)

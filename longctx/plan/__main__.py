@@ -12,6 +12,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def _plan(options: argparse.Namespace) -> int:
     best = recommend([outlooks[lengths.index(wanted)] for outlooks in table.values()])
     result = {
         "model": options.model_name_or_path,
-        "machine": vars(machine),
+        "machine": asdict(machine),
         "predicted": True,
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
         "recommendation": None if best is None else _recommendation(best, options),
@@ -99,6 +100,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _machine(options: argparse.Namespace) -> Any:
     from longctx.plan.candidates import DEVICE_BYTES, GIB, HOST_BYTES_PER_DEVICE, Machine
+    from longctx.step_time import Speeds
 
     for name in ("gpus", "gpus_per_node", "lora_r"):
         if getattr(options, name) < 1:
@@ -113,13 +115,15 @@ def _machine(options: argparse.Namespace) -> Any:
         raise ValueError(
             f"--gpus {options.gpus} are no whole number of nodes of --gpus_per_node {per_node}. Change one of them."
         )
+    kernel = options.kernel or _KERNELS[options.gpu]
     return Machine(
         gpus=options.gpus,
         gpus_per_node=per_node,
         device=options.gpu,
         device_bytes=options.gpu_memory_gib * GIB if options.gpu_memory_gib else DEVICE_BYTES[options.gpu],
         host_bytes=options.host_memory_gib * GIB if options.host_memory_gib else HOST_BYTES_PER_DEVICE * per_node,
-        kernel=options.kernel or _KERNELS[options.gpu],
+        kernel=kernel,
+        speeds=Speeds.of(options.gpu, kernel),
     )
 
 

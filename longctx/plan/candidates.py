@@ -12,7 +12,7 @@ from longctx.attention.support import num_heads, num_linear_heads
 from longctx.levers import Place, resolve_levers
 from longctx.memory.closed_form import Breakdown, MemorySetup, ModelSizes, predict, reach
 from longctx.mesh import ParallelDims
-from longctx.step_time import StepTime, step_time
+from longctx.step_time import Speeds, StepTime, step_time
 
 GIB = 2**30
 
@@ -40,13 +40,14 @@ class Machine:
     gpus: int
     gpus_per_node: int
     device: str
-    """A name in `longctx.metrics.PEAK_FLOPS`."""
+    """What they are called."""
     device_bytes: float
     """Of one device."""
     host_bytes: float
     """Of one node."""
     kernel: str
-    """A name in `longctx.step_time.KERNELS`."""
+    """Of attention, what it is called."""
+    speeds: Speeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,7 @@ def outlook(candidate: Candidate, machine: Machine, length: int, documents: Docu
     time = None
     if padded <= candidate.max_length:
         lengths = [*documents(length), *([padded - length] if padded > length else [])]
-        time = step_time(candidate.setup, padded, device=machine.device, kernel=machine.kernel, documents=lengths)
+        time = step_time(candidate.setup, padded, machine.speeds, documents=lengths)
     return Outlook(candidate=candidate, length=length, memory=predict(candidate.setup, padded), time=time)
 
 
