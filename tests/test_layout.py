@@ -32,6 +32,7 @@ STAGES: list[tuple[str, ...]] = [
         "metrics",
         "memory",
         "step_time",
+        "pictures",
     ),  # what a training run is put together from
     ("trainer",),
     (

@@ -1,0 +1,290 @@
+"""Pictures of how long rows can be, how fast steps are and what takes the memory, as PNG files.
+
+Drawn by matplotlib, which is optional (`pip install "longctx[plots]"`), in colours that colour-blind people tell apart
+(Okabe and Ito), each backend always in the same one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+K = 1024
+"""Tokens that the pictures call 1k."""
+
+
+class Bar(NamedTuple):
+    """The longest row of a backend on some devices."""
+
+    backend: str
+    """One of BACKENDS."""
+    devices: int
+    length: int | None
+    """Tokens; None where none fits."""
+
+
+class Point(NamedTuple):
+    """How long a step of a backend takes."""
+
+    backend: str
+    """One of BACKENDS."""
+    devices: int
+    length: int
+    """Tokens of a row."""
+    seconds: float | None
+    """None where the row does not fit."""
+    low: float | None = None
+    high: float | None = None
+    """Of the range around `seconds`, where it is known."""
+
+
+class Stack(NamedTuple):
+    """What a memory holds."""
+
+    name: str
+    sizes: Mapping[str, float]
+    """Category -> bytes."""
+    limit: float
+    """Bytes that there are."""
+
+
+class _Look(NamedTuple):
+    color: str
+    marker: str
+    line: Literal["-", "--"] = "-"
+    hatch: str = ""
+
+
+BACKENDS: Mapping[str, _Look] = {
+    "one device": _Look("#000000", "o"),
+    "ring": _Look("#E69F00", "s"),
+    "gather": _Look("#56B4E9", "v"),
+    "ulysses": _Look("#009E73", "D"),
+    "hybrid": _Look("#CC79A7", "^"),
+    "TRL ring": _Look("#D55E00", "P", "--", "//"),
+    "TRL ulysses": _Look("#0072B2", "X", "--", "//"),
+}
+"""In the order in which they stand beside each other."""
+
+FITS = 0.8
+"""Of a panel's height, where rows fit; what does not is above."""
+_CATEGORY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+
+
+def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str = "") -> None:
+    """The longest rows as bars on a logarithmic axis, side by side for each number of devices.
+
+    Raises:
+        ValueError: without a bar, for a backend that has no colour, for two bars in one place, without matplotlib.
+    """
+    _check(bars, [(bar.backend, bar.devices) for bar in bars])
+    figure = _figure(width=max(6.0, 2.0 + 0.5 * (len(bars) + len({bar.devices for bar in bars}))), height=4.6)
+    axes = figure.subplots()
+    lengths = [bar.length for bar in bars if bar.length]
+    bottom, top = min(lengths, default=K) / 2, max(lengths, default=K)
+    axes.set_yscale("log", base=2)
+    left, ticks = 0.0, {}
+    for devices in sorted({bar.devices for bar in bars}):
+        group = [bar for name in BACKENDS for bar in bars if (bar.backend, bar.devices) == (name, devices)]
+        for at, bar in enumerate(group):
+            look, x = BACKENDS[bar.backend], left + at
+            if bar.length:
+                axes.bar(x, bar.length, 0.9, color=look.color, hatch=look.hatch, edgecolor="white", linewidth=0)
+            else:
+                axes.plot(x, bottom * 1.1, marker="x", color=look.color, markersize=7, clip_on=False)
+            text = tokens_label(bar.length) if bar.length else "OOM"
+            axes.annotate(
+                text,
+                (x, bar.length or bottom * 1.1),
+                xytext=(0, 3 if bar.length else 8),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+            )
+        ticks[left + (len(group) - 1) / 2] = f"{devices:,}"
+        left += len(group) + 1
+    axes.set_ylim(bottom, 2 * top)
+    axes.set_xlim(-1, left - 1)
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("devices")
+    axes.set_ylabel(f"longest row, tokens (1k = {K:,})")
+    _token_axis(axes.yaxis)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    _legend_of_backends(figure, [bar.backend for bar in bars], lines=False)
+    _save(figure, path, title, note)
+
+
+def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str, note: str = "") -> None:
+    """Seconds of a step over the length of a row, both logarithmic: a panel for each number of devices.
+
+    Rows that do not fit are crosses in a strip above.
+
+    Raises:
+        ValueError: without a point, for a backend that has no colour, for two points in one place, without matplotlib.
+    """
+    _check(points, [(point.backend, point.devices, point.length) for point in points])
+    panels = sorted({point.devices for point in points})
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = _figure(width=max(6.0, 4.0 * columns), height=1.4 + 3.2 * rows)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes, devices in itertools.zip_longest(grid.flat, panels):
+        if devices is None:
+            axes.set_visible(False)
+        else:
+            _panel(axes, [point for point in points if point.devices == devices])
+            axes.set_title(f"{devices:,} device{'s' * (devices > 1)}", fontsize=10)
+    for index, axes in enumerate(grid.flat[: len(panels)]):
+        axes.tick_params(labelbottom=True)
+        if index + columns >= len(panels):
+            axes.set_xlabel(f"row, tokens (1k = {K:,})")
+        if index % columns == 0:
+            axes.set_ylabel("step, seconds")
+    seconds = [bound for p in points if p.seconds for bound in (p.seconds, p.low, p.high) if bound]
+    low, high = min(seconds, default=1.0), max(seconds, default=1.0)
+    lengths = sorted({point.length for point in points})
+    first = grid.flat[0]
+    first.set_xscale("log", base=2)
+    first.set_yscale("log")
+    first.set_xlim(lengths[0] / 1.5, lengths[-1] * 1.5)
+    low, high = low / 1.6, high * 1.6
+    first.set_ylim(low, low * (high / low) ** (1 / FITS if any(p.seconds is None for p in points) else 1))
+    _token_axis(first.xaxis, lengths)
+    first.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    _legend_of_backends(figure, [point.backend for point in points], lines=True)
+    _save(figure, path, title, note)
+
+
+def memory_picture(path: Path, stacks: Sequence[Stack], *, title: str, note: str = "") -> None:
+    """Memories as horizontal bars, each on its own scale: their categories one after the other, and what there is.
+
+    Raises:
+        ValueError: without anything in a memory, without matplotlib.
+    """
+    if not stacks or not all(stack.sizes for stack in stacks):
+        raise ValueError("There is no memory to draw: give each stack at least one category.")
+    names = list(dict.fromkeys(name for stack in stacks for name in stack.sizes))
+    figure = _figure(width=9.0, height=1.2 + 1.9 * len(stacks))
+    for axes, stack in zip(figure.subplots(len(stacks), 1, squeeze=False).flat, stacks, strict=True):
+        left = 0.0
+        for name, size in sorted(stack.sizes.items(), key=lambda item: -item[1]):
+            again, color = divmod(names.index(name), len(_CATEGORY_COLORS))
+            label = f"{name}: {size / GIB:,.1f}"
+            look = {"color": _CATEGORY_COLORS[color], "hatch": "//" * again, "edgecolor": "white"}
+            axes.barh(0, size / GIB, 0.8, left, label=label, **look)
+            left += size / GIB
+        axes.axvline(stack.limit / GIB, color="black", linestyle="--", label=f"there are {stack.limit / GIB:,.1f}")
+        axes.set_xlim(0, 1.05 * max(left, stack.limit / GIB))
+        axes.set_yticks([])
+        axes.set_xlabel(f"{stack.name}, GiB")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+    _save(figure, path, title, note)
+
+
+def tokens_label(tokens: float) -> str:
+    """32768 -> 32k, 1048576 -> 1M, 1300000 -> 1.24M: three digits at most."""
+    unit, name = (K**2, "M") if tokens >= K**2 else (K, "k") if tokens >= K else (1, "")
+    value = tokens / unit
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}".removesuffix(".00").removesuffix(".0") + name
+
+
+def _panel(axes: Axes, points: Sequence[Point]) -> None:
+    from matplotlib.patches import Rectangle
+
+    names = [name for name in BACKENDS if any(point.backend == name for point in points)]
+    if any(point.seconds is None for point in points):
+        axes.add_patch(Rectangle((0, FITS), 1, 1 - FITS, transform=axes.transAxes, color="0.93", zorder=0))
+        axes.text(0.02, (1 + FITS) / 2, "OOM", transform=axes.transAxes, va="center", fontsize=8, color="0.3")
+    for at, name in enumerate(names):
+        look = BACKENDS[name]
+        line = sorted((point for point in points if point.backend == name), key=lambda point: point.length)
+        fits = [point for point in line if point.seconds is not None]
+        if fits:
+            ends = [(p.low or p.seconds or 0.0, p.seconds or 0.0, p.high or p.seconds or 0.0) for p in fits]
+            axes.errorbar(
+                [point.length for point in fits],
+                [middle for _, middle, _ in ends],
+                yerr=[[middle - low for low, middle, _ in ends], [high - middle for _, middle, high in ends]],
+                color=look.color,
+                marker=look.marker,
+                linestyle=look.line,
+                markersize=5,
+                linewidth=1.5,
+                capsize=2,
+                alpha=0.85,
+            )
+        height = FITS + (1 - FITS) * (at + 0.5) / len(names)
+        for point in line:
+            if point.seconds is None:
+                axes.plot(
+                    point.length,
+                    height,
+                    transform=axes.get_xaxis_transform(),
+                    marker="x",
+                    color=look.color,
+                    markersize=5,
+                )
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+
+
+def _check(items: Sequence[Bar] | Sequence[Point], places: Sequence[tuple[Any, ...]]) -> None:
+    if not items:
+        raise ValueError("There is nothing to draw: give at least one backend on one number of devices.")
+    if unknown := sorted({item.backend for item in items} - BACKENDS.keys()):
+        raise ValueError(f"Backends {', '.join(unknown)} have no colour. Use {', '.join(BACKENDS)}.")
+    if len(set(places)) < len(places):
+        twice = next(place for place in places if places.count(place) > 1)
+        raise ValueError(f"{' '.join(map(str, twice))} is given twice. Give each place one value.")
+
+
+def _figure(*, width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError('Pictures need matplotlib. Install it: pip install "longctx[plots]".') from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _token_axis(axis: Any, ticks: Iterable[int] | None = None) -> None:
+    if ticks is not None:
+        axis.set_ticks(list(ticks))
+    axis.set_minor_locator(_no_ticks())
+    axis.set_major_formatter(lambda tokens, _: tokens_label(tokens))
+
+
+def _no_ticks() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
+def _legend_of_backends(figure: Figure, names: Sequence[str], *, lines: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    shown = {name: look for name, look in BACKENDS.items() if name in names}
+    handles: list[Any] = [
+        Line2D([], [], color=look.color, marker=look.marker, linestyle=look.line, label=name)
+        if lines
+        else Patch(facecolor=look.color, hatch=look.hatch, edgecolor="white", label=name)
+        for name, look in shown.items()
+    ]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
+
+
+def _save(figure: Figure, path: Path, title: str, note: str) -> None:
+    figure.suptitle(title, fontsize=12)
+    if note:
+        figure.supxlabel(note, fontsize=8, color="0.3")
+    figure.savefig(path, dpi=150)
