@@ -17,7 +17,7 @@ layers on FSDP2, whose norms and activations are compiled. A GPU named 80 GB has
 from __future__ import annotations
 
 import argparse
-import csv
+import copy
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator
@@ -27,36 +27,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
-
+from benchmarks.published import CONFIGS, HOST_BYTES, Published, read
 from longctx.memory import closed_form
-from longctx.memory.closed_form import GB, MemorySetup, ModelSizes, predict, reach
-
-PUBLISHED = Path(__file__).parent / "data" / "published_lengths.csv"
-DEVICE_BYTES = {"H100-80": 85.0e9, "H200-141": 150.1e9}
-HOST_BYTES = 1.9e12
-"""Of the nodes of ALST's paper; the others are taken to have as much."""
-
-_LLAMA_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-_QWEN3: dict[str, Any] = {
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "meta-llama/Llama-3.1-8B": LlamaConfig(**_LLAMA_8B),
-    "Qwen/Qwen3-8B": Qwen3Config(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False, **_QWEN3),
-    "Qwen/Qwen3-4B": Qwen3Config(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True, **_QWEN3),
-}
+from longctx.memory.closed_form import GB, MemorySetup, ModelSizes, Reach, predict, reach
+from longctx.plan.candidates import DEVICE_BYTES
 
 FEATURES: dict[str, dict[str, Any]] = {
     "fused-loss": {"fused_loss": True, "fused_layers": True},
@@ -91,27 +65,24 @@ MISSES = {
 
 
 class Row(NamedTuple):
-    stack: str
-    gpus: int
-    gpu: str
-    model: str
-    features: str
+    published: Published
     setup: MemorySetup
-    length: int
-    peak_gib: float | None
-    """Where it was run at `length`; None where `length` is the longest."""
 
     def error(self) -> tuple[str, str, float]:
         """Published and predicted, and the second over the first, less 1."""
-        if self.peak_gib is not None:
-            peak = predict(self.setup, self.length).allocated_bytes / 2**30
-            return f"{self.peak_gib} GiB", f"{peak:.1f} GiB", peak / self.peak_gib - 1
-        longest = reach(self.setup, DEVICE_BYTES[self.gpu], HOST_BYTES).length
-        return f"{self.length:,}", f"{longest:,}", longest / self.length - 1
+        length, peak_gib = self.published.length, self.published.peak_gib
+        if peak_gib is not None:
+            peak = predict(self.setup, length).allocated_bytes / 2**30
+            return f"{peak_gib} GiB", f"{peak:.1f} GiB", peak / peak_gib - 1
+        longest = self.reach().length
+        return f"{length:,}", f"{longest:,}", longest / length - 1
+
+    def reach(self) -> Reach:
+        return reach(self.setup, DEVICE_BYTES[self.published.device], HOST_BYTES)
 
     def binds(self) -> str:
-        length = reach(self.setup, DEVICE_BYTES[self.gpu], HOST_BYTES)
-        return "host" if length.binds == "host" else predict(self.setup, self.length).moment
+        longest = self.reach()
+        return "host" if longest.binds == "host" else predict(self.setup, longest.length).moment
 
 
 @cache
@@ -121,20 +92,9 @@ def sizes(model: str) -> ModelSizes:
 
 def rows() -> Iterator[Row]:
     """The rows of known stacks."""
-    lines = [line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#")]
-    for line in csv.DictReader(lines):
-        if line["stack"] not in STACKS:
-            continue
-        yield Row(
-            stack=line["stack"],
-            gpus=int(line["gpus"]),
-            gpu=line["gpu"],
-            model=line["model"],
-            features=line["features"],
-            setup=_setup(line["stack"], line["model"], int(line["gpus"]), line["features"]),
-            length=int(line["max_length"]),
-            peak_gib=float(line["peak_gib"]) if line["peak_gib"] else None,
-        )
+    for row in read():
+        if row.stack in STACKS:
+            yield Row(row, _setup(row.stack, row.model, row.gpus, row.features))
 
 
 def _setup(stack: str, model: str, gpus: int, features: str) -> MemorySetup:
@@ -154,14 +114,14 @@ def table() -> str:
     errors: list[float] = []
     notes: list[str] = []
     for row in rows():
-        published, predicted, error = row.error()
+        of, (published, predicted, error) = row.published, row.error()
         errors.append(abs(error))
         mark = ""
-        if reason := MISSES.get((row.stack, row.features)):
-            notes.append(f"{len(notes) + 1}. {row.stack}, {row.features}: {reason}.")
+        if reason := MISSES.get((of.stack, of.features)):
+            notes.append(f"{len(notes) + 1}. {of.stack}, {of.features}: {reason}.")
             mark = f" ({len(notes)})"
         lines.append(
-            f"| {row.stack} | {row.gpus}× {row.gpu} | {row.model.split('/')[1]} | {row.features} | {published} | "
+            f"| {of.stack} | {of.gpus}× {of.gpu} | {of.model.split('/')[1]} | {of.features} | {published} | "
             f"{predicted} | {error:+.0%}{mark} | {row.binds()} |"
         )
     lines += ["", f"Median error {statistics.median(errors):.0%}, worst {max(errors):.0%}.", "", *notes]
@@ -207,9 +167,8 @@ def traces() -> str:
     """Layers of Llama-8B, 65,536 tokens a rank, against `trace_training_step`."""
     from longctx.memory.step import StepSettings, trace_training_step
 
-    config = LlamaConfig(
-        **_LLAMA_8B | {"num_hidden_layers": TRACED_LAYERS, "vocab_size": 4096, "max_position_embeddings": 2**20}
-    )
+    config = copy.deepcopy(CONFIGS["meta-llama/Llama-3.1-8B"])
+    config.update({"num_hidden_layers": TRACED_LAYERS, "vocab_size": 4096})
     sizes = ModelSizes.of_config(config)
     lines = [
         "| set-up | traced GiB | predicted | error | host GiB, traced | predicted | moment |",
@@ -250,7 +209,7 @@ def fit() -> str:
 
     Not of its longest on one GPU: a recipe says that 555,000 tokens end in a kernel's illegal access, not in memory.
     """
-    fitted = [row for row in rows() if row.stack == "ALST" and row.features in ALST_FITTED]
+    fitted = [row for row in rows() if row.published.stack == "ALST" and row.published.features in ALST_FITTED]
     chosen = [getattr(closed_form, name) for name in GRID]
     found = []
     for values in itertools.product(*GRID.values()):

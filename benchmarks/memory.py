@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import functools
 import itertools
 import math
@@ -40,19 +39,19 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
+from benchmarks.packing import print_head, print_row
+from benchmarks.published import CONFIGS, read
 from longctx.host import SavedOnHost
 from longctx.launch.engines import start_on_cpu
 from longctx.memory.step import StepSettings, fake_process_group, fsdp2, row_of, trace_fake_step, trace_training_step
 from longctx.memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace, MemoryTracer
 from longctx.parallel import SequenceParallel, parallelize
-
-PUBLISHED = Path(__file__).parent / "data" / "published_lengths.csv"
 
 RESERVE = 5_500_000_000
 """Bytes of the device for its context, libraries, messages and fragmentation: fitted from published tables."""
@@ -60,37 +59,7 @@ DEVICE = 80 * 2**30 - RESERVE
 HOST = 1_900_000_000_000 // 8
 """Bytes for a device: of a node's 1.9 TB an eighth."""
 
-MODELS: dict[str, PretrainedConfig] = {
-    "Qwen3-0.6B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    ),
-    "Llama-3.1-8B": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-    ),
-    "Qwen3-8B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=False,
-    ),
-}
+MODELS = {name.partition("/")[2]: config for name, config in CONFIGS.items()}
 
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES)
 CHUNK = 8192
@@ -271,7 +240,7 @@ def run_task(task: Task) -> Fit | tuple[float, float] | str:
             checked = trace(config, CHECK_TOKENS)
             return checked.peak_bytes, checked.host_peak_bytes
         return fit(config, trace, task.row)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except ValueError as error:  # what a setting or a model refuses
         return f"no trace: {str(error).splitlines()[0]}"
 
 
@@ -359,16 +328,6 @@ class _Kernel:
 # The tables
 
 
-def print_row(cells: Iterable[object]) -> None:
-    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
-
-
-def print_head(*names: str) -> None:
-    print()
-    print_row(names)
-    print_row("---" for _ in names)
-
-
 def tokens_text(tokens: float) -> str:
     return "does not fit" if tokens < 1 else f"{tokens / 1e6:.2f}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}k"
 
@@ -417,11 +376,6 @@ def print_lengths(model: str, sp: int, results: Results) -> None:
         )
 
 
-def published() -> list[dict[str, str]]:
-    with PUBLISHED.open() as lines:
-        return list(csv.DictReader(line for line in lines if not line.startswith("#")))
-
-
 SAME_AND_OURS = "the same, and ours"
 COUNTERPARTS: list[tuple[str, str, str, list[Row]]] = [
     ("ALST", "baseline+fused-loss+ulysses8", "Llama-3.1-8B", [OPTIMIZER_ON_HOST]),
@@ -453,20 +407,19 @@ def print_published(results: Results) -> None:
         "*the same, and ours*: the row above, against our longest."
     )
     print_head("stack", "features", "model", "published", "ours, predicted", "ratio", "bound by", "device alone")
-    lines = published()
-    theirs: dict[str, str] = {}
+    by_features = {(row.stack, row.features): row for row in read() if row.gpus == 8}
     for stack, features, model, levers in COUNTERPARTS:
         if features != SAME_AND_OURS:
-            theirs = next(x for x in lines if x["stack"] == stack and x["features"] == features and x["gpus"] == "8")
+            theirs = by_features[stack, features]
         fitted = results.fit(model, 8, together(levers))
         if isinstance(fitted, str):
-            print_row([stack, features, model, theirs["max_length"], fitted])
+            print_row([stack, features, model, theirs.length, fitted])
             continue
-        budget = float(theirs["peak_gib"]) * 2**30 - RESERVE if theirs["peak_gib"] else DEVICE
+        budget = theirs.peak_gib * 2**30 - RESERVE if theirs.peak_gib else DEVICE
         device, host = fitted.longest(device=budget)
-        ours, length = min(device, host) * 8, int(theirs["max_length"])
-        bound = "host" if host < device else "device"
-        figures = (f"{length:,}", tokens_text(ours), f"{ours / length:.2f}", bound, tokens_text(device * 8))
+        ours, bound = min(device, host) * 8, "host" if host < device else "device"
+        ratio = f"{ours / theirs.length:.2f}"
+        figures = (f"{theirs.length:,}", tokens_text(ours), ratio, bound, tokens_text(device * 8))
         print_row([stack, features, model, *figures])
 
 
@@ -622,12 +575,7 @@ def print_times() -> None:
         ),
         ("balanced", "TRL's stock step, whose fused head is made for Triton", lambda: (ours, _timed_trl_step())),
     ):
-        try:
-            first, second = make()
-            ratios = paired_ratios(first, second)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            print_row([name, over, f"not timed: {str(error).splitlines()[0]}", ""])
-            continue
+        ratios = paired_ratios(*make())
         print_row([name, over, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"])
 
 

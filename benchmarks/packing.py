@@ -17,7 +17,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -263,6 +263,17 @@ def row_cells(capacity: int, ours: list[float], theirs: list[float]) -> list[str
 
 def line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+def print_row(cells: Iterable[object]) -> None:
+    print(line([str(cell) for cell in cells]), flush=True)
+
+
+def print_head(*names: str) -> None:
+    """A table's, after an empty line."""
+    print()
+    print_row(names)
+    print_row("---" for _ in names)
 
 
 def device() -> str:

@@ -21,7 +21,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.packing import print_head, print_row
 from longctx.packing import pack
 from longctx.ring.plan import plan_ring
 
@@ -215,16 +216,6 @@ def cut_to(lengths: Ints, num_tokens: int) -> Ints:
     chosen = lengths[: int(np.searchsorted(end, num_tokens)) + 1].copy()
     chosen[-1] -= end[len(chosen) - 1] - num_tokens
     return chosen
-
-
-def print_row(cells: Iterable[object]) -> None:
-    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
-
-
-def print_head(*names: str) -> None:
-    print()
-    print_row(names)
-    print_row("---" for _ in names)
 
 
 FIGURES = ("imbalance mean", "worst", "K/V", "runs mean", "most", "padding")

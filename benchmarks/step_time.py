@@ -12,14 +12,15 @@ same for all rows.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.closed_form import DEVICE_BYTES, HOST_BYTES, PUBLISHED, Row, rows, sizes
+from benchmarks.closed_form import Row, rows, sizes
+from benchmarks.published import HOST_BYTES
 from longctx.memory.closed_form import MemorySetup, predict, reach
+from longctx.plan.candidates import DEVICE_BYTES
 from longctx.step_time import Speeds, StepTime, step_time
 
 KERNELS = {"ALST": "flash-attn 2", "TRL 1.13 CP": "cuDNN"}
@@ -29,41 +30,26 @@ SPEEDS = Speeds.of("H100", "flash-attn 3")
 LENGTHS = (1_000_000, 3_000_000, 5_000_000, 6_000_000)
 
 
-def published_seconds() -> Mapping[tuple[str, str, int], float]:
-    """(stack, features, length) -> seconds of a step."""
-    lines = [line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#")]
-    found = {}
-    for line in csv.DictReader(lines):
-        length, gpus = int(line["max_length"]), int(line["gpus"])
-        if line["seconds_per_step"]:
-            seconds = float(line["seconds_per_step"])
-        elif line["tokens_per_second_per_gpu"]:
-            seconds = length / gpus / float(line["tokens_per_second_per_gpu"])
-        else:
-            continue
-        found[line["stack"], line["features"], length] = seconds
-    return found
-
-
 def modelled(row: Row) -> StepTime:
-    kernel = KERNELS.get(row.stack, "flash-attn 3" if "FA3" in row.features else "flash-attn 2")
-    return step_time(row.setup, row.length, Speeds.of(row.gpu.split("-")[0], kernel))
+    of = row.published
+    kernel = KERNELS.get(of.stack, "flash-attn 3" if "FA3" in of.features else "flash-attn 2")
+    return step_time(row.setup, of.length, Speeds.of(of.device, kernel))
 
 
 def comparison() -> Iterator[str]:
-    seconds = published_seconds()
     yield "| stack | GPUs | features | length | published s | modelled s | error | attention, computed once more |"
     yield "| --- " * 8 + "|"
     errors = []
     for row in rows():
-        if (key := (row.stack, row.features, row.length)) not in seconds:
+        of = row.published
+        if of.seconds is None:
             continue
         time = modelled(row)
-        errors.append(abs(time.seconds / seconds[key] - 1))
+        errors.append(abs(time.seconds / of.seconds - 1))
         shares = (time.parts.get(name, 0) / time.seconds for name in ("attention", "recomputed"))
         yield (
-            f"| {row.stack} | {row.gpus}× {row.gpu} | {row.features} | {row.length:,} | {seconds[key]:,.0f} | "
-            f"{time.seconds:,.0f} | {time.seconds / seconds[key] - 1:+.0%} | "
+            f"| {of.stack} | {of.gpus}× {of.gpu} | {of.features} | {of.length:,} | {of.seconds:,.0f} | "
+            f"{time.seconds:,.0f} | {time.seconds / of.seconds - 1:+.0%} | "
             f"{', '.join(f'{share:.0%}' for share in shares)} |"
         )
     yield f"\nMedian error {statistics.median(errors):.0%}, worst {max(errors):.0%}."
@@ -90,7 +76,7 @@ def reached() -> Iterator[str]:
     yield "| --- " * (5 + len(LENGTHS)) + "|"
     for keep_attention in (False, True):
         setup = chunked(keep_attention)
-        longest = reach(setup, DEVICE_BYTES["H100-80"], HOST_BYTES)
+        longest = reach(setup, DEVICE_BYTES["H100"], HOST_BYTES)
         full = predict(setup, longest.length)
         speeds = [
             f"{step_time(setup, length, SPEEDS).tokens_per_second_per_device:.0f}"
