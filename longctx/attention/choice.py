@@ -22,8 +22,8 @@ ASSUMED_SIGMA = 1.5
 MOST_ASSUMED_TOKENS = 1 << 22
 """A longer row is modelled by one of this length: planning takes memory for every token."""
 
-MAX_MODELLED_RING = 128
-"""Planning a longer one takes seconds."""
+MAX_MODELLED_RING = 512
+"""Planning a longer one takes seconds for every row."""
 
 A_TIE = 1.05
 """The model tells no smaller ratio apart: among those within it of the fastest, one whose exchange stays in a node is

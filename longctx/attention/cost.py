@@ -200,15 +200,13 @@ class RingWork:
     def of(cls, document_lengths: NDArray[np.integer], ring: int) -> RingWork:
         """By the plan for one row, whose documents fill it to a multiple of what `plan_ring` needs."""
         plan = plan_ring(np.concatenate(([0], np.cumsum(document_lengths))), ring)
-        pairs, entries, merged, received = np.zeros((4, ring, ring), np.int64)
-        for shard in plan.shards:
-            own = np.diff(shard.cu_seqlens)
-            pairs[shard.rank, 0], entries[shard.rank, 0] = (own * (own + 1) // 2).sum(), len(own)
-            for step in shard.steps:
-                at = shard.rank, step.hop
-                pairs[at], entries[at], received[at] = step.num_pairs, len(step.entries), step.recv_tokens
-                merged[at] = (step.entries[:, 1] - step.entries[:, 0]).sum()
-        return cls(pairs=pairs, entries=entries, merged_rows=merged, received=received, num_tokens=plan.num_tokens)
+        pairs, entries, merged_rows = plan.work_per_hop
+        merged_rows[:, 0] = 0
+        rank, hop = np.ogrid[:ring, :ring]
+        received = np.where(hop > 0, plan.prefix_tokens[(rank - hop) % ring, hop], 0)
+        return cls(
+            pairs=pairs, entries=entries, merged_rows=merged_rows, received=received, num_tokens=int(plan.num_tokens)
+        )
 
 
 def modelled_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:

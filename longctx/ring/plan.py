@@ -91,8 +91,6 @@ class RingPlan:
     world_size: int
     cu_seqlens: IntArray
     """int64 [n + 1]: document boundaries of the whole sequence, as given."""
-    permutation: IntArray
-    """int64 [T]: sharded = tokens[permutation]; rank r owns sharded[r*T/P : (r+1)*T/P]."""
     area_per_rank: IntArray
     """int64 [P]: legal (query, key) pairs of each rank's queries."""
     runs_per_rank: IntArray
@@ -117,6 +115,14 @@ class RingPlan:
         return int(self.prefix_tokens[:, 1:].sum())
 
     @cached_property
+    def permutation(self) -> IntArray:
+        """int64 [T]: sharded = tokens[permutation]; rank r owns sharded[r*T/P : (r+1)*T/P]."""
+        length = self._pieces.length
+        place = np.cumsum(length) - length
+        shift = self.cu_seqlens[self._pieces.document] + self._pieces.start - place
+        return np.arange(self.num_tokens) + np.repeat(shift, length)
+
+    @cached_property
     def rank_of_token(self) -> IntArray:
         """int64 [T]: the rank that owns each original token."""
         rank = np.empty(self.num_tokens, np.int64)
@@ -126,8 +132,15 @@ class RingPlan:
     @cached_property
     def entries_per_step(self) -> IntArray:
         """int64 [P, P - 1]: number of rectangles of each rank at each hop."""
-        counts = [[len(step.entries) for step in shard.steps] for shard in self.shards]
-        return np.array(counts, np.int64).reshape(self.world_size, self.world_size - 1)
+        return self.work_per_hop[1, :, 1:]
+
+    @cached_property
+    def work_per_hop(self) -> IntArray:
+        """int64 [3, P, P]: at [:, rank, hop], legal pairs, documents or rectangles they lie in, and their queries.
+
+        Hop 0 is a rank's own varlen causal call. The same as adding up `shards`, without making them.
+        """
+        return _work_per_hop(self)
 
     @cached_property
     def shards(self) -> tuple[RankShard, ...]:
@@ -222,21 +235,10 @@ def _make_steps(plan: RingPlan, rank: int) -> tuple[RingStep, ...]:
     after the other, never interleaved, so all queries with a key on the source see the same keys there.
     """
     world_size, table, prefix = plan.world_size, plan._split_table, plan.prefix_tokens
-    q_first, q_last = table.first_start[:, rank, None], table.last_start[:, rank, None]
-    legal = (table.first_start >= 0) & (table.first_start < q_last)
+    legal = (table.first_start >= 0) & (table.first_start < table.last_start[:, rank, None])
     legal[:, rank] = False
     row, source = np.nonzero(legal)
-    all_of_q = q_first[row, 0] > table.first_start[row, source]
-    all_of_kv = table.last_start[row, source] < q_last[row, 0]
-    entries = np.stack(
-        [
-            np.where(all_of_q, table.first_offset[row, rank], table.last_offset[row, rank]),
-            table.last_end[row, rank],
-            table.first_offset[row, source],
-            np.where(all_of_kv, table.last_end[row, source], table.first_end[row, source]),
-        ],
-        axis=1,
-    )
+    entries = _rectangles(table, row, np.full_like(row, rank), source)
     hop = (rank - source) % world_size
     order = np.lexsort((entries[:, 0], hop))
     bounds = np.searchsorted(hop[order], np.arange(1, world_size + 1))
@@ -250,6 +252,40 @@ def _make_steps(plan: RingPlan, rank: int) -> tuple[RingStep, ...]:
         )
         for h in range(1, world_size)
     )
+
+
+def _rectangles(table: _SplitTable, row: IntArray, rank: IntArray, source: IntArray) -> IntArray:
+    """int64 [m, 4], as `RingStep.entries`: what queries on `rank` see of the same document on `source`; [m] each."""
+    all_of_q = table.first_start[row, rank] > table.first_start[row, source]
+    all_of_kv = table.last_start[row, source] < table.last_start[row, rank]
+    return np.stack(
+        [
+            np.where(all_of_q, table.first_offset[row, rank], table.last_offset[row, rank]),
+            table.last_end[row, rank],
+            table.first_offset[row, source],
+            np.where(all_of_kv, table.last_end[row, source], table.first_end[row, source]),
+        ],
+        axis=1,
+    )
+
+
+def _work_per_hop(plan: RingPlan) -> IntArray:
+    """`RingPlan.work_per_hop`: own documents by piece, then one split document after the other."""
+    pieces, table, world_size = plan._pieces, plan._split_table, plan.world_size
+    new = np.append(True, (pieces.document[1:] != pieces.document[:-1]) | (pieces.rank[1:] != pieces.rank[:-1]))
+    length, rank = np.add.reduceat(pieces.length, np.flatnonzero(new)), pieces.rank[new]
+    work = np.zeros((3, world_size, world_size), np.int64)
+    for of_rank, value in zip(work[:, :, 0], (length * (length + 1) // 2, np.ones_like(length), length), strict=True):
+        np.add.at(of_rank, rank, value)
+    for row in range(len(table.first_start)):
+        present = np.flatnonzero(table.first_start[row] >= 0)
+        legal = table.first_start[row, present] < table.last_start[row, present, None]
+        np.fill_diagonal(legal, False)
+        rank, source = (present[place] for place in np.nonzero(legal))
+        q_start, q_end, kv_start, kv_end = _rectangles(table, np.full_like(rank, row), rank, source).T
+        queries = q_end - q_start
+        work[:, rank, (rank - source) % world_size] += [queries * (kv_end - kv_start), np.ones_like(queries), queries]
+    return work
 
 
 def plan_ring(
@@ -634,7 +670,7 @@ class _Line:
             takes += [_Take(unit, tokens, rank) for unit, tokens in chosen.takes]
             work_left -= work
             self.started = chosen.started
-            self.ready = [unit for unit in self.ready if self.left[unit]]
+            self.ready = list(filter(self.left.__getitem__, self.ready))
             self.ready.sort(key=self.size.__getitem__)
         return takes + [_Take(unit, tokens, 0) for unit, tokens in enumerate(self.left) if tokens]
 
@@ -674,8 +710,8 @@ class _Line:
         """Whether all other documents have been started."""
         if self.upper is None:
             return False
-        fresh = _FRESH * self.size[self.upper]
-        return all(unit == self.lower or self.size[unit] <= fresh for unit in reversed(self.ready))
+        longest = next((unit for unit in reversed(self.ready) if unit != self.lower), self.upper)
+        return longest == self.upper or self.size[longest] <= _FRESH * self.size[self.upper]
 
     def _open_upper(self) -> None:
         assert self.upper is not None
@@ -691,18 +727,24 @@ class _Line:
         """
         if not tokens:
             return _Mixture([], 0, self.started)
-        if sum(map(self.left.__getitem__, self.ready)) < tokens:
+        if all(total < tokens for total in itertools.accumulate(map(self.left.__getitem__, self.ready))):
             return None
-        mixture = None
-        if self.started in self.ready[1:-1]:
-            order = [*(unit for unit in self.ready if unit != self.started), self.started]
-            mixture = self._mixture_of(order, tokens, share, tolerance)
+        mixture, started = None, self.started
+        if started is not None and self.left[started] and started not in (self.ready[0], self.ready[-1]):
+            dear = (unit for unit in reversed(self.ready) if unit != started)
+            cheap = (unit for unit in self.ready if unit != started)
+            mixture = self._mixture_of(
+                itertools.chain([started], dear), itertools.chain(cheap, [started]), tokens, share, tolerance
+            )
         if mixture is None or abs(mixture.work - share) > tolerance + self.size[self.ready[-1]]:
-            mixture = self._mixture_of(self.ready, tokens, share, tolerance)
+            mixture = self._mixture_of(reversed(self.ready), self.ready, tokens, share, tolerance)
         return mixture
 
-    def _mixture_of(self, order: list[int], tokens: int, share: float, tolerance: float) -> _Mixture:
-        dear, cheap = _Profile(self, reversed(order), tokens), _Profile(self, order, tokens)
+    def _mixture_of(
+        self, dearest_first: Iterable[int], cheapest_first: Iterable[int], tokens: int, share: float, tolerance: float
+    ) -> _Mixture:
+        """Both orders are read no further than `tokens` tokens."""
+        dear, cheap = _Profile(self, dearest_first, tokens), _Profile(self, cheapest_first, tokens)
         num_dear = _root(
             lambda x: dear.work(x) + cheap.work(tokens - x) - share,
             [x for x in dear.tokens if x <= tokens],
@@ -782,11 +824,9 @@ def _assemble(cu: IntArray, world_size: int, pieces: _Lists) -> RingPlan:
     prefix[:, 0] = num_tokens
     original = cu[document] + start
     new_run = np.append(True, (original[1:] != original[:-1] + length[:-1]) | (rank[1:] != rank[:-1]))
-    place = np.cumsum(length) - length
     return RingPlan(
         world_size=world_size,
         cu_seqlens=cu,
-        permutation=np.arange(int(cu[-1])) + np.repeat(original - place, length),
         area_per_rank=_summed_area(start, length, rank, world_size),
         runs_per_rank=np.bincount(rank[new_run], minlength=world_size),
         prefix_tokens=prefix,
