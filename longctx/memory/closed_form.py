@@ -190,6 +190,8 @@ class MemorySetup:
     """Whether gradients of an earlier micro-batch are there throughout."""
     is_cpu: bool = False
     """Whether the devices are the host's own CPU, so that all memory is the host's."""
+    layer_factor: float = 1.0
+    """Of what a layer saves and makes, as traces of the model at hand found it (`longctx.plan.calibrate`)."""
 
     def __post_init__(self) -> None:
         if self.sp % self.ring or self.model.num_heads % self.ulysses:
@@ -472,7 +474,7 @@ def _layer(setup: MemorySetup) -> _Layer:
     else:
         norms, qk_norms = _norms(h, b, stream), (4 + b) * (q + kv)
     tensors, tensors_backward = (3, 1) if setup.fused_layers else (4, 2)  # gate, up, (activation,) product
-    return _Layer(
+    layer = _Layer(
         norm_before_attention=norms[0] + qk_norms * model.has_qk_norm,
         norm_before_mlp=norms[1],
         norm_backward=2 * stream * h if norms_lean else (stream + 5 * 4) * h,  # five fp32 steps
@@ -482,6 +484,7 @@ def _layer(setup: MemorySetup) -> _Layer:
         mlp=tensors * b * width + 2 * b * h * model.num_experts_per_token,
         mlp_backward=tensors_backward * b * width + stream * h,
     )
+    return _Layer(*(setup.layer_factor * size for size in layer))
 
 
 def _norms(h: int, b: int, stream: int) -> tuple[int, int]:
