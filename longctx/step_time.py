@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longctx.attention.cost import (
     DEVICES,
@@ -114,27 +116,45 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     Args:
         documents: lengths of a row's documents, `length` in all; one document where None.
     """
-    model = setup.model
-    local = setup.local_tokens(length)
-    once = 2 * _matmul_parameters(model) * local / speeds.matmul_flops
-    recomputed_share = _recomputed_share(setup)
     work = RingWork.of(np.asarray(documents or [length]), setup.ring)
-    attention = setup.num_rows * model.num_layers * _attention_seconds(setup, speeds.device, work)
-    pairs = setup.num_rows * int(work.pairs.sum()) / setup.sp
-    again = 0.0 if setup.selective_checkpointing else recomputed_share
-    attended_again = pairs * FLOPS_FORWARD * model.query_size * model.num_layers / speeds.attention_forward_flops
+    pairs = setup.num_rows * work.pairs.sum() / setup.sp
+    linear, recomputed = matrix_seconds(setup, length, speeds)
+    of_layer = modelled_seconds(*attention_setup(setup, speeds.device), work)
     parts = {
-        "linear": once * (1 + 1 + model.num_trained_parameters / model.num_parameters),
-        "attention": attention,
-        "recomputed": once * recomputed_share + again * attended_again,
+        "linear": linear,
+        "attention": setup.num_rows * setup.model.num_layers * of_layer,
+        "recomputed": recomputed + float(attended_again_seconds(setup, pairs, speeds)),
     }
     computed = sum(parts.values())
-    parts["weights"] = max(0.0, _weights_seconds(setup, speeds.device) - computed)
-    copied = _host_bytes(setup, length) / speeds.host_link
-    parts["host"] = copied if setup.sequence_chunk_size else max(0.0, copied - computed)
-    parts["optimizer"] = _optimizer_seconds(setup, speeds)
+    parts["weights"] = max(0.0, weights_seconds(setup, speeds.device) - computed)
+    parts["host"] = host_seconds(setup, length, speeds, computed)
+    parts["optimizer"] = optimizer_seconds(setup, speeds)
     tokens = length * setup.num_rows * setup.world_size // setup.sp
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, tokens, setup.world_size)
+
+
+def matrix_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[float, float]:
+    """Of a rank's matrices in one micro-batch: forward and backward, and computed once more."""
+    model = setup.model
+    once = 2 * _matmul_parameters(model) * setup.local_tokens(length) / speeds.matmul_flops
+    return once * (1 + 1 + model.num_trained_parameters / model.num_parameters), once * _recomputed_share(setup)
+
+
+def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], speeds: Speeds) -> NDArray[np.float64]:
+    """Of attention that checkpoints make a rank compute once more, in all layers.
+
+    Args:
+        pairs: legal pairs of query and key that it attends to with all heads; of any shape, as is the result.
+    """
+    again = 0.0 if setup.selective_checkpointing else _recomputed_share(setup)
+    flops = FLOPS_FORWARD * setup.model.query_size * setup.model.num_layers
+    return again * flops / speeds.attention_forward_flops * np.asarray(pairs, np.float64)
+
+
+def host_seconds(setup: MemorySetup, length: int, speeds: Speeds, computed: float) -> float:
+    """Of copies to and from host memory, besides the optimizer's, that no computation hides."""
+    copied = _host_bytes(setup, length) / speeds.host_link
+    return copied if setup.sequence_chunk_size else max(0.0, copied - computed)
 
 
 def _matmul_parameters(model: ModelSizes) -> int:
@@ -153,11 +173,10 @@ def _recomputed_share(setup: MemorySetup) -> float:
     return 1 / setup.every_n_layers if setup.gradient_checkpointing else 0.0
 
 
-def _attention_seconds(setup: MemorySetup, device: Device, work: RingWork) -> float:
-    """Of one layer and row, forward and backward, exchanges and waiting included."""
+def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangement]:
+    """What `longctx.attention.cost` needs to know of it."""
     model = setup.model
     name = "gather" if setup.gathers else "ring" if setup.ulysses == 1 else "hybrid" if setup.ring > 1 else "ulysses"
-    how = Arrangement(name=name if setup.sp > 1 else "local", ring=setup.ring, ulysses=setup.ulysses)
     attention = Setup(
         sp=setup.sp,
         num_heads=model.num_heads,
@@ -167,18 +186,21 @@ def _attention_seconds(setup: MemorySetup, device: Device, work: RingWork) -> fl
         device=device,
         devices_per_node=setup.ranks_per_node,
     )
-    return modelled_seconds(attention, how, work)
+    how = Arrangement(name=name if setup.sp > 1 else "local", ring=setup.ring, ulysses=setup.ulysses)
+    return attention, how
 
 
-def _weights_seconds(setup: MemorySetup, links: Device) -> float:
-    """To gather weights, forward and backward, and to reduce their gradients."""
-    if setup.world_size == 1:
-        return 0.0
-    link = links.within if setup.world_size <= setup.ranks_per_node else links.across
+def weights_seconds(setup: MemorySetup, device: Device) -> float:
+    """To gather weights, forward and backward, and to reduce their gradients, in one micro-batch."""
+    attention, _ = attention_setup(setup, device)
+    copies = setup.dp_replicate
+    sharded = setup.world_size // copies
     gathered = 2 * setup.element_size if setup.engine in ("fsdp2", "zero3") else setup.element_size
-    away = (setup.world_size - 1) / setup.world_size
     reduced = setup.reduce_bytes * setup.model.num_trained_parameters
-    return away * (gathered * setup.model.num_parameters + reduced) / link.exchange
+    seconds = attention.gather_seconds(gathered * setup.model.num_parameters + reduced, sharded)
+    seconds += 3 * setup.model.num_layers * attention.gather_latency(sharded) * (sharded > 1)
+    # Each rank's share of the gradients goes on to its likes among the copies, which lie in other nodes, and back.
+    return seconds + 2 * reduced / sharded * (copies - 1) / copies / device.across.exchange
 
 
 def _host_bytes(setup: MemorySetup, length: int) -> float:
@@ -197,7 +219,8 @@ def _host_bytes(setup: MemorySetup, length: int) -> float:
     return 2 * b * model.hidden_size * model.num_layers / setup.every_n_layers * local
 
 
-def _optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:
+def optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:
+    """Once a step."""
     shards = 1 if setup.engine == "none" else setup.world_size / setup.dp_replicate
     parameters = setup.model.num_trained_parameters / shards
     if "cpu" in (setup.offload_optimizer, setup.offload_param):

@@ -1,7 +1,7 @@
 """Modelled seconds of attention, forward and backward, for every way to spread it over a sequence group.
 
-What a rank computes and what it waits for, per layer and micro-batch. Everything else in a layer is the same for
-every backend, so it is left out.
+What each rank computes, exchanges and waits for, per layer and micro-batch. Everything else in a layer is the same for
+every backend, so it is left out. `longctx.step_time` and `longctx.plan.simulate` put it together with the rest.
 
 Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a row, s = T/P of them a rank; H query heads,
 K key/value heads, D head size, e bytes an element.
@@ -11,7 +11,8 @@ their gradients likewise. Every rank keeps 1/U of each and sends
 
     2 · (2·H + 2·K·c) · s · D · e · (U-1)/U bytes,
 
-k and v repeated c times where fewer heads than ranks make that necessary. Nothing overlaps with it.
+k and v repeated c times where fewer heads than ranks make that necessary. Nothing overlaps with it. What goes to
+ranks of the same node and what leaves it take different links, at the same time.
 
 **Ring** (Ring Attention, arXiv 2310.01889): at hop h a rank receives n_h tokens of k and v, at most T/R, and in the
 backward pass them again and fp32 gradients of those of the hop before:
@@ -19,8 +20,10 @@ backward pass them again and fp32 gradients of those of the hop before:
     forward  2 · K · n_h · D · e bytes,   backward  2 · K · D · (n_h · e + n_(h-1) · 4) bytes,
 
 while it computes the hop before, so only what outlasts that counts. n_h and the work of each hop are those of
-`plan_ring` for the documents at hand. **Gather** moves the longest n_1 of any rank to all R-1 others at once, a quarter
-of the heads while the quarter before is computed, and the gradients home after the last block, which overlaps nothing.
+`plan_ring` for the documents at hand. Only the first rank of a node receives over the link between nodes, and the
+others wait for what it passes on. **Gather** moves the longest n_1 of any rank to all R-1 others at once, a quarter
+of the heads while the quarter before is computed, and the gradients home after the last block, which overlaps nothing;
+it enters a node once, over the links of all its devices, and passes node after node.
 
 **Hybrid** (USP, arXiv 2405.07719, section 3): the exchange among U neighbours, then the ring with 1/U of the heads.
 
@@ -34,6 +37,7 @@ latency.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -48,6 +52,8 @@ from transformers import PretrainedConfig
 from longctx.attention.support import head_size, num_heads, num_linear_heads
 from longctx.ring.plan import plan_ring
 from longctx.ulysses.exchange import key_value_copies
+
+Seconds = NDArray[np.float64]
 
 FLOPS_FORWARD, FLOPS_BACKWARD = 4, 10
 """Per legal pair, head and element of the head."""
@@ -159,9 +165,28 @@ class Setup:
         """Whether every group of `span` neighbouring ranks lies in one node."""
         return self.devices_per_node % span == 0
 
-    def link(self, span: int) -> Link:
-        """The slowest link in such groups."""
-        return self.device.within if self.in_a_node(span) else self.device.across
+    def neighbours(self, span: int) -> int:
+        """Of each such rank in such a group, itself included, that surely share a node."""
+        return math.gcd(span, self.devices_per_node)
+
+    def exchange_seconds(self, num_bytes: float, span: int) -> float:
+        """An all-to-all in such groups, whose ranks have `num_bytes` each; messages are not counted."""
+        here = self.neighbours(span)
+        within = num_bytes * (here - 1) / span / self.device.within.exchange
+        return max(within, num_bytes * (span - here) / span / self.device.across.exchange)
+
+    def gather_seconds(self, num_bytes: float, span: int) -> float:
+        """To gather `num_bytes` in all on every rank of such groups, or to reduce and scatter as many.
+
+        They enter each node once, over the links of all its devices; messages are not counted.
+        """
+        here = self.neighbours(span)
+        within = num_bytes * (span - 1) / span / self.device.within.exchange
+        return max(within, num_bytes * (span - here) / span / (here * self.device.across.exchange))
+
+    def gather_latency(self, span: int) -> float:
+        """What a gather takes in such groups, however little it moves: a message for every node."""
+        return self.device.message_seconds * (span // self.neighbours(span))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,45 +234,99 @@ class RingWork:
         )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spent:
+    """What the ranks of a ring do with their time, float64 [R] seconds each, which add up to the same for all.
+
+    A ring rank stands for the U ranks that exchange tokens for heads: these do the same.
+    """
+
+    compute: Seconds
+    exchange: Seconds
+    """For its own messages to arrive, as far as it does not compute meanwhile."""
+    wait: Seconds
+    """For the neighbour who sends, and for the slowest rank."""
+    link: float
+    """A scalar: seconds that the busiest link carries something, behind computation or not."""
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            compute=self.compute + other.compute,
+            exchange=self.exchange + other.exchange,
+            wait=self.wait + other.wait,
+            link=self.link + other.link,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Of every rank."""
+        return float((self.compute + self.exchange + self.wait).max())
+
+
 def modelled_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:
     """Seconds of attention of the slowest rank, in one layer and micro-batch, forward and backward.
 
     Args:
         work: of a ring of `how.ring` ranks.
     """
-    return _exchange_seconds(setup, how.ulysses, work.num_tokens) + _ring_seconds(setup, how, work)
+    return spent(setup, how, work).seconds
 
 
-def _exchange_seconds(setup: Setup, ulysses: int, num_tokens: int) -> float:
+def spent(setup: Setup, how: Arrangement, work: RingWork) -> Spent:
+    """What each rank does in `modelled_seconds`."""
+    exchanged, sent = _exchange_seconds(setup, how.ulysses, work.num_tokens)
+    passes = _gather_passes if how.name == "gather" else _ring_passes
+    forward, backward = passes(setup, how, work)
+    zero = np.zeros(how.ring)
+    return Spent(compute=zero, exchange=zero + exchanged, wait=zero, link=sent) + forward + backward
+
+
+def _exchange_seconds(setup: Setup, ulysses: int, num_tokens: int) -> tuple[float, float]:
+    """Of all exchanges for heads, and of these the seconds that a link is busy."""
     if ulysses == 1:
-        return 0.0
+        return 0.0, 0.0
     copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, ulysses)
     heads = 2 * (setup.num_heads + setup.num_key_value_heads * copies)
     held = 2 * heads * setup.head_size * setup.element_size * num_tokens / setup.sp  # forward and backward
-    sent = held * (ulysses - 1) / ulysses / setup.link(ulysses).exchange
-    return 4 * setup.device.message_seconds + sent + EXCHANGE_COPIES * held / setup.device.memory_speed
+    sent = setup.exchange_seconds(held, ulysses)
+    return 4 * setup.device.message_seconds + sent + EXCHANGE_COPIES * held / setup.device.memory_speed, sent
 
 
-def _ring_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:
+def _key_value_elements(setup: Setup, how: Arrangement) -> float:
+    """Of a token, for the heads that a ring rank has."""
     copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, how.ulysses)
-    token = 2 * setup.num_key_value_heads * copies / how.ulysses * setup.head_size  # elements of k and v
-    groups = _head_groups(setup.num_key_value_heads) if how.name == "gather" else 1
-    forward, backward = (
-        _block_seconds(setup, how, work, flops, merge, groups)
-        for flops, merge in zip((FLOPS_FORWARD, FLOPS_BACKWARD), MERGE_BYTES, strict=True)
-    )
-    link, message = setup.link(setup.sp), setup.device.message_seconds
-    if how.name == "gather":
-        moved = int(work.received[:, 1:2].max(initial=0)) * (how.ring - 1) * token / link.exchange
-        travel = moved * setup.element_size + groups * message * (moved > 0)
-        home = moved * 4 + groups * message * (moved > 0)
-        return _overlapped(forward, travel, groups) + _overlapped(backward, travel, groups) + home
+    return 2 * setup.num_key_value_heads * copies / how.ulysses * setup.head_size
+
+
+def _gather_passes(setup: Setup, how: Arrangement, work: RingWork) -> tuple[Spent, Spent]:
+    """Forward and backward."""
+    groups = _head_groups(setup.num_key_value_heads)
+    moved = int(work.received[:, 1:2].max(initial=0)) * how.ring * _key_value_elements(setup, how)
+    latency = groups * setup.gather_latency(how.ring) * (moved > 0)
+    travel = setup.gather_seconds(moved * setup.element_size, how.ring) + latency
+    home = setup.gather_seconds(moved * 4, how.ring) + latency
+    forward, backward = _block_seconds(setup, how, work, groups)
+    back = _overlapped(backward, travel, groups)
+    return _overlapped(forward, travel, groups), replace(back, exchange=back.exchange + home, link=travel + home)
+
+
+def _ring_passes(setup: Setup, how: Arrangement, work: RingWork) -> tuple[Spent, Spent]:
+    """Forward and backward."""
+    message, elements = setup.device.message_seconds, _key_value_elements(setup, how)
     received = np.pad(work.received, ((0, 0), (0, 2)))  # hops R and R + 1 bring nothing
-    seconds = received * (token / link.pass_on)
+    seconds = received * (elements / _incoming_speed(setup, how))[:, None]
     keys = seconds[:, 1:] * setup.element_size + message * (received[:, 1:] > 0)
     gradients = seconds[:, :-1] * 4 + message * (received[:, :-1] > 0)
+    forward, backward = _block_seconds(setup, how, work, 1)
     # While block h is computed, k and v of hop h + 1 travel; backward, also the gradients of block h - 1.
-    return _pipeline(forward, keys) + _pipeline(backward, keys + np.pad(gradients, ((0, 0), (1, 0)))[:, :-1])
+    return _pipeline(forward, keys), _pipeline(backward, keys + np.pad(gradients, ((0, 0), (1, 0)))[:, :-1])
+
+
+def _incoming_speed(setup: Setup, how: Arrangement) -> Seconds:
+    """float64 [R]: bytes a second that ring rank r receives from r - 1, the slowest of its U ranks."""
+    node = np.arange(setup.sp).reshape(how.ring, how.ulysses) // setup.devices_per_node
+    crosses = (node != np.roll(node, 1, axis=0)).any(axis=1)
+    return np.where(crosses, setup.device.across.pass_on, setup.device.within.pass_on)
 
 
 def _head_groups(num_key_value_heads: int) -> int:
@@ -255,36 +334,40 @@ def _head_groups(num_key_value_heads: int) -> int:
     return -(-num_key_value_heads // -(-num_key_value_heads // 4))
 
 
-def _block_seconds(
-    setup: Setup, how: Arrangement, work: RingWork, flops: int, merge: int, groups: int
-) -> NDArray[np.float64]:
-    """Each rank's computation at each hop, [R, R]."""
+def _block_seconds(setup: Setup, how: Arrangement, work: RingWork, groups: int) -> tuple[Seconds, Seconds]:
+    """Each rank's computation at each hop, [R, R], forward and backward."""
     device, elements = setup.device, setup.num_heads / how.ulysses * setup.head_size
     launches = (work.entries > 0) * np.where(np.arange(how.ring) > 0, 1 + MERGE_LAUNCHES, 1)
-    return (
+    begun = groups * (work.entries * device.entry_seconds + launches * device.launch_seconds)
+    forward, backward = (
         work.pairs * (flops * elements / device.attention_flops)
         + work.merged_rows * (merge * elements / device.memory_speed)
-        + groups * work.entries * device.entry_seconds
-        + groups * launches * device.launch_seconds
+        + begun
+        for flops, merge in zip((FLOPS_FORWARD, FLOPS_BACKWARD), MERGE_BYTES, strict=True)
     )
+    return forward, backward
 
 
-def _pipeline(compute: NDArray[np.floating], travel: NDArray[np.floating]) -> float:
-    """When the last rank is done: `travel[r, h]` into rank r begins when r and r - 1 begin with block h.
+def _pipeline(compute: Seconds, travel: Seconds) -> Spent:
+    """One pass around the ring: `travel[r, h]` into rank r begins when r and r - 1 begin with block h.
 
     Args:
         compute: [R, R], seconds of each rank's block of each hop.
         travel: [R, R + 1], seconds of the messages it receives meanwhile.
     """
-    ready = np.zeros(len(compute))
+    ready, exchange = np.zeros((2, len(compute)))
     for block, message in zip(np.pad(compute, ((0, 0), (0, 1))).T, travel.T, strict=True):
-        arrived = np.where(message > 0, np.maximum(ready, np.roll(ready, 1)) + message, 0)
-        ready = np.maximum(ready + block, arrived)
-    return float(ready.max())
+        begun = np.where(message > 0, np.maximum(ready, np.roll(ready, 1)), -np.inf)
+        done = ready + block
+        ready = np.maximum(done, begun + message)
+        exchange += np.clip(ready - np.maximum(done, begun), 0, None)
+    computed = compute.sum(1)
+    waited = ready.max() - computed - exchange
+    return Spent(compute=computed, exchange=exchange, wait=waited, link=float(travel.sum(1).max()))
 
 
-def _overlapped(compute: NDArray[np.floating], travel: float, groups: int) -> float:
-    """When the last rank is done with all head groups, whose keys and values come one after the other.
+def _overlapped(compute: Seconds, travel: float, groups: int) -> Spent:
+    """One pass over all head groups, whose keys and values come one after the other.
 
     A group computes its own block, hop 0 of `compute` [R, R], before it needs its part of `travel`. Equal groups wait
     for the first part, for the last, or for none.
@@ -292,7 +375,8 @@ def _overlapped(compute: NDArray[np.floating], travel: float, groups: int) -> fl
     own, rest = compute[:, 0], compute[:, 1:].sum(1)
     first = travel / groups + rest + own * (groups - 1) / groups
     last = travel + rest / groups
-    return float(np.max([own + rest, first, last]))
+    ready = np.max([own + rest, first, last], axis=0)
+    return Spent(compute=own + rest, exchange=ready - own - rest, wait=ready.max() - ready, link=travel)
 
 
 def device_named(name: str) -> Device:
@@ -318,7 +402,12 @@ def devices_per_node(world_size: int, env: Mapping[str, str], visible: int) -> i
 def measured(setup: Setup, device: torch.device) -> Setup:
     """The same with link speeds measured among the processes that run. Called by all ranks together."""
     world_size, node = dist.get_world_size(), setup.devices_per_node
-    across = measure_link(None, device) if world_size > node else setup.device.across
+    across = setup.device.across
+    if world_size > node:
+        across = measure_link(None, device)
+        across = replace(
+            across, exchange=across.exchange * (world_size - node) / (world_size - 1)
+        )  # what leaves a node
     within = setup.device.within
     if node == world_size > 1:
         within = measure_link(None, device)
