@@ -275,6 +275,8 @@ def modelled_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:
 def spent(setup: Setup, how: Arrangement, work: RingWork) -> Spent:
     """What each rank does in `modelled_seconds`."""
     exchanged, sent = _exchange_seconds(setup, how.ulysses, work.num_tokens)
+    if setup.in_a_node(how.ulysses) and not setup.in_a_node(setup.sp):
+        sent = 0.0  # the ring's links, between nodes, are others
     passes = _gather_passes if how.name == "gather" else _ring_passes
     forward, backward = passes(setup, how, work)
     zero = np.zeros(how.ring)
