@@ -222,7 +222,7 @@ def stock_step(
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments, default_data_collator
 
-    _start("fsdp2" if zero_stage is None else "deepspeed", zero_stage)
+    start_stock("fsdp2" if zero_stage is None else "deepspeed", zero_stage)
     args = TrainingArguments(**_arguments(degrees, accumulation), remove_unused_columns=False)
     trainer = Trainer(
         load_model(model), args, train_dataset=Dataset.from_list(rows), data_collator=default_data_collator
@@ -240,7 +240,7 @@ def trl_packed_step(
 
     from longctx.tiny import tiny_tokenizer
 
-    _start("fsdp2" if zero_stage is None else "deepspeed", zero_stage)
+    start_stock("fsdp2" if zero_stage is None else "deepspeed", zero_stage)
     options = {"packing": True, "max_length": ROW_LENGTH, "gradient_checkpointing": False}
     args = SFTConfig(**_arguments(degrees, 1), **options)
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in documents]
@@ -251,7 +251,7 @@ def trl_packed_step(
     return first_log(trainer.state.log_history)
 
 
-def _start(engine: str, zero_stage: int | None) -> None:
+def start_stock(engine: str, zero_stage: int | None) -> None:
     """The state a launcher and an accelerator would have made."""
     from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
 

@@ -1,0 +1,303 @@
+"""How far one can go, found by going there: `python -m benchmarks.max_length --gpus 1 2 4 8 --output DIR`.
+
+For every backend on every number of devices: the largest row that completes two optimizer steps of the real trainer,
+the smallest that fails, and then the seconds of a step at fixed lengths. DIR gets results.jsonl, table.md,
+max_length.png and seconds_per_step.png, all of them up to date after every probe. A sweep that was interrupted, in
+whatever way, goes on where it was when the same command is given again.
+
+On a machine without GPUs the ranks are processes on gloo, and --memory_budget_gib is held against the bytes that their
+real steps allocate, counted tensor by tensor (longctx.memory.trace); with GPUs it is a limit of torch's allocator.
+
+Exit code 0, 2 for what cannot be swept, 130 if interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.max_length.processes import run_group, start_server
+from benchmarks.max_length.results import SWEEP, Results
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+GIB = 2**30
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
+BACKENDS = ("ring", "ulysses", "hybrid", "trl", "gather")
+SETTINGS = (
+    "model",
+    "memory",
+    "budget_bytes",
+    "precision",
+    "max_length",
+    "accelerate_config",
+    "document_lengths",
+    "warmup",
+    "steps",
+    "timeout",
+    "device",
+    "device_bytes",
+    "versions",
+)
+"""What all probes in one folder have in common."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Sweep; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        _check(options)
+        options.output.mkdir(parents=True, exist_ok=True)
+        results = Results(options.output)
+    except OSError as error:
+        print(f"longctx: error: --output {options.output} cannot be written: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except ValueError as error:
+        print(f"longctx: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    try:
+        _sweep(options, results, shlex.join(["python", "-m", "benchmarks.max_length", *given]))
+    except ValueError as error:
+        print(f"longctx: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print("longctx: interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        shutil.rmtree(options.output / ".probe", ignore_errors=True)
+        results.close()
+    print(f"longctx: {options.output}/table.md, max_length.png, seconds_per_step.png, results.jsonl")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.max_length",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="Numbers of devices (or gloo ranks).")
+    parser.add_argument("--output", type=Path, required=True, help="Folder; one that has results is continued.")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        default=list(BACKENDS[:4]),
+        help="trl: its own context parallelism on FSDP2, and its Ulysses on DeepSpeed. Default: all but gather.",
+    )
+    parser.add_argument("--model_name_or_path", help="Default: Qwen/Qwen3-8B with GPUs, else tiny.")
+    parser.add_argument("--memory", choices=("balanced", "longest", "fastest"), default="balanced")
+    parser.add_argument(
+        "--memory_budget_gib",
+        type=float,
+        help="Of a rank. Default: all of its GPU; without GPUs 0.03, a short sweep of tiny.",
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="Rows to time, in tokens.")
+    parser.add_argument(
+        "--precision",
+        type=float,
+        default=0.02,
+        help="How far the smallest row that fails may be above the longest that fits. Default: 0.02.",
+    )
+    parser.add_argument("--max_length", type=int, default=1 << 26, help="No longer row is tried. Default: 67108864.")
+    parser.add_argument("--steps", type=int, help="Steps to time. Default: 10 with GPUs, else 5.")
+    parser.add_argument("--warmup", type=int, help="Steps before them. Default: 3 with GPUs, else 1.")
+    parser.add_argument("--timeout", type=float, default=1800, help="Seconds of a probe. Default: 1800.")
+    parser.add_argument("--accelerate_config", help="Profile to run on: a name from configs/ or a path to a YAML file.")
+    parser.add_argument(
+        "--document_lengths",
+        type=Path,
+        help="CSV of low,high,documents: rows are packed with such documents. Default: one document a row.",
+    )
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be said of the flags alone.
+
+    Raises:
+        ValueError: for the first that cannot be, with its value, the limit and the remedy.
+    """
+    options.gpus, options.backends = sorted(set(options.gpus)), list(dict.fromkeys(options.backends))
+    if options.gpus[0] < 1:
+        raise ValueError(f"--gpus {options.gpus[0]} is below 1. Name numbers of devices.")
+    for name, least in (("steps", 1), ("warmup", 0), ("max_length", 2)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} {value} is below {least}. Use at least that.")
+    if options.lengths is not None and min(options.lengths) < 2:
+        raise ValueError(f"--lengths {min(options.lengths)} is below 2: a token needs one to predict.")
+    for name in ("timeout", "memory_budget_gib"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name} {value} is not above 0.")
+    if not 0 < options.precision < 1:
+        raise ValueError(f"--precision {options.precision} is not between 0 and 1. 0.02 is two hundredths.")
+    if options.output.exists() and not (options.output.is_dir() and os.access(options.output, os.W_OK)):
+        raise ValueError(f"--output {options.output} is no folder that can be written. Name another.")
+    if options.document_lengths is not None and not options.document_lengths.is_file():
+        raise ValueError(f"--document_lengths {options.document_lengths} is no file. Name a CSV of low,high,documents.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('Pictures need matplotlib. Install it: pip install "longctx[plots]".')
+
+
+def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
+    use_cpu = _prepare_environment(options.output)
+    start_server()  # it imports while we do
+    from benchmarks.max_length.combinations import Limits, combinations
+    from benchmarks.max_length.sweep import Settings, Sweep
+    from longctx.launch.terminal import quieten
+
+    quieten()
+    _fill_in(options, use_cpu)
+    facts = _facts(options, use_cpu)
+    _check_same(facts, results, options.output)
+    limits = Limits(
+        device_bytes=facts["budget_bytes"] or facts["device_bytes"], host_bytes=facts["host_bytes"], use_cpu=use_cpu
+    )
+    found = list(
+        combinations(
+            options.model_name_or_path,
+            gpus=options.gpus,
+            backends=options.backends,
+            memory=options.memory,
+            profile=options.accelerate_config,
+            data=options.output / ".probe" / "data.parquet",
+        )
+    )
+    settings = Settings(
+        model=options.model_name_or_path,
+        lengths=sorted(set(options.lengths)),
+        limits=limits,
+        budget_bytes=facts["budget_bytes"],
+        precision=options.precision,
+        longest=options.max_length,
+        steps=options.steps,
+        warmup=options.warmup,
+        timeout=options.timeout,
+        documents=_documents(options.document_lengths),
+        commit=facts["commit"],
+    )
+    results.add({"kind": SWEEP, "command": command, "date": f"{datetime.now(UTC):%Y-%m-%d}", **facts})
+    Sweep(options.output, settings, results, found).run()
+
+
+def _prepare_environment(output: Path) -> bool:
+    """What ranks and this process have in common; returns whether there are no GPUs."""
+    os.environ["HF_DATASETS_CACHE"] = str((output / ".probe" / "ranks" / "cache").absolute())  # goes with each probe
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else ranks would be forked from a process that has seen CUDA
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    from longctx.launch.engines import prefer_huge_pages, set_up_allocators, stay_on_cpu
+
+    prefer_huge_pages()
+    set_up_allocators()
+    use_cpu = not torch.cuda.is_available()
+    if use_cpu:
+        stay_on_cpu()
+    return use_cpu
+
+
+def _fill_in(options: argparse.Namespace, use_cpu: bool) -> None:
+    """Defaults that depend on whether there are GPUs."""
+    defaults: dict[str, Any] = {
+        "model_name_or_path": "tiny" if use_cpu else "Qwen/Qwen3-8B",
+        "lengths": [1024, 2048, 4096, 8192] if use_cpu else [16384, 65536, 262144, 1048576],
+        "memory_budget_gib": 0.03 if use_cpu else None,
+        "steps": 5 if use_cpu else 10,
+        "warmup": 1 if use_cpu else 3,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
+    """What the sweep is told and what it runs on.
+
+    Raises:
+        ValueError: for more devices than there are, or a larger budget than one has.
+    """
+    from longctx.launch.processes import device_count
+    from longctx.memory.machine import host_bytes
+
+    if not use_cpu and options.gpus[-1] > device_count():
+        raise ValueError(f"--gpus {options.gpus[-1]}: {device_count()} are visible. Leave it out.")
+    budget = options.memory_budget_gib * GIB if options.memory_budget_gib else None
+    device: dict[str, Any] = {"device_kind": "CPU", "device_bytes": None} if use_cpu else _gpu(options.output)
+    if not use_cpu and budget and budget > device["device_bytes"]:
+        has = f"{device['device_bytes'] / GIB:.1f}"
+        raise ValueError(f"--memory_budget_gib {options.memory_budget_gib}: a {device['device_kind']} has {has} GiB.")
+    return device | {
+        "device": _processor() if use_cpu else device["device_kind"],
+        "host_bytes": host_bytes(),
+        "use_cpu": use_cpu,
+        "budget_bytes": budget,
+        "model": options.model_name_or_path,
+        "document_lengths": options.document_lengths and str(options.document_lengths.absolute()),
+        **{n: getattr(options, n) for n in SETTINGS if n in vars(options) and n != "document_lengths"},
+        "versions": {name: version(name) for name in PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _gpu(output: Path) -> dict[str, Any]:
+    """Name and bytes of the first, asked by a process of its own, since asking takes some of them."""
+    from benchmarks.max_length.rank import describe_gpu
+
+    asked = run_group(1, describe_gpu, None, environment={}, folder=output / ".probe" / "ranks", timeout=300)
+    if not asked.reports:
+        raise ValueError(f"There are GPUs, and the first does not answer: {asked.error}. See nvidia-smi.")
+    return asked.reports[0]
+
+
+def _processor() -> str:
+    from benchmarks.packing import device
+
+    return device()
+
+
+def _commit() -> str:
+    """Of the checkout this runs in, `-dirty` where it has changes; empty outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _check_same(facts: dict[str, Any], results: Results, output: Path) -> None:
+    """
+    Raises:
+        ValueError: if the folder holds the probes of a sweep with other settings, with what differs.
+    """
+    before = next((line for line in results.lines if line["kind"] == SWEEP), None)
+    if before is None:
+        return
+    differing = [f"{n} {before.get(n)} there, {facts[n]} here" for n in SETTINGS if before.get(n) != facts[n]]
+    if differing:
+        raise ValueError(
+            f"--output {output} has a sweep with other settings: {'; '.join(differing)}. Name another folder, or use "
+            "the same settings."
+        )
+
+
+def _documents(path: Path | None) -> Any:
+    """Length of a row -> lengths of its documents."""
+    from longctx.plan.__main__ import _documents as drawn
+
+    return drawn(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

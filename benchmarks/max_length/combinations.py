@@ -1,0 +1,240 @@
+"""What a sweep tries: backends on numbers of devices, what they are resolved to, and how long they are predicted to go.
+
+Nothing here starts a process or reads weights; what cannot be is refused here, with longctx.train's own reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from longctx.attention.support import num_heads
+from longctx.config import resolve
+from longctx.flags import parse_flags
+from longctx.launch.processes import find_profile
+from longctx.launch.profile import read_profile
+from longctx.memory.closed_form import Breakdown, MemorySetup, predict
+from longctx.model import load_config
+from longctx.resolved import Run
+
+LONGCTX: Final = "longctx"
+TRL: Final = "trl"
+ONE_DEVICE = "one device"
+NOMINAL_LENGTH = 1 << 16
+"""Of the rows that a combination is resolved for, before one is known."""
+LONGEST_GUESS = 1 << 40
+FLAGS = "--packing True --per_device_train_batch_size 1 --save_strategy no --report_to none --disable_tqdm True"
+_DROPPED = ("PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG")
+"""Of a profile's environment: degrees are the sweep's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bytes that a step may take."""
+
+    device_bytes: float
+    """Of one device; on the CPU the budget."""
+    host_bytes: float
+    """Of the node."""
+    use_cpu: bool
+
+    def hold(self, peak: Breakdown, beside: float) -> bool:
+        """
+        Args:
+            beside: bytes of a device that the prediction leaves out.
+        """
+        if self.use_cpu:  # what is traced is what tensors take
+            return peak.allocated_bytes + beside <= self.device_bytes
+        return peak.device_bytes + beside <= self.device_bytes and peak.host_bytes <= self.host_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """A backend on a number of devices."""
+
+    backend: str
+    """A name of `longctx.pictures.BACKENDS`."""
+    devices: int
+    stack: Literal["longctx", "trl"] = LONGCTX
+    flags: tuple[str, ...] = ()
+    """Of longctx.train; of TRL's, those of the most similar run of ours."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    degrees: Mapping[str, int] | None = None
+    """TRL's."""
+    run: Run | None = None
+    """None where it is refused."""
+    refused: str = ""
+    """Why it cannot be."""
+
+    @property
+    def sp(self) -> int:
+        return 0 if self.run is None else self.run.dims.sp
+
+    @property
+    def dp(self) -> int:
+        """Rows that are trained on at a time."""
+        return 0 if self.run is None else self.run.dims.dp
+
+    @property
+    def multiple(self) -> int:
+        """Tokens that rows are padded to a multiple of."""
+        assert self.run is not None, "not refused"
+        return self.run.dims.multiple
+
+    def describe(self) -> dict[str, Any]:
+        """For its line in results.jsonl."""
+        if self.run is None:
+            return {"error": self.refused}
+        dims, setup, bf16 = self.run.dims, self._setup, self.run.settings["bf16"]
+        engine = f"ZeRO-{self.run.zero_stage}" if self.run.zero_stage else self.run.engine
+        return {
+            "sp": dims.sp,
+            "ring": dims.ring,
+            "ulysses": dims.ulysses,
+            "dp": dims.dp,
+            "engine": engine,
+            "levers": self.run.levers.describe() if self.stack == LONGCTX else "",
+            "parameters": setup.model.num_parameters,
+            "dtype": f"{'bf16' if bf16 else 'fp32'}, weights {'fp32' if setup.weight_bytes == 4 else 'bf16'}",
+        }
+
+    @cached_property
+    def _setup(self) -> MemorySetup:
+        """As if on devices of their own, so that their memory is told apart from the host's."""
+        assert self.run is not None, "not refused"
+        return replace(self.run.memory_setup(self.devices), is_cpu=False)
+
+    def predicted_peak(self, length: int) -> float:
+        """Bytes that tensors take of a device, where rows have `length` tokens."""
+        return predict(self._setup, length).allocated_bytes
+
+    def predicted_length(self, limits: Limits, beside: float = 0.0) -> int:
+        """The longest row that fits, by the closed form.
+
+        Args:
+            beside: bytes that a measured peak has more than the predicted one.
+        """
+        return _longest(lambda length: limits.hold(predict(self._setup, length), beside))
+
+
+def _longest(fits: Callable[[int], bool]) -> int:
+    low, high = 0, 1
+    while fits(high) and high < LONGEST_GUESS:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 4096):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def combinations(
+    model: str,
+    *,
+    gpus: Sequence[int],
+    backends: Sequence[str],
+    memory: str,
+    profile: str | None,
+    data: Path,
+) -> Iterator[Combination]:
+    """In the order of devices, then of backends; one device is one combination, whatever the backends.
+
+    Args:
+        data: of some rows, as the flags of longctx.train name them.
+
+    Raises:
+        ValueError: for a model or a profile that is none.
+    """
+    heads = num_heads(load_config(model))[0]
+    base = [*FLAGS.split(), "--model_name_or_path", model, "--dataset_name", str(data), "--memory", memory]
+    for devices in gpus:
+        environment = profile_environment(profile, devices)
+        if devices == 1:
+            # Of one device's states, DeepSpeed alone can keep some on the host.
+            engine = ["--engine", "deepspeed"] if memory == "longest" and not environment else []
+            yield _resolved(ONE_DEVICE, 1, [*base, *engine], environment)
+            continue
+        for backend in backends:
+            if backend != TRL:
+                yield _spread(backend, devices, base, environment)
+                continue
+            for name, degree in (("ring", "cp_size"), ("ulysses", "sp_size")):
+                yield _of_trl(name, degree, devices, base, heads)
+
+
+def _spread(backend: str, devices: int, flags: Sequence[str], environment: Mapping[str, str]) -> Combination:
+    """With the largest sp that the backend permits."""
+    refused = []
+    for sp in (n for n in range(devices, 1, -1) if devices % n == 0):
+        degrees = ["--sp", str(sp), "--sp_backend", backend]
+        combination = _resolved(backend, devices, [*flags, *degrees], environment)
+        if combination.run is not None:
+            return combination
+        refused.append(combination)
+    return refused[0]
+
+
+def _of_trl(backend: str, degree: str, devices: int, flags: Sequence[str], heads: int) -> Combination:
+    """TRL's own sequence parallelism, with sp as large as heads permit."""
+    sp = devices if backend == "ring" else max(n for n in range(1, devices + 1) if devices % n == heads % n == 0)
+    if sp == 1:
+        refused = f"sp_size of {devices} devices has to divide the {heads} heads, and no divisor above 1 does"
+        return Combination(backend=f"TRL {backend}", devices=devices, refused=refused)
+    ours = _resolved(backend, devices, [*flags, "--sp", str(sp), "--sp_backend", backend], {})
+    degrees = {degree: sp} | ({"dp_shard_size": devices // sp} if sp < devices else {})
+    return replace(ours, backend=f"TRL {backend}", stack=TRL, degrees=degrees)
+
+
+def _resolved(backend: str, devices: int, flags: Sequence[str], environment: Mapping[str, str]) -> Combination:
+    env = {**os.environ, **environment, "RANK": "0", "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices)}
+    run, refused = None, ""
+    try:
+        run = resolve(parse_flags([*flags, "--max_length", str(NOMINAL_LENGTH)]), read_profile(env), env)
+        if backend == "hybrid" and run.backend.name != backend:
+            run, refused = (
+                None,
+                f"on {devices} devices, hybrid is {run.dims.ring} ring × {run.dims.ulysses} Ulysses ranks",
+            )
+    except ValueError as error:
+        refused = str(error)
+    return Combination(
+        backend=backend, devices=devices, flags=tuple(flags), environment=environment, run=run, refused=refused
+    )
+
+
+def profile_environment(profile: str | None, devices: int) -> dict[str, str]:
+    """What `accelerate launch --config_file PROFILE --num_processes N` makes of its profile, but for the degrees.
+
+    One device shards nothing, so that of FSDP it takes nothing.
+
+    Raises:
+        ValueError: for a profile that there is not, or that accelerate cannot read.
+    """
+    if profile is None:
+        return {}
+    path = find_profile(profile)
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+
+    asked = ["--config_file", str(path), "--num_processes", str(devices), "--num_machines", "1", "-m", "longctx.train"]
+    try:
+        args, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
+        args.main_process_port = 0  # any: ranks are told of theirs
+        if args.use_deepspeed:
+            _, env = prepare_deepspeed_cmd_env(args)
+        elif args.use_fsdp or args.multi_gpu:
+            env = prepare_multi_gpu_env(args)
+        else:
+            _, env = prepare_simple_launcher_cmd_env(args)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"--accelerate_config {profile} is no profile that accelerate can read: {error}") from error
+    added = {name: value for name, value in env.items() if os.environ.get(name) != value}
+    kept = {n: v for n, v in added.items() if n.startswith(("ACCELERATE_", "FSDP_")) and not n.startswith(_DROPPED)}
+    return {} if devices == 1 and "ACCELERATE_USE_FSDP" in kept else kept

@@ -1,0 +1,228 @@
+"""Groups of processes that end whatever happens: a probe's ranks, forked from a process that has imported all.
+
+    sweep ── fork server (has imported torch, transformers, DeepSpeed, longctx)
+               └── leader of a probe, of a session and process group of its own
+                     ├── rank 0
+                     └── rank 1 …
+
+The sweep kills a probe's whole process group when its time is up. A leader kills it when the sweep is gone, however
+that ended, and the kernel kills ranks whose leader is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PRELOAD = [
+    "transformers.trainer",
+    "trl.trainer.sft_trainer",
+    "deepspeed",
+    "accelerate.accelerator",
+    "benchmarks.max_length.rank",
+]
+GRACE_SECONDS = 2.0
+"""For other ranks to say why they fail, once one has."""
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class Ending(NamedTuple):
+    """What became of a group."""
+
+    status: str
+    """ok, oom, timeout or fail."""
+    reports: Sequence[dict[str, Any]] = ()
+    """Of all ranks in their order, where all is well."""
+    error: str = ""
+    """`Type: first sentence` of the rank that failed first, or how it ended."""
+    log: str = ""
+    """All that this rank wrote."""
+    seconds: float = 0.0
+
+
+def start_server() -> None:
+    """Begin to import what ranks need, in a process of its own; the environment is what it is now."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    from multiprocessing import forkserver
+
+    forkserver.ensure_running()
+
+
+def run_group(
+    processes: int,
+    function: Callable[..., dict[str, Any]],
+    argument: Any,
+    *,
+    environment: Mapping[str, str],
+    folder: Path,
+    timeout: float,
+) -> Ending:
+    """Call `function(argument)` on every rank of a new process group, and wait until none of it is left.
+
+    Args:
+        environment: variables of the ranks; RANK and the like are set for several processes.
+        folder: for the ranks' output, emptied before.
+        timeout: seconds.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    started = time.monotonic()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("forkserver")
+    arguments = (processes, function, argument, dict(environment), str(folder), sender)
+    leader = context.Process(target=_lead, args=arguments)
+    leader.start()
+    sender.close()
+    try:
+        ended: list[tuple[int, int]] | None = receiver.recv() if connection.wait([receiver], timeout) else None
+        ending = _ending(ended, processes, folder)
+    except EOFError:
+        ending = Ending("fail", error="the process that leads the ranks has ended")
+    finally:
+        _kill(leader.pid)
+        leader.join()
+        receiver.close()
+    return ending._replace(seconds=time.monotonic() - started)
+
+
+def _kill(leader: int | None) -> None:
+    """And all that it has started; it makes its group before it starts anything."""
+    assert leader is not None, "started before"
+    with contextlib.suppress(ProcessLookupError):
+        try:
+            os.killpg(leader, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(leader, signal.SIGKILL)
+
+
+def _ending(ended: list[tuple[int, int]] | None, processes: int, folder: Path) -> Ending:
+    """
+    Args:
+        ended: (rank, exit code) in the order in which they ended; None where they did not in time.
+    """
+    if ended is None:
+        return Ending("timeout", error="not done in time", log=_text(folder / "0.log"))
+    failed = [_failure(rank, code, folder) for rank, code in ended if code]
+    if not failed and len(ended) == processes:
+        return Ending("ok", [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)])
+    # Others fail because they have lost the one that ran out of memory.
+    return next((failure for failure in failed if failure.status == "oom"), failed[0])
+
+
+def _failure(rank: int, code: int, folder: Path) -> Ending:
+    log, told = _text(folder / f"{rank}.log"), folder / f"{rank}.json"
+    if told.exists():
+        return Ending(log=log, **json.loads(told.read_text()))
+    if code == -signal.SIGKILL:
+        return Ending("oom", error=f"rank {rank} was killed, as the kernel does when memory is used up", log=log)
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return Ending("fail", error=f"rank {rank} ended with {how}", log=log)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+# The leader and its ranks
+
+
+def _lead(
+    processes: int,
+    function: Callable[..., dict[str, Any]],
+    argument: Any,
+    environment: dict[str, str],
+    folder: str,
+    sender: connection.Connection,
+) -> None:
+    os.setsid()
+    sweep = multiprocessing.parent_process()
+    assert sweep is not None, "started by the sweep"
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    os.environ.update(environment)
+    ranks = [
+        context.Process(target=_be_rank, args=(rank, processes, port, function, argument, folder, os.getpid()))
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    ended = _wait(ranks, sweep)
+    if ended is not None:
+        sender.send(ended)
+        connection.wait([sweep.sentinel])  # the sweep ends this group, or has ended itself
+    os.killpg(0, signal.SIGKILL)
+
+
+def _wait(ranks: Sequence[Any], sweep: Any) -> list[tuple[int, int]] | None:
+    """(rank, exit code) of those that have ended, in their order; not all where one failed. None without the sweep."""
+    ended: dict[int, int] = {}
+    until = float("inf")
+    while len(ended) < len(ranks) and time.monotonic() < until:
+        running = [rank.sentinel for number, rank in enumerate(ranks) if number not in ended]
+        left = None if until == float("inf") else max(0.0, until - time.monotonic())
+        if sweep.sentinel in connection.wait([sweep.sentinel, *running], left):
+            return None
+        for number, rank in enumerate(ranks):
+            if number not in ended and rank.exitcode is not None:
+                ended[number] = rank.exitcode
+                if rank.exitcode:
+                    until = min(until, time.monotonic() + GRACE_SECONDS)
+    return list(ended.items())
+
+
+def _be_rank(
+    rank: int,
+    processes: int,
+    port: int,
+    function: Callable[..., dict[str, Any]],
+    argument: Any,
+    folder: str,
+    leader: int,
+) -> None:
+    """A rank's environment, its output in a file, its report in another."""
+    _end_with(leader)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    tempfile.tempdir = folder
+    output = os.open(Path(folder, f"{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        report, code = function(argument), 0
+    except BaseException as error:
+        from benchmarks.elsewhere import first_sentence
+        from longctx.memory.report import is_out_of_memory
+
+        traceback.print_exc()
+        report, code = {"status": "oom" if is_out_of_memory(error) else "fail", "error": first_sentence(error)}, 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    path = Path(folder, f"{rank}.json")
+    path.with_suffix(".tmp").write_text(json.dumps(report))
+    path.with_suffix(".tmp").rename(path)
+    os._exit(code)  # a group whose members failed at different places cannot be left
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    with contextlib.suppress(OSError, AttributeError):  # no Linux: the leader has to live on
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

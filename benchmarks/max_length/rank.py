@@ -1,0 +1,168 @@
+"""What one rank of a probe does: the real trainer, for a few optimizer steps.
+
+Imported by the process that ranks are forked from, so that no probe pays for imports.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow.parquet
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+import longctx.run
+from benchmarks.elsewhere import start_stock
+from longctx.config import resolve
+from longctx.flags import parse_flags
+from longctx.launch.engines import promote
+from longctx.launch.profile import read_profile
+from longctx.memory.report import PeakMemory
+from longctx.memory.trace import MemoryTracer
+from longctx.model import load_config, load_model, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A few optimizer steps on rows that lie in a file."""
+
+    stack: Literal["longctx", "trl"]
+    model: str
+    data: str
+    """Parquet file of `input_ids`."""
+    length: int
+    """Tokens of a row, max_length."""
+    num_steps: int
+    is_traced: bool
+    """Whether allocations are counted: where there is no GPU, whose allocator would."""
+    memory_fraction: float | None
+    """Of the GPU's memory that torch may take; None for all of it."""
+    flags: tuple[str, ...] = ()
+    """Of longctx.train, besides."""
+    degrees: Mapping[str, int] | None = None
+    """TRL's: cp_size or sp_size, and dp_shard_size."""
+    use_cpu: bool
+
+
+def run_task(task: Task) -> dict[str, Any]:
+    """Train, and return what this rank has to report."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if task.memory_fraction is not None:
+        device = int(os.environ.get("LOCAL_RANK", 0))
+        torch.cuda.set_per_process_memory_fraction(task.memory_fraction, device)
+    watch = _Watch(is_traced=task.is_traced)
+    report = _train_longctx(task, watch) if task.stack == "longctx" else _train_trl(task, watch)
+    allocated, reserved, host, *_ = PeakMemory.here(torch.device("cpu" if task.use_cpu else "cuda"))
+    if watch.tracer is not None:
+        trace = watch.tracer.trace()
+        allocated, report["by_category"] = trace.peak_bytes, trace.by_category
+        report["offloaded"] = trace.host_peak_bytes
+    return report | {
+        "seconds": watch.seconds,
+        "allocated": allocated,
+        "reserved": None if task.use_cpu else reserved,
+        "host": host,
+    }
+
+
+def describe_gpu(_: None) -> dict[str, Any]:
+    """Name and memory of the first."""
+    properties = torch.cuda.get_device_properties(0)
+    return {"device_kind": properties.name, "device_bytes": properties.total_memory}
+
+
+class _Watch(TrainerCallback):
+    """Takes the time of every step, and counts what all of them allocate."""
+
+    def __init__(self, *, is_traced: bool):
+        self.is_traced = is_traced
+        self.tracer: MemoryTracer | None = None
+        self.seconds: list[float] = []
+        self._started = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_traced and self.tracer is None:
+            self.tracer = MemoryTracer(kwargs["model"], _torch_optimizer(kwargs["optimizer"]))
+            self.tracer.__enter__()
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._started)
+        if self.tracer is not None and state.global_step == state.max_steps:
+            self.tracer.__exit__(None, None, None)
+
+
+def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Inside accelerate's and DeepSpeed's."""
+    while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
+    flags = [*task.flags, "--model_name_or_path", task.model, "--dataset_name", task.data]
+    flags += ["--max_length", str(task.length), "--max_steps", str(task.num_steps)]
+    flags += ["--logging_steps", str(task.num_steps), "--output_dir", os.path.dirname(task.data)]
+    run = resolve(parse_flags(flags), read_profile(), os.environ)
+    prepared = longctx.run.prepare(run)
+    trainer = longctx.run.build_trainer(prepared, longctx.run.load(prepared))
+    trainer.add_callback(watch)
+    trainer.train()
+    logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    metrics, dims = trainer.step_metrics, trainer.sequence.dims
+    lengths = [length for row in range(dims.dp) for length in trainer.rows[row]["seq_lengths"].tolist()]
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    return {
+        "loss": logged["loss"],
+        "padding": logged["padding_fraction"],
+        "tokens": sum(lengths),
+        "flops": metrics.flops_per_token * sum(lengths) + metrics.flops_per_pair * pairs,
+        "peak_flops": metrics.peak_flops,
+    }
+
+
+def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
+    """TRL's own sequence parallelism: one document a row, since it refuses to pack with cp_size and pads sp_size."""
+    from accelerate import ParallelismConfig
+
+    assert task.degrees is not None, "TRL's rows have degrees"
+    engine = "deepspeed" if "sp_size" in task.degrees else "fsdp2"
+    if task.use_cpu:
+        start_stock(engine, 3 if engine == "deepspeed" else None)
+    else:
+        promote(engine)
+        os.environ["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] = "sdpa"
+    args = SFTConfig(
+        output_dir=os.path.dirname(task.data),
+        per_device_train_batch_size=1,
+        max_steps=task.num_steps,
+        max_length=task.length,
+        logging_steps=task.num_steps,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=task.use_cpu,
+        bf16=not task.use_cpu,
+        accelerator_config={"use_configured_state": True} if task.use_cpu else None,
+        parallelism_config=ParallelismConfig(**task.degrees),
+    )
+    model = load_model(task.model, load_config(task.model))
+    trainer = SFTTrainer(
+        model,
+        args,
+        train_dataset=Dataset(pyarrow.parquet.read_table(task.data)),
+        processing_class=load_tokenizer(task.model),
+        callbacks=[watch],
+    )
+    trainer.train()
+    logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    groups = int(os.environ["WORLD_SIZE"]) // max(task.degrees.get("cp_size", 1), task.degrees.get("sp_size", 1))
+    return {"loss": logged["loss"], "padding": 0.0, "tokens": task.length * groups, "flops": None, "peak_flops": None}
