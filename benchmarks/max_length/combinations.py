@@ -109,7 +109,7 @@ class Combination:
         return replace(self.run.memory_setup(self.devices), is_cpu=False)
 
     def predicted_peak(self, length: int) -> float:
-        """Bytes that tensors take of a device, where rows have `length` tokens."""
+        """Bytes that tensors take of a device, where rows have `length` tokens; of TRL's, what ours would take."""
         return predict(self._setup, length).allocated_bytes
 
     def predicted_length(self, limits: Limits, beside: float = 0.0) -> int:
@@ -193,15 +193,18 @@ def _resolved(backend: str, devices: int, flags: Sequence[str], environment: Map
     run, refused = None, ""
     try:
         run = resolve(parse_flags([*flags, "--max_length", str(NOMINAL_LENGTH)]), read_profile(env), env)
-        if backend == "hybrid" and run.backend.name != backend:
-            run, refused = (
-                None,
-                f"on {devices} devices, hybrid is {run.dims.ring} ring × {run.dims.ulysses} Ulysses ranks",
-            )
+        if run.backend.name not in (backend, "local"):  # hybrid whose heads or devices leave a ring
+            ranks = f"{run.dims.ring} ring × {run.dims.ulysses} Ulysses ranks"
+            refused = f"on {devices} devices it is {ranks}, which is {run.backend.name}"
     except ValueError as error:
         refused = str(error)
     return Combination(
-        backend=backend, devices=devices, flags=tuple(flags), environment=environment, run=run, refused=refused
+        backend=backend,
+        devices=devices,
+        flags=tuple(flags),
+        environment=environment,
+        run=None if refused else run,
+        refused=refused,
     )
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet
 from tqdm import tqdm
 
 from benchmarks.max_length import tables
-from benchmarks.max_length.combinations import Combination, Limits
+from benchmarks.max_length.combinations import LONGCTX, Combination, Limits
 from benchmarks.max_length.processes import Ending, run_group
 from benchmarks.max_length.rank import Task, run_task
 from benchmarks.max_length.results import (
@@ -189,7 +189,7 @@ class Sweep:
         )
         found = _found(ending)
         if is_fit:
-            found["predicted"] = combination.predicted_peak(length)
+            found["predicted"] = combination.predicted_peak(length) if combination.stack == LONGCTX else None
             if use_cpu and ending.status == OK and found["allocated"] > budget:
                 found |= {"error": f"{found['allocated']:,} traced bytes are more than the budget"}
                 ending = ending._replace(status=OOM)
