@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.max_length.processes import first_sentence
 from benchmarks.packing import device, histogram, line
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
@@ -199,12 +200,6 @@ def _member(rank: int, processes: int, port: int, folder: str, function: Callabl
         result = {"error": first_sentence(error), "log": log.read_text(errors="replace")}
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     os._exit(1 if "error" in result else 0)  # a group whose members failed at different places cannot be left
-
-
-def first_sentence(error: BaseException) -> str:
-    """`Type: message` up to the first full stop."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message.split('. ')[0].removesuffix('.')}"
 
 
 # --- the two columns, on each rank -------------------------------------------------------------------------------

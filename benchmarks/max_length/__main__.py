@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory_budget_gib",
         type=float,
-        help="Of a rank. Default: all of its GPU; without GPUs 0.03, a short sweep of tiny.",
+        help="Of a rank. Default: all of its GPU; without GPUs 0.02, a short sweep of tiny.",
     )
     parser.add_argument("--lengths", type=int, nargs="+", help="Rows to time, in tokens.")
     parser.add_argument(
@@ -214,8 +214,8 @@ def _fill_in(options: argparse.Namespace, use_cpu: bool) -> None:
     """Defaults that depend on whether there are GPUs."""
     defaults: dict[str, Any] = {
         "model_name_or_path": "tiny" if use_cpu else "Qwen/Qwen3-8B",
-        "lengths": [1024, 2048, 4096, 8192] if use_cpu else [16384, 65536, 262144, 1048576],
-        "memory_budget_gib": 0.03 if use_cpu else None,
+        "lengths": [512, 1024, 2048, 4096, 8192] if use_cpu else [16384, 65536, 262144, 1048576],
+        "memory_budget_gib": 0.02 if use_cpu else None,
         "steps": 5 if use_cpu else 10,
         "warmup": 1 if use_cpu else 3,
     }

@@ -228,9 +228,10 @@ def profile_environment(profile: str | None, devices: int) -> dict[str, str]:
 
     asked = ["--config_file", str(path), "--num_processes", str(devices), "--num_machines", "1", "-m", "longctx.train"]
     try:
-        args, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
+        args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(asked))
         args.main_process_port = 0  # any: ranks are told of theirs
         if args.use_deepspeed:
+            args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)  # as its launcher does
             _, env = prepare_deepspeed_cmd_env(args)
         elif args.use_fsdp or args.multi_gpu:
             env = prepare_multi_gpu_env(args)

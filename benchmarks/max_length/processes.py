@@ -207,11 +207,8 @@ def _be_rank(
     try:
         report, code = function(argument), 0
     except BaseException as error:
-        from benchmarks.elsewhere import first_sentence
-        from longctx.memory.report import is_out_of_memory
-
         traceback.print_exc()
-        report, code = {"status": "oom" if is_out_of_memory(error) else "fail", "error": first_sentence(error)}, 1
+        report, code = {"status": "oom" if _is_out_of_memory(error) else "fail", "error": first_sentence(error)}, 1
     sys.stdout.flush()
     sys.stderr.flush()
     path = Path(folder, f"{rank}.json")
@@ -226,3 +223,15 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Nothing is imported for it, as there may be no memory for that; what has torch has this module since its fork."""
+    report = sys.modules.get("longctx.memory.report")
+    return isinstance(error, MemoryError) or (report is not None and report.is_out_of_memory(error))
+
+
+def first_sentence(error: BaseException) -> str:
+    """`Type: message` up to the first full stop."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message.split('. ')[0].removesuffix('.')}"
