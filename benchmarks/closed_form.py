@@ -5,12 +5,17 @@
     python -m benchmarks.closed_form --fit          # how its constants were found: the best of a grid
     python -m benchmarks.closed_form --output FILE
 
-Rows are those of benchmarks/data/published_lengths.csv whose set-up is known, in their authors' words there. What is
-set besides is stated here: ALST's rows train with Liger's layers wherever the loss is fused, and on one GPU with
-parameters on the host (its recipes in ArcticTraining, projects/sequence-parallelism); UPipe's rows are torchtitan's
-layers on FSDP2, whose norms and activations are compiled. A GPU named 80 GB has 85.0e9 bytes, one named 141 GB 150.1e9.
+Rows are those of benchmarks/data/published_lengths.csv whose set-up is known, in their authors' words there, and all
+of held_back_lengths.csv. What is set besides is stated here: ALST's rows train with Liger's layers wherever the loss is
+fused, on one GPU with parameters on the host, on H200 with FlashAttention-3, and in one row with sdpa, for which
+transformers repeats key/value heads (its recipes in ArcticTraining, projects/sequence-parallelism). UPipe's rows are
+torchtitan's layers on FSDP2, whose norms and activations are compiled; it tried whole millions of tokens, so a
+prediction up to the next is right, and it projects a few heads at a time. TRL's context parallelism collects keys and
+values at once and passes gradients on, as accelerate and torch have it by default. A GPU named 80 GB has 85.0e9 bytes,
+one named 141 GB 150.1e9, a node of the host's memory 1.9e12.
 
-- *predicted*: the longest row that fits, or the peak of allocated memory at the published length.
+- *predicted*: the longest row that fits, or the peak of allocated memory at the published length, or all that is taken
+  of the GPU there.
 - *binds*: which moment of the step, or which memory, is full first.
 """
 
@@ -20,14 +25,14 @@ import argparse
 import copy
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.published import CONFIGS, HOST_BYTES, Published, read
+from benchmarks.published import CONFIGS, HELD_BACK, HOST_BYTES, PUBLISHED, Published, read
 from longctx.memory import closed_form
 from longctx.memory.closed_form import GB, MemorySetup, ModelSizes, Reach, predict, reach
 from longctx.plan.candidates import DEVICE_BYTES
@@ -38,30 +43,29 @@ FEATURES: dict[str, dict[str, Any]] = {
     "checkpoint-offload": {"activation_offloading": True},
     "all": {"fused_loss": True, "fused_layers": True, "tiled_mlp_num_shards": 0, "activation_offloading": True},
     "chunked-loss": {"fused_loss": True},
-    "cp8": {"ring": 8},
+    "bf16-states": {"weight_bytes": 2},
     "torch ring": {"ring": 8},
-    "head-chunked ulysses": {"heads_k_stride": 1},
+    "head-chunked ulysses": {"heads_k_stride": 1, "projects_by_stage": True},
+    "FA3": {"kernel": "flash-attn 3"},
 }
 """What a feature in the table changes; those that the stack or the number of GPUs implies change nothing."""
 
 _DEEPSPEED: dict[str, Any] = {"engine": "zero3", "reduce_bytes": 2, "bucket_size": 500_000_000}  # its own defaults
+_ALST: dict[str, Any] = {**_DEEPSPEED, "offload_optimizer": "cpu", "fused_loss": False}
+_TRL: dict[str, Any] = {"engine": "fsdp2", "reduce_bytes": 2, "gathers": True, "passes_gradients_on": True}
 STACKS: dict[str, dict[str, Any]] = {
-    "ALST": {**_DEEPSPEED, "offload_optimizer": "cpu", "fused_loss": False},
+    "ALST": _ALST,
+    "ALST recipes": _ALST,
     "UPipe paper": {"engine": "fsdp2", "fused_layers": True},
-    "TRL 1.13 CP": {"engine": "fsdp2", "reduce_bytes": 2},
+    "TRL 1.13 CP": _TRL,
+    "TRL 6845": _TRL,
     "HF Ulysses blog": {**_DEEPSPEED, "fused_loss": False},
 }
+TRIED = {"UPipe paper": 1_000_000}
+"""Tokens between the lengths that were tried: the longest may be as many longer, and a prediction between is right."""
 
-MISSES = {
-    ("ALST", "baseline+fused-loss+ulysses8+tiled-mlp"): (
-        "ALST's tiled MLP gains 9% here, and 54% once checkpoints are on the host; one account of what attention takes "
-        "cannot give both"
-    ),
-    ("UPipe paper", "head-chunked ulysses+checkpoint-offload+tiled-mlp, FA3"): (
-        "UPipe also projects a few heads at a time, and never holds q, k and v of all heads; the closed form is of "
-        "longctx's `heads_k_stride`, which keeps this rank's and their gradients"
-    ),
-}
+RUNS = {("ALST", "baseline+fused-loss+ulysses8+tiled-mlp", 8): {"kernel": "sdpa"}}
+"""(stack, features, GPUs) -> what this recipe sets otherwise than those beside it."""
 
 
 class Row(NamedTuple):
@@ -70,19 +74,55 @@ class Row(NamedTuple):
 
     def error(self) -> tuple[str, str, float]:
         """Published and predicted, and the second over the first, less 1."""
-        length, peak_gib = self.published.length, self.published.peak_gib
-        if peak_gib is not None:
-            peak = predict(self.setup, length).allocated_bytes / 2**30
-            return f"{peak_gib} GiB", f"{peak:.1f} GiB", peak / peak_gib - 1
+        of = self.published
+        if gib := of.peak_gib or of.device_gib:
+            peak = predict(self.setup, of.length)
+            predicted = (peak.allocated_bytes if of.peak_gib else peak.device_bytes) / 2**30
+            what = "" if of.peak_gib else " of the GPU"
+            return f"{gib} GiB{what} at {of.length:,}", f"{predicted:.1f} GiB", predicted / gib - 1
         longest = self.reach().length
-        return f"{length:,}", f"{longest:,}", longest / length - 1
+        too_long = of.length + TRIED.get(of.stack, 0)
+        nearest = min(max(of.length, longest), too_long)  # that the published length may stand for
+        return f"{of.length:,}", f"{longest:,}", longest / nearest - 1
 
     def reach(self) -> Reach:
         return reach(self.setup, DEVICE_BYTES[self.published.device], HOST_BYTES)
 
     def binds(self) -> str:
+        """What is full at the longest, or largest in a run."""
+        if self.published.is_run:
+            return predict(self.setup, self.published.length).moment
         longest = self.reach()
         return "host" if longest.binds == "host" else predict(self.setup, longest.length).moment
+
+    def miss(self) -> str | None:
+        """Why it is off, where that is known."""
+        of = self.published
+        return MISSES.get((of.stack, of.model.split("/")[1], of.gpus, of.length))
+
+
+MISSES = {
+    ("ALST recipes", "Qwen3-32B", 1, 230_000): (
+        "no limit of memory, it seems: at 2^31 / 8192 = 262,144 tokens, kernels with 32-bit offsets end for its "
+        "queries, as the recipe of Llama-8B reports beyond 2^31 / 4096"
+    ),
+    ("ALST recipes", "Llama-3.1-70B", 8, 200_000): (
+        "three steps of a round number of tokens, not said to be the longest; all states of a rank leave 0.2 TB of the "
+        "host"
+    ),
+    ("ALST recipes", "Llama-3.1-70B", 16, 1_200_000): (
+        "the host binds: this length fills it where a node holds 32 bytes for each parameter of its share; DeepSpeed's "
+        "own estimate, used here, is 24"
+    ),
+    ("TRL 6845", "Qwen3-0.6B", 8, 1_048_576): (
+        "26.3 GiB with the checkpoints on the device, where a model of this size can keep them; which lever was on in "
+        "which run is not published"
+    ),
+    ("TRL 6845", "Qwen3-30B-A3B", 8, 1_048_576): (
+        "its experts would keep 18 GiB for their backward pass; how the run computed them is not published"
+    ),
+}
+"""(stack, model, GPUs, length) -> why its error is above 20%."""
 
 
 @cache
@@ -90,35 +130,40 @@ def sizes(model: str) -> ModelSizes:
     return ModelSizes.of_config(CONFIGS[model])
 
 
-def rows() -> Iterator[Row]:
+def rows(path: Path = PUBLISHED) -> list[Row]:
     """The rows of known stacks."""
-    for row in read():
-        if row.stack in STACKS:
-            yield Row(row, _setup(row.stack, row.model, row.gpus, row.features))
+    return [Row(row, _setup(row)) for row in read(path) if row.stack in STACKS]
 
 
-def _setup(stack: str, model: str, gpus: int, features: str) -> MemorySetup:
-    changed = dict(STACKS[stack])
-    parts = features.replace(", ", "+").split("+")
+def _setup(row: Published) -> MemorySetup:
+    changed = dict(STACKS[row.stack])
+    parts = row.features.replace(", ", "+").split("+")
     for part in parts:
         changed |= FEATURES.get(part, {})
-    if stack == "ALST" and gpus == 1:
+    alst = row.stack.startswith("ALST")
+    if alst and row.gpus == 1:
         changed["offload_param"] = "cpu"
-    spread = stack != "ALST" or any(part.startswith("ulysses") or part == "all" for part in parts)
-    return MemorySetup(model=sizes(model), world_size=gpus, sp=gpus if spread else 1, ranks_per_node=gpus, **changed)
+    if alst and row.device == "H200":
+        changed["kernel"] = "flash-attn 3"
+    changed |= RUNS.get((row.stack, row.features, row.gpus), {})
+    spread = not alst or any(part.startswith("ulysses") or part == "all" for part in parts)
+    sp = row.gpus if spread else 1
+    if row.stack.startswith("TRL"):
+        changed |= {"ring": sp, "heads_k_stride": CONFIGS[row.model].num_key_value_heads}  # all at once
+    return MemorySetup(model=sizes(row.model), world_size=row.gpus, sp=sp, ranks_per_node=min(row.gpus, 8), **changed)
 
 
-def table() -> str:
-    """Every row with its error, and what the errors amount to."""
+def table(path: Path = PUBLISHED) -> str:
+    """Every row with a length or a peak, with its error, and what the errors amount to."""
     lines = ["| stack | GPUs | model | features | published | predicted | error | binds |", "| --- " * 8 + "|"]
     errors: list[float] = []
     notes: list[str] = []
-    for row in rows():
+    for row in compared(path):
         of, (published, predicted, error) = row.published, row.error()
         errors.append(abs(error))
         mark = ""
-        if reason := MISSES.get((of.stack, of.features)):
-            notes.append(f"{len(notes) + 1}. {of.stack}, {of.features}: {reason}.")
+        if reason := row.miss():
+            notes.append(f"{len(notes) + 1}. {of.model.split('/')[1]} on {of.gpus}, {of.features}: {reason}.")
             mark = f" ({len(notes)})"
         lines.append(
             f"| {of.stack} | {of.gpus}× {of.gpu} | {of.model.split('/')[1]} | {of.features} | {published} | "
@@ -126,6 +171,11 @@ def table() -> str:
         )
     lines += ["", f"Median error {statistics.median(errors):.0%}, worst {max(errors):.0%}.", "", *notes]
     return "\n".join(lines)
+
+
+def compared(path: Path) -> list[Row]:
+    """Those that publish more than a time."""
+    return [row for row in rows(path) if not row.published.is_run or row.published.peak_gib or row.published.device_gib]
 
 
 def constants() -> str:
@@ -198,9 +248,9 @@ def traces() -> str:
 
 GRID: dict[str, list[float]] = {
     "CONTEXT_BYTES": [1 * GB, 2 * GB, 3 * GB],
-    "COMMUNICATOR_BYTES": [1.5 * GB, 2 * GB, 2.5 * GB, 3 * GB],
+    "COMMUNICATOR_BYTES": [2.5 * GB, 3 * GB, 3.5 * GB, 4 * GB],
     "FRAGMENTATION": [0.08, 0.1, 0.12, 0.14],
-    "COPIES_IN_FLIGHT": [2, 3, 4],
+    "COPIES_IN_FLIGHT": [2, 3, 4, 5],
 }
 
 
@@ -274,6 +324,12 @@ def main(arguments: list[str] | None = None) -> int:
             about.strip(),
             "",
             table(),
+            "",
+            "## Held back",
+            "",
+            "Nothing was fitted on these rows (benchmarks/data/held_back_lengths.csv).",
+            "",
+            table(HELD_BACK),
             "",
             "## What was fitted",
             "",

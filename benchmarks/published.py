@@ -81,8 +81,12 @@ class Published(NamedTuple):
     features: str
     """What was on, joined by `+`."""
     length: int
+    is_run: bool
+    """Else `length` is the longest that fits."""
     peak_gib: float | None
-    """Where it was run at `length`; None where `length` is the longest."""
+    """What tensors took of a GPU at `length`."""
+    device_gib: float | None
+    """What nvidia-smi showed of it."""
     seconds: float | None
     """Of a step at `length`."""
 
@@ -110,6 +114,8 @@ def _row(line: dict[str, str]) -> Published:
         model=line["model"],
         features=line["features"],
         length=length,
+        is_run=(line.get("kind") or ("run" if line["peak_gib"] else "longest")) == "run",
         peak_gib=float(line["peak_gib"]) if line["peak_gib"] else None,
+        device_gib=float(line["device_gib"]) if line.get("device_gib") else None,
         seconds=seconds,
     )

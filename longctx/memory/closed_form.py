@@ -35,11 +35,11 @@ GB = 1e9
 
 CONTEXT_BYTES = 2.0 * GB
 """Of a GPU: CUDA's context, cuBLAS's and cuDNN's workspaces."""
-COMMUNICATOR_BYTES = 2.5 * GB
+COMMUNICATOR_BYTES = 3.5 * GB
 """Of a GPU: NCCL's buffers for each process group, the world and, beside it, a sequence group."""
-FRAGMENTATION = 0.12
+FRAGMENTATION = 0.10
 """Reserved by the caching allocator beyond what is allocated, as a part of the activations."""
-COPIES_IN_FLIGHT = 3
+COPIES_IN_FLIGHT = 4
 """Layers' inputs that the allocator cannot reuse yet while offloaded ones are copied to the host and back."""
 FITTED = ("CONTEXT_BYTES", "COMMUNICATOR_BYTES", "FRAGMENTATION", "COPIES_IN_FLIGHT")
 """All constants that are fitted, on ALST's rows of the published lengths; `benchmarks.closed_form` repeats it."""
@@ -47,6 +47,9 @@ FITTED = ("CONTEXT_BYTES", "COMMUNICATOR_BYTES", "FRAGMENTATION", "COPIES_IN_FLI
 LOGIT_BYTES = 14
 """Of each element of the logits in bf16: themselves (2), in fp32 the log-probabilities and the gradients of these and
 of the logits (12)."""
+HOST_BUFFERS = 0.5
+"""Of ZeRO's states in host memory, what their buffers take besides: DeepSpeed's own allowance in
+`estimate_zero3_model_states_mem_needs`."""
 TOKEN_BYTES = 40
 """Of each of a rank's tokens: its number, position and label (int64), and what became of it in fp32."""
 
@@ -154,6 +157,8 @@ class MemorySetup:
     """Ranks that pass keys and values around; sp / ring exchange tokens for heads."""
     gathers: bool = False
     """Whether a ring collects keys and values at once (sp_backend gather), instead of passing them on."""
+    passes_gradients_on: bool = False
+    """Whether it passes their gradients on all the same, as torch's context parallelism does."""
     ranks_per_node: int = 1
     engine: Engine = "none"
     bf16: bool = True
@@ -176,6 +181,8 @@ class MemorySetup:
     """0 for one for each h tokens of a rank; None for all tokens at once."""
     heads_k_stride: int | None = None
     """Key/value heads of a rank at a time; None for all, and for a gather a quarter of them."""
+    projects_by_stage: bool = False
+    """Whether the heads in hand are projected only then, too (UPipe, arXiv 2602.21196), which longctx does not do."""
     sequence_chunk_size: int | None = None
     """Tokens of a rank at a time, the others waiting in host memory."""
     offload_optimizer: Place = "none"
@@ -186,6 +193,8 @@ class MemorySetup:
     """Elements that DeepSpeed reduces at a time; a layer's where None."""
     live_parameters: int = 1_000_000_000
     """That ZeRO-3 keeps gathered; DeepSpeed's default."""
+    kernel: Literal["flash-attn 2", "flash-attn 3", "sdpa"] = "flash-attn 2"
+    """Of attention; sdpa as stock transformers calls it, with a flash kernel behind it."""
     accumulates_gradients: bool = False
     """Whether gradients of an earlier micro-batch are there throughout."""
     is_cpu: bool = False
@@ -504,28 +513,34 @@ def _attention(setup: MemorySetup) -> tuple[float, float, float]:
     model, b = setup.model, setup.element_size
     q, kv = model.query_size, model.key_value_size
     copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses) if setup.ulysses > 1 else 1
+    if setup.kernel == "sdpa":
+        copies = model.num_heads // model.num_key_value_heads  # transformers repeats what query heads share
     heads = q + 2 * kv * copies
-    # The gradients of the kernel's output and inputs; FlashAttention's fp32 sum of dq and, with shared key/value heads,
-    # dk and dv of every query head.
-    shared = 2 * b * q if model.num_heads > model.num_key_value_heads else 0
+    # The gradients of the kernel's inputs; FlashAttention's fp32 sum of dq and, where query heads of this rank share
+    # them, of dk and dv: in version 2 of every query head, in its precision.
+    shares = model.num_heads > model.num_key_value_heads * copies
+    shared = (8 * kv * copies if setup.kernel == "flash-attn 3" else 2 * b * q) if shares else 0
     kernel = b * heads + (4 * q if setup.bf16 else 0) + shared
     if setup.ring > 1:
         parts = _ring_parts(setup)
         made = b * q + 8 * q + kernel - (4 * q if setup.bf16 else 0)
-        held: float = 4 * b * kv * copies  # what arrives, while what came before is attended
+        held: float = 2 * 2 * b * kv * copies  # what arrives, while what came before is attended
         grads: float = 32 * kv * copies  # own, of the block, on the way and coming, fp32
         if setup.gathers:
-            held, grads = 2 * held * setup.ring * parts / 2, 8 * kv * copies * (1 + setup.ring * parts)
+            held = 2 * b * kv * copies * setup.ring * min(1, 2 * parts)
+            if not setup.passes_gradients_on:
+                grads = 8 * kv * copies * (1 + setup.ring * parts)
         exchange = 2 * b * kv * copies + held + grads
     else:
         made, exchange = b * q + kernel, 0.0
     if setup.ulysses == 1:
-        return b * (q + 2 * kv) + b * q, made, exchange
+        return b * heads + b * q, made, exchange
     if setup.heads_k_stride is not None:
         part = _stage(setup, copies)
-        own = b * (2 * q + 2 * kv)
+        own = b * q if setup.projects_by_stage else b * (2 * q + 2 * kv)
         return own, own + part * (3 * b * heads + made), part * (3 * b * heads + exchange)
-    return b * heads + 2 * b * q, made, exchange + b * q
+    # The output in both layouts; the gradient of the one takes the place of the other, which its projection has read.
+    return b * heads + 2 * b * q, made - b * q, exchange
 
 
 def _ring_parts(setup: MemorySetup) -> float:
@@ -603,11 +618,14 @@ def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
     """Of a whole node, what is there on its devices' behalf."""
     model, b = setup.model, setup.element_size
     placed = _placed_states(setup)
+    is_zero = setup.engine.startswith("zero")
+    gradients = 4 / setup.reduce_bytes if is_zero else 1  # the optimizer on the host has its own, in fp32
     states = {
         "parameters": placed["parameters"] if setup.offload_param == "cpu" else 0.0,
-        "gradients": placed["gradients"] if _gradients_on_host(setup) else 0.0,
+        "gradients": gradients * placed["gradients"] if _gradients_on_host(setup) else 0.0,
         "optimizer states": placed["optimizer states"] if setup.offload_optimizer == "cpu" else 0.0,
     }
+    states["buffers"] = HOST_BUFFERS * sum(states.values()) if is_zero else 0.0
     chunked = setup.sequence_chunk_size is not None
     kept = b * model.query_size + 4 * model.num_heads if setup.selective_checkpointing else 0
     checkpoints = math.ceil(model.num_layers / setup.every_n_layers) * (setup.stream_size * model.hidden_size + kept)
