@@ -162,9 +162,8 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     _fill_in(options, use_cpu)
     facts = _facts(options, use_cpu)
     _check_same(facts, results, options.output)
-    limits = Limits(
-        device_bytes=facts["budget_bytes"] or facts["device_bytes"], host_bytes=facts["host_bytes"], use_cpu=use_cpu
-    )
+    budget = facts["budget_bytes"]
+    limits = Limits(device_bytes=budget or facts["device_bytes"], host_bytes=facts["host_bytes"], use_cpu=use_cpu)
     found = list(
         combinations(
             options.model_name_or_path,
@@ -179,7 +178,7 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
         model=options.model_name_or_path,
         lengths=sorted(set(options.lengths)),
         limits=limits,
-        budget_bytes=facts["budget_bytes"],
+        memory_fraction=None if use_cpu or not budget else budget / facts["device_bytes"],
         precision=options.precision,
         longest=options.max_length,
         steps=options.steps,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,8 @@ from longctx.launch.engines import promote
 from longctx.launch.profile import read_profile
 from longctx.memory.report import PeakMemory
 from longctx.memory.trace import MemoryTracer
-from longctx.model import load_config, load_model, load_tokenizer
+from longctx.metrics import StepMetrics
+from longctx.model import count_parameters, load_config, load_model, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +85,20 @@ class _Watch(TrainerCallback):
         self.is_traced = is_traced
         self.tracer: MemoryTracer | None = None
         self.seconds: list[float] = []
-        self._started = 0.0
+        self._before = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_traced and self.tracer is None:
             self.tracer = MemoryTracer(kwargs["model"], _torch_optimizer(kwargs["optimizer"]))
             self.tracer.__enter__()
-        self._started = time.perf_counter()
+        self._before = self._before or time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self._started)
+        now = time.perf_counter()  # from one end to the next, so that data is part of a step
+        self.seconds.append(now - self._before)
+        self._before = now
         if self.tracer is not None and state.global_step == state.max_steps:
             self.tracer.__exit__(None, None, None)
 
@@ -119,14 +122,14 @@ def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
     metrics, dims = trainer.step_metrics, trainer.sequence.dims
     lengths = [length for row in range(dims.dp) for length in trainer.rows[row]["seq_lengths"].tolist()]
+    return {"loss": logged["loss"], "padding": logged["padding_fraction"], **_work(metrics, lengths)}
+
+
+def _work(metrics: StepMetrics, lengths: Sequence[int]) -> dict[str, Any]:
+    """Of a step on documents of these lengths."""
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return {
-        "loss": logged["loss"],
-        "padding": logged["padding_fraction"],
-        "tokens": sum(lengths),
-        "flops": metrics.flops_per_token * sum(lengths) + metrics.flops_per_pair * pairs,
-        "peak_flops": metrics.peak_flops,
-    }
+    flops = metrics.flops_per_token * sum(lengths) + metrics.flops_per_pair * pairs
+    return {"tokens": sum(lengths), "flops": flops, "peak_flops": metrics.peak_flops}
 
 
 def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
@@ -155,6 +158,7 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
         parallelism_config=ParallelismConfig(**task.degrees),
     )
     model = load_model(task.model, load_config(task.model))
+    flops_per_token = 6 * count_parameters(model)
     trainer = SFTTrainer(
         model,
         args,
@@ -165,4 +169,7 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
     trainer.train()
     logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
     groups = int(os.environ["WORLD_SIZE"]) // max(task.degrees.get("cp_size", 1), task.degrees.get("sp_size", 1))
-    return {"loss": logged["loss"], "padding": 0.0, "tokens": task.length * groups, "flops": None, "peak_flops": None}
+    metrics = StepMetrics(
+        sp=1, sp_rank=0, config=model.config, flops_per_token=flops_per_token, device=trainer.args.device
+    )
+    return {"loss": logged["loss"], "padding": 0.0, **_work(metrics, [task.length] * groups)}

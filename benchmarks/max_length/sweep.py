@@ -54,8 +54,8 @@ class Settings:
     lengths: Sequence[int]
     """Of the rows to time, in tokens."""
     limits: Limits
-    budget_bytes: float | None
-    """Of a rank: of traced bytes on the CPU, of the GPU's memory else; None for all there is."""
+    memory_fraction: float | None
+    """Of a GPU's memory that torch may take; None for all of it, and on the CPU."""
     precision: float
     longest: int
     steps: int
@@ -165,7 +165,6 @@ class Sweep:
         rows = [self.settings.documents(length) for _ in range(combination.dp)]
         _write_rows(folder / DATA, [document for row in rows for document in row])
         use_cpu, is_fit = settings.limits.use_cpu, kind == FIT
-        budget = settings.budget_bytes
         task = Task(
             stack=combination.stack,
             model=settings.model,
@@ -173,7 +172,7 @@ class Sweep:
             length=length,
             num_steps=STEPS_OF_A_FIT if is_fit else settings.warmup + settings.steps,
             is_traced=is_fit and use_cpu,
-            memory_fraction=budget / settings.limits.device_bytes if budget and not use_cpu else None,
+            memory_fraction=settings.memory_fraction,
             flags=combination.flags,
             degrees=combination.degrees,
             use_cpu=use_cpu,
@@ -190,7 +189,7 @@ class Sweep:
         found = _found(ending)
         if is_fit:
             found["predicted"] = combination.predicted_peak(length) if combination.stack == LONGCTX else None
-            if use_cpu and ending.status == OK and found["allocated"] > budget:
+            if use_cpu and ending.status == OK and found["allocated"] > settings.limits.device_bytes:
                 found |= {"error": f"{found['allocated']:,} traced bytes are more than the budget"}
                 ending = ending._replace(status=OOM)
         self._keep_log(combination, kind, length, ending)
