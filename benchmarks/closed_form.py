@@ -51,7 +51,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 """What a feature in the table changes; those that the stack or the number of GPUs implies change nothing."""
 
 _DEEPSPEED: dict[str, Any] = {"engine": "zero3", "reduce_bytes": 2, "bucket_size": 500_000_000}  # its own defaults
-_ALST: dict[str, Any] = {**_DEEPSPEED, "offload_optimizer": "cpu", "fused_loss": False}
+_ALST: dict[str, Any] = {**_DEEPSPEED, "offload_optimizer": "cpu", "pins_host_memory": False, "fused_loss": False}
 _TRL: dict[str, Any] = {"engine": "fsdp2", "reduce_bytes": 2, "gathers": True, "passes_gradients_on": True}
 STACKS: dict[str, dict[str, Any]] = {
     "ALST": _ALST,

@@ -25,7 +25,7 @@ from longctx.attention.cost import (
     Setup,
     modelled_seconds,
 )
-from longctx.memory.closed_form import MemorySetup, ModelSizes
+from longctx.memory.closed_form import LOGIT_BYTES, MemorySetup, ModelSizes, saved_by_layer
 from longctx.metrics import PEAK_FLOPS
 
 MATMUL_EFFICIENCY = 0.6
@@ -44,10 +44,20 @@ Round figures of the FlashAttention-2 and -3 papers (arXiv 2307.08691, 2407.0860
 
 HOST_LINK = {"A100": 25e9, "H100": 50e9, "H200": 50e9, "B200": 50e9}
 """Bytes a second between a device and pinned host memory: PCIe 4.0 and 5.0 x16, as far as copies reach them."""
-HOST_MEMORY_SPEED = 300e9
-"""Bytes a second that all processes of a node read and write, optimizers on the host among them."""
+HOST_MEMORY_SPEED = 95e9
+"""Bytes a second that all processes of a node read and write: about what DeepSpeed's optimizer for the host reaches, a
+billion parameters in 0.3 s (ZeRO-Offload, arXiv 2101.06840)."""
 ADAMW_BYTES = 28
 """Read and written of each parameter: weight, gradient and two moments in fp32."""
+HOST_OPTIMIZER_BYTES = ADAMW_BYTES + 8 + 6
+"""The same in host memory, with the pass that scales gradients and the one that rounds weights to bf16."""
+OPTIMIZER_COPIES = 2 + 2 + 4 + 2
+"""Bytes of each parameter that DeepSpeed copies between device and host: the gradient in bf16 there and back and in
+fp32, the new weight (partition_grads and _reassign_or_swap_out_partitioned_parameters of its stage3.py)."""
+UNPINNED_PASSES = 3
+"""Through host memory, of what is copied to or from memory that is not pinned: it is staged in between."""
+TRAFFIC = 2
+"""Times that each pass moves a byte which is saved for the backward pass: it is written, and read again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +106,7 @@ class StepTime:
     """Seconds of one step of one micro-batch."""
 
     parts: Mapping[str, float]
-    """linear, attention, recomputed, weights, host, optimizer: those of them that take time nothing else hides."""
+    """linear, elementwise, attention, recomputed, weights, host, optimizer: those that take time nothing else hides."""
     tokens: int
     """Of all ranks."""
     world_size: int
@@ -118,10 +128,11 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     """
     work = RingWork.of(np.asarray(documents or [length]), setup.ring)
     pairs = setup.num_rows * work.pairs.sum() / setup.sp
-    linear, recomputed = matrix_seconds(setup, length, speeds)
+    linear, recomputed, elementwise = tokenwise_seconds(setup, length, speeds)
     of_layer = modelled_seconds(*attention_setup(setup, speeds.device), work)
     parts = {
         "linear": linear,
+        "elementwise": elementwise,
         "attention": setup.num_rows * setup.model.num_layers * of_layer,
         "recomputed": recomputed + float(attended_again_seconds(setup, pairs, speeds)),
     }
@@ -133,11 +144,15 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, tokens, setup.world_size)
 
 
-def matrix_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[float, float]:
-    """Of a rank's matrices in one micro-batch: forward and backward, and computed once more."""
-    model = setup.model
-    once = 2 * _matmul_parameters(model) * setup.local_tokens(length) / speeds.matmul_flops
-    return once * (1 + 1 + model.num_trained_parameters / model.num_parameters), once * _recomputed_share(setup)
+def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[float, float, float]:
+    """Of all of a rank's micro-batch but attention: its matrices forward and backward, those computed once more, and
+    what moves bytes only, such as norms and activations.
+    """
+    model, again, tokens = setup.model, _recomputed_share(setup), setup.local_tokens(length)
+    once = 2 * _matmul_parameters(model) * tokens / speeds.matmul_flops
+    moved = TRAFFIC * (model.num_layers * saved_by_layer(setup) + LOGIT_BYTES * model.vocab_size) * tokens
+    elementwise = (1 + again + 2) * moved / speeds.device.memory_speed  # backward as much as two passes
+    return once * (1 + 1 + model.num_trained_parameters / model.num_parameters), once * again, elementwise
 
 
 def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], speeds: Speeds) -> NDArray[np.float64]:
@@ -153,8 +168,11 @@ def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], spee
 
 def host_seconds(setup: MemorySetup, length: int, speeds: Speeds, computed: float) -> float:
     """Of copies to and from host memory, besides the optimizer's, that no computation hides."""
-    copied = _host_bytes(setup, length) / speeds.host_link
-    return copied if setup.sequence_chunk_size else max(0.0, copied - computed)
+    copied = _host_bytes(setup, length)
+    if not setup.pins_host_memory:
+        return UNPINNED_PASSES * copied * setup.ranks_per_node / speeds.host_memory
+    seconds = copied / speeds.host_link
+    return seconds if setup.sequence_chunk_size else max(0.0, seconds - computed)
 
 
 def _matmul_parameters(model: ModelSizes) -> int:
@@ -223,6 +241,9 @@ def optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:
     """Once a step."""
     shards = 1 if setup.engine == "none" else setup.world_size / setup.dp_replicate
     parameters = setup.model.num_trained_parameters / shards
-    if "cpu" in (setup.offload_optimizer, setup.offload_param):
-        return parameters * (ADAMW_BYTES * setup.ranks_per_node / speeds.host_memory + 4 / speeds.host_link)
-    return parameters * ADAMW_BYTES / speeds.device.memory_speed
+    if "cpu" not in (setup.offload_optimizer, setup.offload_param):
+        return parameters * ADAMW_BYTES / speeds.device.memory_speed
+    staged, copied = 0.0, OPTIMIZER_COPIES / speeds.host_link
+    if not setup.pins_host_memory:
+        staged, copied = UNPINNED_PASSES * OPTIMIZER_COPIES, 0.0
+    return parameters * ((HOST_OPTIMIZER_BYTES + staged) * setup.ranks_per_node / speeds.host_memory + copied)

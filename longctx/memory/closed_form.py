@@ -187,6 +187,8 @@ class MemorySetup:
     """Tokens of a rank at a time, the others waiting in host memory."""
     offload_optimizer: Place = "none"
     offload_param: Place = "none"
+    pins_host_memory: bool = True
+    """Whether what is offloaded lies in pinned memory, which devices copy to and from by themselves."""
     reduce_bytes: int = 4
     """Of a gradient's element while it is reduced; ZeRO adds up in it."""
     bucket_size: int | None = None
@@ -468,6 +470,11 @@ class _Layer(NamedTuple):
     def saved(self) -> float:
         """By the forward pass."""
         return self.norm_before_attention + self.norm_before_mlp + self.attention + self.mlp
+
+
+def saved_by_layer(setup: MemorySetup) -> float:
+    """Bytes a token that the forward pass of one layer saves for the backward pass, where nothing is checkpointed."""
+    return _layer(setup).saved
 
 
 def _layer(setup: MemorySetup) -> _Layer:

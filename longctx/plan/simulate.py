@@ -27,8 +27,8 @@ from longctx.step_time import (
     attended_again_seconds,
     attention_setup,
     host_seconds,
-    matrix_seconds,
     optimizer_seconds,
+    tokenwise_seconds,
     weights_seconds,
 )
 
@@ -108,7 +108,7 @@ def _sequence_group(setup: MemorySetup, length: int, work: RingWork, speeds: Spe
     layers = setup.model.num_layers
     attention = spent(*attention_setup(setup, speeds.device), work)
     again = attended_again_seconds(setup, work.pairs.sum(1) / setup.ulysses, speeds)
-    compute = sum(matrix_seconds(setup, length, speeds)) + again + layers * attention.compute
+    compute = sum(tokenwise_seconds(setup, length, speeds)) + again + layers * attention.compute
     ring = np.stack([compute, layers * attention.exchange, layers * attention.wait])
     return np.repeat(ring, setup.ulysses, axis=1), layers * attention.link
 
@@ -125,7 +125,7 @@ def _least_seconds(
     pairs = sum(int(work.pairs.sum()) for rows in micro_batches for work in rows) / setup.world_size
     flops = (FLOPS_FORWARD + FLOPS_BACKWARD) * setup.model.query_size * setup.model.num_layers
     attended = pairs * flops / speeds.device.attention_flops + float(attended_again_seconds(setup, pairs, speeds))
-    return len(micro_batches) * sum(matrix_seconds(setup, length, speeds)) + attended
+    return len(micro_batches) * sum(tokenwise_seconds(setup, length, speeds)) + attended
 
 
 def _check(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]]) -> None:
