@@ -90,6 +90,10 @@ def test_three_tries_do_where_the_first_tells_what_was_wrong(limit, error) -> No
     assert len(search(lambda length: length <= limit, guess)) <= 3
 
 
+def test_a_guess_that_is_always_a_little_short_is_given_up() -> None:
+    assert len(search(lambda length: length <= 10**7, lambda outcomes: 1.001 * bracket(outcomes).fits + 1)) < 50
+
+
 # results.jsonl
 
 
@@ -136,7 +140,8 @@ def _report(_):
 
 
 def _hang(folder):
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(folder)])  # a worker of the rank's
+    """With a process of its own, as a rank may have workers."""
+    subprocess.Popen(["sh", "-c", "touch $0; sleep 600; :", f"{folder}/{os.environ['RANK']}"])
     time.sleep(600)
 
 
@@ -183,7 +188,8 @@ def test_a_rank_that_ends_is_told_from_one_without_memory(tmp_path, how, status,
 
 
 def test_a_group_that_hangs_is_ended_with_all_that_it_has_started(tmp_path) -> None:
-    assert run(_hang, tmp_path, tmp_path, timeout=1.0).status == "timeout"
+    assert run(_hang, tmp_path, tmp_path, timeout=4.0).status == "timeout"
+    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, "ranks had no time to hang"
     assert not left_behind(str(tmp_path))
 
 
