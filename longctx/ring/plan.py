@@ -238,7 +238,7 @@ def _make_steps(plan: RingPlan, rank: int) -> tuple[RingStep, ...]:
     legal = (table.first_start >= 0) & (table.first_start < table.last_start[:, rank, None])
     legal[:, rank] = False
     row, source = np.nonzero(legal)
-    entries = _rectangles(table, row, np.full_like(row, rank), source)
+    entries = np.stack(_rectangles(table, row, np.full_like(row, rank), source), axis=1)
     hop = (rank - source) % world_size
     order = np.lexsort((entries[:, 0], hop))
     bounds = np.searchsorted(hop[order], np.arange(1, world_size + 1))
@@ -254,37 +254,38 @@ def _make_steps(plan: RingPlan, rank: int) -> tuple[RingStep, ...]:
     )
 
 
-def _rectangles(table: _SplitTable, row: IntArray, rank: IntArray, source: IntArray) -> IntArray:
-    """int64 [m, 4], as `RingStep.entries`: what queries on `rank` see of the same document on `source`; [m] each."""
+def _rectangles(
+    table: _SplitTable, row: IntArray | int, rank: IntArray, source: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """The columns of `RingStep.entries`: what queries on `rank` see of the same document on `source`."""
     all_of_q = table.first_start[row, rank] > table.first_start[row, source]
     all_of_kv = table.last_start[row, source] < table.last_start[row, rank]
-    return np.stack(
-        [
-            np.where(all_of_q, table.first_offset[row, rank], table.last_offset[row, rank]),
-            table.last_end[row, rank],
-            table.first_offset[row, source],
-            np.where(all_of_kv, table.last_end[row, source], table.first_end[row, source]),
-        ],
-        axis=1,
+    return (
+        np.where(all_of_q, table.first_offset[row, rank], table.last_offset[row, rank]),
+        table.last_end[row, rank],
+        table.first_offset[row, source],
+        np.where(all_of_kv, table.last_end[row, source], table.first_end[row, source]),
     )
 
 
 def _work_per_hop(plan: RingPlan) -> IntArray:
-    """`RingPlan.work_per_hop`: own documents by piece, then one split document after the other."""
+    """`RingPlan.work_per_hop`: one split document after the other, then own documents by piece."""
     pieces, table, world_size = plan._pieces, plan._split_table, plan.world_size
-    new = np.append(True, (pieces.document[1:] != pieces.document[:-1]) | (pieces.rank[1:] != pieces.rank[:-1]))
-    length, rank = np.add.reduceat(pieces.length, np.flatnonzero(new)), pieces.rank[new]
-    work = np.zeros((3, world_size, world_size), np.int64)
-    for of_rank, value in zip(work[:, :, 0], (length * (length + 1) // 2, np.ones_like(length), length), strict=True):
-        np.add.at(of_rank, rank, value)
+    work = np.zeros((3, world_size, world_size), np.int64)  # of each rank with the keys of each rank
     for row in range(len(table.first_start)):
         present = np.flatnonzero(table.first_start[row] >= 0)
-        legal = table.first_start[row, present] < table.last_start[row, present, None]
-        np.fill_diagonal(legal, False)
-        rank, source = (present[place] for place in np.nonzero(legal))
-        q_start, q_end, kv_start, kv_end = _rectangles(table, np.full_like(rank, row), rank, source).T
-        queries = q_end - q_start
-        work[:, rank, (rank - source) % world_size] += [queries * (kv_end - kv_start), np.ones_like(queries), queries]
+        rank, source = present[:, None], present[None]
+        legal = (table.first_start[row, source] < table.last_start[row, rank]) & (rank != source)
+        q_start, q_end, kv_start, kv_end = _rectangles(table, row, rank, source)
+        queries = (q_end - q_start) * legal
+        for of_pair, value in zip(work, (queries * (kv_end - kv_start), legal, queries), strict=True):
+            of_pair[rank, source] += value
+    ranks = np.arange(world_size)
+    work = work[:, ranks[:, None], (ranks[:, None] - ranks) % world_size]
+    new = np.append(True, (pieces.document[1:] != pieces.document[:-1]) | (pieces.rank[1:] != pieces.rank[:-1]))
+    length, rank = np.add.reduceat(pieces.length, np.flatnonzero(new)), pieces.rank[new]
+    for of_rank, value in zip(work[:, :, 0], (length * (length + 1) // 2, np.ones_like(length), length), strict=True):
+        np.add.at(of_rank, rank, value)
     return work
 
 
