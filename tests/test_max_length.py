@@ -193,7 +193,7 @@ def test_a_group_that_hangs_is_ended_with_all_that_it_has_started(tmp_path) -> N
     assert not left_behind(str(tmp_path))
 
 
-def left_behind(text, *, seconds=5.0):
+def left_behind(text, *, seconds=20.0):
     """Command lines of processes that hold this text, or that work in such a folder; once the kernel is through."""
     until = time.monotonic() + seconds
     while (found := list(_processes(text))) and time.monotonic() < until:

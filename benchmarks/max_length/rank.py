@@ -69,6 +69,7 @@ def run_task(task: Task) -> dict[str, Any]:
         "allocated": allocated,
         "reserved": None if task.use_cpu else reserved,
         "host": host,
+        "cpu_seconds": time.process_time(),
     }
 
 

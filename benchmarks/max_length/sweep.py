@@ -239,7 +239,7 @@ def _found(ending: Ending) -> dict[str, Any]:
     for name in ("loss", "padding", "tokens", "flops", "peak_flops"):
         found[name] = first[name]
     found["seconds"] = [max(step) for step in zip(*(report["seconds"] for report in ending.reports), strict=True)]
-    for name in ("allocated", "reserved", "host", "offloaded"):
+    for name in ("allocated", "reserved", "host", "offloaded", "cpu_seconds"):
         found[f"{name}_by_rank"] = [report.get(name) for report in ending.reports]
     found["allocated"] = max(found["allocated_by_rank"])
     return found
