@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,24 @@ class StepMetrics:
                 torch.tensor(attention_work(layout, self.sp_rank), dtype=torch.float64, device=self.device),
             ]
         )
+
+    def state_dict(self) -> dict[str, float | list[float]]:
+        """This rank's numbers since the last `read`, and those of all that went on before."""
+        return {"sums": self._sums.tolist(), "total_tokens": self.total_tokens, "longest_row": self.longest_row}
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> None:
+        """What `state_dict` gave on every rank; if there are others now, rank 0 has the sums of all."""
+        if len(states) == self._world_size():
+            sums = torch.tensor(states[rank]["sums"], dtype=torch.float64)
+        else:
+            sums = torch.tensor([state["sums"] for state in states], dtype=torch.float64).sum(0) * (rank == 0)
+        self._sums = sums.to(self.device)
+        self.total_tokens = states[0]["total_tokens"]
+        self.longest_row = max(state["longest_row"] for state in states)
+
+    @staticmethod
+    def _world_size() -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+import xxhash
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -181,6 +182,51 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
         "chat_template": Path(template).read_text() if template else None,
         "vocab_size": model_config.get_text_config().vocab_size,
     }
+
+
+def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which tokens each step trains on, by name, to tell whether a run goes on with the same.
+
+    Of a stream, which cannot be read beforehand, only what it is called and how it is packed.
+    """
+    order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
+    order["seed"] = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
+    if isinstance(data, StreamedRows):
+        names = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field")
+        return {name: settings[name] for name in names} | order
+    packing = data.rows.packing
+    plan = [packing.indices, packing.offsets, packing.starts, packing.stops]
+    return {
+        "documents": len(data.documents),
+        "contents": digest(column_arrays(data.documents)),
+        "rows": len(data.rows),
+        "plan": digest(array for array in plan if array is not None),
+        "balanced": data.costs is not None,
+        **order,
+    }
+
+
+def column_arrays(documents: Dataset) -> Iterator[NDArray[Any]]:
+    """The tokens and labels of all documents, and where each ends, chunk by chunk."""
+    table = documents.with_format("arrow")
+    for column in ("input_ids", "labels"):
+        if column in documents.column_names:
+            for start in range(0, len(documents), _HASHED_DOCUMENTS):
+                lists = table[start : start + _HASHED_DOCUMENTS][column].combine_chunks()
+                yield lists.value_lengths().to_numpy()
+                yield lists.flatten().to_numpy()
+
+
+_HASHED_DOCUMENTS = 10_000
+"""Read at a time."""
+
+
+def digest(arrays: Iterable[NDArray[Any]]) -> str:
+    """xxh3 of their bytes, as int64 and one after the other."""
+    state = xxhash.xxh3_128()
+    for array in arrays:
+        state.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    return state.hexdigest()
 
 
 def linear_cost(config: PretrainedConfig) -> float:

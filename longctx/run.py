@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from longctx.adapter import add_adapter
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
+from longctx.checkpoint import candidates, check_files, check_same, read_manifest
 from longctx.collate import SequenceCollator
 from longctx.host import SavedOnHost
 from longctx.launch.engines import offload_fsdp, promote, settle_deepspeed, settle_fsdp, start_on_cpu, stay_on_cpu
@@ -25,10 +29,12 @@ from longctx.memory.closed_form import ModelSizes
 from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
 from longctx.resolved import Run
-from longctx.rows import StreamedRows, TrainingRows, prepare_rows
+from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows
 from longctx.trainer import SequenceTrainer
 from longctx.turns import together
 from longctx.verify import single_device_step
+
+logger = logging.getLogger(__name__)
 
 SAMPLED_ROWS = 8
 """Micro-batches that stand for all when a backend is chosen."""
@@ -42,6 +48,10 @@ class PreparedRun:
     args: SFTConfig
     tokenizer: PreTrainedTokenizerBase
     data: TrainingRows | StreamedRows
+    data_identity: Mapping[str, Any]
+    """What the rows are made from, by name; {} where no checkpoint asks for it."""
+    resume_from: Path | None
+    """The checkpoint to go on from."""
 
 
 def prepare(run: Run) -> PreparedRun:
@@ -72,7 +82,53 @@ def prepare(run: Run) -> PreparedRun:
         )
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
-    return PreparedRun(run=_with_data(run, args, data), args=args, tokenizer=tokenizer, data=data)
+    run = _with_data(run, args, data)
+    identity = _identity(run, args, data)
+    return PreparedRun(
+        run=run,
+        args=args,
+        tokenizer=tokenizer,
+        data=data,
+        data_identity=identity,
+        resume_from=_checkpoint(run, args, identity),
+    )
+
+
+def _identity(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> dict[str, Any]:
+    """Worked out on rank 0, where a checkpoint will be written or is resumed."""
+    writes = args.save_strategy != "no" and not args.save_only_model
+    if not writes and run.settings["resume_from_checkpoint"] is None:
+        return {}
+    found = [data_identity(data, run.settings) if args.process_index == 0 else None]
+    if run.dims.world_size > 1:
+        dist.broadcast_object_list(found, device=args.device)
+    assert found[0] is not None
+    return found[0]
+
+
+def _checkpoint(run: Run, args: SFTConfig, identity: dict[str, Any]) -> Path | None:
+    """The one that --resume_from_checkpoint means, whole and of this run's data. All ranks look at a part of it.
+
+    Raises:
+        CheckpointError: where there is none, or it is not.
+    """
+    asked = run.settings["resume_from_checkpoint"]
+    if asked is None:
+        return None
+    for folder in candidates(str(asked), Path(args.output_dir)):
+        manifest = together(partial(read_manifest, folder))
+        try:
+            together(partial(check_files, folder, manifest, part=args.process_index, parts=run.dims.world_size))
+        except ValueError as error:
+            if asked != "auto":
+                raise
+            if args.process_index == 0:
+                logger.warning("%s An earlier one is looked for.", error)
+            continue
+        sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
+        check_same(manifest, folder, layout={"sequences_per_step": sequences}, data=identity)
+        return folder
+    return None
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:
@@ -178,6 +234,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         costs=prepared.data.costs,
         report=prepared.data.report,
         eval_rows=prepared.data.evaluation.rows if prepared.data.evaluation else None,
+        data_identity=prepared.data_identity,
     )
     if run.engine == "fsdp2":
         settle_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)
@@ -193,24 +250,15 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     is_first = trainer.sequence.rank == 0
     if is_first:
         print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
     if is_first and trainer.stream_read is not None:
         read = trainer.stream_read
         print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
     trainer.save_state()
-    _save_whole_model(trainer)
+    trainer.save_model(trainer.args.output_dir)
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer
-
-
-def _save_whole_model(trainer: SequenceTrainer) -> None:
-    """A standard folder in output_dir. With FSDP's sharded checkpoints, the Trainer would leave the model out."""
-    if trainer.is_fsdp_enabled:
-        plugin = trainer.accelerator.state.fsdp_plugin
-        plugin.state_dict_config = plugin.optim_state_dict_config = None
-        plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(trainer.args.output_dir)
 
 
 def finish() -> None:
@@ -242,6 +290,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     return [
         f"packing   {prepared.data.report or 'as the stream is read; the counts come at the end of the run'}",
         *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
+        *([f"resume    from {prepared.resume_from}"] if prepared.resume_from else []),
         f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "
         f"sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
         f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",

@@ -68,6 +68,10 @@ class StepSampler(Sampler[list[int]]):
             for ranks in self._spread(rows):
                 yield ranks[self.dp_rank].tolist()
 
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer in place of the loader's, in the epoch that a run is resumed in."""
+        self.epoch = epoch
+
     def steps(self) -> Iterator[NDArray[np.int64]]:
         """The rows of each optimizer step of the epoch, the same on every rank and in every layout."""
         order, size = self._order(), self.rows_per_step
@@ -102,7 +106,7 @@ class StepLoader(DataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of every epoch."""
-        self.batch_sampler.epoch = epoch
+        self.batch_sampler.set_epoch(epoch)
 
 
 class MicroBatch(NamedTuple):

@@ -35,7 +35,8 @@ _ACTING_GROUPS = {
         "output_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
         "log_level log_level_replica disable_tqdm skip_memory_metrics report_to run_name project trackio_space_id "
         "trackio_bucket_id trackio_static_space_id save_steps save_total_limit save_only_model save_on_each_node "
-        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
+        "resume_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
+        "hub_revision"
     ),
 }
 ACTS = frozenset(name for names in _ACTING_GROUPS.values() for name in names.split())
@@ -56,6 +57,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "fp16": (False,),
     "fp16_full_eval": (False,),
     "ignore_bias_buffers": (False,),
+    "ignore_data_skip": (False,),
     "include_num_input_tokens_seen": ("no", False),
     "label_names": (None,),
     "liger_kernel_config": (None,),
@@ -78,8 +80,8 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "optim": ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop"),
     "optim_args": (None,),
     "optim_target_modules": (None,),
-    "resume_from_checkpoint": (None,),
     "router_aux_loss_coef": (None,),
+    "restore_callback_states_from_checkpoint": (False,),
     "save_strategy": ("steps", "epoch", "no"),
     "torch_compile": (False,),
     "torch_compile_backend": (None,),
@@ -110,6 +112,7 @@ REASONS: Mapping[str, str] = {
     "load_in_4bit": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,
     "neftune_noise_alpha": "ranks would draw other noise than one device. Leave it out",
+    "ignore_data_skip": "a resumed run would train on data again that it has seen. Leave it out",
     "router_aux_loss_coef": "the auxiliary loss depends on all tokens of a step at once. Leave it out",
     "use_liger_kernel": (
         "Liger's Triton kernels need a GPU, and are not compared with one device on one yet. Leave it out: the fused "
@@ -157,7 +160,6 @@ _IDLE_GROUPS = {
     ),
     "since --eval_strategy says when to evaluate": "do_eval",
     "without --load_in_4bit": "bnb_4bit_quant_storage bnb_4bit_quant_type use_bnb_nested_quant",
-    "without --resume_from_checkpoint": "ignore_data_skip restore_callback_states_from_checkpoint",
     "without --train_sampling_strategy group_by_length": "length_column_name",
     "without DDP: FSDP2 or ZeRO average the gradients": (
         "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph"

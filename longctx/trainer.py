@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from longctx.batch import ShardedBatch
+from longctx.checkpoint import ResumableTrainer
 from longctx.collate import SequenceCollator
 from longctx.loss import TokenOutputs
 from longctx.memory.report import MemoryWarnings
@@ -34,7 +35,7 @@ from longctx.shard import complete_position_ids, plan_batch
 from longctx.steps import MicroBatch, StepLoader, StepSampler, StepStream
 
 
-class SequenceTrainer(SFTTrainer):
+class SequenceTrainer(ResumableTrainer):
     """Trains on rows cut over sequence groups.
 
     Args:
@@ -47,6 +48,7 @@ class SequenceTrainer(SFTTrainer):
         report: what became of every document and token, for the first entry of the log's history; a stream's is kept
             there as it grows.
         eval_rows: packs or single documents to evaluate on.
+        data_identity: what the rows are made from, by name; a checkpoint is resumed on the same alone.
     """
 
     _name = "longctx"
@@ -66,9 +68,11 @@ class SequenceTrainer(SFTTrainer):
         costs: NDArray[np.floating] | None = None,
         report: PackingReport | None = None,
         eval_rows: PackedDataset | None = None,
+        data_identity: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ):
         self.sequence, self.rows, self.costs = sequence, rows, costs
+        self._data_identity = dict(data_identity or {})
         self.step_metrics = StepMetrics(
             sp=sequence.dims.sp,
             sp_rank=sequence.dims.sp_rank(sequence.rank),
@@ -90,6 +94,8 @@ class SequenceTrainer(SFTTrainer):
             **kwargs,
         )
         _keep_sums_in_fp32(self.accelerator)
+        if self.is_fsdp_enabled:
+            _save_whole_models(self.accelerator)
         self.stream_read: MicroBatch | None = None
         if isinstance(rows, PackedStream):
             self.add_callback(_StreamEntry(self))  # `epoch` stays the Trainer's, steps / max_steps
@@ -97,6 +103,25 @@ class SequenceTrainer(SFTTrainer):
             self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
         if report is not None:
             self.add_callback(_PackingEntry(report))
+
+    def layout(self) -> dict[str, Any]:
+        dims = self.sequence.dims
+        return {
+            "sequences_per_step": self.get_total_train_batch_size(self.args),
+            "world_size": dims.world_size,
+            "sp": dims.sp,
+            "ring": dims.ring,
+            "dp_replicate": dims.dp_replicate,
+        }
+
+    def data_identity(self) -> dict[str, Any]:
+        return self._data_identity
+
+    def progress(self) -> dict[str, Any]:
+        return {"metrics": self.step_metrics.state_dict()}
+
+    def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
+        self.step_metrics.load_state_dicts([rank["metrics"] for rank in progress], rank=self.sequence.rank)
 
     def step_sampler(self, dp_rank: int) -> StepSampler:
         """The row numbers that data-parallel rank `dp_rank` reads."""
@@ -380,6 +405,13 @@ class _StreamEntry(TrainerCallback):
         assert read is not None, "a step has read something"
         packing = read.report.to_dict() | {"passes": read.passes}
         history[:] = [{"step": state.global_step, "packing": packing}, *(e for e in history if "packing" not in e)]
+
+
+def _save_whole_models(accelerator: Accelerator) -> None:
+    """A standard folder in every checkpoint and in output_dir, also where the profile asks for FSDP's sharded ones."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("FULL_STATE_DICT")
 
 
 def _keep_sums_in_fp32(accelerator: Accelerator) -> None:

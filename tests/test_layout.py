@@ -30,6 +30,7 @@ STAGES: list[tuple[str, ...]] = [
         "rows",
         "steps",
         "metrics",
+        "checkpoint",
         "memory",
         "step_time",
         "pictures",

@@ -1,0 +1,13 @@
+"""Checkpoints that any layout resumes: states by parameter, no pickles, written whole or not at all."""
+
+from longctx.checkpoint.files import CheckpointError, candidates, check_files, check_same, read_manifest
+from longctx.checkpoint.trainer import ResumableTrainer
+
+__all__ = [
+    "CheckpointError",
+    "ResumableTrainer",
+    "candidates",
+    "check_files",
+    "check_same",
+    "read_manifest",
+]

@@ -1,0 +1,172 @@
+"""What a rank holds of the trained parameters and of their optimizer states, whatever engine cut them.
+
+FSDP2 keeps whole rows of a parameter, ZeRO a part of its elements in order, one process all of them: each is a range
+of the flattened parameter. So a checkpoint is a set of ranges, and a run of another layout reads those it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+WEIGHT = "weight"
+"""The kind of state that is the parameter itself: the one that the optimizer changes, fp32 where ZeRO keeps such a
+copy beside bf16 weights. All other kinds are named as the optimizer names them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A range of one parameter, flattened, and what there is of it. Tensors are views: written to, they change it."""
+
+    name: str
+    """Of the parameter, as the model without an engine has it."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """First element of the range."""
+    states: dict[str, Tensor]
+    """Kind -> [n] the range's elements; or [], one value for the parameter, such as the optimizer's count of steps."""
+    is_copy: bool = False
+    """Whether another rank, of another replica, holds the same."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+def pieces(
+    model: nn.Module, optimizer: Any, *, kinds: Sequence[str] = (), scalars: Sequence[str] = ()
+) -> Iterator[Piece]:
+    """All of this rank's, in the order of the parameters. No messages are sent.
+
+    Args:
+        model: before or after an engine wrapped it.
+        optimizer: torch's, or DeepSpeed's ZeRO-1, 2, 3.
+        kinds, scalars: states to make, as zeros, where the optimizer has none yet: before its first step.
+
+    Raises:
+        ValueError: for states in NVMe files, which are read in turns.
+    """
+    optimizer = _innermost(optimizer)
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        found = _of_zero3(model, optimizer, kinds, scalars)
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        found = _of_zero(model, optimizer, kinds, scalars)
+    else:
+        found = _of_shards(model, optimizer, kinds, scalars)
+    return (piece for piece in found if piece is not None)
+
+
+def update_working_weights(model: nn.Module, optimizer: Any) -> None:
+    """After `weight` was written to: ZeRO's weights that layers compute with follow its fp32 ones. All ranks call."""
+    optimizer = _innermost(optimizer)
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for _, parameter in _trained(model):
+            group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            parameter.ds_tensor.data.copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, numel))
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        optimizer.update_lp_params()
+
+
+def _innermost(optimizer: Any) -> Any:
+    """accelerate's wrappers hold the engine's optimizer, or torch's."""
+    while type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), parameter
+
+
+def _of_shards(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kinds: Sequence[str], scalars: Sequence[str]
+) -> Iterator[Piece | None]:
+    """FSDP2's, or whole parameters."""
+    for name, parameter in _trained(model):
+        held = _with_states(optimizer.state, parameter, kinds, scalars)
+        start, is_copy = 0, False
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+            start = offsets[0] * math.prod(parameter.shape[1:])
+            coordinate: Sequence[int] = mesh.get_coordinate() or ()
+            is_copy = any(p.is_replicate() and at for p, at in zip(parameter.placements, coordinate, strict=True))
+            assert all(p.is_replicate() or p.is_shard(0) for p in parameter.placements), f"{name} is cut along its rows"
+        local = {kind: _local(tensor) for kind, tensor in {WEIGHT: parameter.data, **held}.items()}
+        if local[WEIGHT].numel():
+            flat = {kind: tensor.view(-1) if tensor.dim() else tensor for kind, tensor in local.items()}
+            yield Piece(name=name, shape=tuple(parameter.shape), start=start, states=flat, is_copy=is_copy)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _of_zero3(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]) -> Iterator[Piece | None]:
+    """Each parameter is cut into equal parts, the last one padded; a flat tensor holds this rank's of many."""
+    for name, parameter in _trained(model):
+        group, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
+        if zero._swappable_optimizer_subgroup(group):
+            raise ValueError(
+                "optimizer states on NVMe are neither saved nor resumed: use --offload_optimizer_device cpu, or "
+                "--save_only_model True."
+            )
+        start = zero._get_param_partition_rank(parameter) * numel
+        shape = tuple(parameter.ds_shape)
+        yield _zero_piece(
+            zero, zero.fp32_partitioned_groups_flat[group], kinds, scalars, name, shape, start, offset, numel
+        )
+
+
+def _of_zero(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]) -> Iterator[Piece | None]:
+    """Of all parameters one after the other, a rank has a range."""
+    for name, parameter in _trained(model):
+        fragment = parameter._hp_mapping
+        if fragment is None:
+            continue
+        flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
+        start, at = fragment.lp_fragment_address.start, fragment.hp_fragment_address
+        yield _zero_piece(zero, flat, kinds, scalars, name, tuple(parameter.shape), start, at.start, at.numel)
+
+
+def _zero_piece(
+    zero: Any,
+    flat: Tensor,
+    kinds: Sequence[str],
+    scalars: Sequence[str],
+    name: str,
+    shape: tuple[int, ...],
+    start: int,
+    offset: int,
+    numel: int,
+) -> Piece | None:
+    numel = min(numel, math.prod(shape) - start)  # without padding
+    if numel <= 0:
+        return None
+    held = {WEIGHT: flat.data, **_with_states(zero.optimizer.state, flat, kinds, scalars)}
+    states = {kind: tensor.narrow(0, offset, numel) if tensor.dim() else tensor for kind, tensor in held.items()}
+    return Piece(name=name, shape=shape, start=start, states=states)
+
+
+def _with_states(state: Any, parameter: Tensor, kinds: Sequence[str], scalars: Sequence[str]) -> dict[str, Tensor]:
+    """The optimizer's of one tensor; those that are missing are made."""
+    if kinds or scalars:
+        held = state[parameter]
+        for kind in kinds:
+            if kind not in held:
+                held[kind] = torch.zeros_like(parameter.data)
+        for kind in scalars:
+            if kind not in held:
+                held[kind] = torch.zeros((), dtype=torch.float32)
+    return {kind: value for kind, value in state.get(parameter, {}).items() if isinstance(value, Tensor)}

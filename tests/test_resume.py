@@ -1,0 +1,126 @@
+"""A run that is interrupted and resumed is the run that was not: real engines on gloo, every layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.test_training import COMMON, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+STEPS = 5
+LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120, 5, 76, 31]  # of epochs that end between steps
+
+
+def run_once(arguments):
+    """What the log says of each step, on every rank."""
+    from accelerate.state import AcceleratorState
+
+    from longctx.config import resolve
+    from longctx.flags import parse_flags
+    from longctx.launch.profile import read_profile
+    from longctx.run import fit, load, prepare
+
+    AcceleratorState._reset_state()
+    environment = dict(os.environ)
+    try:
+        run = resolve(parse_flags(arguments), read_profile(), os.environ)
+        prepared = prepare(run)
+        history = fit(prepared, load(prepared)).state.log_history
+    finally:
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+    return [entry for entry in history if "loss" in entry]
+
+
+def run_all(cases):
+    return {case: run_once(arguments) for case, arguments in cases.items()}
+
+
+VALUES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "num_tokens", "padding_fraction", "entropy")
+
+
+def values(log):
+    return [{name: entry[name] for name in VALUES} for entry in log]
+
+
+def weights(folder):
+    return load_file(next(Path(folder).glob("*model.safetensors")))  # or adapter_model
+
+
+LAYOUTS = {
+    "1 process": (1, []),
+    "ring on FSDP2": (2, ["--sp", "2", "--sp_backend", "ring"]),
+    "ulysses on ZeRO-3": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
+    "ulysses on ZeRO-1": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
+    "ulysses on ZeRO-2": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
+    "hybrid on FSDP2": (4, ["--sp", "4", "--sp_backend", "hybrid"]),
+    "gather on ZeRO-3, dp 2": (4, ["--sp", "2", "--sp_backend", "gather", "--engine", "deepspeed"]),
+    "HSDP, ring": (4, ["--sp", "2", "--sp_backend", "ring", "--dp_replicate", "2"]),
+}
+KINDS = {
+    "fp32": [],
+    "bf16": ["--bf16", "True"],
+    "adapter": ["--use_peft", "True"],
+    "states on the host": ["--offload_optimizer_device", "cpu"],
+    "sgd with momentum": ["--optim", "rmsprop"],
+    "stream": ["--dataset_streaming", "True"],
+    "single documents": ["--packing", "False"],
+}
+CASES = [
+    ("1 process", ["fp32"]),
+    ("ring on FSDP2", ["fp32", "stream"]),
+    ("ulysses on ZeRO-3", ["fp32", "bf16"]),
+    *(pytest.param(layout, list(KINDS), marks=pytest.mark.long) for layout in LAYOUTS),
+]
+
+
+def flags_of(layout, kind, data, models):
+    accumulation = 4 // (
+        LAYOUTS[layout][0] // int(([*LAYOUTS[layout][1], "--sp", "1"])[1] if LAYOUTS[layout][1] else 1)
+    )
+    flags = [*COMMON, *LAYOUTS[layout][1], *KINDS[kind], "--dataset_name", data]
+    flags += ["--model_name_or_path", models["GQA 4:2"], "--max_length", "160", "--overlong", "split"]
+    flags += ["--logging_steps", "2", "--gradient_accumulation_steps", str(accumulation)]
+    if kind != "stream":
+        flags += ["--train_sampling_strategy", "random"]
+    return flags
+
+
+@pytest.mark.parametrize(("layout", "kinds"), CASES, ids=str)
+def test_a_resumed_run_is_the_one_that_went_on(layout, kinds, models, tmp_path, monkeypatch):
+    """From every step, in the middle of an epoch and of a window of the log: the same bits."""
+    stage = layout.partition("ZeRO-")[2][:1]
+    if stage in ("1", "2"):
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    cases = {}
+    for kind in kinds:
+        common, folder = flags_of(layout, kind, data, models), tmp_path / kind
+        cases[kind, None] = [
+            *common,
+            "--output_dir",
+            f"{folder}/whole",
+            "--save_strategy",
+            "steps",
+            "--save_steps",
+            "1",
+        ]
+        for step in range(1, STEPS):
+            cases[kind, step] = [*common, "--output_dir", f"{folder}/{step}"]
+            cases[kind, step] += ["--resume_from_checkpoint", f"{folder}/whole/checkpoint-{step}"]
+    results = run_ranks(LAYOUTS[layout][0], f"{__name__}:run_all", cases, timeout=900)[0]
+    for kind, step in cases:
+        if step is None:
+            expected, log = weights(tmp_path / kind / "whole"), values(results[kind, None])
+            assert len(log) == STEPS // 2
+            continue
+        assert values(results[kind, step]) == [entry for entry in log], (kind, step)
+        found = weights(tmp_path / kind / str(step))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), (kind, step)
