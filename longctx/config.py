@@ -21,6 +21,7 @@ from longctx.adapter import check_adapter
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.support import check_model
+from longctx.checkpoint.files import candidates
 from longctx.flags import Flags
 from longctx.guards import check_disks, check_host_memory, check_row_length
 from longctx.launch.processes import device_count
@@ -109,6 +110,8 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     notes: list[str] = []
     notes += check_supported(flags, settings)
     _check_values(settings)
+    if settings["resume_from_checkpoint"] is not None:
+        candidates(str(settings["resume_from_checkpoint"]), Path(settings["output_dir"]))
     if settings["dataset_streaming"]:
         notes += _take_streaming(flags, settings)
     model_config = _model_config(settings)
@@ -132,9 +135,6 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     zero_stage = (3 if profile.zero_stage is None else profile.zero_stage) if engine == "deepspeed" else None
     _check_engine(engine, zero_stage, dims)
     _check_fsdp1(engine, use_cpu)
-    if profile.engine == engine and engine in ("fsdp1", "fsdp2"):
-        default = "SHARDED_STATE_DICT" if engine == "fsdp2" else "FULL_STATE_DICT"  # accelerate's
-        _check_checkpoints(settings, env.get("FSDP_STATE_DICT_TYPE", default))
     if settings["use_peft"]:
         _check_versions(PEFT_VERSIONS, "--use_peft")
         check_adapter(settings, model_config, engine)
@@ -428,15 +428,6 @@ def _check_fsdp1(engine: str, use_cpu: bool) -> None:
         raise ValueError(
             f"fsdp_version 1 in {_profile_name()}: PyTorch's FSDP1 does not run on the CPU. "
             "Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or use a machine with GPUs."
-        )
-
-
-def _check_checkpoints(settings: Mapping[str, Any], state_dict_type: str) -> None:
-    """Before a sharded checkpoint is written, the Trainer asks whether the best one exists; ranks may disagree."""
-    if settings["load_best_model_at_end"] and state_dict_type != "FULL_STATE_DICT":
-        raise ValueError(
-            f"--load_best_model_at_end True with fsdp_state_dict_type {state_dict_type} in {_profile_name()}: the "
-            "Trainer loses track of the best of sharded checkpoints. Set fsdp_state_dict_type: FULL_STATE_DICT."
         )
 
 

@@ -6,9 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.profile import read_profile
 from longctx.train import main
 from tests.reference import dense_loss
 from tests.test_training import COMMON, make_documents, write_jsonl
@@ -90,19 +87,3 @@ def test_bad_input(flags, parts, tmp_path, monkeypatch, capsys):
     assert main([*given, *flags]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in parts), error
-
-
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", None])
-def test_sharded_checkpoints_are_refused(kind, monkeypatch):
-    """Without a kind in the profile, FSDP2 takes sharded ones."""
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "RANK": "0", "WORLD_SIZE": "2"}
-    flags = parse_flags([*EVALUATES, "--load_best_model_at_end", "True", "--sp", "2", "--sp_backend", "ring"])
-
-    def resolved(kind):
-        given = environment | ({} if kind is None else {"FSDP_STATE_DICT_TYPE": kind})
-        return resolve(flags, read_profile(given), given)
-
-    with pytest.raises(ValueError, match=r"fsdp_state_dict_type SHARDED_STATE_DICT .*FULL_STATE_DICT"):
-        resolved(kind)
-    assert resolved("FULL_STATE_DICT").engine == "fsdp2"

@@ -67,7 +67,7 @@ KINDS = {
     "fp32": [],
     "bf16": ["--bf16", "True"],
     "adapter": ["--use_peft", "True"],
-    "states on the host": ["--offload_optimizer_device", "cpu"],
+    "states on the host": [],
     "rmsprop": ["--optim", "rmsprop"],
     "stream": ["--dataset_streaming", "True"],
     "single documents": ["--packing", "False"],
@@ -89,8 +89,8 @@ def flags_of(layout, kind, data, models):
     processes, given = LAYOUTS[layout]
     sp = int(given[given.index("--sp") + 1]) if given else 1
     flags = [*COMMON, *given, *KINDS[kind], "--dataset_name", data]
-    if kind == "states on the host" and "ZeRO" not in layout and "ulysses" not in layout:
-        flags += ["--offload_param_device", "cpu"]  # FSDP2 offloads all or nothing
+    if kind == "states on the host":  # FSDP2 offloads all or nothing
+        flags += ["--offload_optimizer_device" if "ZeRO" in layout else "--offload_param_device", "cpu"]
     flags += ["--model_name_or_path", models["GQA 4:2"], "--max_length", "160", "--overlong", "split"]
     flags += ["--logging_steps", "2", "--gradient_accumulation_steps", str(4 * sp // processes)]
     if kind != "stream":

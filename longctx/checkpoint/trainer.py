@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -64,6 +65,8 @@ class ResumableTrainer(SFTTrainer):
         folder = output_dir / checkpoint_name(self.state.global_step)
         is_owner = self.args.should_save
         progress = self._all_progress()
+        if best := self.state.best_global_step:
+            self.state.best_model_checkpoint = str(output_dir / checkpoint_name(best))
         try:
             with writing(folder, is_owner=is_owner) as partial:
                 together(lambda: None)  # the folder is there
@@ -71,7 +74,7 @@ class ResumableTrainer(SFTTrainer):
                 files = together(lambda: self._write_own_part(partial))
                 self._finish(partial, files, progress)
                 together(lambda: None)  # before the owner gives the folder its name
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise _not_saved(folder, error) from error
         together(lambda: None)
         if self.args.push_to_hub:
@@ -99,8 +102,6 @@ class ResumableTrainer(SFTTrainer):
         if not self.args.should_save:
             return
         self._export_callbacks()
-        if best := self.state.best_global_step:
-            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / checkpoint_name(best))
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         if self.args.save_only_model:
             return
@@ -240,9 +241,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _not_saved(folder: Path, error: OSError) -> OSError:
+def _not_saved(folder: Path, error: Exception) -> OSError:
     last = next(iter(checkpoints(folder.parent)), None)
-    kept = (
-        f"{last} is complete, and --resume_from_checkpoint auto goes on from it" if last else "there is none before it"
-    )
-    return OSError(error.errno, f"{folder} could not be written: {error.strerror or error}; {kept}")
+    kept = f"{last} is complete: --resume_from_checkpoint auto goes on from it" if last else "there is none before it"
+    return OSError(f"{folder} could not be written: {error}; {kept}.")

@@ -1,0 +1,184 @@
+"""Checkpoint folders: whole or not there, known by their contents, refused by name where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longctx.checkpoint.files import CheckpointError, candidates, check_files, checkpoints, read_manifest, writing
+from longctx.checkpoint.pieces import pieces
+from longctx.checkpoint.states import StateReader, write_states
+from longctx.train import main
+from tests.test_training import COMMON, make_documents, write_jsonl
+
+LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120]
+
+
+def flags(models, data, output_dir):
+    given = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", str(data), "--max_length", "160"]
+    return [*given, "--save_strategy", "steps", "--save_steps", "2", "--output_dir", str(output_dir)]
+
+
+@pytest.fixture(scope="module")
+def saved(models, tmp_path_factory):
+    """(data, output_dir) of a run of five steps with checkpoints 2, 4 and 5."""
+    folder = tmp_path_factory.mktemp("saved")
+    data = write_jsonl(folder / "data.jsonl", make_documents(LENGTHS))
+    assert main(flags(models, data, folder / "out")) == 0
+    return Path(data), folder / "out"
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """The same to break, without its last checkpoint."""
+    shutil.copytree(saved[1], tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    return saved[0], tmp_path / "out"
+
+
+def test_ranges_of_any_size_come_together(tmp_path):
+    """What three ranks wrote is read by two, whose ranges begin and end elsewhere."""
+    model = torch.nn.Linear(5, 7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    (weight, *rest) = list(pieces(model, optimizer))
+    for rank, (start, stop) in enumerate([(0, 11), (11, 30), (30, 35)]):
+        part = {kind: value[start:stop] if value.dim() else value for kind, value in weight.states.items()}
+        held = [
+            type(weight)(name=weight.name, shape=weight.shape, start=start, states=part),
+            *(rest if not rank else []),
+        ]
+        write_states(tmp_path, held, rank, file_bytes=50)
+    reader = StateReader(tmp_path)
+    for start, stop in [(0, 17), (17, 35), (10, 12)]:
+        empty = {kind: torch.zeros_like(value[start:stop]) for kind, value in weight.states.items() if value.dim()}
+        empty["step"] = torch.zeros(())
+        reader.fill(type(weight)(name=weight.name, shape=weight.shape, start=start, states=empty))
+        for kind, value in empty.items():
+            assert torch.equal(value, weight.states[kind][start:stop] if value.dim() else weight.states[kind]), kind
+    (tmp_path / "states-00001-000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lacks elements 11 to 35 of weight of weight"):
+        StateReader(tmp_path).fill(weight)
+
+
+def test_what_fails_leaves_nothing_and_keeps_what_was_there(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "old").touch()
+
+    def write():
+        with writing(tmp_path / "checkpoint-3", is_owner=True) as partial:
+            (partial / "new").touch()
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "old"]
+
+
+def test_no_pickle_is_in_what_is_resumed_from(saved):
+    files = {path.name for path in (saved[1] / "checkpoint-4").iterdir()}
+    assert {"config.json", "model.safetensors", "trainer_state.json", "longctx.json"} <= files
+    assert {path for path in files if path.endswith((".pt", ".pth", ".bin", ".pkl"))} == {"training_args.bin"}
+
+
+def resumed(models, data, output_dir, *more):
+    return main([*flags(models, data, output_dir), *more])
+
+
+def test_auto_passes_over_a_damaged_one_and_a_path_does_not(copied, models, caplog, capsys):
+    data, output_dir = copied
+    states = next((output_dir / "checkpoint-4").glob("states-*"))
+    content = bytearray(states.read_bytes())
+    content[-1] ^= 1
+    states.write_bytes(content)
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", str(output_dir / "checkpoint-4")) == 2
+    assert "its contents have changed. Resume from an earlier checkpoint" in capsys.readouterr().err
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", "auto") == 0
+    assert f"resume    from {output_dir / 'checkpoint-2'}" in capsys.readouterr().out
+    assert "An earlier one is looked for" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: next(folder.glob("states-*")).unlink(), "is missing"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100), "has 100 bytes, and was written with"),
+        (lambda folder: (folder / "longctx.json").write_text("{"), "is damaged"),
+        (lambda folder: (folder / "longctx.json").unlink(), "has no longctx.json"),
+        (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 1"),
+        (lambda folder: _edit(folder, files={"../../passwd": {"bytes": 1, "xxh3": ""}}), "outside its folder"),
+    ],
+)
+def test_damage_is_named(damage, message, copied, models, capsys):
+    data, output_dir = copied
+    damage(output_dir / "checkpoint-4")
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", str(output_dir / "checkpoint-4")) == 2
+    assert message in capsys.readouterr().err
+
+
+def _edit(folder, **values):
+    path = folder / "longctx.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--gradient_accumulation_steps", "2"], "written with 1 sequences in a step, and this run has 2"),
+        (["--max_length", "192"], "max_length: 160 then, 192 now"),
+        (["--seed", "7"], "seed: 42 then, 7 now"),
+        (["--overlong", "drop"], "overlong: raise then, drop now"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere is no folder"),
+    ],
+)
+def test_another_run_does_not_go_on(more, message, copied, models, capsys):
+    data, output_dir = copied
+    folder = str(output_dir / "checkpoint-4")
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", folder, *more) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_changed_data_is_refused_though_it_has_the_same_lengths(copied, models, tmp_path, capsys):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS, seed=1, masked=0.4))
+    folder = str(copied[1] / "checkpoint-4")
+    assert resumed(models, data, copied[1], "--resume_from_checkpoint", folder) == 2
+    error = capsys.readouterr().err
+    assert "contents: " in error
+    assert "documents: " not in error
+
+
+def test_nothing_to_resume(models, tmp_path, capsys):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    assert resumed(models, data, tmp_path / "out", "--resume_from_checkpoint", "True") == 2
+    assert "has no complete checkpoint" in capsys.readouterr().err
+    assert candidates("auto", tmp_path / "out") == []
+
+
+def test_a_full_disk_ends_with_the_checkpoint_that_is_whole(saved, models, tmp_path):
+    """Files may grow to what fits the model and not its states."""
+    data, whole = saved
+    shutil.copytree(whole / "checkpoint-2", tmp_path / "out" / "checkpoint-2")
+    largest = max(path.stat().st_size for path in whole.rglob("*.safetensors"))
+    command = [sys.executable, "-m", "longctx.train", *flags(models, data, tmp_path / "out")]
+    command += ["--resume_from_checkpoint", "auto"]
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, largest - 1))
+
+    done = subprocess.run(command, preexec_fn=limited, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    last = [line for line in done.stderr.splitlines() if "could not be written" in line][-1]
+    assert f"{tmp_path}/out/checkpoint-4 could not be written" in last
+    assert f"{tmp_path}/out/checkpoint-2 is complete" in last
+    assert [path.name for path in checkpoints(tmp_path / "out")] == ["checkpoint-2"]
+    assert not list((tmp_path / "out").glob("*.partial"))
+    check_files(tmp_path / "out" / "checkpoint-2", read_manifest(tmp_path / "out" / "checkpoint-2"))
