@@ -244,7 +244,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
 
 
 def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
-    """Train, and save the model and trainer_state.json in output_dir."""
+    """Train, and save the model and trainer_state.json in output_dir; or, stopped by a signal, a checkpoint there."""
     run = prepared.run
     trainer = build_trainer(prepared, model)
     is_first = trainer.sequence.rank == 0
@@ -254,6 +254,8 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     if is_first and trainer.stream_read is not None:
         read = trainer.stream_read
         print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
+    if trainer.stop_on_signal.stopped_by is not None:
+        return trainer
     trainer.save_state()
     trainer.save_model(trainer.args.output_dir)
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:

@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _train(run: Run) -> int:
     """From processes and data to the trained model; returns the exit code."""
     from longctx.advice import describe_memory
+    from longctx.checkpoint import RESUMABLE
     from longctx.data import DataError
     from longctx.launch.terminal import refuse
     from longctx.run import finish, fit, load, prepare
@@ -83,8 +84,14 @@ def _train(run: Run) -> int:
         assert metrics.peak_memory is not None, "read at the end of training"
         lines = describe_memory(prepared.run, metrics.peak_memory, metrics.longest_row, trainer.model)
         print("\n".join(f"longctx: {line}" for line in lines), flush=True)
+        if stopped_by := trainer.stop_on_signal.stopped_by:
+            print(
+                f"longctx: stopped by {stopped_by.name} after step {trainer.state.global_step}, whose checkpoint is in "
+                f"{trainer.args.output_dir}: --resume_from_checkpoint auto goes on from it",
+                flush=True,
+            )
     finish()
-    return 0
+    return 0 if trainer.stop_on_signal.stopped_by is None else RESUMABLE
 
 
 def prepare_only(run: Run) -> int:

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metr
 from trl import SFTConfig
 
 from longctx.batch import ShardedBatch
-from longctx.checkpoint import ResumableTrainer
+from longctx.checkpoint import ResumableTrainer, StopOnSignal
 from longctx.collate import SequenceCollator
 from longctx.loss import TokenOutputs
 from longctx.memory.report import MemoryWarnings
@@ -103,6 +103,8 @@ class SequenceTrainer(ResumableTrainer):
             self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
         if report is not None:
             self.add_callback(_PackingEntry(report))
+        self.stop_on_signal = StopOnSignal(sequence.device)
+        self.add_callback(self.stop_on_signal)
 
     def layout(self) -> dict[str, Any]:
         dims = self.sequence.dims

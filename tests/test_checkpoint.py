@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -182,3 +183,35 @@ def test_a_full_disk_ends_with_the_checkpoint_that_is_whole(saved, models, tmp_p
     assert [path.name for path in checkpoints(tmp_path / "out")] == ["checkpoint-2"]
     assert not list((tmp_path / "out").glob("*.partial"))
     check_files(tmp_path / "out" / "checkpoint-2", read_manifest(tmp_path / "out" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("processes", "number"), [(2, signal.SIGTERM), pytest.param(1, signal.SIGUSR1, marks=pytest.mark.long)]
+)
+def test_a_signal_ends_a_run_with_a_checkpoint_and_another_goes_on(processes, number, models, tmp_path):
+    """Sent to the process that a scheduler knows, which started the ranks."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    given = [*flags(models, data, tmp_path / "out"), "--sp", str(processes), "--save_steps", "1000"]
+    given += ["--resume_from_checkpoint", "auto", "--use_cpu"]
+    command = [sys.executable, "-m", "longctx.train", *given]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "--max_steps", "100000"], stdout=subprocess.PIPE, text=True, env=environment
+    ) as run:
+        lines = []
+        for line in run.stdout:
+            lines.append(line)
+            if line.startswith("{'loss'") and number:
+                run.send_signal(number)
+                break
+        lines += run.stdout.readlines()
+    assert run.returncode == 75, "".join(lines)
+    (step,) = [int(line.split()[6][:-1]) for line in lines if f"stopped by {number.name} after step" in line]
+    assert [path.name for path in checkpoints(tmp_path / "out")] == [f"checkpoint-{step}"]
+    done = subprocess.run(
+        [*command, "--max_steps", str(step + 1)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"resume    from {tmp_path}/out/checkpoint-{step}" in done.stdout
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, step + 2))

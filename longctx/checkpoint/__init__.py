@@ -1,11 +1,14 @@
 """Checkpoints that any layout resumes: states by parameter, no pickles, written whole or not at all."""
 
 from longctx.checkpoint.files import CheckpointError, candidates, check_files, check_same, read_manifest
+from longctx.checkpoint.signals import RESUMABLE, StopOnSignal
 from longctx.checkpoint.trainer import ResumableTrainer
 
 __all__ = [
+    "RESUMABLE",
     "CheckpointError",
     "ResumableTrainer",
+    "StopOnSignal",
     "candidates",
     "check_files",
     "check_same",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import uuid
 from importlib.resources import files
 from pathlib import Path
+from types import FrameType
+
+import psutil
 
 from longctx.flags import Flags
 from longctx.launch.profile import LaunchProfile
@@ -49,7 +53,10 @@ def spawn(num_processes: int, arguments: list[str], module: str = "longctx.train
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # a rank stops by itself on the others
     )
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _pass_on)
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
@@ -58,6 +65,11 @@ def spawn(num_processes: int, arguments: list[str], module: str = "longctx.train
             print(f"longctx: error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else FAILED
     return 0
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    for process in psutil.Process().children():
+        process.send_signal(number)
 
 
 def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train") -> None:
