@@ -144,8 +144,7 @@ ELASTIC = {
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("ulysses on ZeRO-3", ["1 process"])]
-    + [pytest.param(*case, marks=pytest.mark.long) for case in ELASTIC.items()],
+    [("ulysses on ZeRO-3", ["1 process"])] + [pytest.param(*case, marks=pytest.mark.long) for case in ELASTIC.items()],
     ids=str,
 )
 def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_path):
