@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import scaling
 from benchmarks.published import CONFIGS
 from longctx.attention.choice import assumed_documents
 from longctx.attention.cost import Link, RingWork
 from longctx.memory.closed_form import MemorySetup, ModelSizes
-from longctx.plan.simulate import simulate
+from longctx.plan.simulate import SimulatedStep, simulate
 from longctx.step_time import Speeds, step_time, weights_seconds
 
 LLAMA = ModelSizes.of_config(CONFIGS["meta-llama/Llama-3.1-8B"])
@@ -119,3 +120,29 @@ def test_rows_that_do_not_suit_the_devices_are_refused() -> None:
         simulate(setup, works(replace(setup, ring=1), [[[ROW]] * 2]), SPEEDS)
     with pytest.raises(ValueError, match="equally many tokens"):
         simulate(setup, [[row, RingWork.of(np.array([ROW // 2]), 8)]], SPEEDS)
+
+
+def test_rows_of_the_benchmark_are_full_and_spread_as_far_as_heads_and_rows_allow() -> None:
+    of = scaling.rows(1 << 15, scaling.PACKED, 4)
+    assert [int(row.sum()) for row in of.documents] == [1 << 15] * 4
+    case = scaling.Case(scaling.LLAMA, scaling.PACKED, 400)
+    step = scaling.middle_step(case, of, 4)
+    made = scaling.run(case, "ulysses", 32, 8, of, step)
+    assert made is not None
+    assert sum(made.share(part) for part in scaling.LOOKS) == pytest.approx(1)
+    assert scaling.run(case, "ulysses", 64, 64, of, step) is None  # 32 heads
+    assert scaling.run(case, "ulysses", 64, 8, of, step) is None  # 4 rows
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last"), [([8, 4, 2, 1], 64), ([8, 4, 3, 1.5], 16), ([8, 6, 3, 1], 8), ([8, 16 / 3], 16), ([8], 8)]
+)
+def test_a_doubling_pays_if_it_makes_half_as_much_again(seconds, last) -> None:
+    zero = np.zeros(1)
+    runs = [
+        scaling.Run(
+            "ring", 8 << at, 8, [SimulatedStep(compute=zero + s, exchange=zero, wait=zero, least=8 / 2**at, tokens=1)]
+        )
+        for at, s in enumerate(seconds)
+    ]
+    assert scaling.pays_up_to(runs).devices == last

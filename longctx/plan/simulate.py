@@ -3,7 +3,7 @@
 The step is put together from the documents that the ranks really get: `longctx.ring.plan` says how many pairs of query
 and key each rank has at each hop and how many tokens reach it, and `longctx.attention.cost` how long that takes on
 the links of the machine, the first rank of a node receiving over the link between nodes and the others over those
-within. To these come the matrices of `longctx.step_time`, weights that are gathered and gradients that are reduced.
+within. To these come the rest of the layers by `longctx.step_time`, weights that are gathered and gradients that are reduced.
 
 Ranks of a sequence group wait for each other in every pass of every layer; groups with different packs wait for the
 dearest of them in every micro-batch, since all gather the same weights. Weights are gathered and gradients reduced in
@@ -43,7 +43,7 @@ class SimulatedStep:
     wait: Seconds
     """For other ranks."""
     least: float
-    """Seconds of a step in which ranks did nothing but multiply matrices and attend, all equally long."""
+    """Seconds of a step in which ranks did nothing but compute layers and attend, all equally long."""
     tokens: int
     """Of all ranks."""
 
@@ -75,10 +75,11 @@ def simulate(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]], sp
     """
     _check(setup, micro_batches)
     length = micro_batches[0][0].num_tokens // setup.num_rows
-    weights = weights_seconds(setup, speeds.device)
+    distinct = {id(work): work for rows in micro_batches for work in rows}
+    groups = {key: _sequence_group(setup, length, work, speeds) for key, work in distinct.items()}
     total = np.zeros((3, setup.world_size))
     for rows in micro_batches:
-        total += _micro_batch(setup, length, rows, weights, speeds)
+        total += _micro_batch(setup, length, [groups[id(work)] for work in rows], speeds)
     optimizer = optimizer_seconds(setup, speeds)
     total[0] += optimizer
     compute, exchange, wait = total
@@ -91,14 +92,13 @@ def simulate(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]], sp
     )
 
 
-def _micro_batch(setup: MemorySetup, length: int, rows: Sequence[RingWork], weights: float, speeds: Speeds) -> Seconds:
+def _micro_batch(setup: MemorySetup, length: int, groups: Sequence[tuple[Seconds, float]], speeds: Speeds) -> Seconds:
     """[3, world_size]: seconds that each rank computes, exchanges and waits."""
-    groups = [_sequence_group(setup, length, work, speeds) for work in rows]
     done = np.concatenate([group for group, _ in groups], axis=1)
     slowest = done.sum(0).max()
     done[2] += slowest - done.sum(0)
     link = max(link for _, link in groups) if _share_links(setup) else 0.0
-    exposed = max(0.0, weights + link - slowest)
+    exposed = max(0.0, weights_seconds(setup, speeds.device) + link - slowest)
     done[1] += exposed + host_seconds(setup, length, speeds, slowest)
     return done
 

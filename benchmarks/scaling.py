@@ -1,0 +1,518 @@
+"""How far each backend scales, simulated: H100 nodes of eight, 8 to 1,024 devices.
+
+    python -m benchmarks.scaling                  # the page, minutes
+    python -m benchmarks.scaling --output docs    # and as docs/scaling.md with its pictures
+
+Every step is put together by `longctx.plan.simulate` from the plan of the documents that the ranks get: nothing here is
+measured. Rows hold either one document, or documents of the length histogram in benchmarks/data, cut to the row's
+length and packed best-fit-decreasing; what a pack leaves over is padding and counts as one more document.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.packing import DISTRIBUTIONS, line
+from benchmarks.published import CONFIGS
+from longctx.attention.cost import Link, RingWork
+from longctx.memory.closed_form import MemorySetup, ModelSizes, predict
+from longctx.packing import balanced_order, pack, shuffled_order, spread_step
+from longctx.pictures import BACKENDS
+from longctx.plan.candidates import DEVICE_BYTES
+from longctx.plan.simulate import SimulatedStep, simulate
+from longctx.rows import linear_cost
+from longctx.step_time import Speeds
+
+DEVICE, KERNEL, NODE = "H100", "flash-attn 3", 8
+DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
+NAMES = ("ulysses", "hybrid", "ring", "gather")
+LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B"
+PACKED, ONE = "packed documents", "one document a row"
+
+STRONG_ROWS, STRONG_LENGTH = 8, 1 << 20
+WEAK_TOKENS = 1 << 14
+"""Tokens of a device where rows or batches grow with the devices."""
+STEPS = 16
+"""Of a window that training sorts packs in."""
+SEED = 0
+PAYS = 1.5
+"""A doubling of the devices pays if it makes at least as many times as much of the work a second."""
+
+
+class Case(NamedTuple):
+    """What is scaled, and on which links."""
+
+    model: str
+    documents: str
+    gigabits: int
+    """Of a device's link to other nodes, a second."""
+
+    @property
+    def speeds(self) -> Speeds:
+        speeds = Speeds.of(DEVICE, KERNEL)
+        return replace(speeds, device=replace(speeds.device, across=Link.of(self.gigabits / 8 * 1e9)))
+
+    @property
+    def title(self) -> str:
+        return f"{self.model.partition('/')[2]}, {self.gigabits} Gb/s"
+
+
+SHOWN = ((LLAMA, 400), (LLAMA, 100), (QWEN, 400), (QWEN, 100))
+"""Models and links, in the order of the pictures' rows."""
+
+
+class Run(NamedTuple):
+    """A backend on some devices."""
+
+    backend: str
+    devices: int
+    sp: int
+    steps: Sequence[SimulatedStep]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, on average."""
+        return sum(step.seconds for step in self.steps) / len(self.steps)
+
+    @property
+    def efficiency(self) -> float:
+        return sum(step.least for step in self.steps) / len(self.steps) / self.seconds
+
+    def share(self, part: str) -> float:
+        """Of the ranks' time: least (layers and attention), blocks (all else that is computed), exchange or wait."""
+        if part == "blocks":
+            return self.share("compute") - self.efficiency
+        if part == "least":
+            return self.efficiency
+        return float(sum(getattr(step, part).mean() for step in self.steps)) / len(self.steps) / self.seconds
+
+    def __str__(self) -> str:
+        """`ulysses 8 × dp 4`; the hybrid's Ulysses is a node."""
+        ways = f"ulysses {NODE} × ring {self.sp // NODE}" if self.backend == "hybrid" else f"{self.backend} {self.sp}"
+        return ways + (f" × dp {self.devices // self.sp}" if self.devices > self.sp else "")
+
+
+class Rows:
+    """Rows of one length, and what the ranks of rings of any size do with them."""
+
+    def __init__(self, length: int, documents: str, count: int) -> None:
+        self.length = length
+        self.documents = [np.array([length])] * count
+        if documents == PACKED:
+            rng = np.random.default_rng([SEED, length])
+            lengths = np.minimum(DISTRIBUTIONS["histogram"](rng, count * length // 1000, length), length)
+            bins = list(pack(lengths, length).bins)[:-1]  # all but the one that is left over
+            order = shuffled_order(len(bins), seed=SEED, epoch=0)[:count]
+            self.documents = [_filled(lengths[bins[index]], length) for index in order]
+        self._work: dict[tuple[int, int], RingWork] = {}
+
+    def costs(self, model: str) -> NDArray[np.float64]:
+        """As training balances rows by."""
+        cost = linear_cost(CONFIGS[model])
+        return np.array([(row * (row + cost)).sum() for row in self.documents])
+
+    def work(self, row: int, ring: int) -> RingWork:
+        key = (row if len(self.documents[row]) > 1 else 0, ring)
+        if key not in self._work:
+            self._work[key] = RingWork.of(self.documents[row], ring)
+        return self._work[key]
+
+
+rows = cache(Rows)
+sizes = cache(lambda model: ModelSizes.of_config(CONFIGS[model]))
+
+
+def _filled(row: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    return np.append(row, length - row.sum()) if row.sum() < length else row
+
+
+def setup(model: str, backend: str, devices: int, sp: int) -> MemorySetup | None:
+    """The model on all these devices; None where the backend cannot spread a row over so many."""
+    heads = sizes(model).num_heads
+    if (backend == "ulysses" and heads % sp) or (backend == "hybrid" and sp <= NODE):
+        return None
+    return MemorySetup(
+        model=sizes(model),
+        world_size=devices,
+        sp=sp,
+        ring={"ulysses": 1, "hybrid": sp // NODE}.get(backend, sp),
+        gathers=backend == "gather",
+        ranks_per_node=NODE,
+        engine="fsdp2",
+        fused_layers=True,
+        tiled_mlp_num_shards=0,
+        selective_checkpointing=True,
+        activation_offloading=True,
+    )
+
+
+def run(case: Case, backend: str, devices: int, sp: int, of: Rows, steps: NDArray[np.int64]) -> Run | None:
+    """Optimizer steps on rows int64 [steps, rows], spread over groups as training does; None where they cannot be."""
+    how = setup(case.model, backend, devices, sp)
+    if how is None or steps.shape[1] % (devices // sp):
+        return None
+    if predict(how, of.length).device_bytes > DEVICE_BYTES[DEVICE]:
+        return None
+    costs, made = of.costs(case.model), []
+    for step in steps:
+        spread = spread_step(step, costs, micro_batch_size=1, dp=devices // sp)
+        work = [[of.work(int(row), how.ring) for (row,) in micro_batch] for micro_batch in spread]
+        made.append(simulate(how, work, case.speeds))
+    return Run(backend, devices, sp, made)
+
+
+def splits(devices: int) -> list[int]:
+    """Devices that may share a row, the most first."""
+    return [NODE << power for power in reversed(range((devices // NODE).bit_length()))]
+
+
+def middle_step(case: Case, of: Rows, size: int) -> NDArray[np.int64]:
+    """Rows of the step that costs the median, sorted into steps as training does; int64 [1, size]."""
+    by_cost = np.argsort(of.costs(case.model), kind="stable")
+    start = (len(by_cost) // size // 2) * size
+    return by_cost[None, start : start + size]
+
+
+def strong(case: Case) -> list[Run]:
+    """The same rows on ever more devices, for every backend and split of the devices into groups, the largest first."""
+    of = rows(STRONG_LENGTH, case.documents, STRONG_ROWS * STEPS)
+    step = middle_step(case, of, STRONG_ROWS)
+    found = [run(case, name, n, sp, of, step) for name in NAMES for n in DEVICES for sp in splits(n)]
+    return [one for one in found if one is not None]
+
+
+def widest(runs: Iterable[Run]) -> list[Run]:
+    """Of each backend on so many devices, the run that has the most of them share a row."""
+    last = {(run.backend, run.devices): run for run in sorted(runs, key=lambda run: run.sp)}
+    return sorted(last.values(), key=lambda run: run.devices)
+
+
+def longer_rows(case: Case) -> list[Run]:
+    """A row that grows with the devices, which all share it."""
+    found = []
+    for devices in DEVICES:
+        of = rows(WEAK_TOKENS * devices, case.documents, STEPS)
+        step = middle_step(case, of, 1)
+        found += [run(case, name, devices, devices, of, step) for name in NAMES]
+    return [one for one in found if one is not None]
+
+
+def more_rows(case: Case, *, balanced: bool = True) -> list[Run]:
+    """More rows of the same length for more groups of eight devices; every fourth step of a window."""
+    of, found = rows(WEAK_TOKENS * NODE, case.documents, STEPS * DEVICES[-1] // NODE), []
+    for devices in DEVICES:
+        groups = devices // NODE
+        order = shuffled_order(STEPS * groups, seed=SEED, epoch=0)
+        if balanced:
+            order = balanced_order(of.costs(case.model)[: STEPS * groups], groups, seed=SEED, epoch=0)
+        steps = order.reshape(STEPS, groups)[::4]
+        found += [run(case, name, devices, NODE, of, steps) for name in NAMES]
+    return [one for one in found if one is not None]
+
+
+def pays_up_to(runs: Iterable[Run]) -> Run:
+    """The last of one backend's runs before the first doubling that does not pay, or that it cannot use."""
+    efficiency = {run.devices: run for run in runs}
+    last = efficiency[min(efficiency)]
+    while (doubled := efficiency.get(2 * last.devices)) is not None:
+        if 2 * doubled.efficiency < PAYS * last.efficiency:
+            break
+        last = doubled
+    return last
+
+
+Results = Mapping[Case, list[Run]]
+
+
+def paying(results: Results, case: Case, backend: str) -> str:
+    """`64`, or `256 †` where the backend could use no more."""
+    runs = [run for run in results[case] if run.backend == backend]
+    if not runs:
+        return ""
+    last = pays_up_to(runs)
+    return f"{last.devices:,}" + (" †" if last.devices == max(run.devices for run in runs) < DEVICES[-1] else "")
+
+
+def paying_table(studies: Mapping[str, Results]) -> Iterator[str]:
+    yield line(["what grows", "documents", "model, links", *NAMES])
+    yield line(["---"] * (3 + len(NAMES)))
+    for study, results in studies.items():
+        for case in results:
+            yield line([study, case.documents, case.title, *(paying(results, case, name) for name in NAMES)])
+
+
+def efficiency_table(runs: Sequence[Run]) -> Iterator[str]:
+    """Efficiency and seconds of a step by devices and backend."""
+    names = [name for name in NAMES if any(run.backend == name for run in runs)]
+    by_place = {(run.devices, run.backend): run for run in runs}
+    yield line(["devices", *names])
+    yield line(["---"] * (1 + len(names)))
+    for devices in sorted({run.devices for run in runs}):
+        cells = (by_place.get((devices, name)) for name in names)
+        yield line([f"{devices:,}", *(f"{run.efficiency:.0%}, {run.seconds:,.3g} s" if run else "" for run in cells)])
+
+
+def fastest_table(results: Results) -> Iterator[str]:
+    """The fastest backend and split for every number of devices, for each case."""
+    yield line(["devices", *(f"{case.documents}, {case.title}" for case in results)])
+    yield line(["---"] * (1 + len(results)))
+    for devices in DEVICES:
+        cells = []
+        for runs in results.values():
+            there = [run for run in runs if run.devices == devices]
+            best = min(there, key=lambda run: run.seconds, default=None)
+            cells.append(f"{best}: {best.efficiency:.0%}" if best else "does not fit")
+        yield line([f"{devices:,}", *cells])
+
+
+def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Iterator[str]:
+    """What the numbers say, in words."""
+    one, packed = Case(LLAMA, ONE, 400), Case(LLAMA, PACKED, 400)
+    slow = Case(LLAMA, PACKED, 100)
+
+    def at(results: Results, case: Case, backend: str, devices: int) -> Run:
+        return next(run for run in results[case] if (run.backend, run.devices) == (backend, devices))
+
+    def kept(results: Results, case: Case, devices: int, names: Sequence[str] = NAMES) -> str:
+        return ", ".join(f"{name} {at(results, case, name, devices).efficiency:.0%}" for name in names)
+
+    yield (
+        "**On one node** take any: 8 devices on a packed row lose little "
+        f"({kept(fixed, packed, 8, ('ulysses', 'ring', 'gather'))})."
+    )
+    yield (
+        "**Ulysses** ends at the number of query heads, and pays its price before: once its exchange leaves the node, "
+        f"nothing hides it. On 32 devices a packed row spends {at(fixed, packed, 'ulysses', 32).share('exchange'):.0%} "
+        f"of the step in it, at 100 Gb/s {at(fixed, slow, 'ulysses', 32).share('exchange'):.0%}."
+    )
+    yield (
+        "**Ring and gather** over nodes suit few long documents: a row of one document hides their messages "
+        f"(128 devices a row: {kept(fixed, one, 128, ('ring', 'gather'))}), a packed one has little to hide them "
+        f"behind ({kept(fixed, packed, 128, ('ring', 'gather'))})."
+    )
+    yield (
+        f"**The hybrid**, Ulysses inside the node and a ring between nodes, is the way to give a row more than a node: "
+        f"at 256 devices a row it keeps {at(fixed, packed, 'hybrid', 256).efficiency:.0%} packed and "
+        f"{at(fixed, one, 'hybrid', 256).efficiency:.0%} with one document, at 100 Gb/s "
+        f"{at(fixed, slow, 'hybrid', 256).efficiency:.0%} packed."
+    )
+    before, after = (
+        at(more, packed, "ulysses", 1024),
+        next(run for run in shuffled if (run.backend, run.devices) == ("ulysses", 1024)),
+    )
+    yield (
+        "**More rows come before more devices a row**, while there are rows: groups of eight keep "
+        f"{before.efficiency:.0%} on 1,024 devices, if the packs of a step are alike, as training orders them by "
+        f"default. In a plain shuffle they keep {after.efficiency:.0%}: {after.share('wait'):.0%} of the time is spent "
+        "waiting for the group with the longest documents."
+    )
+
+
+LOOKS = {
+    "least": ("layers and attention", "#009E73", ""),
+    "blocks": ("blocks begun and merged", "#56B4E9", "xx"),
+    "exchange": ("exchange", "#E69F00", "//"),
+    "wait": ("wait", "#999999", ".."),
+}
+"""Part of a step -> its name, colour and hatch."""
+
+
+def curves_picture(path: Path, columns: Mapping[str, Results], title: str) -> None:
+    """Efficiency over devices: columns of studies, rows of models and links; rings where a backend stops paying."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(1.5 + 3.6 * len(columns), 1.2 + 2.3 * len(SHOWN)), layout="constrained")
+    grid = figure.subplots(len(SHOWN), len(columns), sharex=True, sharey=True, squeeze=False)
+    for at_row, (model, gigabits) in zip(grid, SHOWN, strict=True):
+        for axes, (column, results) in zip(at_row, columns.items(), strict=True):
+            case = next(case for case in results if (case.model, case.gigabits) == (model, gigabits))
+            for name in NAMES:
+                runs = [run for run in results[case] if run.backend == name]
+                look = BACKENDS[name]
+                axes.plot(
+                    [run.devices for run in runs],
+                    [run.efficiency for run in runs],
+                    color=look.color,
+                    marker=look.marker,
+                    markersize=4,
+                    linewidth=1.5,
+                    alpha=0.9,
+                )
+                if runs:
+                    last = pays_up_to(runs)
+                    axes.plot(last.devices, last.efficiency, "o", mfc="none", mec=look.color, markersize=11)
+            axes.set_title(f"{case.title}\n{column}", fontsize=9)
+            axes.grid(color="0.9")
+    first = grid[0, 0]
+    first.set_xscale("log", base=2)
+    first.set_xticks(DEVICES, [f"{devices:,}" for devices in DEVICES])
+    first.set_ylim(0, 1.05)
+    first.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("efficiency")
+    for axes in grid[-1]:
+        axes.set_xlabel("devices")
+        axes.tick_params(axis="x", labelsize=8)
+    handles = [Line2D([], [], color=BACKENDS[n].color, marker=BACKENDS[n].marker, label=n) for n in NAMES]
+    handles.append(Line2D([], [], color="0.4", marker="o", mfc="none", markersize=11, ls="", label="pays up to here"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(path, dpi=130)
+
+
+def time_picture(path: Path, results: Mapping[str, Sequence[Run]], title: str) -> None:
+    """What ranks spend a step with, stacked, for some numbers of devices: a panel for each of the results."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(10, 1.2 + 2.6 * len(results)), layout="constrained")
+    grid = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, runs) in zip(grid, results.items(), strict=True):
+        ticks = {}
+        for at, devices in enumerate(DEVICES):
+            for place, backend in enumerate(NAMES):
+                one = next((run for run in runs if (run.backend, run.devices) == (backend, devices)), None)
+                bottom, x = 0.0, at * (len(NAMES) + 1) + place
+                ticks[x] = backend
+                for part, (_, color, hatch) in LOOKS.items():
+                    if one is None:
+                        break
+                    height = one.share(part)
+                    axes.bar(x, height, 0.9, bottom, color=color, hatch=hatch, edgecolor="white", linewidth=0)
+                    bottom += height
+            middle = at * (len(NAMES) + 1) + (len(NAMES) - 1) / 2
+            axes.annotate(f"{devices:,}", (middle, 1.02), ha="center", fontsize=9)
+        axes.set_ylim(0, 1.12)
+        axes.set_xticks(list(ticks), list(ticks.values()), rotation=90, fontsize=7)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.set_title(f"{name}, by devices", fontsize=9)
+    handles = [
+        Patch(facecolor=color, hatch=hatch, edgecolor="white", label=label) for label, color, hatch in LOOKS.values()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(path, dpi=130)
+
+
+HEAD = f"""\
+# How far each backend scales
+
+`python -m benchmarks.scaling --output docs`, {{date}}. **All simulated, nothing measured**: `longctx.plan.simulate`
+puts steps together from the plan of the documents that ranks get (pairs of query and key at every hop, tokens that
+arrive), the published speeds of an {DEVICE} with {KERNEL} (`longctx.step_time`), nodes of {NODE} devices with
+450 GB/s between them, and one adapter a device of 400 or 100 Gb/s between nodes.
+
+- Models train in bf16 on FSDP2 over all devices, with checkpoints that keep attention's output and wait in host memory.
+- *Packed* rows hold documents of benchmarks/data/document_lengths.csv, best-fit-decreasing. Steps and rows are those of
+  median cost of a window of {STEPS}; where the batch grows, every fourth step.
+- *Efficiency* is the time that layers and attention take at the kernels' speed, spread evenly, over the time of the
+  step. The rest goes into exchanges, waiting, and small blocks that have to be merged.
+- A backend *pays* up to the last doubling of the devices that makes {PAYS} times as much of the work a second.
+- The hybrid is Ulysses over the {NODE} devices of a node, and a ring over nodes.
+- Rings follow `plan_ring` as it is: where balance needs it, it deals documents to all ranks, whose keys and values then
+  travel all the way round. Rings fall off where that begins.
+- Left out: what other jobs do to the network, devices that differ, failures, congestion in switches.
+"""
+
+STUDIES = {
+    "devices, for the same rows": strong,
+    "rows, with the devices": longer_rows,
+    "batch, with the devices": more_rows,
+}
+
+
+def cases(*documents: str) -> list[Case]:
+    return [Case(model, kind, gigabits) for kind in documents for model, gigabits in SHOWN]
+
+
+def page(folder: Path | None) -> str:
+    every_split = {case: strong(case) for case in cases(PACKED, ONE)}
+    fixed: Results = {case: widest(runs) for case, runs in every_split.items()}
+    longer: Results = {case: longer_rows(case) for case in cases(PACKED, ONE)}
+    more: Results = {case: more_rows(case) for case in cases(PACKED)}
+    studies = dict(zip(STUDIES, (fixed, longer, more), strict=True))
+    packed, one = Case(LLAMA, PACKED, 400), Case(LLAMA, ONE, 400)
+    shuffled = more_rows(packed, balanced=False)
+    shown = {case: runs for case, runs in every_split.items() if case in (packed, one, Case(QWEN, PACKED, 400))}
+    if folder is not None:
+        images = folder / "images"
+        images.mkdir(parents=True, exist_ok=True)
+        of = {kind: {case: fixed[case] for case in cases(kind)} for kind in (PACKED, ONE)}
+        curves_picture(images / "scaling_strong.png", of, "Simulated: the same rows on more devices")
+        growing: dict[str, Results] = {
+            f"longer rows: {kind}": {case: longer[case] for case in cases(kind)} for kind in (PACKED, ONE)
+        }
+        growing["more rows: packed documents"] = more
+        curves_picture(images / "scaling_weak.png", growing, "Simulated: more work on more devices")
+        spent = {f"{case.documents}, {case.title}": fixed[case] for case in (packed, Case(LLAMA, PACKED, 100), one)}
+        time_picture(images / "scaling_time.png", spent, "Simulated: what ranks spend a step with, the same rows")
+    return "\n".join(
+        [
+            HEAD.format(date=f"{datetime.now(UTC):%Y-%m-%d}"),
+            "## What to conclude",
+            "",
+            *(f"- {sentence}" for sentence in conclusions(fixed, more, shuffled)),
+            "",
+            "Up to how many devices each pays († it can use no more: heads, rows or memory end there):",
+            "",
+            *paying_table(studies),
+            "",
+            "## The same rows on more devices",
+            "",
+            f"A step of {STRONG_ROWS} rows of {STRONG_LENGTH:,} tokens. As many devices as a backend can use share a "
+            "row, one row after the other; Ulysses takes more rows at a time where its heads end.",
+            "",
+            "![efficiency over devices](images/scaling_strong.png)",
+            "",
+            f"{packed.documents}, {packed.title}: efficiency and seconds of a step",
+            "",
+            *efficiency_table(fixed[packed]),
+            "",
+            "![compute, exchange and waiting](images/scaling_time.png)",
+            "",
+            "The fastest of all backends and splits into groups (dp) with at least eight devices a row:",
+            "",
+            *fastest_table(shown),
+            "",
+            "## More work for more devices",
+            "",
+            f"Longer rows: all devices share one of {WEAK_TOKENS:,} tokens a device. More rows: each group of {NODE} "
+            f"devices has one of {WEAK_TOKENS * NODE:,} tokens.",
+            "",
+            "![efficiency over devices](images/scaling_weak.png)",
+            "",
+            f"Longer rows, {packed.documents}, {packed.title}",
+            "",
+            *efficiency_table(longer[packed]),
+            "",
+            f"More rows, {packed.documents}, {packed.title}",
+            "",
+            *efficiency_table(more[packed]),
+            "",
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.scaling", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write scaling.md and images/ here, too")
+    options = parser.parse_args(arguments)
+    text = page(options.output)
+    print(text, end="")
+    if options.output:
+        (options.output / "scaling.md").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
