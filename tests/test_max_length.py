@@ -42,7 +42,7 @@ def search(trains, guess, *, multiple=1, precision=0.02, longest=1 << 26):
     return outcomes
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(
     limit=st.integers(0, 1 << 27),
     guesses=st.lists(st.integers(0, 1 << 30), min_size=1),
@@ -176,7 +176,12 @@ def test_every_rank_reports(tmp_path) -> None:
         pytest.param("allocate", "oom", "MemoryError", marks=pytest.mark.long),
         pytest.param("raise", "fail", "RuntimeError: the first sentence$", marks=pytest.mark.long),
         pytest.param("leave", "fail", "rank 1 ended with exit code 3", marks=pytest.mark.long),
-        (signal.SIGKILL, "oom", "rank 1 was killed, as the kernel does when memory is used up"),
+        pytest.param(
+            signal.SIGKILL,
+            "oom",
+            "rank 1 was killed, as the kernel does when memory is used up",
+            marks=pytest.mark.long,
+        ),
         pytest.param(signal.SIGSEGV, "fail", "rank 1 ended with SIGSEGV", marks=pytest.mark.long),
     ],
 )

@@ -23,8 +23,9 @@ from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.engines import promote
 from longctx.launch.profile import read_profile
+from longctx.memory.closed_form import MemorySetup
 from longctx.memory.report import PeakMemory
-from longctx.memory.trace import MemoryTracer
+from longctx.memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
 from longctx.metrics import StepMetrics
 from longctx.model import count_parameters, load_config, load_model, load_tokenizer
 
@@ -84,13 +85,15 @@ class _Watch(TrainerCallback):
 
     def __init__(self, *, is_traced: bool):
         self.is_traced = is_traced
+        self.on_host: frozenset[str] = frozenset()
+        """States that the engine keeps on the host, which only it can tell from the devices of a CPU."""
         self.tracer: MemoryTracer | None = None
         self.seconds: list[float] = []
         self._before = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_traced and self.tracer is None:
-            self.tracer = MemoryTracer(kwargs["model"], _torch_optimizer(kwargs["optimizer"]))
+            self.tracer = MemoryTracer(kwargs["model"], _torch_optimizer(kwargs["optimizer"]), on_host=self.on_host)
             self.tracer.__enter__()
         self._before = self._before or time.perf_counter()
 
@@ -116,6 +119,7 @@ def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     flags += ["--max_length", str(task.length), "--max_steps", str(task.num_steps)]
     flags += ["--logging_steps", str(task.num_steps), "--output_dir", os.path.dirname(task.data)]
     run = resolve(parse_flags(flags), read_profile(), os.environ)
+    watch.on_host = _states_on_host(run.memory_setup(1))
     prepared = longctx.run.prepare(run)
     trainer = longctx.run.build_trainer(prepared, longctx.run.load(prepared))
     trainer.add_callback(watch)
@@ -124,6 +128,13 @@ def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     metrics, dims = trainer.step_metrics, trainer.sequence.dims
     lengths = [length for row in range(dims.dp) for length in trainer.rows[row]["seq_lengths"].tolist()]
     return {"loss": logged["loss"], "padding": logged["padding_fraction"], **_work(metrics, lengths)}
+
+
+def _states_on_host(setup: MemorySetup) -> frozenset[str]:
+    """FSDP2 offloads all or nothing; ZeRO adds gradients up where the optimizer is."""
+    places = {PARAMETERS: setup.offload_param, OPTIMIZER_STATES: setup.offload_optimizer}
+    places[GRADIENTS] = setup.offload_param if setup.engine == "fsdp2" else setup.offload_optimizer
+    return frozenset(category for category, place in places.items() if place != "none")
 
 
 def _work(metrics: StepMetrics, lengths: Sequence[int]) -> dict[str, Any]:
