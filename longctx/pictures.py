@@ -134,7 +134,7 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
     """
     _check(points, [(point.backend, point.devices, point.length) for point in points])
     panels = sorted({point.devices for point in points})
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = _figure(width=max(6.0, 4.0 * columns), height=1.4 + 3.2 * rows)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
@@ -209,10 +209,11 @@ def _panel(axes: Axes, points: Sequence[Point]) -> None:
         look = BACKENDS[name]
         line = sorted((point for point in points if point.backend == name), key=lambda point: point.length)
         fits = [point for point in line if point.seconds is not None]
+        aside = 2 ** (0.1 * (at - (len(names) - 1) / 2))  # none hides another
         if fits:
             ends = [(p.low or p.seconds or 0.0, p.seconds or 0.0, p.high or p.seconds or 0.0) for p in fits]
             axes.errorbar(
-                [point.length for point in fits],
+                [aside * point.length for point in fits],
                 [middle for _, middle, _ in ends],
                 yerr=[[middle - low for low, middle, _ in ends], [high - middle for _, middle, high in ends]],
                 color=look.color,
@@ -227,7 +228,7 @@ def _panel(axes: Axes, points: Sequence[Point]) -> None:
         for point in line:
             if point.seconds is None:
                 axes.plot(
-                    point.length,
+                    aside * point.length,
                     height,
                     transform=axes.get_xaxis_transform(),
                     marker="x",

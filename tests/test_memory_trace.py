@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -13,7 +14,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longctx.host import host_memory
 from longctx.loss import TILE_BYTES
-from longctx.memory.step import StepSettings, row_of, trace_training_step
+from longctx.memory import step
+from longctx.memory import trace as trace_module
+from longctx.memory.step import StepSettings, fsdp2, row_of, trace_training_step
 from longctx.memory.trace import (
     ACTIVATIONS,
     CATEGORIES,
@@ -28,6 +31,7 @@ from longctx.memory.trace import (
 )
 from longctx.parallel import parallelize
 from longctx.tiny import tiny_config, tiny_model
+from tests.workers import run_ranks
 
 SP, LENGTH, VOCAB, HIDDEN = 4, 65536, 131072, 32
 LOCAL = LENGTH // SP
@@ -189,6 +193,69 @@ def test_a_real_step_takes_what_the_fake_one_does() -> None:
     assert real.host_peak_bytes == fake.host_peak_bytes == 2 * 128 * 128 * 4  # a hidden state of each layer
     # Real ids are picked by value, fake ones are all picked; else the two are one.
     assert abs(real.peak_bytes - fake.peak_bytes) < 0.02 * real.peak_bytes
+
+
+REAL_LENGTH = 8192
+REAL_DOCUMENTS = [4000, 3, 2189, 2000]
+
+
+def _real_config() -> Qwen3Config:
+    config = _config()
+    config.update({"vocab_size": 512, "hidden_size": 64})
+    return config
+
+
+def _real_settings(backend: str, levers: dict) -> StepSettings:
+    lengths = {"length": REAL_LENGTH, "document_lengths": REAL_DOCUMENTS}
+    return StepSettings(**lengths, sp=SP, sp_backend=backend, levers=levers)
+
+
+def real_step(backend: str, levers: dict) -> int:
+    """On this rank of a gloo group: bytes at the peak of a real step, the first one over."""
+    settings = _real_settings(backend, levers)
+    model, sequence = parallelize(Qwen3ForCausalLM(_real_config()), SP, sp_backend=backend, **levers)
+    model.activation_checkpointing_enable()
+    model.train()
+    model = fsdp2(settings)(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    row = row_of(REAL_DOCUMENTS)
+    row["input_ids"].random_(512)
+    for _ in range(2):
+        shard = sequence.shard(row)
+        with MemoryTracer(model, optimizer) as tracer:
+            with torch.autocast("cpu", torch.bfloat16):
+                losses = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True).losses
+                loss = sequence.reduce(losses, REAL_LENGTH)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracer.trace().peak_bytes
+
+
+REAL_STEPS = {
+    "ring": ("ring", {}),
+    "ring, MLP in tiles": ("ring", {"tiled_mlp_num_shards": 4, "selective_checkpointing": False}),
+    "ulysses": ("ulysses", {}),
+    "hybrid": ("hybrid", {"ring_size": 2}),
+    "gather, MLP in tiles": ("gather", {"tiled_mlp_num_shards": 4}),
+    "hybrid, one head at a time": ("hybrid", {"ring_size": 2, "heads_k_stride": 1, "selective_checkpointing": False}),
+}
+
+
+def real_steps() -> dict[str, int]:
+    return {name: real_step(backend, levers) for name, (backend, levers) in REAL_STEPS.items()}
+
+
+@pytest.mark.long
+def test_fake_steps_of_a_rank_take_what_real_ones_over_gloo_do(monkeypatch) -> None:
+    """Every rank of four, with FSDP2 and the CPU's kernel: within 5% of the measured peak."""
+    measured = run_ranks(SP, "tests.test_memory_trace:real_steps", timeout=900)
+    monkeypatch.setattr(step, "flash_kernel", contextlib.nullcontext)
+    monkeypatch.setattr(trace_module, "FLASH_WORKSPACE", {})
+    for name, (backend, levers) in REAL_STEPS.items():
+        for rank, real in enumerate(measured):
+            traced = trace_training_step(_real_config(), _real_settings(backend, levers), rank=rank).peak_bytes
+            assert traced == pytest.approx(real[name], rel=0.05), (name, rank)
 
 
 def test_categories() -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
-from transformers import LlamaConfig
+from accelerate.commands.launch import launch_command_parser
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
+from longctx.memory.closed_form import predict
+from longctx.memory.step import StepSettings, trace_training_step
 from longctx.plan import Machine, candidates, outlook, recommend
 from longctx.plan.__main__ import main
+from longctx.plan.calibrate import calibrate, corrected, trace_parts, traceable
+from longctx.plan.candidates import why
 from longctx.step_time import Speeds
+from longctx.tiny import tiny_config
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
@@ -27,6 +34,9 @@ MACHINE = Machine(
     kernel="flash-attn 3",
     speeds=Speeds.of("H100", "flash-attn 3"),
 )
+
+
+TINY = ["--model_name_or_path", "tiny", "--no_calibration"]
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +67,126 @@ def test_nothing_takes_more_than_there_is(found) -> None:
     assert recommend([outlook(candidate, MACHINE, 10**9) for candidate in found]) is None
 
 
+def test_beyond_a_node_are_whole_nodes_and_one_split_of_hybrid() -> None:
+    found = candidates(LLAMA_8B, replace(MACHINE, gpus=96), presets=["balanced"])
+    assert {c.dims.sp for c in found} == {1, 2, 4, 8, 16, 24, 32, 48, 96}
+    ways = {c.dims.sp: (c.dims.ulysses, c.dims.ring) for c in found if c.backend == "hybrid" and c.dims.sp > 8}
+    assert ways == {16: (8, 2), 24: (8, 3), 32: (8, 4), 48: (8, 6), 96: (8, 12)}
+
+
+def test_why_names_what_is_too_short_and_what_is_slower(found) -> None:
+    there = [outlook(candidate, MACHINE, 1_100_000) for candidate in found]
+    best = recommend(there)
+    text = why(best, there)
+    assert best.candidate.dims.sp > 1
+    shorter = max(c.max_length for c in found if c.dims.sp < best.candidate.dims.sp)
+    assert f"sp {best.candidate.dims.sp} is the smallest that takes 1,100,000 tokens" in text
+    assert f"{shorter:,} at most" in text
+
+
+def test_thousand_devices_are_planned_in_a_page(capsys) -> None:
+    assert main([*TINY, "--gpus", "1024", "--lengths", "1048576"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) < 60
+    tables = [line for line in text.splitlines() if not line.startswith("accelerate")]
+    assert max(map(len, tables)) <= 120
+    command = next(line for line in text.splitlines() if line.startswith("accelerate launch"))
+    launch = launch_command_parser().parse_args(shlex.split(command.replace("RANK", "5"))[2:])
+    assert (launch.num_processes, launch.num_machines, launch.machine_rank) == (1024, 128, 5)
+    assert launch.multi_gpu
+    assert launch.main_process_ip == "HOST"
+
+
+def test_a_model_is_a_folder_or_its_config_and_else_refused(tmp_path, capsys) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    plans = []
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert main(["--model_name_or_path", str(name), *TINY[2:], "--gpus", "2", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0]["candidates"] == plans[1]["candidates"]
+    assert plans[0]["recommendation"]["command"] == plans[1]["recommendation"]["command"]
+    (tmp_path / "bad.json").write_text("{")
+    for bad in (tmp_path / "bad.json", tmp_path / "nothing"):
+        assert main(["--model_name_or_path", str(bad), *TINY[2:]]) == 2
+        assert f"--model_name_or_path {bad}" in capsys.readouterr().err
+
+
+def test_a_folder_gets_the_plan_and_its_pictures(tmp_path, capsys) -> None:
+    assert main([*TINY, "--gpus", "4", "--output", str(tmp_path / "plan")]) == 0
+    capsys.readouterr()
+    files = {path.name for path in (tmp_path / "plan").iterdir()}
+    assert files == {"plan.json", "plan.md", "max_length.png", "seconds_per_step.png", "memory.png"}
+    assert "| backend | sp | dp |" in (tmp_path / "plan" / "plan.md").read_text()
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["recommendation"]["sp"] == 1
+
+
+UNKNOWN = Gemma3TextConfig(
+    hidden_size=128,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    layer_types=["full_attention"] * 4,
+)
+"""Four norms a layer, twice what the closed form counts."""
+
+
+@pytest.mark.parametrize("backend", ["ulysses", pytest.param("ring", marks=pytest.mark.long)])
+def test_calibrated_layers_are_those_of_a_trace(backend) -> None:
+    """At another length, degree and depth than those that calibrate: the bytes that 4,096 more tokens take."""
+    found = [c for c in candidates(UNKNOWN, replace(MACHINE, gpus=4), presets=["balanced"]) if c.backend == backend]
+    calibrations = calibrate(UNKNOWN, found)
+    assert [c.problem for c in calibrations] == [""]
+    assert calibrations[0].factor != pytest.approx(1, abs=0.02)
+    candidate = next(c for c in corrected(found, MACHINE, calibrations) if c.dims.sp == 4)
+    traced = [trace_parts(UNKNOWN, traceable(candidate.setup), tokens) for tokens in (4096, 8192)]
+    more = max(after[0] for after in traced[1].values()) - max(before[0] for before in traced[0].values())
+
+    def predicted(setup) -> float:
+        setup = traceable(setup)
+        return predict(setup, 4 * 8192).allocated_bytes - predict(setup, 4 * 4096).allocated_bytes
+
+    assert predicted(candidate.setup) == pytest.approx(more, rel=0.05)
+    assert predicted(replace(candidate.setup, layer_factor=1.0)) != pytest.approx(more, rel=0.05)
+
+
+def test_what_cannot_be_traced_keeps_the_closed_form_and_says_so() -> None:
+    """Here for want of heads that eight ranks could exchange."""
+    found = [c for c in candidates(LLAMA_8B, MACHINE, presets=["balanced"]) if c.backend == "ulysses"]
+    fewer_heads = LlamaConfig(hidden_size=96, num_attention_heads=3, num_key_value_heads=3, vocab_size=64)
+    (calibration,) = calibrate(fewer_heads, found)
+    assert calibration.factor == 1
+    assert "3" in calibration.problem
+
+
+@pytest.mark.long
+def test_the_recommendation_is_retraced(capsys) -> None:
+    flags = ["--gpus", "2", "--max_length", "8192", "--lengths", "8192", "--memory", "balanced"]
+    assert main([*TINY, *flags, "--trace", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    best, trace = plan["recommendation"], plan["trace"]
+    assert (best["sp"], best["engine"]) == (1, "fsdp2")
+    whole = trace_training_step(tiny_config(), StepSettings(length=8192, dp=2))
+    assert trace["traced_bytes"] == pytest.approx(whole.peak_bytes, rel=0.01)
+    assert trace["longest"][0] > 8192
+
+
+@pytest.mark.long
+def test_the_machine_at_hand_is_measured(capsys) -> None:
+    assert main([*TINY, "--measure", "--gpus", "1", "--lengths", "4096", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["machine"]["speeds"]["matmul_flops"] > 1e8
+    assert plan["machine"]["device_bytes"] > 2**20
+    with pytest.raises(SystemExit):
+        main([*TINY, "--measure", "--gpu", "H100"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
 def test_the_command_it_prints_resolves(tmp_path, capsys) -> None:
-    flags = ["--model_name_or_path", "tiny", "--gpus", "4", "--max_length", "4096", "--lengths", "4096", "--json"]
-    assert main(flags) == 0
+    flags = ["--gpus", "4", "--max_length", "4096", "--lengths", "4096", "--json"]
+    assert main([*TINY, *flags]) == 0
     plan = json.loads(capsys.readouterr().out)
     command = shlex.split(plan["recommendation"]["command"])
     arguments = command[command.index("longctx.train") + 1 :]
@@ -72,7 +199,7 @@ def test_the_command_it_prints_resolves(tmp_path, capsys) -> None:
 def test_documents_make_attention_cheap_and_the_length_the_same(tmp_path, capsys) -> None:
     histogram = tmp_path / "lengths.csv"
     histogram.write_text("# tokens\nlow,high,documents\n100,200,3\n1000,2000,1\n")
-    common = ["--model_name_or_path", "tiny", "--gpus", "2", "--lengths", "65536", "--json"]
+    common = [*TINY, "--gpus", "2", "--lengths", "65536", "--json"]
     plans = []
     for extra in ([], ["--document_lengths", str(histogram)]):
         main([*common, *extra])
@@ -92,13 +219,14 @@ def test_documents_make_attention_cheap_and_the_length_the_same(tmp_path, capsys
         (["--document_lengths", "/nowhere.csv"], "low,high,documents"),
         (["--kernel", "flash-attn 9"], "Nothing is known of the kernel"),
         (["--lengths", "1"], "below 2"),
+        (["--host_memory_gib", "nan"], "is not above 0, or no number"),
     ],
 )
 def test_bad_input_is_refused(flags, message, capsys) -> None:
-    assert main(["--model_name_or_path", "tiny", *flags]) == 2
+    assert main([*TINY, *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_what_fits_nowhere_ends_with_1(capsys) -> None:
-    assert main(["--model_name_or_path", "tiny", "--gpus", "1", "--max_length", str(10**9)]) == 1
+    assert main([*TINY, "--gpus", "1", "--max_length", str(10**9)]) == 1
     assert "No set-up takes that" in capsys.readouterr().out

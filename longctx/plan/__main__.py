@@ -1,7 +1,8 @@
 """`python -m longctx.plan --model_name_or_path Qwen/Qwen3-8B --gpus 8`: what fits, how fast, and how to start it.
 
-All of it is predicted: memory by `longctx.memory.closed_form`, time by `longctx.step_time`. No weights are read, and
-no process is started. Exit code 0, 1 if no set-up takes --max_length, 2 for what cannot be planned.
+All of it is predicted: memory by `longctx.memory.closed_form`, which `longctx.plan.calibrate` corrects for the model at
+hand, time by `longctx.step_time`. No weights are read, and no process is started. Exit code 0, 1 if no set-up takes
+--max_length, 2 for what cannot be planned.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +24,8 @@ import numpy as np
 from longctx.levers import PRESETS
 
 USAGE_ERROR = 2
+WIDTH = 120
+"""Of printed lines."""
 LENGTHS = (32768, 131072, 524288, 1048576)
 
 
@@ -44,11 +49,15 @@ def _parser() -> argparse.ArgumentParser:
         "the memory it takes; recommend one and print its launch command. Needs the model's config.json only.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model_name_or_path", required=True, help="Hub name, folder, or tiny.")
+    parser.add_argument(
+        "--model_name_or_path", required=True, help="Hub name, folder, config.json itself, or tiny; no weights needed."
+    )
     parser.add_argument("--model_revision", default="main")
     parser.add_argument("--gpus", type=int, default=8, help="Devices of all nodes. Default: 8.")
     parser.add_argument("--gpus_per_node", type=int, default=8)
-    parser.add_argument("--gpu", default="H100", choices=tuple(_KERNELS))
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--gpu", default="H100", choices=tuple(_KERNELS))
+    device.add_argument("--measure", action="store_true", help="Measure speeds and memory of the machine at hand.")
     parser.add_argument("--gpu_memory_gib", type=float, help="Of one device. Default: that of --gpu (80 GB kinds).")
     parser.add_argument(
         "--host_memory_gib", type=float, help="Of one node. Default: 221 GiB (1.9 TB / 8) for each of its devices."
@@ -64,7 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--use_peft", action="store_true", help="Train an adapter (LoRA).")
     parser.add_argument("--lora_r", type=int, default=16)
+    parser.add_argument(
+        "--no_calibration", action="store_true", help="Trust the closed form: no traces of the model, seconds less."
+    )
+    parser.add_argument("--trace", action="store_true", help="Trace the recommended step, too; takes a minute or so.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
+    parser.add_argument("--output", type=Path, help="Folder for plan.json, plan.md and pictures (matplotlib).")
     return parser
 
 
@@ -74,28 +88,64 @@ _KERNELS = {"A100": "flash-attn 2", "H100": "flash-attn 2", "H200": "flash-attn 
 def _plan(options: argparse.Namespace) -> int:
     from longctx.attention.support import check_model
     from longctx.model import load_config
+    from longctx.plan.calibrate import calibrate, corrected
     from longctx.plan.candidates import candidates, outlook, recommend
 
     config = load_config(options.model_name_or_path, revision=options.model_revision)
     check_model(config)
     machine = _machine(options)
     adapter: dict[str, Any] = {"use_peft": True, "lora_r": options.lora_r} if options.use_peft else {}
-    found = candidates(config, machine, presets=options.memory, settings=adapter)
     documents = _documents(options.document_lengths)
+    found = candidates(config, machine, presets=options.memory, settings=adapter)
+    calibrations: list[Any] = []
+    if not options.no_calibration:
+        calibrations = calibrate(config, found)
+        found = corrected(found, machine, calibrations)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
     table = {c: [outlook(c, machine, length, documents) for length in lengths] for c in found}
     longest = max(candidate.max_length for candidate in found)
     wanted = options.max_length or max((n for n in lengths if n <= longest), default=min(lengths))
-    best = recommend([outlooks[lengths.index(wanted)] for outlooks in table.values()])
+    there = [outlooks[lengths.index(wanted)] for outlooks in table.values()]
+    best = recommend(there)
     result = {
         "model": options.model_name_or_path,
         "machine": asdict(machine),
         "predicted": True,
+        "presets": options.memory,
+        "lengths": lengths,
+        "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
-        "recommendation": None if best is None else _recommendation(best, options),
+        "recommendation": None if best is None else _recommendation(best, there, options),
+        "trace": _retraced(config, best, machine) if options.trace and best is not None else None,
     }
-    print(json.dumps(result, indent=1) if options.json else _as_text(result, lengths))
+    print(json.dumps(result, indent=1) if options.json else as_text(result))
+    if options.output is not None:
+        _write(options.output, result, table, best, machine)
     return 0 if best is not None else 1
+
+
+def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
+    from longctx.plan.calibrate import retrace
+
+    try:
+        return asdict(retrace(config, best, machine))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(f"--trace: this model's step does not run on fake tensors. Leave it out. {error}") from error
+
+
+def _write(folder: Path, result: dict[str, Any], table: Any, best: Any, machine: Any) -> None:
+    from longctx.plan.draw import draw_lengths_and_seconds, draw_memory
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "plan.md").write_text(as_text(result, markdown=True) + "\n")
+    name = f"{_folder(result['model']).name} on {machine.gpus} x {machine.device}"
+    draw_lengths_and_seconds(
+        folder, table, devices=lambda c: c.dims.sp, title=f"{name}, by devices a row", note="predicted"
+    )
+    if best is not None:
+        title = f"{name}: {best.candidate.label}, {best.length:,} tokens"
+        draw_memory(folder / "memory.png", best, machine, title=title, note="predicted")
 
 
 def _machine(options: argparse.Namespace) -> Any:
@@ -106,8 +156,8 @@ def _machine(options: argparse.Namespace) -> Any:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)} is below 1.")
     for name in ("gpu_memory_gib", "host_memory_gib", "max_length"):
-        if getattr(options, name) is not None and getattr(options, name) <= 0:
-            raise ValueError(f"--{name} {getattr(options, name)} is not above 0.")
+        if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"--{name} {getattr(options, name)} is not above 0, or no number.")
     if min(options.lengths) < 2:
         raise ValueError(f"--lengths {min(options.lengths)} is below 2: a token needs one to predict.")
     per_node = min(options.gpus, options.gpus_per_node)
@@ -116,15 +166,27 @@ def _machine(options: argparse.Namespace) -> Any:
             f"--gpus {options.gpus} are no whole number of nodes of --gpus_per_node {per_node}. Change one of them."
         )
     kernel = options.kernel or _KERNELS[options.gpu]
+    device_bytes, host_bytes = DEVICE_BYTES[options.gpu], HOST_BYTES_PER_DEVICE * per_node
+    if options.measure:
+        speeds, (device_bytes, host_bytes) = _measured(per_node)
+    else:
+        speeds = Speeds.of(options.gpu, kernel)
     return Machine(
         gpus=options.gpus,
         gpus_per_node=per_node,
-        device=options.gpu,
-        device_bytes=options.gpu_memory_gib * GIB if options.gpu_memory_gib else DEVICE_BYTES[options.gpu],
-        host_bytes=options.host_memory_gib * GIB if options.host_memory_gib else HOST_BYTES_PER_DEVICE * per_node,
-        kernel=kernel,
-        speeds=Speeds.of(options.gpu, kernel),
+        device="this machine" if options.measure else options.gpu,
+        device_bytes=options.gpu_memory_gib * GIB if options.gpu_memory_gib else device_bytes,
+        host_bytes=options.host_memory_gib * GIB if options.host_memory_gib else host_bytes,
+        kernel="the kernel measured" if options.measure else kernel,
+        speeds=speeds,
     )
+
+
+def _measured(num_devices: int) -> Any:
+    """(speeds, (bytes of a device, bytes of the host))"""
+    from longctx.plan.measure import device_memory, measure_speeds
+
+    return measure_speeds(num_devices), device_memory()
 
 
 def _documents(path: Path | None) -> Any:
@@ -184,60 +246,140 @@ def _as_dict(candidate: Any, outlooks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _recommendation(best: Any, options: argparse.Namespace) -> dict[str, Any]:
-    command = ["accelerate", "launch", "--num_processes", str(options.gpus)]
+def _recommendation(best: Any, there: Sequence[Any], options: argparse.Namespace) -> dict[str, Any]:
+    from longctx.plan.candidates import why
+
+    command = ["accelerate", "launch", *(["--multi_gpu"] if options.gpus > 1 else [])]
+    command += ["--num_processes", str(options.gpus)]
     if options.gpus > options.gpus_per_node:
         command += ["--num_machines", str(options.gpus // options.gpus_per_node), "--machine_rank", "RANK"]
         command += ["--main_process_ip", "HOST", "--main_process_port", "29500"]
-    command += ["-m", "longctx.train", "--model_name_or_path", options.model_name_or_path, "--dataset_name", "DATA"]
-    command += ["--max_length", str(best.length), *best.candidate.flags()]
+    command += ["-m", "longctx.train", "--model_name_or_path", str(_folder(options.model_name_or_path))]
+    command += ["--dataset_name", "DATA", "--max_length", str(best.length), *best.candidate.flags()]
     if options.use_peft:
         command += ["--use_peft", "--lora_r", str(options.lora_r)]
-    return _as_dict(best.candidate, [best]) | {"name": str(best.candidate), "command": shlex.join(command)}
+    facts = {"name": best.candidate.label, "why": why(best, there), "command": shlex.join(command)}
+    return _as_dict(best.candidate, [best]) | facts
 
 
-def _as_text(result: dict[str, Any], lengths: Sequence[int]) -> str:
+def _folder(model: str) -> Path:
+    """The model's, where the name is that of its config.json."""
+    return Path(model).parent if Path(model).is_file() else Path(model)
+
+
+def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
+    """The plan to read: a table with a row for each backend and its degrees, and what is recommended."""
     machine, best = result["machine"], result["recommendation"]
     head = (
         f"{result['model']} on {machine['gpus']} x {machine['device']}, {machine['device_bytes'] / 2**30:.0f} GiB "
         f"each, {machine['host_bytes'] / 2**30:,.0f} GiB of host memory a node, {machine['kernel']}, bf16; predicted"
     )
-    rows = [["backend", "sp", "dp", "engine", "--memory", "longest", "full is", *(f"s at {n:,}" for n in lengths)]]
-    for c in result["candidates"]:
-        name = f"{c['backend']} {c['ulysses']} x {c['ring']}" if c["backend"] == "hybrid" else c["backend"]
-        times = [f"{a['seconds_per_step']:,.1f}" if a["fits"] else "OOM" for a in c["at"]]
-        rows.append(
-            [name, str(c["sp"]), str(c["dp"]), c["engine"], c["memory"], f"{c['max_length']:,}", c["binds"], *times]
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
+    rows = _rows(result)
+    lines = [head, _markdown(rows) if markdown else _aligned(rows), _legend(result), _calibrated(result)]
     if best is None:
         longest = max(c["max_length"] for c in result["candidates"])
-        return "\n".join([head, "", *lines, "", f"No set-up takes that; the longest is {longest:,} tokens."])
-    at = best["at"][0]
-    parts = [
-        f"{what}: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in at[key].items() if size >= 2**26)
-        for what, key in (("GiB of a device", "device_bytes"), ("GiB of a node's host memory", "host_bytes"))
-        if at[key]
-    ]
-    seconds = ", ".join(f"{name} {value:,.1f}" for name, value in at["seconds"].items())
-    return "\n".join(
-        [
-            head,
-            "",
-            *lines,
-            "",
-            f"Recommended for {at['length']:,} tokens: {best['name']}, --memory {best['memory']}; "
-            f"{at['seconds_per_step']:,.1f} s a step ({seconds}), "
-            f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device",
-            *parts,
-            "",
-            best["command"],
-        ]
+        lines.append(f"No set-up takes that; the longest is {longest:,} tokens.")
+    else:
+        command = f"```bash\n{best['command']}\n```" if markdown else best["command"]
+        if "RANK" in command:
+            command += "\n\nOn every node, with RANK 0 on the first and HOST the first one's address."
+        lines += [*_about(best), _traced(result), command]
+    kept = (lines[1], lines[-1])  # a table and a command are not wrapped
+    wrapped = [text if markdown or text in kept else textwrap.fill(text, WIDTH) for text in lines if text]
+    return "\n\n".join(wrapped)
+
+
+def _rows(result: dict[str, Any]) -> list[list[str]]:
+    """Presets beside each other, and seconds of the fastest that fits."""
+    from longctx.pictures import tokens_label
+
+    presets, lengths = result["presets"], result["lengths"]
+    rows = [["backend", "sp", "dp", *(f"longest, {p}" for p in presets), *(f"s at {tokens_label(n)}" for n in lengths)]]
+    for same in _by_degrees(result["candidates"]):
+        first = next(iter(same.values()))
+        name = f"hybrid {first['ulysses']} x {first['ring']}" if first["backend"] == "hybrid" else first["backend"]
+        longest = [f"{same[p]['max_length']:,}{HOST_FULL if same[p]['binds'] == 'host' else ''}" for p in presets]
+        rows.append([name, str(first["sp"]), str(first["dp"]), *longest])
+        for i in range(len(lengths)):
+            seconds = [(same[p]["at"][i]["seconds_per_step"], mark) for p, mark in zip(presets, MARKS, strict=False)]
+            least, mark = min(((s, mark) for s, mark in seconds if s is not None), default=(None, ""))
+            rows[-1].append("OOM" if least is None else f"{least:,.1f}{mark}")
+    return rows
+
+
+HOST_FULL = " h"
+MARKS = ("", "*", "+")
+"""Of seconds, by preset."""
+
+
+def _by_degrees(candidates: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """Candidates that differ in --memory alone, by it."""
+    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for c in candidates:
+        groups.setdefault((c["backend"], c["ring"], c["ulysses"]), {})[c["memory"]] = c
+    return list(groups.values())
+
+
+def _legend(result: dict[str, Any]) -> str:
+    marked = ", ".join(f"{mark} --memory {p}" for p, mark in zip(result["presets"], MARKS, strict=False) if mark)
+    return "hybrid: Ulysses x ring. h: host memory is full first. s: of the fastest preset that fits" + (
+        f"; {marked}." if marked else "."
     )
+
+
+def _calibrated(result: dict[str, Any]) -> str:
+    if not (calibrations := result["calibration"]):
+        return "Layers by the closed form alone."
+    factors: dict[str, list[str]] = {}
+    for c in calibrations:
+        name = f"{c['backend']} {c['ulysses']} x" if c["ulysses"] else c["backend"]
+        factors.setdefault(name, []).append("-" if c["problem"] else f"{c['factor']:.2f}")
+    text = "Layers as traces of this model have them, of the closed form's bytes: "
+    text += ", ".join(f"{backend} {' '.join(of)}" for backend, of in factors.items()) + "."
+    if problem := next((c["problem"] for c in calibrations if c["problem"]), ""):
+        text += f" Untraced (-), since {problem}."
+    return text
+
+
+def _about(best: dict[str, Any]) -> list[str]:
+    at = best["at"][0]
+    seconds = ", ".join(f"{name} {value:,.1f}" for name, value in at["seconds"].items())
+    return [
+        f"Recommended for {at['length']:,} tokens: {best['name']}, on {best['engine']}: {best['why']}.",
+        f"A step takes {at['seconds_per_step']:,.1f} s ({seconds}): "
+        f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.",
+        *(
+            f"{what}: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in at[key].items() if size >= 2**26)
+            for what, key in (("GiB of a device", "device_bytes"), ("GiB of a node's host memory", "host_bytes"))
+            if at[key]
+        ),
+    ]
+
+
+def _traced(result: dict[str, Any]) -> str:
+    if not (trace := result["trace"]):
+        return ""
+    stands_in = " of its twin on FSDP2 (DeepSpeed runs on no fake tensors; ZeRO's states by formula)"
+    traced, predicted = trace["traced_bytes"] / 2**30, trace["predicted_bytes"] / 2**30
+    length, binds = trace["longest"]
+    return (
+        f"Traced{stands_in if trace['stands_in'] else ''}: {traced:.2f} GiB allocated at the device's peak, by the "
+        f"closed form {predicted:.2f} ({predicted / traced - 1:+.1%}). The longest row with that: {length:,} tokens, "
+        f"then the {binds} is full."
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "| --- " + "| ---: " * (len(rows[0]) - 1) + "|", *lines[1:]])
 
 
 if __name__ == "__main__":

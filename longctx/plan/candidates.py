@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -23,6 +23,9 @@ HOST_BYTES_PER_DEVICE = 1.9e12 / 8
 
 LONG_ROW = 2**30
 """Tokens of a row for which no preset shortens what it does at a time."""
+
+WORTH_NAMING = 1.1
+"""How much faster than the recommendation something else has to be to be named beside it."""
 
 Documents = Callable[[int], Sequence[int]]
 """Length of a row -> lengths of the documents in it."""
@@ -72,6 +75,11 @@ class Candidate:
         ring = ["--ring_size", str(self.dims.ring)] if self.backend == "hybrid" else []
         return [*spread, *ring, *(["--memory", self.memory] if self.memory != "balanced" else [])]
 
+    @property
+    def label(self) -> str:
+        """With its preset."""
+        return f"{self} --memory {self.memory}"
+
     def __str__(self) -> str:
         ways = f"{self.dims.ulysses} x ring {self.dims.ring}" if self.backend == "hybrid" else str(self.dims.sp)
         return f"{self.backend} {ways}" if self.dims.sp > 1 else "one device"
@@ -111,15 +119,16 @@ def candidates(
     model = ModelSizes.of_config(config)
     flags = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": True, "dtype": "float32"}
     found = []
-    for backend, dims in _arrangements(config, machine.gpus):
+    for backend, dims in _arrangements(config, machine.gpus, min(machine.gpus, machine.gpus_per_node)):
         for preset in presets:
             found.append(_candidate(config, model, machine, backend, dims, preset, flags | (settings or {})))
     return found
 
 
-def _arrangements(config: PretrainedConfig, gpus: int) -> Iterator[tuple[str, ParallelDims]]:
+def _arrangements(config: PretrainedConfig, gpus: int, per_node: int) -> Iterator[tuple[str, ParallelDims]]:
+    """Sequences on a part of a node or on whole ones; beyond a node, hybrid's widest exchange that stays in one."""
     heads, linear = num_heads(config)[0], num_linear_heads(config)
-    for sp in (n for n in range(1, gpus + 1) if gpus % n == 0):
+    for sp in (n for n in range(1, gpus + 1) if gpus % n == 0 and (per_node % n == 0 or n % per_node == 0)):
         if sp == 1:
             yield "local", ParallelDims.arrange(gpus)
             continue
@@ -129,7 +138,10 @@ def _arrangements(config: PretrainedConfig, gpus: int) -> Iterator[tuple[str, Pa
             continue
         for backend in ("ring", "gather"):
             yield backend, ParallelDims.arrange(gpus, ring=sp)
-        for ring in (n for n in range(2, sp) if sp % n == 0 and heads % (sp // n) == 0):
+        splits = [n for n in range(2, sp) if sp % n == 0 and heads % (sp // n) == 0]
+        if sp > per_node:
+            splits = [n for n in splits if sp // n <= per_node][:1]
+        for ring in splits:
             yield "hybrid", ParallelDims.arrange(gpus, ring=ring, ulysses=sp // ring)
 
 
@@ -167,6 +179,8 @@ def _candidate(
         use_cpu=False,
         ranks_per_node=min(machine.gpus_per_node, machine.gpus),
     )
+    if machine.kernel == "flash-attn 3":
+        setup = replace(setup, kernel="flash-attn 3")
     longest = reach(setup, machine.device_bytes, machine.host_bytes)
     return Candidate(
         backend=backend,
@@ -191,6 +205,28 @@ def outlook(candidate: Candidate, machine: Machine, length: int, documents: Docu
 
 def recommend(outlooks: Sequence[Outlook]) -> Outlook | None:
     """Of those that fit, with the smallest sp, the one that trains most tokens a second; None where none fits."""
+    return max(_of_smallest_sp(outlooks), key=lambda o: o.speed, default=None)
+
+
+def why(best: Outlook, outlooks: Sequence[Outlook]) -> str:
+    """What speaks for a recommendation, and whether more devices a row would train more tokens a second."""
+    sp = best.candidate.dims.sp
+    shorter = [o.candidate for o in outlooks if o.candidate.dims.sp < sp]
+    text = f"sp {sp} is the smallest that takes {best.length:,} tokens"
+    if shorter:
+        least = max(shorter, key=lambda candidate: candidate.max_length)
+        text += f" (sp {least.dims.sp}: {least.max_length:,} at most)"
+    others = [o for o in _of_smallest_sp(outlooks) if o is not best]
+    if others:
+        second = max(others, key=lambda o: o.speed)
+        text += f", {best.candidate.label} the fastest there ({second.candidate.label}: {second.speed:,.0f} tokens/s)"
+    fastest = max((o for o in outlooks if o.time is not None), key=lambda o: o.speed)
+    if fastest.speed > WORTH_NAMING * best.speed:
+        text += f"; fastest of all is {fastest.candidate.label} with {fastest.speed:,.0f} tokens/s a device"
+    return text
+
+
+def _of_smallest_sp(outlooks: Sequence[Outlook]) -> list[Outlook]:
     fitting = [outlook for outlook in outlooks if outlook.time is not None]
     smallest = min((outlook.candidate.dims.sp for outlook in fitting), default=0)
-    return max((o for o in fitting if o.candidate.dims.sp == smallest), key=lambda o: o.speed, default=None)
+    return [outlook for outlook in fitting if outlook.candidate.dims.sp == smallest]
