@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from longctx.attention.support import head_size, num_heads, num_linear_heads
-from longctx.ring.plan import plan_ring
+from longctx.ring.plan import MAX_IMBALANCE, plan_ring
 from longctx.ulysses.exchange import key_value_copies
 
 Seconds = NDArray[np.float64]
@@ -222,9 +222,9 @@ class RingWork:
     """T."""
 
     @classmethod
-    def of(cls, document_lengths: NDArray[np.integer], ring: int) -> RingWork:
+    def of(cls, document_lengths: NDArray[np.integer], ring: int, *, max_imbalance: float = MAX_IMBALANCE) -> RingWork:
         """By the plan for one row, whose documents fill it to a multiple of what `plan_ring` needs."""
-        plan = plan_ring(np.concatenate(([0], np.cumsum(document_lengths))), ring)
+        plan = plan_ring(np.concatenate(([0], np.cumsum(document_lengths))), ring, max_imbalance=max_imbalance)
         pairs, entries, merged_rows = plan.work_per_hop
         merged_rows[:, 0] = 0
         rank, hop = np.ogrid[:ring, :ring]

@@ -3,7 +3,8 @@
 The step is put together from the documents that the ranks really get: `longctx.ring.plan` says how many pairs of query
 and key each rank has at each hop and how many tokens reach it, and `longctx.attention.cost` how long that takes on
 the links of the machine, the first rank of a node receiving over the link between nodes and the others over those
-within. To these come the rest of the layers by `longctx.step_time`, weights that are gathered and gradients that are reduced.
+within. To these come the rest of the layers by `longctx.step_time`, weights that are gathered and gradients that are
+reduced.
 
 Ranks of a sequence group wait for each other in every pass of every layer; groups with different packs wait for the
 dearest of them in every micro-batch, since all gather the same weights. Weights are gathered and gradients reduced in

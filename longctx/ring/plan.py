@@ -29,6 +29,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
+MAX_IMBALANCE = 1.02
+"""Largest attention work of a rank over the mean that a plan aims at."""
+
 
 @dataclass(frozen=True, eq=False)
 class RingStep:
@@ -293,7 +296,7 @@ def plan_ring(
     cu_seqlens: Sequence[int] | npt.NDArray[np.integer],
     world_size: int,
     *,
-    max_imbalance: float = 1.02,
+    max_imbalance: float = MAX_IMBALANCE,
     group_fraction: float = 0.125,
 ) -> RingPlan:
     """Spread a packed sequence over a ring of ranks: equal tokens, balanced attention work, little K/V sent.
