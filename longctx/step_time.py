@@ -1,9 +1,9 @@
-"""Modelled seconds of a whole training step on GPUs: what it computes, and what it waits for.
+"""Modelled seconds of a whole training step: what it computes, and what it waits for.
 
 Three rates say how fast a device computes: its dense bf16 peak, the part of it that large matrices reach, and that of
 the attention kernel, forward and backward. Links are those of `longctx.attention.cost`, and so is attention's account
-of who waits for whom. Nothing here is measured on the machine at hand; `benchmarks.step_time` holds it against
-published step times.
+of who waits for whom. Speeds are those published of a device (`Speeds.of`), or measured on the machine at hand by
+`longctx.plan.measure`; `benchmarks.step_time` holds seconds against published steps, and against real ones here.
 """
 
 from __future__ import annotations
