@@ -85,6 +85,10 @@ class SequenceArguments:
         default="auto",
         metadata={"help": "What gradients are reduced in. auto: fp32 on FSDP2, DeepSpeed's own choice on DeepSpeed."},
     )
+    on_nonfinite: Literal["stop", "skip"] = field(
+        default="stop",
+        metadata={"help": "What to do with a step whose gradient is NaN or infinite: stop the run, or leave it out."},
+    )
     prepare_only: bool = field(default=False, metadata={"help": "Tokenise and plan the packs, then stop."})
     dry_run: bool = field(default=False, metadata={"help": "Print the resolved run and stop."})
 

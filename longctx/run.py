@@ -235,6 +235,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         report=prepared.data.report,
         eval_rows=prepared.data.evaluation.rows if prepared.data.evaluation else None,
         data_identity=prepared.data_identity,
+        on_nonfinite=settings["on_nonfinite"],
     )
     if run.engine == "fsdp2":
         settle_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)

@@ -57,6 +57,11 @@ class StepSampler(Sampler[list[int]]):
         """Rows of a full optimizer step, over all ranks and micro-batches."""
         return self.micro_batch_size * self.dp * self.accumulation_steps
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps in an epoch."""
+        return -(-len(self) // self.accumulation_steps)
+
     def __len__(self) -> int:
         """Micro-batches in an epoch, the same on every rank."""
         full_steps, rest = divmod(self.num_rows, self.rows_per_step)

@@ -57,7 +57,9 @@ def _train(run: Run) -> int:
     from longctx.advice import describe_memory
     from longctx.checkpoint import RESUMABLE
     from longctx.data import DataError
+    from longctx.launch.processes import FAILED
     from longctx.launch.terminal import refuse
+    from longctx.nonfinite import NonFiniteError
     from longctx.run import finish, fit, load, prepare
     from longctx.turns import RefusedTogether, leave_together
 
@@ -74,11 +76,11 @@ def _train(run: Run) -> int:
         return USAGE_ERROR
     try:
         trainer = fit(prepared, model)
-    except DataError as error:  # of a stream, which every rank reads: all meet it in the same step
+    except (DataError, NonFiniteError) as error:  # of a stream, which every rank reads; all meet it in the same step
         if os.environ.get("RANK", "0") == "0":
             refuse(error)
         leave_together()
-        return USAGE_ERROR
+        return USAGE_ERROR if isinstance(error, DataError) else FAILED
     if trainer.sequence.rank == 0:
         metrics = trainer.step_metrics
         assert metrics.peak_memory is not None, "read at the end of training"

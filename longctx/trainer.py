@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
@@ -29,6 +33,7 @@ from longctx.memory.report import MemoryWarnings
 from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics, TokenMeans
 from longctx.model import count_parameters, count_trained_parameters
+from longctx.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.shard import complete_position_ids, plan_batch
@@ -49,6 +54,7 @@ class SequenceTrainer(ResumableTrainer):
             there as it grows.
         eval_rows: packs or single documents to evaluate on.
         data_identity: what the rows are made from, by name; a checkpoint is resumed on the same alone.
+        on_nonfinite: what becomes of a step whose gradient is NaN or infinite: `stop` the run, or `skip` the step.
     """
 
     _name = "longctx"
@@ -69,10 +75,11 @@ class SequenceTrainer(ResumableTrainer):
         report: PackingReport | None = None,
         eval_rows: PackedDataset | None = None,
         data_identity: Mapping[str, Any] | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ):
         self.sequence, self.rows, self.costs = sequence, rows, costs
-        self._data_identity = dict(data_identity or {})
+        self._data_identity, self.on_nonfinite = dict(data_identity or {}), on_nonfinite
         self.step_metrics = StepMetrics(
             sp=sequence.dims.sp,
             sp_rank=sequence.dims.sp_rank(sequence.rank),
@@ -103,6 +110,7 @@ class SequenceTrainer(ResumableTrainer):
             self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
         if report is not None:
             self.add_callback(_PackingEntry(report))
+        self.add_callback(_ScheduleGoesOn(self))
         self.stop_on_signal = StopOnSignal(sequence.device)
         self.add_callback(self.stop_on_signal)
 
@@ -124,6 +132,47 @@ class SequenceTrainer(ResumableTrainer):
 
     def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
         self.step_metrics.load_state_dicts([rank["metrics"] for rank in progress], rank=self.sequence.rank)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        zero: Any = getattr(self.model_wrapped, "optimizer", None)
+        if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would do without in fp32; ZeRO-3 always looks
+            zero.check_grad_overflow = True
+        return prepared
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """On all ranks the same, and known before the weights change; DeepSpeed leaves the step out by itself."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if not math.isfinite(grad_norm):
+            self._meet_nonfinite(model, float(grad_norm))
+        return grad_norm
+
+    def _meet_nonfinite(self, model: nn.Module, grad_norm: float) -> None:
+        """
+        Raises:
+            NonFiniteError: unless such steps are left out.
+        """
+        met = NonFinite(step=self.state.global_step + 1, grad_norm=str(grad_norm), **self._documents_of_step())
+        path = Path(self.args.output_dir) / NON_FINITE_FILE
+        if self.args.should_save:
+            met.append_to(path)
+        if self.on_nonfinite == "stop":
+            raise NonFiniteError(f"{met}; it is written to {path}. {REMEDY}")
+        if self.args.should_save:
+            warnings.warn(f"{met}: the step is left out; see {path}", stacklevel=2)
+        if not self.is_deepspeed_enabled:
+            model.zero_grad()  # the optimizer passes over weights without a gradient
+
+    def _documents_of_step(self) -> dict[str, list[int] | None]:
+        """Rows and documents, by their numbers in the data set, of the step that is under way; None of a stream's."""
+        if isinstance(self.rows, PackedStream):
+            return {"rows": None, "documents": None}
+        sampler = self.step_sampler(dp_rank=0)
+        epoch, step = divmod(self.state.global_step, sampler.num_steps)
+        sampler.set_epoch(epoch)
+        rows = next(islice(sampler.steps(), step, None)).tolist()
+        documents = [int(n) for row in rows for n in self.rows.packing.documents(row)]
+        return {"rows": rows, "documents": documents}
 
     def step_sampler(self, dp_rank: int) -> StepSampler:
         """The row numbers that data-parallel rank `dp_rank` reads."""
@@ -383,6 +432,18 @@ class _EpochByRows(TrainerCallback):
     def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         epochs, steps = divmod(state.global_step, self.steps)
         state.epoch = epochs + steps * self.rows_per_step / self.rows
+
+
+class _ScheduleGoesOn(TrainerCallback):
+    """Past a step that DeepSpeed has left out, as it does on other engines."""
+
+    def __init__(self, trainer: SequenceTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.trainer.accelerator.optimizer_step_was_skipped:
+            scheduler: Any = self.trainer.lr_scheduler
+            getattr(scheduler, "scheduler", scheduler).step()
 
 
 class _PackingEntry(TrainerCallback):

@@ -31,6 +31,7 @@ STAGES: list[tuple[str, ...]] = [
         "steps",
         "metrics",
         "checkpoint",
+        "nonfinite",
         "memory",
         "step_time",
         "pictures",
