@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=8, help="Devices of all nodes. Default: 8.")
     parser.add_argument("--gpus_per_node", type=int, default=8)
     device = parser.add_mutually_exclusive_group()
-    device.add_argument("--gpu", default="H100", choices=tuple(_KERNELS))
+    device.add_argument("--gpu", choices=tuple(_KERNELS), help=f"Default: {GPU}.")
     device.add_argument("--measure", action="store_true", help="Measure speeds and memory of the machine at hand.")
     parser.add_argument("--gpu_memory_gib", type=float, help="Of one device. Default: that of --gpu (80 GB kinds).")
     parser.add_argument(
@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+GPU = "H100"
 _KERNELS = {"A100": "flash-attn 2", "H100": "flash-attn 2", "H200": "flash-attn 2", "B200": "cuDNN"}
 
 
@@ -165,16 +166,17 @@ def _machine(options: argparse.Namespace) -> Any:
         raise ValueError(
             f"--gpus {options.gpus} are no whole number of nodes of --gpus_per_node {per_node}. Change one of them."
         )
-    kernel = options.kernel or _KERNELS[options.gpu]
-    device_bytes, host_bytes = DEVICE_BYTES[options.gpu], HOST_BYTES_PER_DEVICE * per_node
+    gpu = options.gpu or GPU
+    kernel = options.kernel or _KERNELS[gpu]
+    device_bytes, host_bytes = DEVICE_BYTES[gpu], HOST_BYTES_PER_DEVICE * per_node
     if options.measure:
         speeds, (device_bytes, host_bytes) = _measured(per_node)
     else:
-        speeds = Speeds.of(options.gpu, kernel)
+        speeds = Speeds.of(gpu, kernel)
     return Machine(
         gpus=options.gpus,
         gpus_per_node=per_node,
-        device="this machine" if options.measure else options.gpu,
+        device="device of this machine" if options.measure else gpu,
         device_bytes=options.gpu_memory_gib * GIB if options.gpu_memory_gib else device_bytes,
         host_bytes=options.host_memory_gib * GIB if options.host_memory_gib else host_bytes,
         kernel="the kernel measured" if options.measure else kernel,
@@ -186,7 +188,10 @@ def _measured(num_devices: int) -> Any:
     """(speeds, (bytes of a device, bytes of the host))"""
     from longctx.plan.measure import device_memory, measure_speeds
 
-    return measure_speeds(num_devices), device_memory()
+    try:
+        return measure_speeds(num_devices), device_memory()
+    except RuntimeError as error:
+        raise ValueError(f"--measure: {error} Use --gpu with a device that speeds are published of.") from error
 
 
 def _documents(path: Path | None) -> Any:
