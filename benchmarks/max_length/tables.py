@@ -124,7 +124,7 @@ def _page(lines: Sequence[Line]) -> Iterator[str]:
     yield from _table(LENGTH_COLUMNS, [_length_row(line, known, sweep) for line in _of(known, COMBINATION)])
     yield from ("", "## Seconds of an optimizer step", "")
     yield (
-        f"After {sweep['warmup']} steps of warm-up. MFU: floating point operations of the parameters and of causal "
+        f"Steps of warm-up before: {sweep['warmup']}. MFU: floating point operations of the parameters and of causal "
         f"attention over the device's peak, {_peak_text(known)}."
     )
     yield ""
@@ -218,8 +218,10 @@ def _peak_text(known: Mapping[Key, Line]) -> str:
 
 
 def _errors(known: Mapping[Key, Line]) -> Iterator[str]:
+    nothing_fits = {(line["backend"], line["devices"]) for line in _of(known, COMBINATION) if line.get("longest") == 0}
     for key, line in known.items():
-        if line.get("error") and line["status"] not in (OK, OOM):
+        explains = line["status"] != OOM or (key.kind == FIT and (key.backend, key.devices) in nothing_fits)
+        if line.get("error") and explains:
             at = f", rows of {key.length:,}" if key.length else ""
             yield f"- {key.backend} on {key.devices}{at}: {line['status']}: {line['error']}"
 
