@@ -299,8 +299,8 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
     )
     yield (
         "**Ring and gather** over nodes suit few long documents: a row of one document hides their messages "
-        f"(128 devices a row: {kept(fixed, one, 128, ('ring', 'gather'))}), a packed one has little to hide them "
-        f"behind ({kept(fixed, packed, 128, ('ring', 'gather'))})."
+        f"(128 devices a row: {kept(fixed, one, 128, ('ring', 'gather'))}), a packed one has less to hide them behind "
+        f"({kept(fixed, packed, 128, ('ring', 'gather'))}; below, what part of it is the plan's own choice)."
     )
     yield (
         f"**The hybrid**, Ulysses inside the node and a ring between nodes, is the way to give a row more than a node: "
@@ -312,11 +312,13 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
         at(more, packed, "ulysses", 1024),
         next(run for run in shuffled if (run.backend, run.devices) == ("ulysses", 1024)),
     )
+    worst = min(run.efficiency for run in more[packed] if run.backend == "ulysses")
     yield (
         "**More rows come before more devices a row**, while there are rows: groups of eight keep "
-        f"{before.efficiency:.0%} on 1,024 devices, if the packs of a step are alike, as training orders them by "
-        f"default. In a plain shuffle they keep {after.efficiency:.0%}: {after.share('wait'):.0%} of the time is spent "
-        "waiting for the group with the longest documents."
+        f"{before.efficiency:.0%} on 1,024 devices ({worst:.0%} in the worst case of the table), if the packs of a step "
+        "are alike, as training orders them by default. In a plain shuffle, 1,024 devices keep "
+        f"{after.efficiency:.0%}: {after.share('wait'):.0%} of the time is spent waiting for the group with the longest "
+        "documents."
     )
 
 
