@@ -315,10 +315,10 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
     worst = min(run.efficiency for run in more[packed] if run.backend == "ulysses")
     yield (
         "**More rows come before more devices a row**, while there are rows: groups of eight keep "
-        f"{before.efficiency:.0%} on 1,024 devices ({worst:.0%} in the worst case of the table), if the packs of a step "
-        "are alike, as training orders them by default. In a plain shuffle, 1,024 devices keep "
-        f"{after.efficiency:.0%}: {after.share('wait'):.0%} of the time is spent waiting for the group with the longest "
-        "documents."
+        f"{before.efficiency:.0%} on 1,024 devices ({worst:.0%} in the worst case of the table), if the packs of a "
+        "step are alike, as training orders them by default. In a plain shuffle, 1,024 devices keep "
+        f"{after.efficiency:.0%}: {after.share('wait'):.0%} of the time is spent waiting for the group with the "
+        "longest documents."
     )
 
 
