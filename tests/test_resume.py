@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,3 +173,14 @@ def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_pa
         rates = sum(entry["learning_rate"] for entry in log[2:])
         other = weights(tmp_path / layout)
         assert max((other[name] - expected[name]).abs().max() for name in expected) <= 0.1 * rates, layout
+
+
+@pytest.mark.parametrize("layout", ["ring", pytest.param("ulysses", marks=pytest.mark.long)])
+def test_runs_killed_at_random_moments_are_those_that_were_not(layout):
+    """A short part of what benchmarks/soak.py does."""
+    command = [sys.executable, "-m", "benchmarks.soak", "--kills", "2", "--layouts", layout]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    row = next((text for text in done.stdout.splitlines() if text.startswith(f"| {layout} |")), done.stderr)
+    kills, _, steps, wrong, unequal = (int(cell) for cell in row.split("|")[2:7])
+    assert (kills, wrong, unequal) == (2, 0, 0), row
+    assert steps

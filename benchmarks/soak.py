@@ -1,0 +1,195 @@
+"""Runs that are killed at random moments, again and again, and started anew: the same losses, the same weights.
+
+    python -m benchmarks.soak                           # 200 kills over four layouts, about an hour on two cores
+    python -m benchmarks.soak --kills 4 --layouts ring --output DIR
+
+A run of `longctx.train` with --resume_from_checkpoint auto and a checkpoint every few steps is killed with all of its
+ranks (SIGKILL, no warning) at a moment drawn at random from the time that a whole run takes, while it starts, trains or
+saves, and started again; after every few kills it may finish. It is held against the same run without a kill: every
+step is in the log once, with the same bits of loss and gradient norm and the same number of tokens, and the final
+weights are equal bit by bit, so that no document was lost or repeated. What is left behind is counted, too: processes,
+files in /dev/shm, and unfinished checkpoints once a run has finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.elsewhere import make_documents, write_model
+from benchmarks.max_length.processes import run_group, start_server
+from benchmarks.packing import device, line
+
+STEPS, SAVE_STEPS = 24, 3
+PATIENCE = 3600.0
+"""Seconds of a run that is not killed."""
+KILLS_OF_A_RUN = 5
+"""After so many a run may finish."""
+LAYOUTS = {
+    "1 process": (1, ["--sp", "1"]),
+    "ring": (2, ["--sp", "2", "--sp_backend", "ring"]),
+    "ulysses": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
+    "stream": (2, ["--sp", "2", "--sp_backend", "ring", "--dataset_streaming", "True"]),
+}
+"""Processes and flags; ring on FSDP2, Ulysses on DeepSpeed ZeRO-3."""
+VALUES = ("step", "loss", "grad_norm", "num_tokens", "learning_rate")
+
+
+class Outcome(NamedTuple):
+    """Of one layout."""
+
+    kills: int
+    starts: int
+    steps: int
+    """That were in the logs of finished runs."""
+    wrong: int
+    """Steps that were missing, repeated or other than in the run without a kill."""
+    unequal: int
+    """Finished runs with other weights."""
+    left: str
+    """What was left behind; empty if nothing was."""
+
+
+def train(arguments: list[str]) -> dict[str, Any]:
+    """On every rank."""
+    from longctx.train import main
+
+    if code := main(arguments):
+        raise RuntimeError(f"longctx.train ended with exit code {code}")
+    return {}
+
+
+def soak(layout: str, kills: int, folder: Path, draw: random.Random) -> Outcome:
+    """Kill runs of one layout `kills` times.
+
+    Raises:
+        RuntimeError: if a run ends by itself other than well.
+    """
+    processes, flags = LAYOUTS[layout]
+    common = [*_flags(folder), *flags]
+    before = _left_behind()
+    whole = _run(processes, common, folder / "whole", timeout=PATIENCE)
+    expected, weights = _log(folder / "whole"), _weights(folder / "whole")
+    starts = steps = wrong = unequal = done = 0
+    while done < kills:
+        output = folder / "killed"
+        shutil.rmtree(output, ignore_errors=True)
+        killed = 0
+        while True:
+            may_finish = killed == KILLS_OF_A_RUN or done == kills
+            finished = _run(processes, common, output, timeout=PATIENCE if may_finish else draw.uniform(0, 1.2 * whole))
+            starts += 1
+            if finished:
+                break
+            killed, done = killed + 1, done + 1
+        log = _log(output)
+        steps += len(log)
+        wrong += sum(a != b for a, b in zip(log, expected, strict=False)) + abs(len(log) - len(expected))
+        found = _weights(output)
+        unequal += not (
+            found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+        )
+        unfinished = [str(path.name) for path in output.glob("*.partial")]
+        if unfinished:
+            return Outcome(done, starts, steps, wrong, unequal, ", ".join(unfinished))
+    left = _left_behind() - before
+    return Outcome(done, starts, steps, wrong, unequal, ", ".join(sorted(left)))
+
+
+def _run(processes: int, flags: Sequence[str], output: Path, *, timeout: float) -> float:
+    """Seconds it took, or 0 if it was killed."""
+    ending = run_group(
+        processes,
+        train,
+        [*flags, "--output_dir", str(output)],
+        environment={},
+        folder=output.with_name("ranks"),
+        timeout=timeout,
+    )
+    if ending.status == "timeout":
+        return 0.0
+    if ending.status != "ok":
+        raise RuntimeError(f"{ending.status}: {ending.error}\n{ending.log}")
+    return ending.seconds
+
+
+def _flags(folder: Path) -> list[str]:
+    """Of a small model and documents for an epoch and a half."""
+    model, data = folder / "model", folder / "data.jsonl"
+    if not data.exists():
+        write_model(str(model))
+        lengths = [random.Random(0).randint(2, 120) for _ in range(150)]
+        records = [{"input_ids": ids, "labels": labels} for ids, labels in make_documents(lengths)]
+        data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = (
+        f"--max_steps {STEPS} --save_strategy steps --save_steps {SAVE_STEPS} --save_total_limit 2 --logging_steps 1"
+    )
+    flags += " --max_length 256 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --learning_rate 5e-3"
+    flags += " --report_to none --disable_tqdm True --use_cpu True --resume_from_checkpoint auto"
+    return [*flags.split(), "--model_name_or_path", str(model), "--dataset_name", str(data)]
+
+
+def _log(output: Path) -> list[tuple[Any, ...]]:
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [tuple(entry[name] for name in VALUES) for entry in history if "loss" in entry]
+
+
+def _weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model.safetensors")
+
+
+def _left_behind() -> set[str]:
+    """Files of shared memory, and processes below this one."""
+    shared = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()}
+    return shared | {f"process {process.pid}" for process in psutil.Process().children(recursive=True)}
+
+
+def report(layouts: Sequence[str], kills: int, seed: int) -> Iterator[str]:
+    """The table, a row as soon as it is known."""
+    start_server()
+    yield line(["layout", "kills", "starts", "steps logged", "wrong", "runs with other weights", "left behind"])
+    yield line(["---"] * 7)
+    with tempfile.TemporaryDirectory() as folder:
+        share, rest = divmod(kills, len(layouts))
+        for number, layout in enumerate(layouts):
+            path = Path(folder, str(number))
+            path.mkdir()
+            outcome = soak(layout, share + (number < rest), path, random.Random(f"{seed} {layout}"))
+            yield line([layout, *(str(value) for value in outcome[:-1]), outcome.left or "nothing"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 1 if a step or a weight was other than in the run without a kill, or something was left behind."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200, help="Over all layouts. Default: 200.")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--seed", type=int, default=0, help="Of the moments. Default: 0.")
+    parser.add_argument("--output", type=Path, help="Also write the table here.")
+    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    head = ["# Runs that are killed", "", f"`{' '.join(['python -m benchmarks.soak', *given])}`  "]
+    head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}", "", *(__doc__ or "").split("\n\n", 2)[2].split("\n")]
+    lines = []
+    for text in [*head, *report(options.layouts, options.kills, options.seed)]:
+        print(text, flush=True)
+        lines.append(text)
+    if options.output:
+        options.output.write_text("\n".join(lines) + "\n")
+    rows = [text.split("|")[1:-1] for text in lines if text.startswith("|")][2:]
+    return int(any(row[4].strip() != "0" or row[5].strip() != "0" or row[6].strip() != "nothing" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
