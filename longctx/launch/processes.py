@@ -55,8 +55,7 @@ def spawn(num_processes: int, arguments: list[str], module: str = "longctx.train
         monitor_interval=0.2,
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # a rank stops by itself on the others
     )
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _pass_on)
+    before = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
@@ -64,6 +63,9 @@ def spawn(num_processes: int, arguments: list[str], module: str = "longctx.train
         if rank != 0 and isinstance(failure.error_file_data.get("message"), dict):
             print(f"longctx: error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else FAILED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 
