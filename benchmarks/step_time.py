@@ -1,6 +1,7 @@
 """Modelled step times against published ones, and what a sequence-chunked step of Llama-3.1-8B would reach.
 
     python -m benchmarks.step_time
+    python -m benchmarks.step_time --here           # speeds measured on this machine against real steps on it, minutes
     python -m benchmarks.step_time --output FILE
 
 Rows are those of benchmarks/data/published_lengths.csv and held_back_lengths.csv that publish a time, set up as in
@@ -12,16 +13,28 @@ are those of `longctx.step_time`, the same for all rows.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.closed_form import Row, rows, sizes
+from benchmarks.packing import device
 from benchmarks.published import HELD_BACK, HOST_BYTES, PUBLISHED
-from longctx.memory.closed_form import MemorySetup, predict, reach
+from longctx.memory.closed_form import MemorySetup, ModelSizes, predict, reach
 from longctx.plan.candidates import DEVICE_BYTES
+from longctx.plan.measure import measure_speeds
 from longctx.step_time import Speeds, StepTime, step_time
+from longctx.tiny import tiny_tokenizer
 
 KERNELS = {"TRL 1.13 CP": "cuDNN", "TRL 6845": "cuDNN"}
 CHUNK = 32768
@@ -94,6 +107,82 @@ def reached() -> Iterator[str]:
         )
 
 
+HERE = Qwen3Config(
+    vocab_size=8192,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
+HERE_TOKENS, HERE_STEPS = 2048, 4
+SPREAD: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "ring 2": {"world_size": 2, "sp": 2, "ring": 2, "engine": "fsdp2", "selective_checkpointing": True},
+}
+
+
+def here() -> Iterator[str]:
+    """A small model's steps of `longctx.train`, in fp32, by the speeds that `longctx.plan.measure` finds."""
+    yield "| spread | seconds a step, median (range) | predicted (before, after) | error | load | parts, after |"
+    yield "| --- " * 6 + "|"
+    model = ModelSizes.of_config(HERE)
+    for name, settings in SPREAD.items():
+        setup = MemorySetup(model=model, bf16=False, **settings)
+        before = step_time(setup, HERE_TOKENS, measure_speeds(setup.world_size))
+        seconds = _train_here(setup.sp)
+        after = step_time(setup, HERE_TOKENS, measure_speeds(setup.world_size))
+        median, predicted = statistics.median(seconds), (before.seconds + after.seconds) / 2
+        yield (
+            f"| {name} | {median:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {predicted:.2f} "
+            f"({before.seconds:.2f}, {after.seconds:.2f}) | {predicted / median - 1:+.0%} | "
+            f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs | "
+            f"{', '.join(f'{part} {value:.2f}' for part, value in after.parts.items())} |"
+        )
+
+
+def _train_here(sp: int) -> list[float]:
+    """Seconds of each step but the first."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        AutoModelForCausalLM.from_config(HERE).save_pretrained(folder / "model")
+        tiny_tokenizer().save_pretrained(folder / "model")
+        draw = np.random.default_rng(0)
+        rows = [json.dumps({"input_ids": draw.integers(0, 256, HERE_TOKENS).tolist()}) for _ in range(HERE_STEPS)]
+        (folder / "rows.jsonl").write_text("\n".join(rows))
+        command = [sys.executable, "-m", "longctx.train", "--model_name_or_path", str(folder / "model")]
+        command += ["--dataset_name", str(folder / "rows.jsonl"), "--max_length", str(HERE_TOKENS), "--sp", str(sp)]
+        command += ["--sp_backend", "ring"] if sp > 1 else []
+        command += ["--per_device_train_batch_size", "1", "--max_steps", str(HERE_STEPS), "--logging_steps", "1"]
+        command += ["--output_dir", str(folder / "out"), "--report_to", "none"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        state = folder / "out" / f"checkpoint-{HERE_STEPS}" / "trainer_state.json"
+        log = json.loads(state.read_text())["log_history"]
+    speeds = [entry["tokens_per_second"] for entry in log if "tokens_per_second" in entry]
+    return [HERE_TOKENS / speed for speed in speeds[1:]]
+
+
+def page_here() -> str:
+    return "\n".join(
+        [
+            "# Steps on this machine, predicted by its measured speeds",
+            "",
+            "`python -m benchmarks.step_time --here`  ",
+            f"{device()}; {datetime.now(UTC):%Y-%m-%d}",
+            "",
+            f"`longctx.train` on {ModelSizes.of_config(HERE).num_parameters:,} parameters, {HERE_TOKENS:,} tokens a "
+            f"step, fp32, {HERE_STEPS - 1} steps after the first; predicted by `longctx.step_time` with the speeds "
+            "that `longctx.plan.measure` found right before and after. Wall time: other work on the machine counts "
+            "(load).",
+            "",
+            *here(),
+            "",
+        ]
+    )
+
+
 def page() -> str:
     about = __doc__.partition("--output FILE\n\n")[2].strip()
     return "\n".join(
@@ -128,9 +217,10 @@ def page() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.step_time", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--here", action="store_true", help="compare with real steps on this machine instead")
     parser.add_argument("--output", type=Path, help="also write the tables here")
     options = parser.parse_args(arguments)
-    text = page()
+    text = page_here() if options.here else page()
     print(text, end="")
     if options.output:
         options.output.write_text(text)
