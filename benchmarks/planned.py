@@ -56,15 +56,22 @@ def machine(gpus: int) -> Machine:
     )
 
 
-def plan(config: PretrainedConfig, gpus: Sequence[int]) -> tuple[Table, list[Calibration]]:
-    """Everything that puts a row on all devices, at LENGTHS."""
-    found = {n: [c for c in candidates(config, machine(n), presets=PRESETS) if c.dims.sp == n] for n in gpus}
-    calibrations = calibrate(config, [c for of_number in found.values() for c in of_number])
+def found_on(gpus: int, config: PretrainedConfig) -> list[Candidate]:
+    """All that puts a row on all devices."""
+    return [c for c in candidates(config, machine(gpus), presets=PRESETS) if c.dims.sp == gpus]
+
+
+def calibrations_of(config: PretrainedConfig, gpus: Sequence[int]) -> list[Calibration]:
+    return calibrate(config, [candidate for n in gpus for candidate in found_on(n, config)])
+
+
+def plan(config: PretrainedConfig, gpus: Sequence[int], calibrations: Sequence[Calibration]) -> Table:
+    """Every candidate on so many devices, at LENGTHS."""
     return {
         candidate: [outlook(candidate, machine(n), length) for length in LENGTHS]
-        for n, of_number in found.items()
-        for candidate in corrected(of_number, machine(n), calibrations)
-    }, calibrations
+        for n in gpus
+        for candidate in corrected(found_on(n, config), machine(n), calibrations)
+    }
 
 
 def lines_of(table: Table) -> list[str]:
@@ -124,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.planned", description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=tuple(CONFIGS))
     parser.add_argument("--gpus", type=int, nargs="+", default=list(GPUS))
-    parser.add_argument("--workers", type=int, default=2, help="Models that are planned at once.")
+    parser.add_argument("--workers", type=int, default=2, help="Models that are traced at once.")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -142,9 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     found = []
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-        plans = pool.map(partial(plan, gpus=options.gpus), [CONFIGS[model] for model in options.models])
-        planned = dict(zip(options.models, plans, strict=True))
-    for model, (table, calibrations) in planned.items():
+        traced = list(pool.map(partial(calibrations_of, gpus=options.gpus), [CONFIGS[m] for m in options.models]))
+    for model, calibrations in zip(options.models, traced, strict=True):
+        table = plan(CONFIGS[model], options.gpus, calibrations)
         name = model.split("/")[1]
         folder = options.output / name
         folder.mkdir(exist_ok=True)
