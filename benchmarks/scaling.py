@@ -444,11 +444,7 @@ arrive), the published speeds of an {DEVICE} with {KERNEL} (`longctx.step_time`)
 - Left out: what other jobs do to the network, devices that differ, failures, congestion in switches.
 """
 
-STUDIES = {
-    "devices, for the same rows": strong,
-    "rows, with the devices": longer_rows,
-    "batch, with the devices": more_rows,
-}
+STUDIES = ("devices, for the same rows", "rows, with the devices", "batch, with the devices")
 
 
 def cases(*documents: str) -> list[Case]:
