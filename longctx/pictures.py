@@ -156,7 +156,7 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
     first = grid.flat[0]
     first.set_xscale("log", base=2)
     first.set_yscale("log")
-    first.set_xlim(lengths[0] / 1.5, lengths[-1] * 1.5)
+    first.set_xlim(lengths[0] / 2.5, lengths[-1] * 1.5)  # left of all, the word OOM
     low, high = low / 1.6, high * 1.6
     first.set_ylim(low, low * (high / low) ** (1 / FITS if any(p.seconds is None for p in points) else 1))
     _token_axis(first.xaxis, lengths)
