@@ -157,6 +157,7 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     from benchmarks.max_length.combinations import Limits, combinations
     from benchmarks.max_length.sweep import Settings, Sweep
     from longctx.launch.terminal import quieten
+    from longctx.plan.documents import drawn_from, one_document
 
     quieten()
     _fill_in(options, use_cpu)
@@ -184,7 +185,7 @@ def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
         steps=options.steps,
         warmup=options.warmup,
         timeout=options.timeout,
-        documents=_documents(options.document_lengths),
+        documents=one_document if options.document_lengths is None else drawn_from(options.document_lengths),
         commit=facts["commit"],
     )
     results.add({"kind": SWEEP, "command": command, "date": f"{datetime.now(UTC):%Y-%m-%d}", **facts})
@@ -289,13 +290,6 @@ def _check_same(facts: dict[str, Any], results: Results, output: Path) -> None:
             f"--output {output} has a sweep with other settings: {'; '.join(differing)}. Name another folder, or use "
             "the same settings."
         )
-
-
-def _documents(path: Path | None) -> Any:
-    """Length of a row -> lengths of its documents."""
-    from longctx.plan.__main__ import _documents as drawn
-
-    return drawn(path)
 
 
 if __name__ == "__main__":

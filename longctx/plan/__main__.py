@@ -8,7 +8,6 @@ hand, time by `longctx.step_time`. No weights are read, and no process is starte
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import shlex
@@ -18,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from longctx.levers import PRESETS
 
@@ -91,12 +88,13 @@ def _plan(options: argparse.Namespace) -> int:
     from longctx.model import load_config
     from longctx.plan.calibrate import calibrate, corrected
     from longctx.plan.candidates import candidates, outlook, recommend
+    from longctx.plan.documents import drawn_from, one_document
 
     config = load_config(options.model_name_or_path, revision=options.model_revision)
     check_model(config)
     machine = _machine(options)
     adapter: dict[str, Any] = {"use_peft": True, "lora_r": options.lora_r} if options.use_peft else {}
-    documents = _documents(options.document_lengths)
+    documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
     found = candidates(config, machine, presets=options.memory, settings=adapter)
     calibrations: list[Any] = []
     if not options.no_calibration:
@@ -192,37 +190,6 @@ def _measured(num_devices: int) -> Any:
         return measure_speeds(num_devices), device_memory()
     except RuntimeError as error:
         raise ValueError(f"--measure: {error} Use --gpu with a device that speeds are published of.") from error
-
-
-def _documents(path: Path | None) -> Any:
-    """Length of a row -> its documents, drawn from the histogram, the same each time."""
-    from longctx.plan.candidates import one_document
-
-    if path is None:
-        return one_document
-    try:
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-        bins = [(int(row["low"]), int(row["high"]), float(row["documents"])) for row in csv.DictReader(lines)]
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"--document_lengths {path} is no CSV with columns low,high,documents of whole numbers: {error!r}."
-        ) from None
-    if not bins or min(low for low, _, _ in bins) < 1 or sum(number for *_, number in bins) <= 0:
-        raise ValueError(f"--document_lengths {path} has no document of at least 1 token.")
-
-    lows, highs, numbers = (np.array(column) for column in zip(*bins, strict=True))
-
-    def draw(length: int) -> list[int]:
-        random = np.random.default_rng(0)
-        drawn = np.zeros(0, np.int64)
-        while drawn.sum() < length:
-            which = random.choice(len(bins), size=1024, p=numbers / numbers.sum())
-            drawn = np.append(drawn, random.integers(lows[which], highs[which] + 1))
-        ends = np.minimum(np.cumsum(drawn), length)
-        documents = np.diff(ends, prepend=0)
-        return documents[documents > 0].tolist()
-
-    return draw
 
 
 def _as_dict(candidate: Any, outlooks: Sequence[Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from longctx.attention.support import num_heads, num_linear_heads
 from longctx.levers import Place, resolve_levers
 from longctx.memory.closed_form import Breakdown, MemorySetup, ModelSizes, predict, reach
 from longctx.mesh import ParallelDims
+from longctx.plan.documents import Documents, one_document
 from longctx.step_time import Speeds, StepTime, step_time
 
 GIB = 2**30
@@ -26,14 +27,6 @@ LONG_ROW = 2**30
 
 WORTH_NAMING = 1.1
 """How much faster than the recommendation something else has to be to be named beside it."""
-
-Documents = Callable[[int], Sequence[int]]
-"""Length of a row -> lengths of the documents in it."""
-
-
-def one_document(length: int) -> list[int]:
-    """As long as the row."""
-    return [length]
 
 
 @dataclass(frozen=True, kw_only=True)
