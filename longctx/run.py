@@ -126,7 +126,8 @@ def _checkpoint(run: Run, args: SFTConfig, identity: dict[str, Any]) -> Path | N
                 logger.warning("%s An earlier one is looked for.", error)
             continue
         sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
-        check_same(manifest, folder, layout={"sequences_per_step": sequences}, data=identity)
+        settings = {name: getattr(value, "value", value) for name, value in run.settings.items()}
+        check_same(manifest, folder, sequences_per_step=sequences, data=identity, settings=settings)
         return folder
     return None
 

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _train(run: Run) -> int:
     """From processes and data to the trained model; returns the exit code."""
     from longctx.advice import describe_memory
-    from longctx.checkpoint import RESUMABLE
+    from longctx.checkpoint import RESUMABLE, CheckpointError, NotSavedError
     from longctx.data import DataError
     from longctx.launch.processes import FAILED
     from longctx.launch.terminal import refuse
@@ -81,6 +81,11 @@ def _train(run: Run) -> int:
             refuse(error)
         leave_together()
         return USAGE_ERROR if isinstance(error, DataError) else FAILED
+    except (CheckpointError, NotSavedError, RefusedTogether) as error:  # one rank's, of which the others have heard
+        if getattr(error, "is_mine", True):
+            refuse(error)
+        leave_together()
+        return USAGE_ERROR if isinstance(error, CheckpointError) else FAILED
     if trainer.sequence.rank == 0:
         metrics = trainer.step_metrics
         assert metrics.peak_memory is not None, "read at the end of training"

@@ -138,6 +138,8 @@ def _edit(folder, **values):
         (["--max_length", "192"], "max_length: 160 then, 192 now"),
         (["--seed", "7"], "seed: 42 then, 7 now"),
         (["--overlong", "drop"], "overlong: raise then, drop now"),
+        (["--learning_rate", "1e-4"], "learning_rate: 0.005 then, 0.0001 now"),
+        (["--use_peft", "True"], "is of another model: "),
         (["--resume_from_checkpoint", "nowhere"], "nowhere is no folder"),
     ],
 )
@@ -177,7 +179,7 @@ def test_a_full_disk_ends_with_the_checkpoint_that_is_whole(saved, models, tmp_p
 
     done = subprocess.run(command, preexec_fn=limited, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
-    last = [line for line in done.stderr.splitlines() if "could not be written" in line][-1]
+    (last,) = [line for line in done.stderr.splitlines() if "could not be written" in line]
     assert f"{tmp_path}/out/checkpoint-4 could not be written" in last
     assert f"{tmp_path}/out/checkpoint-2 is complete" in last
     assert [path.name for path in checkpoints(tmp_path / "out")] == ["checkpoint-2"]
@@ -186,7 +188,7 @@ def test_a_full_disk_ends_with_the_checkpoint_that_is_whole(saved, models, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("processes", "number"), [(2, signal.SIGTERM), pytest.param(1, signal.SIGUSR1, marks=pytest.mark.long)]
+    ("processes", "number"), [(1, signal.SIGUSR1), pytest.param(2, signal.SIGTERM, marks=pytest.mark.long)]
 )
 def test_a_signal_ends_a_run_with_a_checkpoint_and_another_goes_on(processes, number, models, tmp_path):
     """Sent to the process that a scheduler knows, which started the ranks."""

@@ -50,7 +50,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.long if "ZeRO" in name else ()) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=() if "FSDP2" in name else pytest.mark.long) for name in LAYOUTS]
 )
 def test_the_step_is_refused_or_left_out(layout, poisoned, tmp_path, monkeypatch):
     if layout.endswith("1"):

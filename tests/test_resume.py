@@ -175,7 +175,9 @@ def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_pa
         assert max((other[name] - expected[name]).abs().max() for name in expected) <= 0.1 * rates, layout
 
 
-@pytest.mark.parametrize("layout", ["ring", pytest.param("ulysses", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", ["1 process", *(pytest.param(name, marks=pytest.mark.long) for name in ("ring", "ulysses", "stream"))]
+)
 def test_runs_killed_at_random_moments_are_those_that_were_not(layout):
     """A short part of what benchmarks/soak.py does."""
     command = [sys.executable, "-m", "benchmarks.soak", "--kills", "2", "--layouts", layout]

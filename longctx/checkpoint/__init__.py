@@ -1,12 +1,13 @@
 """Checkpoints that any layout resumes: states by parameter, no pickles, written whole or not at all."""
 
-from longctx.checkpoint.files import CheckpointError, candidates, check_files, check_same, read_manifest
+from longctx.checkpoint.files import CheckpointError, NotSavedError, candidates, check_files, check_same, read_manifest
 from longctx.checkpoint.signals import RESUMABLE, StopOnSignal
 from longctx.checkpoint.trainer import ResumableTrainer
 
 __all__ = [
     "RESUMABLE",
     "CheckpointError",
+    "NotSavedError",
     "ResumableTrainer",
     "StopOnSignal",
     "candidates",

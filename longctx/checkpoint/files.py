@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +24,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be resumed from."""
 
 
+class NotSavedError(OSError):
+    """A checkpoint that could not be written, and which one there is instead."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint holds, besides the model's own files."""
@@ -31,7 +35,11 @@ class Manifest:
     step: int
     """Optimizer steps taken."""
     layout: dict[str, Any]
-    """Engine, degrees, sequences in a step."""
+    """Degrees, sequences in a step."""
+    optimization: dict[str, Any]
+    """Flags of the optimizer that its states belong to."""
+    parameters: dict[str, list[int]]
+    """Trained ones: name -> shape."""
     data: dict[str, Any]
     """What the rows were made from, by name."""
     progress: dict[str, Any]
@@ -154,26 +162,39 @@ def candidates(asked: str, output_dir: Path) -> list[Path]:
     return [folder]
 
 
-def check_same(manifest: Manifest, folder: Path, *, layout: dict[str, Any], data: dict[str, Any]) -> None:
-    """That a run of this layout and data can go on from the checkpoint.
+def check_same(
+    manifest: Manifest, folder: Path, *, sequences_per_step: int, data: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """That a run can go on from the checkpoint.
+
+    Args:
+        settings: every flag's value.
 
     Raises:
         CheckpointError: with what differs.
     """
-    before, now = manifest.layout["sequences_per_step"], layout["sequences_per_step"]
-    if before != now:
+    before = manifest.layout["sequences_per_step"]
+    if before != sequences_per_step:
         raise CheckpointError(
-            f"{folder} was written with {before} sequences in a step, and this run has {now}. Change "
+            f"{folder} was written with {before} sequences in a step, and this run has {sequences_per_step}. Change "
             "--gradient_accumulation_steps or --per_device_train_batch_size: their product × (processes / sp) has to "
             f"be {before}."
         )
-    names = [name for name in {**manifest.data, **data} if manifest.data.get(name) != data.get(name)]
-    if names:
-        changes = "; ".join(f"{name}: {manifest.data.get(name)} then, {data.get(name)} now" for name in names)
+    if changes := _changes(manifest.data, data):
         raise CheckpointError(
             f"the data has changed since {folder} was written, so that tokens would be repeated or lost ({changes}). "
             "Give the same data and flags, or start anew from its weights with --model_name_or_path."
         )
+    if changes := _changes(manifest.optimization, {name: settings[name] for name in manifest.optimization}):
+        raise CheckpointError(
+            f"the optimizer's states in {folder} belong to other flags ({changes}). Give the same, or start anew from "
+            "its weights with --model_name_or_path."
+        )
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return "; ".join(f"{name}: {before.get(name)} then, {now.get(name)} now" for name in names)
 
 
 def flush(path: Path) -> None:

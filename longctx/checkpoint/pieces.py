@@ -65,6 +65,11 @@ def pieces(
     return (piece for piece in found if piece is not None)
 
 
+def trained_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Of every trained parameter, whole, by name: what tells whether a checkpoint is of this model."""
+    return {name: list(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in _trained(model)}
+
+
 def update_working_weights(model: nn.Module, optimizer: Any) -> None:
     """After `weight` was written to: ZeRO's weights that layers compute with follow its fp32 ones. All ranks call."""
     optimizer = _innermost(optimizer)

@@ -21,7 +21,9 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from longctx.checkpoint.files import (
+    CheckpointError,
     Manifest,
+    NotSavedError,
     checkpoint_name,
     checkpoints,
     describe_files,
@@ -29,7 +31,7 @@ from longctx.checkpoint.files import (
     write_manifest,
     writing,
 )
-from longctx.checkpoint.pieces import WEIGHT, pieces, update_working_weights
+from longctx.checkpoint.pieces import WEIGHT, pieces, trained_shapes, update_working_weights
 from longctx.checkpoint.states import StateReader, write_states
 from longctx.turns import together
 
@@ -43,7 +45,7 @@ class ResumableTrainer(SFTTrainer):
     """
 
     def layout(self) -> dict[str, Any]:
-        """Of the run, by name; a run with other `sequences_per_step` cannot go on from its checkpoints."""
+        """Degrees of the run, and `sequences_per_step`, which a run that goes on has to have, too."""
         raise NotImplementedError
 
     def data_identity(self) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class ResumableTrainer(SFTTrainer):
         try:
             with writing(folder, is_owner=is_owner) as partial:
                 together(lambda: None)  # the folder is there
-                self.save_model(str(partial), _internal_call=True)
+                together(lambda: self.save_model(str(partial), _internal_call=True))
                 files = together(lambda: self._write_own_part(partial))
                 self._finish(partial, files, progress)
                 together(lambda: None)  # before the owner gives the folder its name
@@ -113,6 +115,8 @@ class ResumableTrainer(SFTTrainer):
         manifest = Manifest(
             step=self.state.global_step,
             layout=self.layout(),
+            optimization={name: _plain(getattr(self.args, name)) for name in OPTIMIZATION},
+            parameters=trained_shapes(self.model_wrapped),
             data=self.data_identity(),
             progress={"ranks": progress},
             scheduler=scheduler,
@@ -152,6 +156,13 @@ class ResumableTrainer(SFTTrainer):
 
     def _restore(self, folder: Path) -> None:
         reader, manifest = StateReader(folder), read_manifest(folder)
+        here = trained_shapes(self.model_wrapped)
+        if manifest.parameters != here:
+            name = next(n for n in {**manifest.parameters, **here} if manifest.parameters.get(n) != here.get(n))
+            raise CheckpointError(
+                f"{folder} is of another model: {name} has the shape {manifest.parameters.get(name)} there, and "
+                f"{here.get(name)} here. Give the same model and adapter flags."
+            )
         kinds = [kind for kind in reader.kinds(scalars=False) if kind != WEIGHT]
         with torch.no_grad():
             for piece in pieces(self.model_wrapped, self.optimizer, kinds=kinds, scalars=reader.kinds(scalars=True)):
@@ -176,6 +187,18 @@ class ResumableTrainer(SFTTrainer):
             for piece in pieces(self.model_wrapped, self.optimizer):
                 reader.fill(piece, only=(WEIGHT,))
         update_working_weights(self.model_wrapped, self.optimizer)
+
+
+OPTIMIZATION = (
+    "optim",
+    "learning_rate",
+    "lr_scheduler_type",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+"""Flags that a resumed run has as they were, since optimizer and schedule bring their own along."""
 
 
 class _Continued(TrainerCallback):
@@ -241,7 +264,11 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _not_saved(folder: Path, error: Exception) -> OSError:
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)  # of an enumeration
+
+
+def _not_saved(folder: Path, error: Exception) -> NotSavedError:
     last = next(iter(checkpoints(folder.parent)), None)
     kept = f"{last} is complete: --resume_from_checkpoint auto goes on from it" if last else "there is none before it"
-    return OSError(f"{folder} could not be written: {error}; {kept}.")
+    return NotSavedError(f"{folder} could not be written: {error}; {kept}.")
