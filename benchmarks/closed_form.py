@@ -208,9 +208,24 @@ TRACED: dict[str, dict[str, Any]] = {
         "tiled_mlp_num_shards": 0,
         "heads_k_stride": 1,
     },
+    "the same, in a ring": {
+        "sp": 8,
+        "ring": 8,
+        "activation_offloading": True,
+        "tiled_mlp_num_shards": 0,
+        "heads_k_stride": 1,
+    },
+    "the same, hybrid 2 × ring 4": {
+        "sp": 8,
+        "ring": 4,
+        "activation_offloading": True,
+        "tiled_mlp_num_shards": 0,
+        "heads_k_stride": 1,
+    },
     "ulysses, 8,192 tokens at a time": {"sp": 8, "sequence_chunk_size": 8192},
 }
 """Set-ups that `longctx.memory.step` traces too."""
+LEVERS = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
 
 
 def traces() -> str:
@@ -227,14 +242,17 @@ def traces() -> str:
     for name, changes in TRACED.items():
         setup = MemorySetup(model=sizes, engine="fsdp2" if "sp" in changes else "none", **changes)
         setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
+        is_hybrid = 1 < setup.ring < setup.sp
+        ring = "gather" if setup.gathers else "hybrid" if is_hybrid else "ring"
         settings = StepSettings(
             length=65536 * setup.sp,
             sp=setup.sp,
             engine=setup.engine,
-            sp_backend="gather" if setup.gathers else "ring" if setup.ring > 1 else "ulysses",
+            sp_backend=ring if setup.ring > 1 else "ulysses",
             activation_checkpointing={"offload": setup.activation_offloading} if setup.gradient_checkpointing else None,
             levers={
-                key: getattr(setup, key) for key in ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
+                "ring_size": setup.ring if is_hybrid else None,
+                **{key: getattr(setup, key) for key in LEVERS},
             },
         )
         trace, peak = trace_training_step(config, settings), predict(setup, settings.length)

@@ -540,9 +540,13 @@ def _attention(setup: MemorySetup) -> tuple[float, float, float]:
         exchange = 2 * b * kv * copies + held + grads
     else:
         made, exchange = b * q + kernel, 0.0
+    in_stages = setup.heads_k_stride is not None and not setup.gathers
     if setup.ulysses == 1:
+        if in_stages:  # the gradients of all heads, and what a stage makes
+            part = _stage(setup, copies)
+            return b * heads + b * q, b * heads + part * made, part * exchange
         return b * heads + b * q, made, exchange
-    if setup.heads_k_stride is not None:
+    if in_stages:
         part = _stage(setup, copies)
         own = b * q if setup.projects_by_stage else b * (2 * q + 2 * kv)
         return own, own + part * (3 * b * heads + made), part * (3 * b * heads + exchange)
@@ -558,9 +562,9 @@ def _ring_parts(setup: MemorySetup) -> float:
 
 
 def _stage(setup: MemorySetup, copies: int) -> float:
-    """The part of a rank's heads that head-chunked Ulysses has in hand at a time."""
+    """The part of a rank's heads that are in hand at a time; without a ring, one of the query heads that share one."""
     per_rank = setup.model.num_key_value_heads * copies / setup.ulysses
-    sharing = setup.model.num_heads / (setup.model.num_key_value_heads * copies)
+    sharing = setup.model.num_heads / (setup.model.num_key_value_heads * copies) if setup.ring == 1 else 1
     return min(1.0, (setup.heads_k_stride or per_rank) / per_rank / sharing)
 
 
