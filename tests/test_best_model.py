@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from longctx.train import main
@@ -52,6 +53,10 @@ def test_the_best_model_is_saved(layout, models, tmp_path):
         if kind == "adapter":
             model = peft.PeftModel.from_pretrained(model, folder)
         assert dense_loss(model, documents).item() == pytest.approx(expected, rel=1e-5)
+        name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
+        kept = min(folder.glob("checkpoint-*"), key=lambda path: abs(int(path.name[11:]) - (BEST[best][1] % 5 + 1)))
+        ended, chosen = load_file(folder / name), load_file(kept / name)
+        assert all(torch.equal(ended[weight], chosen[weight]) for weight in chosen)
 
 
 # ------------------------------------------------------------------------------------------------
