@@ -111,7 +111,8 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     notes += check_supported(flags, settings)
     _check_values(settings)
     if settings["resume_from_checkpoint"] is not None:
-        candidates(str(settings["resume_from_checkpoint"]), Path(settings["output_dir"]))
+        output_dir = settings["output_dir"] or "trainer_output"  # as TrainingArguments have it
+        candidates(str(settings["resume_from_checkpoint"]), Path(output_dir))
     if settings["dataset_streaming"]:
         notes += _take_streaming(flags, settings)
     model_config = _model_config(settings)

@@ -48,7 +48,11 @@ def losses_of_one_process() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, marks=pytest.mark.long if s.stem in ("torch_loop", "accelerate_loop") else ()) for s in SCRIPTS],
+    ids=lambda script: script.stem,
+)  # README's loop, which a plain pytest runs, is one of these two
 def test_an_example_at_sp_2_has_the_losses_of_one_process(script, tmp_path):
     [command] = re.findall(r"^torchrun (.*)$", script.read_text(), re.MULTILINE)
     arguments = command.replace("examples/", f"{EXAMPLES}/").split()
