@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from longctx.adapter import add_adapter
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
-from longctx.checkpoint import candidates, check_files, check_same, read_manifest
+from longctx.checkpoint import Manifest, candidates, check_files, check_same, read_manifest
 from longctx.collate import SequenceCollator
 from longctx.host import SavedOnHost
 from longctx.launch.engines import offload_fsdp, promote, settle_deepspeed, settle_fsdp, start_on_cpu, stay_on_cpu
@@ -48,8 +48,8 @@ class PreparedRun:
     args: SFTConfig
     tokenizer: PreTrainedTokenizerBase
     data: TrainingRows | StreamedRows
-    data_identity: Mapping[str, Any]
-    """What the rows are made from, by name; {} where no checkpoint asks for it."""
+    data_identity: Callable[[], Mapping[str, Any]]
+    """What the rows are made from, by name; all of them are read for it, once, where a checkpoint asks for it."""
     resume_from: Path | None
     """The checkpoint to go on from."""
 
@@ -83,7 +83,7 @@ def prepare(run: Run) -> PreparedRun:
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
     run = _with_data(run, args, data)
-    identity = _identity(run, args, data)
+    identity = cache(partial(data_identity, data, run.settings))
     return PreparedRun(
         run=run,
         args=args,
@@ -94,19 +94,7 @@ def prepare(run: Run) -> PreparedRun:
     )
 
 
-def _identity(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> dict[str, Any]:
-    """Worked out on rank 0, where a checkpoint will be written or is resumed."""
-    writes = args.save_strategy != "no" and not args.save_only_model
-    if not writes and run.settings["resume_from_checkpoint"] is None:
-        return {}
-    found = [data_identity(data, run.settings) if args.process_index == 0 else None]
-    if run.dims.world_size > 1:
-        dist.broadcast_object_list(found, device=args.device)
-    assert found[0] is not None
-    return found[0]
-
-
-def _checkpoint(run: Run, args: SFTConfig, identity: dict[str, Any]) -> Path | None:
+def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, Any]]) -> Path | None:
     """The one that --resume_from_checkpoint means, whole and of this run's data. All ranks look at a part of it.
 
     Raises:
@@ -125,11 +113,20 @@ def _checkpoint(run: Run, args: SFTConfig, identity: dict[str, Any]) -> Path | N
             if args.process_index == 0:
                 logger.warning("%s An earlier one is looked for.", error)
             continue
-        sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
-        settings = {name: getattr(value, "value", value) for name, value in run.settings.items()}
-        check_same(manifest, folder, sequences_per_step=sequences, data=identity, settings=settings)
+        together(partial(_check_same, run, args, manifest, folder, identity))
         return folder
     return None
+
+
+def _check_same(
+    run: Run, args: SFTConfig, manifest: Manifest, folder: Path, identity: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Rank 0 reads the data for all."""
+    if args.process_index != 0:
+        return
+    sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
+    settings = {name: getattr(value, "value", value) for name, value in run.settings.items()}
+    check_same(manifest, folder, sequences_per_step=sequences, data=identity(), settings=settings)
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:

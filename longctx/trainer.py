@@ -6,7 +6,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -53,7 +53,8 @@ class SequenceTrainer(ResumableTrainer):
         report: what became of every document and token, for the first entry of the log's history; a stream's is kept
             there as it grows.
         eval_rows: packs or single documents to evaluate on.
-        data_identity: what the rows are made from, by name; a checkpoint is resumed on the same alone.
+        data_identity: says what the rows are made from, by name, when a checkpoint is saved; one is resumed on the same
+            data alone.
         on_nonfinite: what becomes of a step whose gradient is NaN or infinite: `stop` the run, or `skip` the step.
     """
 
@@ -74,12 +75,12 @@ class SequenceTrainer(ResumableTrainer):
         costs: NDArray[np.floating] | None = None,
         report: PackingReport | None = None,
         eval_rows: PackedDataset | None = None,
-        data_identity: Mapping[str, Any] | None = None,
+        data_identity: Callable[[], Mapping[str, Any]] = dict,
         on_nonfinite: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ):
         self.sequence, self.rows, self.costs = sequence, rows, costs
-        self._data_identity, self.on_nonfinite = dict(data_identity or {}), on_nonfinite
+        self._data_identity, self.on_nonfinite = data_identity, on_nonfinite
         self.step_metrics = StepMetrics(
             sp=sequence.dims.sp,
             sp_rank=sequence.dims.sp_rank(sequence.rank),
@@ -125,7 +126,7 @@ class SequenceTrainer(ResumableTrainer):
         }
 
     def data_identity(self) -> dict[str, Any]:
-        return self._data_identity
+        return dict(self._data_identity())
 
     def progress(self) -> dict[str, Any]:
         return {"metrics": self.step_metrics.state_dict()}

@@ -1,12 +1,21 @@
 """Checkpoints that any layout resumes: states by parameter, no pickles, written whole or not at all."""
 
-from longctx.checkpoint.files import CheckpointError, NotSavedError, candidates, check_files, check_same, read_manifest
+from longctx.checkpoint.files import (
+    CheckpointError,
+    Manifest,
+    NotSavedError,
+    candidates,
+    check_files,
+    check_same,
+    read_manifest,
+)
 from longctx.checkpoint.signals import RESUMABLE, StopOnSignal
 from longctx.checkpoint.trainer import ResumableTrainer
 
 __all__ = [
     "RESUMABLE",
     "CheckpointError",
+    "Manifest",
     "NotSavedError",
     "ResumableTrainer",
     "StopOnSignal",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -72,11 +71,6 @@ class StateReader:
         for ranges in self._ranges.values():
             ranges.sort()
 
-    @property
-    def names(self) -> set[str]:
-        """Of parameters."""
-        return {name for name, _ in self._ranges}
-
     def kinds(self, *, scalars: bool) -> list[str]:
         """Of states that have a value for each element, or one for all."""
         found = {kind for (_, kind), ranges in self._ranges.items() if (ranges[0].start == ranges[0].stop) == scalars}
@@ -119,10 +113,3 @@ class StateReader:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
         return self._open[path]
-
-
-def each(reader: StateReader, held: Iterator[Piece], *, only: Iterable[str] | None = None) -> None:
-    """Fill all of them."""
-    with torch.no_grad():
-        for piece in held:
-            reader.fill(piece, only=only)

@@ -74,8 +74,7 @@ class ResumableTrainer(SFTTrainer):
                 together(lambda: None)  # the folder is there
                 together(lambda: self.save_model(str(partial), _internal_call=True))
                 files = together(lambda: self._write_own_part(partial))
-                self._finish(partial, files, progress)
-                together(lambda: None)  # before the owner gives the folder its name
+                together(lambda: self._finish(partial, files, progress))
         except (OSError, SafetensorError) as error:
             raise _not_saved(folder, error) from error
         together(lambda: None)
