@@ -242,16 +242,14 @@ def traces() -> str:
     for name, changes in TRACED.items():
         setup = MemorySetup(model=sizes, engine="fsdp2" if "sp" in changes else "none", **changes)
         setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
-        is_hybrid = 1 < setup.ring < setup.sp
-        ring = "gather" if setup.gathers else "hybrid" if is_hybrid else "ring"
         settings = StepSettings(
             length=65536 * setup.sp,
             sp=setup.sp,
             engine=setup.engine,
-            sp_backend=ring if setup.ring > 1 else "ulysses",
+            sp_backend=setup.backend,
             activation_checkpointing={"offload": setup.activation_offloading} if setup.gradient_checkpointing else None,
             levers={
-                "ring_size": setup.ring if is_hybrid else None,
+                "ring_size": setup.ring if setup.backend == "hybrid" else None,
                 **{key: getattr(setup, key) for key in LEVERS},
             },
         )

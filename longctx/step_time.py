@@ -194,7 +194,6 @@ def _recomputed_share(setup: MemorySetup) -> float:
 def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangement]:
     """What `longctx.attention.cost` needs to know of it."""
     model = setup.model
-    name = "gather" if setup.gathers else "ring" if setup.ulysses == 1 else "hybrid" if setup.ring > 1 else "ulysses"
     attention = Setup(
         sp=setup.sp,
         num_heads=model.num_heads,
@@ -204,7 +203,7 @@ def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangem
         device=device,
         devices_per_node=setup.ranks_per_node,
     )
-    how = Arrangement(name=name if setup.sp > 1 else "local", ring=setup.ring, ulysses=setup.ulysses)
+    how = Arrangement(name=setup.backend, ring=setup.ring, ulysses=setup.ulysses)
     return attention, how
 
 

@@ -14,8 +14,9 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
+from benchmarks.step_time import HERE
 from longctx.attention.cost import DEVICES
 from longctx.memory.closed_form import MemorySetup, ModelSizes
 from longctx.plan import measure
@@ -81,24 +82,14 @@ def test_two_processes_measure_their_link() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU seconds are compared")
 def test_real_steps_take_what_measured_speeds_say(speeds, tmp_path) -> None:
     """Of a run that trains 17 million parameters on 2,048 tokens a step, in CPU seconds, within 25%."""
-    config = Qwen3Config(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    Qwen3ForCausalLM(HERE).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     draw = random.Random(0)
     rows = [json.dumps({"input_ids": [draw.randrange(256) for _ in range(2048)]}) for _ in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     few, more = (_cpu_seconds(tmp_path, steps) for steps in (1, 4))
     real = (more - few) / 3
-    predicted = step_time(MemorySetup(model=ModelSizes.of_config(config), bf16=False), 2048, speeds)
+    predicted = step_time(MemorySetup(model=ModelSizes.of_config(HERE), bf16=False), 2048, speeds)
     print(f"{real:.2f} s, predicted {predicted.seconds:.2f} s: {dict(predicted.parts)}")
     assert predicted.seconds == pytest.approx(real, rel=0.25)
 

@@ -262,6 +262,15 @@ class MemorySetup:
         )
 
     @property
+    def backend(self) -> str:
+        """As --sp_backend has it, or `local`."""
+        if self.sp == 1:
+            return "local"
+        if self.ring == 1:
+            return "ulysses"
+        return "gather" if self.gathers else "ring" if self.ulysses == 1 else "hybrid"
+
+    @property
     def ulysses(self) -> int:
         """Ranks that exchange tokens for heads."""
         return self.sp // self.ring

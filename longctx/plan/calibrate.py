@@ -206,17 +206,16 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
         name: getattr(setup, name)
         for name in ("selective_checkpointing", "tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
     }
-    backend = "gather" if setup.gathers else "ring" if setup.ulysses == 1 else "hybrid" if setup.ring > 1 else "ulysses"
     settings = StepSettings(
         length=tokens * setup.sp,
         sp=setup.sp,
         dp=setup.world_size // setup.sp,
         engine=setup.engine,
-        sp_backend=backend,
+        sp_backend=setup.backend,
         reduce_dtype=torch.bfloat16 if setup.reduce_bytes == 2 else torch.float32,
         activation_checkpointing=checkpointing if setup.gradient_checkpointing else None,
         on_host=on_host,
-        levers=levers | ({"ring_size": setup.ring} if backend == "hybrid" else {}),
+        levers=levers | ({"ring_size": setup.ring} if setup.backend == "hybrid" else {}),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
