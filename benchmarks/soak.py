@@ -1,7 +1,7 @@
 """Runs that are killed at random moments, again and again, and started anew: the same losses, the same weights.
 
     python -m benchmarks.soak                           # 200 kills over four layouts, about an hour on two cores
-    python -m benchmarks.soak --kills 4 --layouts ring --output DIR
+    python -m benchmarks.soak --layouts "ring of 4" --steps 2000 --kills 20 --kills_of_a_run 20 --reach 0.1
 
 A run of `longctx.train` with --resume_from_checkpoint auto and a checkpoint every few steps is killed with all of its
 ranks (SIGKILL, no warning) at a moment drawn at random from the time that a whole run takes, while it starts, trains or
@@ -9,6 +9,10 @@ saves, and started again; after every few kills it may finish. It is held agains
 step is in the log once, with the same bits of loss and gradient norm and the same number of tokens, and the final
 weights are equal bit by bit, so that no document was lost or repeated. What is left behind is counted, too: processes,
 files in /dev/shm, and unfinished checkpoints once a run has finished.
+
+While the run without a kill trains, every rank notes its resident memory and its open files each second. The table has
+their means over the second quarter of the time, when everything has been used once, and over the last quarter, of the
+rank that has grown most.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import psutil
@@ -29,22 +35,34 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.elsewhere import make_documents, write_model
-from benchmarks.max_length.processes import run_group, start_server
+from benchmarks.max_length.processes import Ending, run_group, start_server
 from benchmarks.packing import device, line
 
-STEPS, SAVE_STEPS = 24, 3
-PATIENCE = 3600.0
+PATIENCE = 7200.0
 """Seconds of a run that is not killed."""
-KILLS_OF_A_RUN = 5
-"""After so many a run may finish."""
+RING, ULYSSES = ("--sp_backend", "ring"), ("--sp_backend", "ulysses")  # on FSDP2, on DeepSpeed ZeRO-3
 LAYOUTS = {
-    "1 process": (1, ["--sp", "1"]),
-    "ring": (2, ["--sp", "2", "--sp_backend", "ring"]),
-    "ulysses": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
-    "stream": (2, ["--sp", "2", "--sp_backend", "ring", "--dataset_streaming", "True"]),
+    "1 process": (1, ()),
+    "ring": (2, RING),
+    "ulysses": (2, ULYSSES),
+    "stream": (2, (*RING, "--dataset_streaming", "True")),
+    "ring of 4": (4, RING),
+    "ulysses of 4": (4, ULYSSES),
 }
-"""Processes and flags; ring on FSDP2, Ulysses on DeepSpeed ZeRO-3."""
+"""Processes, which are the degree of sequence parallelism, and flags."""
+HEAD = "layout, kills, starts, steps logged, wrong, runs with other weights, memory of a rank, open files, left behind"
 VALUES = ("step", "loss", "grad_norm", "num_tokens", "learning_rate")
+
+
+class Plan(NamedTuple):
+    """Of the kills of one layout."""
+
+    kills: int
+    kills_of_a_run: int
+    """After so many a run may finish."""
+    reach: float
+    """A kill comes before this share of the time of a whole run."""
+    steps: int
 
 
 class Outcome(NamedTuple):
@@ -58,6 +76,10 @@ class Outcome(NamedTuple):
     """Steps that were missing, repeated or other than in the run without a kill."""
     unequal: int
     """Finished runs with other weights."""
+    memory: str
+    """Resident, of the run without a kill."""
+    files: str
+    """Open in it."""
     left: str
     """What was left behind; empty if nothing was."""
 
@@ -66,32 +88,46 @@ def train(arguments: list[str]) -> dict[str, Any]:
     """On every rank."""
     from longctx.train import main
 
+    memory, files, done = [], [], threading.Event()
+
+    def look() -> None:
+        while not done.wait(1.0):
+            memory.append(psutil.Process().memory_info().rss)
+            files.append(psutil.Process().num_fds())
+
+    watch = threading.Thread(target=look, daemon=True)
+    watch.start()
     if code := main(arguments):
         raise RuntimeError(f"longctx.train ended with exit code {code}")
-    return {}
+    done.set()
+    watch.join()
+    return {"memory": memory, "files": files}
 
 
-def soak(layout: str, kills: int, folder: Path, draw: random.Random) -> Outcome:
-    """Kill runs of one layout `kills` times.
+def soak(layout: str, plan: Plan, folder: Path, draw: random.Random) -> Outcome:
+    """Kill runs of one layout as often as the plan says.
 
     Raises:
         RuntimeError: if a run ends by itself other than well.
     """
     processes, flags = LAYOUTS[layout]
-    common = [*_flags(folder), *flags]
+    common = [*_flags(folder, plan.steps), "--sp", str(processes), *flags]
     before = _left_behind()
-    whole = _run(processes, common, folder / "whole", timeout=PATIENCE)
+    run = _run(processes, common, folder / "whole", timeout=PATIENCE)
+    whole = run.seconds
+    memory, files = (_growth([report[name] for report in run.reports]) for name in ("memory", "files"))
+    grown = f"{memory[0] / 2**20:.0f} -> {memory[1] / 2**20:.0f} MiB", f"{files[0]:.1f} -> {files[1]:.1f}"
     expected, weights = _log(folder / "whole"), _weights(folder / "whole")
     starts = steps = wrong = unequal = done = 0
-    while done < kills:
+    while done < plan.kills:
         output = folder / "killed"
         shutil.rmtree(output, ignore_errors=True)
         killed = 0
         while True:
-            may_finish = killed == KILLS_OF_A_RUN or done == kills
-            finished = _run(processes, common, output, timeout=PATIENCE if may_finish else draw.uniform(0, 1.2 * whole))
+            may_finish = killed == plan.kills_of_a_run or done == plan.kills
+            timeout = PATIENCE if may_finish else draw.uniform(0, plan.reach * whole)
             starts += 1
-            if finished:
+            if _run(processes, common, output, timeout=timeout).status == "ok":
                 break
             killed, done = killed + 1, done + 1
         log = _log(output)
@@ -103,13 +139,13 @@ def soak(layout: str, kills: int, folder: Path, draw: random.Random) -> Outcome:
         )
         unfinished = [str(path.name) for path in output.glob("*.partial")]
         if unfinished:
-            return Outcome(done, starts, steps, wrong, unequal, ", ".join(unfinished))
+            return Outcome(done, starts, steps, wrong, unequal, *grown, ", ".join(unfinished))
     left = _left_behind() - before
-    return Outcome(done, starts, steps, wrong, unequal, ", ".join(sorted(left)))
+    return Outcome(done, starts, steps, wrong, unequal, *grown, ", ".join(sorted(left)))
 
 
-def _run(processes: int, flags: Sequence[str], output: Path, *, timeout: float) -> float:
-    """Seconds it took, or 0 if it was killed."""
+def _run(processes: int, flags: Sequence[str], output: Path, *, timeout: float) -> Ending:
+    """Until it has finished, or is killed at the time-out."""
     ending = run_group(
         processes,
         train,
@@ -118,23 +154,28 @@ def _run(processes: int, flags: Sequence[str], output: Path, *, timeout: float) 
         folder=output.with_name("ranks"),
         timeout=timeout,
     )
-    if ending.status == "timeout":
-        return 0.0
-    if ending.status != "ok":
+    if ending.status not in ("ok", "timeout"):
         raise RuntimeError(f"{ending.status}: {ending.error}\n{ending.log}")
-    return ending.seconds
+    return ending
 
 
-def _flags(folder: Path) -> list[str]:
-    """Of a small model and documents for an epoch and a half."""
+def _growth(ranks: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Means over the second and the last quarter of the rank that has grown most."""
+    quarters = [(mean(values[(n := len(values) // 4) : 2 * n]), mean(values[3 * n :])) for values in ranks]
+    return max(quarters, key=lambda pair: pair[1] - pair[0])
+
+
+def _flags(folder: Path, steps: int) -> list[str]:
+    """Of a small model, and of documents of about 17 steps."""
     model, data = folder / "model", folder / "data.jsonl"
     if not data.exists():
         write_model(str(model))
         lengths = [random.Random(0).randint(2, 120) for _ in range(150)]
         records = [{"input_ids": ids, "labels": labels} for ids, labels in make_documents(lengths)]
         data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    save_steps = min(25, steps // 8)
     flags = (
-        f"--max_steps {STEPS} --save_strategy steps --save_steps {SAVE_STEPS} --save_total_limit 2 --logging_steps 1"
+        f"--max_steps {steps} --save_strategy steps --save_steps {save_steps} --save_total_limit 2 --logging_steps 1"
     )
     flags += " --max_length 256 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --learning_rate 5e-3"
     flags += " --report_to none --disable_tqdm True --use_cpu True --resume_from_checkpoint auto"
@@ -156,17 +197,19 @@ def _left_behind() -> set[str]:
     return shared | {f"process {process.pid}" for process in psutil.Process().children(recursive=True)}
 
 
-def report(layouts: Sequence[str], kills: int, seed: int) -> Iterator[str]:
+def report(layouts: Sequence[str], whole: Plan, seed: int) -> Iterator[str]:
     """The table, a row as soon as it is known."""
     start_server()
-    yield line(["layout", "kills", "starts", "steps logged", "wrong", "runs with other weights", "left behind"])
-    yield line(["---"] * 7)
+    head = HEAD.split(", ")
+    yield line(head)
+    yield line(["---"] * len(head))
     with tempfile.TemporaryDirectory() as folder:
-        share, rest = divmod(kills, len(layouts))
+        share, rest = divmod(whole.kills, len(layouts))
         for number, layout in enumerate(layouts):
             path = Path(folder, str(number))
             path.mkdir()
-            outcome = soak(layout, share + (number < rest), path, random.Random(f"{seed} {layout}"))
+            plan = whole._replace(kills=share + (number < rest))
+            outcome = soak(layout, plan, path, random.Random(f"{seed} {layout}"))
             yield line([layout, *(str(value) for value in outcome[:-1]), outcome.left or "nothing"])
 
 
@@ -174,21 +217,30 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code 1 if a step or a weight was other than in the run without a kill, or something was left behind."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200, help="Over all layouts. Default: 200.")
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS)[:4])
+    parser.add_argument("--kills_of_a_run", type=int, default=5, help="After so many a run may finish. Default: 5.")
+    parser.add_argument(
+        "--reach",
+        type=float,
+        default=1.2,
+        help="Kills come before this share of a whole run's time. Default: 1.2.",
+    )
+    parser.add_argument("--steps", type=int, default=24, help="Of a run, at least 8. Default: 24.")
     parser.add_argument("--seed", type=int, default=0, help="Of the moments. Default: 0.")
     parser.add_argument("--output", type=Path, help="Also write the table here.")
     options = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     head = ["# Runs that are killed", "", f"`{' '.join(['python -m benchmarks.soak', *given])}`  "]
     head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}", "", *(__doc__ or "").split("\n\n", 2)[2].split("\n")]
+    plan = Plan(options.kills, options.kills_of_a_run, options.reach, options.steps)
     lines = []
-    for text in [*head, *report(options.layouts, options.kills, options.seed)]:
+    for text in [*head, *report(options.layouts, plan, options.seed)]:
         print(text, flush=True)
         lines.append(text)
     if options.output:
         options.output.write_text("\n".join(lines) + "\n")
     rows = [text.split("|")[1:-1] for text in lines if text.startswith("|")][2:]
-    return int(any(row[4].strip() != "0" or row[5].strip() != "0" or row[6].strip() != "nothing" for row in rows))
+    return int(any(row[4].strip() != "0" or row[5].strip() != "0" or row[-1].strip() != "nothing" for row in rows))
 
 
 if __name__ == "__main__":
