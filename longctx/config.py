@@ -21,7 +21,7 @@ from longctx.adapter import check_adapter
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.support import check_model
-from longctx.checkpoint.files import candidates
+from longctx.checkpoint.files import candidates, check_writable
 from longctx.flags import Flags
 from longctx.guards import check_disks, check_host_memory, check_row_length
 from longctx.launch.processes import device_count
@@ -110,9 +110,11 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     notes: list[str] = []
     notes += check_supported(flags, settings)
     _check_values(settings)
+    output_dir = Path(settings["output_dir"] or "trainer_output")  # as TrainingArguments have it
+    if not (settings["prepare_only"] or settings["dry_run"]):
+        check_writable(output_dir)
     if settings["resume_from_checkpoint"] is not None:
-        output_dir = settings["output_dir"] or "trainer_output"  # as TrainingArguments have it
-        candidates(str(settings["resume_from_checkpoint"]), Path(output_dir))
+        candidates(str(settings["resume_from_checkpoint"]), output_dir)
     if settings["dataset_streaming"]:
         notes += _take_streaming(flags, settings)
     model_config = _model_config(settings)

@@ -255,8 +255,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
     if trainer.stop_on_signal.stopped_by is not None:
         return trainer
-    trainer.save_state()
-    trainer.save_model(trainer.args.output_dir)
+    trainer.save_results()
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer

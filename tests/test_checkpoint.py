@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.checkpoint.files import CheckpointError, candidates, check_files, checkpoints, read_manifest, writing
+from longctx.checkpoint.files import (
+    CheckpointError,
+    candidates,
+    check_files,
+    checkpoints,
+    make_partial,
+    read_manifest,
+    rotate,
+    writing,
+)
 from longctx.checkpoint.pieces import pieces
 from longctx.checkpoint.states import StateReader, write_states
 from longctx.train import main
@@ -77,12 +86,58 @@ def test_what_fails_leaves_nothing_and_keeps_what_was_there(tmp_path):
 
     def write():
         with writing(tmp_path / "checkpoint-3", is_owner=True) as partial:
+            make_partial(partial)
             (partial / "new").touch()
             raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
         write()
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "old"]
+
+
+def make_checkpoints(folder, *steps, whole=True):
+    for step in steps:
+        (folder / f"checkpoint-{step}").mkdir()
+        if whole:
+            (folder / f"checkpoint-{step}" / "longctx.json").touch()
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (None, None, {5, 10, 15, 20}),
+        (1, None, {15}),
+        (2, None, {10, 15}),
+        (2, 5, {5, 15}),
+        (1, 5, {5, 15}),
+        (4, None, {5, 10, 15, 20}),
+    ],
+)
+def test_what_was_just_saved_and_the_best_stay(limit, best, left, tmp_path):
+    """A run that goes on from 10, since 20 is damaged, has saved 15. Only checkpoints are deleted."""
+    make_checkpoints(tmp_path, 5, 10, 15, 20)
+    for name in ("checkpoint-10-mine", "checkpoint-best", "checkpoint-7.tar"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-12.partial", "checkpoint-5.replaced"):
+        (tmp_path / name).mkdir()
+    rotate(tmp_path / "checkpoint-15", limit=limit, best=best and str(tmp_path / f"checkpoint-{best}"))
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"checkpoint-10-mine", "checkpoint-best", "checkpoint-7.tar", *(f"checkpoint-{n}" for n in left)}
+
+
+def test_one_that_is_being_replaced_is_found(tmp_path):
+    """A kill between its two names: the old one is whole, and in no other place than the new one will be."""
+    make_checkpoints(tmp_path, 3, 6)
+    (tmp_path / "checkpoint-6").rename(tmp_path / "checkpoint-6.replaced")
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-6.replaced", "checkpoint-3"]
+    make_checkpoints(tmp_path, 6)
+    assert checkpoints(tmp_path)[0].name == "checkpoint-6"
+
+
+def test_an_output_dir_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["--output_dir", str(tmp_path / "file" / "out")]) == 2
+    assert f"{tmp_path}/file is no folder. Name another" in capsys.readouterr().err
 
 
 def test_no_pickle_is_in_what_is_resumed_from(saved):

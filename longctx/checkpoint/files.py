@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -16,8 +17,10 @@ import xxhash
 
 MANIFEST = "longctx.json"
 FORMAT = 1
-PARTIAL = ".partial"
-_NAME = re.compile(r"checkpoint-(\d+)")
+PARTIAL, REPLACED = ".partial", ".replaced"
+"""Of a folder that is being written, and of one whose name another is about to take."""
+_NAME = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
+_LEFT_BEHIND = re.compile(rf"checkpoint-\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
 
 
 class CheckpointError(ValueError):
@@ -56,25 +59,72 @@ def checkpoint_name(step: int) -> str:
 
 @contextmanager
 def writing(folder: Path, *, is_owner: bool) -> Iterator[Path]:
-    """A folder beside `folder` to write to, which takes its name when nothing went wrong; else it is removed.
+    """The name of a folder beside `folder` to write to, which is removed when something goes wrong.
 
     Args:
-        is_owner: whether this rank makes and names it. The owner enters first and leaves last.
+        is_owner: whether this rank makes (`make_partial`), names (`take_place`) and removes it.
     """
     partial = folder.with_name(folder.name + PARTIAL)
-    if is_owner:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
     try:
         yield partial
     except BaseException:
         if is_owner:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    if is_owner:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, which this one repeats
-        os.replace(partial, folder)
-        flush(folder.parent)
+
+
+def make_partial(partial: Path) -> None:
+    """The empty folder that is written to."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def take_place(partial: Path, folder: Path) -> None:
+    """Name it `folder`. At every moment there is a whole one: this, or what was there before, as `.replaced`."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if folder.exists():  # of an earlier run, which this one repeats
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(folder, replaced)
+    os.replace(partial, folder)
+    flush(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def take_places(partial: Path, folder: Path) -> None:
+    """Move its files to `folder`, each whole or as it was before."""
+    paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    for path in paths:
+        flush(path)
+    for path in paths:
+        target = folder / path.relative_to(partial)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(path, target)
+    flush(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
+    """Delete what the checkpoint that was just written makes superfluous: parts that a kill has left of others, and
+    beyond `limit` the oldest.
+
+    `folder` itself and `best` stay. Those of later steps, of a run that this one repeats, go first: they may be why it
+    does. Other folders, whatever their name begins with, are nobody's but the user's.
+    """
+    for path in folder.parent.glob("checkpoint-*"):
+        if _LEFT_BEHIND.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    if not limit or limit < 0:
+        return
+    now = _step(folder)
+    others = [path for path in folder.parent.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    others.sort(key=lambda path: (_step(path) > now, now - _step(path)))  # it, those before it, those after it
+    kept = {path for path in others if path == folder or (best and path == Path(best))}
+    for path in others:
+        if path not in kept and len(kept) < limit:
+            kept.add(path)
+    for path in others:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def describe_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
@@ -128,8 +178,15 @@ def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
             raise CheckpointError(f"{folder / MANIFEST} names {name}, outside its folder.")
         size = path.stat().st_size if path.is_file() else -1
         if size != known["bytes"]:
-            what = "is missing" if size < 0 else f"has {size:,} bytes, and was written with {known['bytes']:,}"
-            raise CheckpointError(f"{path} {what}. Resume from an earlier checkpoint.")
+            if size < 0:
+                raise CheckpointError(
+                    f"{path} is missing on {socket.gethostname()}. Resume from an earlier checkpoint; where every node "
+                    "has kept the files of its own ranks, copy them together first."
+                )
+            raise CheckpointError(
+                f"{path} has {size:,} bytes, and was written with {known['bytes']:,}. Resume from an earlier "
+                "checkpoint."
+            )
         if _digest(path) != known["xxh3"]:
             raise CheckpointError(f"{path} is damaged: its contents have changed. Resume from an earlier checkpoint.")
 
@@ -137,7 +194,8 @@ def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
 def checkpoints(output_dir: Path) -> list[Path]:
     """Complete ones, the newest first."""
     found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted((path for path in found if (path / MANIFEST).is_file()), key=_step, reverse=True)
+    whole = (path for path in found if (path / MANIFEST).is_file())
+    return sorted(whole, key=lambda path: (_step(path), path.suffix != REPLACED), reverse=True)
 
 
 def candidates(asked: str, output_dir: Path) -> list[Path]:
@@ -195,6 +253,32 @@ def check_same(
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return "; ".join(f"{name}: {before.get(name)} then, {now.get(name)} now" for name in names)
+
+
+def check_writable(output_dir: Path) -> None:
+    """That checkpoints and the model can be written there.
+
+    Raises:
+        ValueError: with what is in the way.
+    """
+    there = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ValueError(f"--output_dir {output_dir}: {there} is no folder. Name another, or remove it.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output_dir {output_dir}: no permission to write to {there}. Name another folder.")
+
+
+def check_seen(partial: Path, rank: int) -> None:
+    """
+    Raises:
+        FileNotFoundError: on a node that does not see the folder of rank 0.
+    """
+    if not partial.is_dir():
+        raise FileNotFoundError(
+            f"rank {rank} on {socket.gethostname()} does not see the folder that rank 0 has made: --output_dir has to "
+            "be on a file system that all nodes share, or add --save_on_each_node True, which keeps on each node the "
+            "files of its own ranks"
+        )
 
 
 def flush(path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,30 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from longctx.checkpoint.files import (
     CheckpointError,
     Manifest,
     NotSavedError,
+    check_files,
+    check_seen,
     checkpoint_name,
     checkpoints,
     describe_files,
+    make_partial,
     read_manifest,
+    rotate,
+    take_place,
+    take_places,
     write_manifest,
     writing,
 )
 from longctx.checkpoint.pieces import WEIGHT, pieces, trained_shapes, update_working_weights
 from longctx.checkpoint.states import StateReader, write_states
 from longctx.turns import together
+
+logger = logging.getLogger(__name__)
 
 
 class ResumableTrainer(SFTTrainer):
@@ -63,29 +72,48 @@ class ResumableTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.store_flos()
-        output_dir = Path(self.args.output_dir)
-        folder = output_dir / checkpoint_name(self.state.global_step)
-        is_owner = self.args.should_save
+        folder = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
         progress = self._all_progress()
-        if best := self.state.best_global_step:
-            self.state.best_model_checkpoint = str(output_dir / checkpoint_name(best))
-        try:
-            with writing(folder, is_owner=is_owner) as partial:
-                together(lambda: None)  # the folder is there
-                together(lambda: self.save_model(str(partial), _internal_call=True))
-                files = together(lambda: self._write_own_part(partial))
-                together(lambda: self._finish(partial, files, progress))
-        except (OSError, SafetensorError) as error:
-            raise _not_saved(folder, error) from error
-        together(lambda: None)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        with self._writing(folder) as partial:
+            together(lambda: self.save_model(str(partial), _internal_call=True))
+            files = together(lambda: self._write_own_part(partial))
+            together(lambda: self._finish(partial, files, progress))
+            self._as_owner(lambda: take_place(partial, folder))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
-        if is_owner:
-            rotate_checkpoints(
-                output_dir=str(output_dir),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-            )
+        if self.args.should_save:
+            rotate(folder, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+
+    def save_results(self) -> None:
+        """The model and the trainer's state in output_dir: each file whole, or as it was. Called by all ranks together.
+
+        Raises:
+            NotSavedError, RefusedTogether: on the rank that could not write, and on the others.
+        """
+        output_dir = Path(self.args.output_dir)
+        with self._writing(output_dir / "model") as partial:
+            together(lambda: self.save_model(str(partial), _internal_call=True))
+            self._as_owner(lambda: self.state.save_to_json(str(partial / TRAINER_STATE_NAME)))
+            self._as_owner(lambda: take_places(partial, output_dir))
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    @contextmanager
+    def _writing(self, folder: Path) -> Iterator[Path]:
+        """An empty folder beside `folder`, of all ranks; what goes wrong on one of them removes it and ends all."""
+        try:
+            with writing(folder, is_owner=self.args.should_save) as partial:
+                self._as_owner(lambda: make_partial(partial))
+                together(lambda: check_seen(partial, self.args.process_index))
+                yield partial
+        except (OSError, SafetensorError) as error:
+            raise _not_saved(folder, error) from error
+
+    def _as_owner(self, work: Callable[[], None]) -> None:
+        """On the rank that saves, or that of each node; the others wait."""
+        together(lambda: work() if self.args.should_save else None)
 
     def _write_own_part(self, folder: Path) -> dict[str, dict[str, Any]]:
         """This rank's states, and where its random numbers are."""
@@ -104,10 +132,10 @@ class ResumableTrainer(SFTTrainer):
             return
         self._export_callbacks()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        own = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
+        known = describe_files(folder, own)
         if self.args.save_only_model:
             return
-        own = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(_OF_RANKS)]
-        known = describe_files(folder, own)
         for part in everyone:
             known |= part
         scheduler = {key: value for key, value in self.lr_scheduler.state_dict().items() if _is_plain(value)}
@@ -117,7 +145,7 @@ class ResumableTrainer(SFTTrainer):
             optimization={name: _plain(getattr(self.args, name)) for name in OPTIMIZATION},
             parameters=trained_shapes(self.model_wrapped),
             data=self.data_identity(),
-            progress={"ranks": progress},
+            progress={"ranks": progress, "max_steps": self.state.max_steps},
             scheduler=scheduler,
             files=known,
         )
@@ -167,9 +195,34 @@ class ResumableTrainer(SFTTrainer):
             for piece in pieces(self.model_wrapped, self.optimizer, kinds=kinds, scalars=reader.kinds(scalars=True)):
                 reader.fill(piece)
         self.lr_scheduler.load_state_dict(self.lr_scheduler.state_dict() | manifest.scheduler)
-        for group, rate in zip(self.optimizer.param_groups, manifest.scheduler["_last_lr"], strict=True):
+        # All schedules here follow the step alone; those of a run that was made longer go on along its new length.
+        schedule: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        schedule._last_lr = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
             group["lr"] = rate
+        if self.args.process_index == 0:
+            self._say_what_is_left(folder, manifest)
         self.add_callback(_Continued(self, manifest))
+
+    def _say_what_is_left(self, folder: Path, manifest: Manifest) -> None:
+        before, now = manifest.progress.get("max_steps"), self.state.max_steps
+        if manifest.step >= now:
+            logger.warning(
+                "%s is of step %d, and this run has %d: nothing is left to train. For more, raise --max_steps or "
+                "--num_train_epochs.",
+                folder,
+                manifest.step,
+                now,
+            )
+        elif before not in (None, now):
+            logger.warning(
+                "%s is of a run of %d steps, and this one has %d: from here on its learning rates are those of such a "
+                "run.",
+                folder,
+                before,
+                now,
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Everything is read in `_prepare_for_training`, whatever the engine."""
@@ -179,13 +232,29 @@ class ResumableTrainer(SFTTrainer):
         if path is not None and path.is_file():
             _set_random_state(json.loads(path.read_text()))
 
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """The Trainer would take one more step where the last one was not an epoch's last."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(**kwargs)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if "train_loss" in logs:  # the sum of all steps, which the Trainer divides by those since it was resumed
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+        super().log(logs, start_time)
+
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
+        together(lambda: self._read_weights(folder))
+        update_working_weights(self.model_wrapped, self.optimizer)
+
+    def _read_weights(self, folder: Path) -> None:
+        check_files(folder, read_manifest(folder), part=self.args.process_index, parts=self.args.world_size)
         reader = StateReader(folder)
         with torch.no_grad():
             for piece in pieces(self.model_wrapped, self.optimizer):
                 reader.fill(piece, only=(WEIGHT,))
-        update_working_weights(self.model_wrapped, self.optimizer)
 
 
 OPTIMIZATION = (
