@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,7 +22,11 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from longctx.model_files import check_config_values, check_no_adapter, check_weight_files
 from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
+
+_DAMAGE = ("ignore_mismatched_sizes", "PytorchStreamReader", "corrupt file")
+"""In RuntimeErrors of torch and transformers about files."""
 
 
 def load_config(
@@ -56,9 +62,23 @@ def load_config(
     return config
 
 
-def _read_config(name: str, **kwargs: Any) -> PretrainedConfig:
+def _read_config(name: str, *, revision: str | None, **kwargs: Any) -> PretrainedConfig:
+    with _config_errors(name):
+        values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+        if not isinstance(values, dict):
+            raise ValueError(f"config.json holds a {type(values).__name__}, expected an object")
+    check_config_values(name, values)
+    with _config_errors(name):
+        config = AutoConfig.from_pretrained(name, revision=revision, **kwargs)
+    config._attn_implementation = config._experts_implementation = None  # a file may name code on the hub there
+    return config
+
+
+@contextmanager
+def _config_errors(name: str) -> Iterator[None]:
+    """Name the model in whatever transformers makes of its config.json."""
     try:
-        return AutoConfig.from_pretrained(name, **kwargs)
+        yield
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--model_name_or_path {name} is neither a folder with the config.json of a model that this transformers "
@@ -66,6 +86,11 @@ def _read_config(name: str, **kwargs: Any) -> PretrainedConfig:
         ) from error
     except StrictDataclassError as error:
         raise ValueError(f"--model_name_or_path {name}: its config.json contradicts itself: {error}") from error
+    except Exception as error:  # values of types that its code does not expect
+        raise ValueError(
+            f"--model_name_or_path {name}: its config.json cannot be used: {error} ({type(error).__name__}). Correct "
+            "the file, or get it again."
+        ) from error
 
 
 def _text_alone(config: PretrainedConfig) -> PretrainedConfig | None:
@@ -98,7 +123,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         return tiny_tokenizer()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damage shows as any error of the code that meets it
         raise ValueError(
             f"--model_name_or_path {name} has no tokenizer that can be loaded. Put the tokenizer's files "
             f"(tokenizer.json, tokenizer_config.json) beside its config.json: {error}"
@@ -119,11 +144,14 @@ def load_model(
     """The weights, for training, with a configuration of their own. Attention is put in place afterwards.
 
     Raises:
-        ValueError: if there are no weights, some are missing, or a file of them is damaged.
+        ValueError: if there are no weights, some are missing, or a file of them is damaged, of another model, or holds
+            more than tensors.
     """
     config = copy.deepcopy(config)
     if name == TINY:
         return tiny_model(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), config=config)
+    check_no_adapter(name, revision)
+    check_weight_files(name, config, revision=revision)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             name,
@@ -133,7 +161,14 @@ def load_model(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, SafetensorError) as error:
+    except UnpicklingError as error:
+        raise ValueError(
+            f"--model_name_or_path {name}: pytorch_model.bin is damaged or holds more than tensors, such as code, and "
+            "is not read. Name a model with model.safetensors, or, if you trust this one, save it as that."
+        ) from error
+    except (OSError, SafetensorError, EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _DAMAGE):
+            raise
         raise ValueError(
             f"The weights of --model_name_or_path {name} cannot be read: {error}. Complete the folder, or get it again."
         ) from error
