@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import asdict
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,12 +118,14 @@ class StepLoader(DataLoader):
 class MicroBatch(NamedTuple):
     """What one rank reads of a stream at a time."""
 
-    rows: list[dict[str, NDArray[Any]]]
-    """None where others have some left: such a rank feeds padding."""
+    rows: list[dict[str, NDArray[Any]]] | None
+    """[] where others have some left: such a rank feeds padding. None in steps before the one that was gone on from."""
     report: PackingReport
     """What became of the documents read until the end of this step, or in the first pass if that has ended."""
     passes: int
     """Times that the stream was begun."""
+    position: dict[str, Any]
+    """Of the stream at the end of this step, for `StepStream.go_on_from`."""
 
 
 class StepStream(IterableDataset):
@@ -155,6 +158,7 @@ class StepStream(IterableDataset):
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
         self.dp, self.dp_rank = dp, dp_rank
         self.rows_per_step = micro_batch_size * dp * accumulation_steps
+        self._begin: tuple[int, dict[str, Any]] = 0, {"passes": 1, "first_pass": None}
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """
@@ -165,19 +169,35 @@ class StepStream(IterableDataset):
         mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return islice(self._micro_batches(), mine, None, workers)
 
+    def go_on_from(self, num_steps: int, position: dict[str, Any]) -> None:
+        """Make iterations go on behind so many steps. The micro-batches up to there are counted, and empty; what comes
+        then raises DataError if the stream has other documents than it had."""
+        self._begin = num_steps, position
+
     def _micro_batches(self) -> Iterator[MicroBatch]:
-        passes, first_pass = 1, None
+        num_steps, position = self._begin
+        passes, first_pass = position["passes"], position["first_pass"] and PackingReport(**position["first_pass"])
+        if num_steps:
+            self.stream.go_on_from(position["stream"])
+        yield from repeat(MicroBatch(None, self.stream.report, passes, position), num_steps * self.accumulation_steps)
+        has_begun = num_steps > 0  # and had rows
         while True:
-            rows, num_steps = self.stream.rows(), 0
+            rows = self.stream.rows()
             while step := self._next_step(rows):
-                num_steps += 1
-                yield from (MicroBatch(mine, first_pass or self.stream.report, passes) for mine in step)
-            if not num_steps:
+                has_begun = True
+                report = first_pass or self.stream.report
+                position = {
+                    "passes": passes,
+                    "first_pass": first_pass and asdict(first_pass),
+                    "stream": self.stream.position(),
+                }
+                yield from (MicroBatch(mine, report, passes, position) for mine in step)
+            if not has_begun:
                 raise DataError(
                     f"the stream has no row for a step of {self.rows_per_step}: {self.stream.report}. "
                     "Look at --overlong and --dataloader_drop_last."
                 )
-            passes, first_pass = passes + 1, first_pass or self.stream.report
+            passes, first_pass, has_begun = passes + 1, first_pass or self.stream.report, False
 
     def _next_step(self, rows: Iterator[dict[str, NDArray[Any]]]) -> list[list[dict[str, NDArray[Any]]]] | None:
         """This rank's rows of each micro-batch; None after the last step. Of the others' rows none is kept."""

@@ -128,6 +128,13 @@ class SequenceTrainer(ResumableTrainer):
     def data_identity(self) -> dict[str, Any]:
         return dict(self._data_identity())
 
+    def data_position(self) -> dict[str, Any] | None:
+        return None if self.stream_read is None else self.stream_read.position
+
+    def restore_data_position(self, loader: DataLoader, position: dict[str, Any], step: int) -> None:
+        assert isinstance(loader.dataset, StepStream), "rows with numbers have no position"
+        loader.dataset.go_on_from(step, position)
+
     def progress(self) -> dict[str, Any]:
         return {"metrics": self.step_metrics.state_dict()}
 
@@ -206,7 +213,7 @@ class SequenceTrainer(ResumableTrainer):
     def micro_batches(self, dp_rank: int) -> Iterator[list[dict[str, NDArray[Any]]]]:
         """The rows of each micro-batch that data-parallel rank `dp_rank` reads; [] where only others have some."""
         if isinstance(self.rows, PackedStream):
-            return (micro_batch.rows for micro_batch in self.step_stream(dp_rank))
+            return (micro_batch.rows or [] for micro_batch in self.step_stream(dp_rank))
         return map(self.rows.__getitems__, self.step_sampler(dp_rank))
 
     def get_train_dataloader(self) -> DataLoader:
@@ -513,6 +520,8 @@ class _StreamCollator:
         self.collator = collator
 
     def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        if micro_batch.rows is None:  # which the Trainer passes over
+            return {}
         return self.collator(micro_batch.rows) | {"stream_read": micro_batch._replace(rows=[])}
 
 

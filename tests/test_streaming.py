@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 
 import datasets
@@ -323,6 +324,49 @@ def test_steps_take_the_rows_in_order_whatever_the_layout(stream, layout, drop_l
         assert found == expected + expected[:accumulation]
         assert [micro_batch.passes for micro_batch in micro_batches[-accumulation - 1 :]] == [1] + [2] * accumulation
         assert micro_batches[-1].report.documents == len(lengths)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STREAMS, LAYOUTS, st.integers(1, 8), st.sampled_from(["stream", "none"]))
+def test_steps_go_on_from_a_position_in_any_layout(stream, layout, num_steps, strategy):
+    """In the middle of any pass, with the documents that wait read again and JSON in between."""
+    lengths, capacity, look_ahead = stream
+    size, dp, accumulation = layout
+
+    def make():
+        return PackedStream(
+            make_documents(lengths), capacity, overlong="split", look_ahead=look_ahead, strategy=strategy
+        )
+
+    if not sum(lengths):
+        return
+    read = step_stream(make(), layout, 0)
+    before = list(itertools.islice(read, (num_steps + 4) * accumulation))
+    position = json.loads(json.dumps(before[num_steps * accumulation - 1].position))
+    for other, rank in [(layout, 0), ((size, 1, accumulation * dp), 0)]:
+        again = step_stream(make(), other, rank)
+        again.go_on_from(num_steps, position)
+        after = list(itertools.islice(again, (num_steps + 4) * other[2]))
+        assert all(micro_batch.rows is None for micro_batch in after[: num_steps * other[2]])
+        expected = before if other == layout else itertools.islice(step_stream(make(), other, 0), len(after))
+        for one, two in list(zip(expected, after, strict=True))[num_steps * other[2] :]:
+            assert ids_of(one.rows) == ids_of(two.rows)
+            assert (one.report, one.passes, one.position) == (two.report, two.passes, two.position)
+
+
+def test_a_position_in_other_documents_is_refused():
+    lengths = np.random.default_rng(0).integers(1, 30, 60).tolist()
+    stream = PackedStream(make_documents(lengths), 40, look_ahead=2)
+    rows = stream.rows()
+    list(itertools.islice(rows, 5))
+    position = stream.position()
+    lengths[position["read"] - 1] -= 1
+    changed = PackedStream(make_documents(lengths), 40, look_ahead=2)
+    changed.go_on_from(position)
+    with pytest.raises(DataError, match="other documents than when it was read before"):
+        next(changed.rows())
+    with pytest.raises(ValueError, match="its rows would be others"):
+        PackedStream(make_documents(lengths), 48, look_ahead=2).go_on_from(position)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

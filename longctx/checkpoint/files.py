@@ -48,6 +48,8 @@ class Manifest:
     progress: dict[str, Any]
     """Of the log: sums since its last entry, tokens so far."""
     scheduler: dict[str, Any]
+    position: dict[str, Any] | None = None
+    """In data without row numbers; None: it is read again from its start."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path in the folder -> bytes and xxh3 of each."""
     format: int = FORMAT

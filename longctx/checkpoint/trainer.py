@@ -61,6 +61,13 @@ class ResumableTrainer(SFTTrainer):
         """What the rows are made from, by name; a run with another value of any cannot go on."""
         raise NotImplementedError
 
+    def data_position(self) -> dict[str, Any] | None:
+        """Behind the last step, in data that is a stream: the same on every rank, plain values."""
+        return None
+
+    def restore_data_position(self, loader: DataLoader, position: dict[str, Any], step: int) -> None:
+        """Make the loader go on behind this step."""
+
     def progress(self) -> dict[str, Any]:
         """Of this rank, since the last entry of the log. Called by all ranks together."""
         return {}
@@ -147,6 +154,7 @@ class ResumableTrainer(SFTTrainer):
             data=self.data_identity(),
             progress={"ranks": progress, "max_steps": self.state.max_steps},
             scheduler=scheduler,
+            position=self.data_position(),
             files=known,
         )
         write_manifest(folder, manifest)
@@ -177,11 +185,11 @@ class ResumableTrainer(SFTTrainer):
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
-            together(lambda: self._restore(folder))
+            together(lambda: self._restore(folder, loader))
             update_working_weights(self.model_wrapped, self.optimizer)
         return model, loader
 
-    def _restore(self, folder: Path) -> None:
+    def _restore(self, folder: Path, loader: DataLoader) -> None:
         reader, manifest = StateReader(folder), read_manifest(folder)
         here = trained_shapes(self.model_wrapped)
         if manifest.parameters != here:
@@ -204,6 +212,8 @@ class ResumableTrainer(SFTTrainer):
         if self.args.process_index == 0:
             self._say_what_is_left(folder, manifest)
         self.add_callback(_Continued(self, manifest))
+        if manifest.position is not None:
+            self.restore_data_position(loader, manifest.position, manifest.step)
 
     def _say_what_is_left(self, folder: Path, manifest: Manifest) -> None:
         before, now = manifest.progress.get("max_steps"), self.state.max_steps

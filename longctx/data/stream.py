@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -44,21 +45,31 @@ class DocumentStream:
         Raises:
             DataError: as `tables`.
         """
-        for table in self.tables():
-            columns = token_columns(table)
-            for values in zip(*(column.rows() for column in columns.values()), strict=True):
-                yield dict(zip(columns, values, strict=True))
+        return self.starting_at(0)
 
-    def tables(self) -> Iterator[pa.Table]:
+    def starting_at(self, document: int) -> Iterator[dict[str, NDArray[np.int32]]]:
+        """The same without the documents before this one: their records are read, and not encoded."""
+        whole, rest = divmod(document, RECORDS_PER_TABLE)
+        for table in self.tables(skip=whole):
+            columns = token_columns(table)
+            for values in islice(zip(*(column.rows() for column in columns.values()), strict=True), rest, None):
+                yield dict(zip(columns, values, strict=True))
+            rest = 0
+
+    def tables(self, skip: int = 0) -> Iterator[pa.Table]:
         """The documents as tables of up to RECORDS_PER_TABLE, with the columns of `tokenize_records`.
+
+        Args:
+            skip: tables at the start that are not made.
 
         Raises:
             DataError: a record that cannot be read or encoded; at the end, no record, or no target of the loss.
         """
-        num_records = num_tokens = 0
-        has_target = False
+        num_records, num_tokens = skip * RECORDS_PER_TABLE, 0
+        has_target = skip > 0  # whoever read those tables has looked
+        records = self.records.skip(num_records) if skip else self.records
         try:
-            for batch in self.records.iter(batch_size=RECORDS_PER_TABLE):  # which deals nothing out to workers
+            for batch in records.iter(batch_size=RECORDS_PER_TABLE):  # which deals nothing out to workers
                 size = len(batch[self.records.column_names[0]])
                 table = self.encoder(batch, range(size), first_record=num_records)
                 num_records += size

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -108,6 +109,7 @@ class PackedStream(IterableDataset):
         self.drop_last, self.source_state = drop_last, source_state
         self._source_start = self.source.state_dict() if source_state else None  # type: ignore[attr-defined]
         self._loaded: dict[str, Any] | None = None
+        self._position: Mapping[str, Any] | None = None
         self._begin(None)
 
     def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
@@ -154,13 +156,19 @@ class PackedStream(IterableDataset):
     def _read_on(self, state: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
         """The documents of the source that were not read yet."""
         if not self.source_state:
-            if _is_arrow_stream(self.source):
-                return self._read_tables(self._read)
-            return islice(iter(self.source), self._read, None)
+            return self._read_from(self._read)
         # Also at the start: datasets goes back to the state that was loaded last, not to the start.
         position = self._source_start if state is None else state["source"]
         self.source.load_state_dict(position)  # type: ignore[attr-defined]
         return iter(self.source)
+
+    def _read_from(self, document: int) -> Iterator[Mapping[str, Any]]:
+        """The documents of the source from this one on."""
+        if hasattr(self.source, "starting_at"):
+            return self.source.starting_at(document)
+        if _is_arrow_stream(self.source):
+            return self._read_tables(document)
+        return islice(iter(self.source), document, None)
 
     def _read_tables(self, skip: int) -> Iterator[Mapping[str, Any]]:
         """The same of a datasets.IterableDataset over Arrow tables, without a Python list for every document."""
@@ -184,9 +192,12 @@ class PackedStream(IterableDataset):
 
     def _packs(self) -> Iterator[list[_Piece]]:
         """Every pack of the stream, of all ranks, from its start or from the state that was loaded."""
-        state, self._loaded = self._loaded, None
-        self._begin(state)
-        documents = self._read_on(state)
+        if self._position is not None:
+            documents = self._read_again()
+        else:
+            state, self._loaded = self._loaded, None
+            self._begin(state)
+            documents = self._read_on(state)
         while True:
             while self._ready or self._waiting.full:
                 yield self._take()
@@ -283,12 +294,69 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: the state is of a stream with other settings, whose packs would differ.
         """
+        self._check_settings(state)
+        self._loaded = dict(state)
+
+    def position(self) -> dict[str, Any]:
+        """Where the stream stands, as `state_dict` but without tokens, so that JSON holds it: the documents that wait
+        are read again from the source. A digest tells whether they are the same."""
+        waiting, ready = self._waiting.items, self._ready
+        return {
+            "settings": self._settings(),
+            "read": self._read,
+            "columns": self._names,
+            "waiting": [_span(piece) for piece in waiting],
+            "ready": [_span(piece) for piece in ready],
+            "digest": _digest([*waiting, *ready]),
+            "counts": dict(self._counts),
+        }
+
+    def go_on_from(self, position: Mapping[str, Any]) -> None:
+        """Make the next iteration go on from a `position`.
+
+        Raises:
+            ValueError: it is of a stream with other settings; the iteration, if it is of other documents.
+        """
+        self._check_settings(position)
+        self._position = position
+
+    def _read_again(self) -> Iterator[Mapping[str, Any]]:
+        """Set out from a position; the documents that were not read then.
+
+        Raises:
+            DataError: for others than were read then.
+        """
+        position, self._position = self._position, None
+        assert position is not None
+        self._begin({**position, "waiting": [], "ready": []})
+        spans, stop = [*position["waiting"], *position["ready"]], position["read"]
+        first = min((document for document, *_ in spans), default=stop)
+        documents = self._read_from(first)
+        again = {document for document, *_ in spans}
+        columns = {
+            number: _read_columns(document, position["columns"], number)
+            for number, document in zip(range(first, stop), documents, strict=False)
+            if number in again
+        }
+        pieces = [_cut(columns.get(document, {}), document, start, stop) for document, start, stop in spans]
+        if _digest(pieces) != position["digest"]:
+            raise DataError(
+                f"the stream has other documents than when it was read before: {len(again)} that waited for a pack, "
+                f"from {first} to {stop} (counted from 0), are not the same. Give the same data and tokenizer, or "
+                "start anew from the checkpoint's weights with --model_name_or_path"
+            )
+        waiting = len(position["waiting"])
+        self._ready = pieces[waiting:]
+        for piece in pieces[:waiting]:
+            self._waiting.add(len(piece.columns[INPUT_IDS]), piece)
+        return documents
+
+    def _check_settings(self, state: Mapping[str, Any]) -> None:
         if state["settings"] != self._settings():
             raise ValueError(
                 f"the state is of a stream with {state['settings']}, this one has {self._settings()}; its rows would "
                 "be others. Make the stream with the same settings"
             )
-        self._loaded = dict(state)
 
     def _settings(self) -> dict[str, Any]:
         names = ("capacity", "overlong", "strategy", "look_ahead", "source_state")
@@ -345,6 +413,24 @@ def _is_token_list(value: object) -> bool:
     except ValueError:  # lists of several lengths inside
         return False
     return array.ndim == 1 and array.dtype.kind in "iubf"
+
+
+def _span(piece: _Piece) -> tuple[int, int, int]:
+    """(document, first token, after the last)"""
+    return piece.document, piece.start, piece.start + len(piece.columns[INPUT_IDS])
+
+
+def _cut(columns: Mapping[str, NDArray[Any]], document: int, start: int, stop: int) -> _Piece:
+    return _Piece(document, start, {name: values[start:stop] for name, values in columns.items()})
+
+
+def _digest(pieces: Iterable[_Piece]) -> str:
+    """xxh3 of their columns, as int64 and one after the other."""
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        for values in piece.columns.values():
+            state.update(np.ascontiguousarray(values, dtype=np.int64).data)
+    return state.hexdigest()
 
 
 def _row(pack: list[_Piece], places: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
