@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -174,26 +175,35 @@ def _where(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> dict[str, Any]:
     """Keywords that say how records become tokens."""
-    template = settings["chat_template_path"]
     return {
         "text_field": settings["dataset_text_field"],
         "completion_only_loss": settings["completion_only_loss"],
         "assistant_only_loss": settings["assistant_only_loss"],
-        "chat_template": Path(template).read_text() if template else None,
+        "chat_template": _template(settings["chat_template_path"]),
         "vocab_size": model_config.get_text_config().vocab_size,
     }
+
+
+def _template(path: str | None) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8") if path else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--chat_template_path {path} cannot be read: {error}. Save it as UTF-8 text.") from error
 
 
 def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which tokens each step trains on, by name, to tell whether a run goes on with the same.
 
-    Of a stream, which cannot be read beforehand, only what it is called and how it is packed.
+    Of a stream, which cannot be read beforehand, what it is called, its files' names, sizes and ends, and how it is
+    packed. An adapter's base model, which no checkpoint holds, is known in the same way.
     """
     order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
     order["seed"] = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
+    if settings["use_peft"]:
+        order["base_model"] = _files_identity(settings["model_name_or_path"]) or settings["model_name_or_path"]
     if isinstance(data, StreamedRows):
         names = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field")
-        return {name: settings[name] for name in names} | order
+        return {name: settings[name] for name in names} | {"files": _files_identity(settings["dataset_name"])} | order
     packing = data.rows.packing
     plan = [packing.indices, packing.offsets, packing.starts, packing.stops]
     return {
@@ -204,6 +214,26 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
         "balanced": data.costs is not None,
         **order,
     }
+
+
+def _files_identity(name: str) -> str | None:
+    """Of a local file, folder or glob: a digest of all names and sizes, and of the first and last 64 KiB of each."""
+    path = Path(name)
+    folder = path if path.is_dir() else path.parent
+    found = folder.rglob("*") if path.is_dir() else map(Path, glob.glob(name, recursive=True))
+    state, is_empty = xxhash.xxh3_128(), True
+    for file in sorted(file for file in found if file.is_file()):
+        size, is_empty = file.stat().st_size, False
+        state.update(f"{file.relative_to(folder) if path.is_dir() else file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            state.update(opened.read(_ENDS_BYTES))
+            opened.seek(max(size - _ENDS_BYTES, 0))
+            state.update(opened.read(_ENDS_BYTES))
+    return None if is_empty else state.hexdigest()
+
+
+_ENDS_BYTES = 64 << 10
+"""Of a file's start and of its end that are read to know it by."""
 
 
 def column_arrays(documents: Dataset) -> Iterator[NDArray[Any]]:

@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from longctx.data.bounds import bounded
 from longctx.data.columns import IGNORE_INDEX
 from longctx.data.encoders import Encoder, mask_prompt
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import check_chat, kind_columns, to_chatml
 
 logger = logging.get_logger(__name__)
+
+
+_RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+}
+"""Names that chat_template_kwargs of a record cannot set: they are not variables of the template."""
 
 
 class ChatEncoder(Encoder):
@@ -83,12 +93,20 @@ class ChatEncoder(Encoder):
                 f"{name_record(index)}: 'chat_template_kwargs' is {str(keywords)[:60]!r}; expected an object of names "
                 "and values. Correct or remove it."
             )
+        if reserved := sorted(keywords.keys() & _RESERVED):
+            raise DataError(
+                f"{name_record(index)}: 'chat_template_kwargs' sets {reserved[0]}, which would replace the template or "
+                "cut tokens off. Leave only the variables of the template there."
+            )
         return {"chat_template": self.chat_template, "tools": tools, **keywords}
 
     def _apply(self, chat: list, index: int, options: dict[str, Any], assistant_mask: bool) -> Mapping[str, Any]:
+        """Rendered once with bounds on time and memory, and once more to tokenise, which may take longer."""
         from jinja2 import TemplateError
 
         try:
+            with bounded():
+                self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
             out = self.tokenizer.apply_chat_template(
                 chat,
                 tokenize=True,
@@ -97,10 +115,23 @@ class ChatEncoder(Encoder):
                 tokenizer_kwargs={"verbose": False},
                 **options,
             )
-        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+        except (MemoryError, TimeoutError) as error:
             raise DataError(
-                f"{name_record(index)}: the chat template refuses its messages ({error}). Correct or remove it."
+                f"{name_record(index)}: the chat template does not come to an end ({error}). Use another template "
+                "(--chat_template_path), or remove the record."
             ) from error
+        except (
+            TemplateError,
+            ArithmeticError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+        ) as e:
+            raise DataError(
+                f"{name_record(index)}: the chat template refuses its messages ({e}). Correct or remove it."
+            ) from e
         assert isinstance(out, Mapping), f"apply_chat_template(return_dict=True) gave {type(out).__name__}"
         return out
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from longctx.data.columns import IGNORE_INDEX, list_array
 from longctx.data.errors import DataError, name_record
-from longctx.data.kinds import check_text, kind_columns
+from longctx.data.kinds import CHECKED_COLUMNS, check_text, kind_columns
 
 logger = logging.get_logger(__name__)
 
@@ -134,8 +134,10 @@ class PretokenizedEncoder(Encoder):
         for row, index in enumerate(indices):
             values = {name: rows[row] for name, rows in columns.items()}
             ids = values["input_ids"]
-            for column in self.labels_from:
-                self._check_length(len(values[column]), len(ids), column, index)
+            for column in values:
+                if column in (*self.labels_from, *CHECKED_COLUMNS):
+                    self._check_length(len(values[column]), len(ids), column, index)
+            _check_whole(values, index)
             input_ids.append(ids)
             labels.append(self._labels(values))
         return input_ids, labels if self.masked else None
@@ -155,6 +157,22 @@ class PretokenizedEncoder(Encoder):
         for mask in self.labels_from:
             keep &= values[mask] != 0
         return np.where(keep, values["input_ids"], IGNORE_INDEX)
+
+
+def _check_whole(values: Mapping[str, np.ndarray], index: int) -> None:
+    """Refuse rows of padding or of several documents, which a mask or positions tell of."""
+    if not values.get("attention_mask", np.ones(1)).all():
+        raise DataError(
+            f"{name_record(index)}: 'attention_mask' leaves tokens out, such as padding, and longctx would train on "
+            "them. Remove these tokens from the record."
+        )
+    positions = values.get("position_ids", np.zeros(0))
+    wrong = np.flatnonzero(positions != np.arange(len(positions)))
+    if len(wrong):
+        raise DataError(
+            f"{name_record(index)}: 'position_ids' holds {positions[wrong[0]]} for token {wrong[0]}; a record is one "
+            "document, whose positions count from 0. Give the documents one by one, or remove the column."
+        )
 
 
 def _rows(column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:

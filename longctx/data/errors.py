@@ -11,6 +11,14 @@ class DataError(ValueError):
     """The data cannot be read or used; the message names the place, what was expected and the remedy."""
 
 
+RECORD_BYTES = 1 << 28
+"""Of a line of JSON, or of a text file: what is read before anything is known about it, and so bounds memory."""
+
+
+def too_long(where: str, what: str, limit: int, remedy: str) -> DataError:
+    return DataError(f"{where}: {what} of more than {limit >> 20:,} MiB, the limit. {remedy}")
+
+
 def unreadable(file: Path, error: OSError) -> DataError:
     return DataError(f"{file}: unreadable ({error.strerror}). Check the file and its permissions.")
 

@@ -56,6 +56,9 @@ FORMATS_HELP = (
 
 def files_loader(files: Sequence[Path], text_field: str) -> Loader:
     """Loader of files that must all be of one format."""
+    for file in files:
+        if not file.is_file():  # a pipe or a device may have no end
+            raise DataError(f"{file}: no regular file. Expected {FORMATS_HELP}.")
     formats = {_format_of(file): file for file in reversed(files)}
     if len(formats) > 1:
         examples = ", ".join(f"{format_name} ({file})" for format_name, file in sorted(formats.items()))

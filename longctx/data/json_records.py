@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 from datasets import Features, Json, Value
 
-from longctx.data.errors import DataError, name_files, name_record, no_records, unreadable
+from longctx.data.errors import (
+    RECORD_BYTES,
+    DataError,
+    name_files,
+    name_record,
+    no_records,
+    too_long,
+    unreadable,
+)
 from longctx.data.kinds import (
+    CHECKED_COLUMNS,
     CONVERSATION_EXTRAS,
     PER_TOKEN_COLUMNS,
     TOKENS,
@@ -23,6 +32,9 @@ from longctx.data.kinds import (
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INT32_MAX = np.iinfo(np.int32).max
+
+_ARRAY_BYTES = 1 << 30
+"""Of a file that is one JSON array."""
 
 
 class JsonRecords:
@@ -43,7 +55,7 @@ class JsonRecords:
 
     def _columns_of(self, record: Mapping[str, Any]) -> tuple[str, ...]:
         if self.kind == "input_ids":
-            return tuple(column for column in PER_TOKEN_COLUMNS if record.get(column) is not None)
+            return tuple(column for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if record.get(column) is not None)
         return kind_columns(self.kind) + (CONVERSATION_EXTRAS if self.conversational else ())
 
     @property
@@ -123,17 +135,22 @@ def _iterate(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _iterate_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`file:line`, record). Lines of white space only are passed over wherever they stand."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES + 1), b""), start=1):
+            where = f"{path}:{number}"
+            if len(line) > RECORD_BYTES:
+                raise too_long(where, "a line", RECORD_BYTES, "Put one record into each line, or split the record.")
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
-                where = f"{path}:{number}"
                 yield where, _parse_line(line, where)
 
 
 def _iterate_array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`file, record n`, record) of a file that is one JSON array (this one form is read whole)."""
-    data = path.read_bytes()
+    with path.open("rb") as file:
+        data = file.read(_ARRAY_BYTES + 1)
+    if len(data) > _ARRAY_BYTES:
+        raise too_long(str(path), "a JSON array", _ARRAY_BYTES, "Write one object per line, which is read in turn.")
     try:
         records = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # also a number of more than 4,300 digits

@@ -14,6 +14,9 @@ from longctx.data.errors import DataError
 PER_TOKEN_COLUMNS = ("input_ids", "labels", "assistant_masks", "completion_mask")
 """Columns of pre-tokenised records that are read."""
 
+CHECKED_COLUMNS = ("attention_mask", "position_ids")
+"""Columns of pre-tokenised records that have to say what longctx does anyway: every token counts, from position 0."""
+
 CONVERSATION_EXTRAS = ("tools", "chat_template_kwargs")
 """Columns of chats that go to the chat template."""
 
@@ -37,6 +40,11 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
         DataError: none of the known kinds.
     """
     if "input_ids" in columns:
+        if "seq_lengths" in columns:
+            raise DataError(
+                f"{where}: 'seq_lengths' says that rows are packed already, and longctx packs single documents itself. "
+                "Give the documents before they were packed."
+            )
         return "input_ids"
     if "prompt" in columns and "completion" in columns:
         return "prompt+completion"

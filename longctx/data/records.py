@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import datasets
-import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from longctx.data.errors import DataError, name_record, no_records
@@ -158,8 +158,12 @@ def _loaded(dataset: Dataset, path: Path) -> Loader:
 
 def _load_saved(path: Path) -> Dataset | DatasetDict:
     try:
+        for state in [*path.glob("state.json"), *path.glob("*/state.json")]:
+            for file in json.loads(state.read_text())["_data_files"]:
+                if Path(file["filename"]).name != file["filename"]:
+                    raise ValueError(f"{state} names {file['filename']}, outside its folder")
         return datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+    except Exception as error:  # damage of state.json or dataset_info.json shows as any error of the code that meets it
         raise DataError(
             f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again."
         ) from error

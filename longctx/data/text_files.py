@@ -8,7 +8,7 @@ from pathlib import Path
 
 from datasets import Features, Value
 
-from longctx.data.errors import DataError, unreadable
+from longctx.data.errors import RECORD_BYTES, DataError, too_long, unreadable
 
 STDLIB = "stdlib"
 """Value of `--dataset_name` that selects the running Python's own standard-library sources."""
@@ -36,9 +36,12 @@ class TextFiles:
 def _read_text(path: Path) -> str:
     """A text file as it is on disk (line ends kept); a UTF-8 byte order mark is taken off."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(RECORD_BYTES + 1)
     except OSError as error:
         raise unreadable(path, error) from error
+    if len(data) > RECORD_BYTES:
+        raise too_long(str(path), "a text", RECORD_BYTES, "Divide it into several files, one document each.")
     remedy = "Give a glob that leaves it out (such as 'folder/**/*.py'), or convert it to UTF-8 text."
     if b"\x00" in data:
         raise DataError(f"{path}: NUL byte at offset {data.index(0)}; this is a binary file, expected text. {remedy}")

@@ -19,6 +19,7 @@ from longctx.data.columns import IGNORE_INDEX, document_lengths
 from longctx.data.encoders import Encoder, PretokenizedEncoder, TextEncoder, one_chunk
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.kinds import (
+    CHECKED_COLUMNS,
     CONVERSATION_EXTRAS,
     PER_TOKEN_COLUMNS,
     TOKENS,
@@ -104,7 +105,7 @@ def choose_encoder(
     """
     kind = record_kind(dataset.column_names, text_field, "data set")
     check_column_types(dataset.features, kind)
-    used = PER_TOKEN_COLUMNS if kind == "input_ids" else kind_columns(kind) + CONVERSATION_EXTRAS
+    used = PER_TOKEN_COLUMNS + CHECKED_COLUMNS if kind == "input_ids" else kind_columns(kind) + CONVERSATION_EXTRAS
     columns = [column for column in used if column in dataset.column_names]
     dataset = dataset.with_format(None).select_columns(columns)
     encoder: Encoder
