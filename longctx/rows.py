@@ -200,7 +200,8 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
     order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
     order["seed"] = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
     if settings["use_peft"]:
-        order["base_model"] = _files_identity(settings["model_name_or_path"]) or settings["model_name_or_path"]
+        base = settings["model_name_or_path"]
+        order |= {"use_peft": True, "base_model": _files_identity(base) or base}
     if isinstance(data, StreamedRows):
         names = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field")
         return {name: settings[name] for name in names} | {"files": _files_identity(settings["dataset_name"])} | order

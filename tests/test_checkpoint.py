@@ -194,13 +194,15 @@ def _edit(folder, **values):
         (["--seed", "7"], "seed: 42 then, 7 now"),
         (["--overlong", "drop"], "overlong: raise then, drop now"),
         (["--learning_rate", "1e-4"], "learning_rate: 0.005 then, 0.0001 now"),
-        (["--use_peft", "True"], "is of another model: "),
+        (["--use_peft", "True"], "use_peft: None then, True now"),
+        (["--model_name_or_path", "MQA 4:1"], "is of another model: "),
         (["--resume_from_checkpoint", "nowhere"], "nowhere is no folder"),
     ],
 )
 def test_another_run_does_not_go_on(more, message, copied, models, capsys):
     data, output_dir = copied
     folder = str(output_dir / "checkpoint-4")
+    more = [models.get(part, part) for part in more]
     assert resumed(models, data, output_dir, "--resume_from_checkpoint", folder, *more) == 2
     assert message in capsys.readouterr().err
 
@@ -212,6 +214,26 @@ def test_changed_data_is_refused_though_it_has_the_same_lengths(copied, models, 
     error = capsys.readouterr().err
     assert "contents: " in error
     assert "documents: " not in error
+
+
+def test_a_changed_stream_or_base_model_is_refused(models, tmp_path, capsys):
+    """What no checkpoint holds is known by its files; a stream that is longer would give other rows only later on."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    shutil.copytree(models["GQA 4:2"], tmp_path / "base")
+    common = [*flags(models, data, tmp_path / "out"), "--model_name_or_path", str(tmp_path / "base")]
+    common += ["--use_peft", "True", "--dataset_streaming", "True"]
+    assert main(common) == 0
+    common += ["--resume_from_checkpoint", "auto"]
+    write_jsonl(tmp_path / "data.jsonl", make_documents([*LENGTHS, 3]))
+    assert main(common) == 2
+    assert "(files: " in capsys.readouterr().err
+    write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    weights = tmp_path / "base" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert main(common) == 2
+    assert "(base_model: " in capsys.readouterr().err
 
 
 def test_nothing_to_resume(models, tmp_path, capsys):

@@ -141,7 +141,8 @@ def describe_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Last of all files."""
     path = folder / MANIFEST
-    path.write_text(json.dumps(asdict(manifest), indent=1))
+    values = asdict(manifest)
+    path.write_text(json.dumps(values | {"xxh3": _digest_of(values)}, indent=1))
     flush(path)
     flush(folder)
 
@@ -156,16 +157,40 @@ def read_manifest(folder: Path) -> Manifest:
         values = json.loads(path.read_text())
         if values["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {values['format']}, and this version of longctx reads {FORMAT}.")
-        return Manifest(**values)
+        if values.pop("xxh3") != _digest_of(values):
+            raise ValueError("its contents have changed")
+        manifest = Manifest(**values)
+        _check_types(manifest)
+        return manifest
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is no checkpoint that longctx can resume: it has no {MANIFEST}. Weights alone are given with "
             "--model_name_or_path."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is damaged: {error}. Resume from an earlier checkpoint.") from None
+
+
+def _digest_of(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _check_types(manifest: Manifest) -> None:
+    """
+    Raises:
+        TypeError: with what is of another type than `write_manifest` leaves.
+    """
+    expected = {"step": int} | dict.fromkeys(("layout", "optimization", "parameters", "data"), dict)
+    expected |= dict.fromkeys(("progress", "scheduler", "files"), dict)
+    held = {name: getattr(manifest, name) for name in expected}
+    for name, known in held["files"].items() if isinstance(held["files"], dict) else ():
+        held |= {f"bytes of {name}": known["bytes"], f"xxh3 of {name}": known["xxh3"]}
+        expected |= {f"bytes of {name}": int, f"xxh3 of {name}": str}
+    for name, kind in expected.items():
+        if not isinstance(held[name], kind):
+            raise TypeError(f"{name} is {str(held[name])[:60]!r}, expected {kind.__name__}")
 
 
 def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
@@ -174,6 +199,8 @@ def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
     Raises:
         CheckpointError: with the first file that is not.
     """
+    if unknown := sorted(path.name for path in folder.glob("states-*") if path.name not in manifest.files):
+        raise CheckpointError(f"{folder / unknown[0]} is not of this checkpoint. Remove it, or resume from another.")
     for name, known in sorted(manifest.files.items())[part::parts]:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
@@ -233,7 +260,7 @@ def check_same(
     Raises:
         CheckpointError: with what differs.
     """
-    before = manifest.layout["sequences_per_step"]
+    before = manifest.layout.get("sequences_per_step")
     if before != sequences_per_step:
         raise CheckpointError(
             f"{folder} was written with {before} sequences in a step, and this run has {sequences_per_step}. Change "
@@ -242,7 +269,8 @@ def check_same(
         )
     if changes := _changes(manifest.data, data):
         raise CheckpointError(
-            f"the data has changed since {folder} was written, so that tokens would be repeated or lost ({changes}). "
+            f"the data, or the model under an adapter, has changed since {folder} was written, so that the run would "
+            f"be another, with tokens repeated or lost ({changes}). "
             "Give the same data and flags, or start anew from its weights with --model_name_or_path."
         )
     if changes := _changes(manifest.optimization, {name: settings[name] for name in manifest.optimization}):
