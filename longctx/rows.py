@@ -135,7 +135,14 @@ def _documents(
             **_encoding(settings, model_config),
         )
     except DataError as error:
-        raise with_place(error, lambda record: record_place(record, **where)) from error
+        raise _named(error, where) from error
+
+
+def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
+    """The error with the place of its record, or at least the name of the data set."""
+    placed = with_place(error, lambda record: record_place(record, **where))
+    name = str(where["dataset_name"])
+    return placed if name in str(placed) or placed is not error else DataError(f"{name}: {error}")
 
 
 def _stream_of_split(
@@ -155,12 +162,15 @@ def _document_stream(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> DocumentStream:
     where = _where(settings)
-    return tokenize_stream(
-        stream_records(**where),
-        tokenizer,
-        place=partial(record_place, **where),
-        **_encoding(settings, model_config),
-    )
+    try:
+        return tokenize_stream(
+            stream_records(**where),
+            tokenizer,
+            place=partial(record_place, **where),
+            **_encoding(settings, model_config),
+        )
+    except DataError as error:
+        raise _named(error, where) from error
 
 
 def _where(settings: Mapping[str, Any]) -> dict[str, Any]:

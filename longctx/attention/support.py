@@ -126,7 +126,8 @@ def check_model(config: PretrainedConfig) -> None:
         UnsupportedModelError: naming each reason with its value in the config, and the remedy.
     """
     if reasons := list(_reasons(config, config.get_text_config())):
-        raise UnsupportedModelError(f"Model type {config.model_type!r} is refused: " + " ".join(reasons))
+        name = f" of {config.name_or_path}" if config.name_or_path else ""
+        raise UnsupportedModelError(f"Model type {config.model_type!r}{name} is refused: " + " ".join(reasons))
 
 
 def num_heads(config: PretrainedConfig) -> tuple[int, int]:

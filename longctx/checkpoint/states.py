@@ -42,6 +42,13 @@ def _write(folder: Path, tensors: dict[str, Tensor], rank: int, number: int) -> 
     return path
 
 
+def _parts(path: Path, key: str) -> list[str]:
+    parts = key.split("|", 2)
+    if len(parts) < 3 or not parts[1].isdecimal():
+        raise CheckpointError(f"{path} holds {key!r}, expected 'kind|start|name'. Resume from an earlier checkpoint.")
+    return parts
+
+
 class _Range(NamedTuple):
     start: int
     stop: int
@@ -64,7 +71,7 @@ class StateReader:
         for path in sorted(folder.glob("states-*.safetensors")):
             file = self._file(path)
             for key in file.keys():  # noqa: SIM118  (no mapping)
-                kind, start, name = key.split("|", 2)
+                kind, start, name = _parts(path, key)
                 shape = file.get_slice(key).get_shape()
                 stop = int(start) + (shape[0] if shape else 0)
                 self._ranges.setdefault((name, kind), []).append(_Range(int(start), stop, path, key))

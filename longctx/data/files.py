@@ -155,7 +155,7 @@ def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dat
     filled = list(_filled_files(files, format_name, text_field))
     try:
         return datasets.load_dataset(format_name, data_files=filled, split="train")
-    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, ValueError) as error:
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, OSError, ValueError) as error:
         raise unlike_files(name_files(files), error.__cause__ or error) from error
 
 

@@ -95,13 +95,24 @@ class JsonRecords:
             return _token_array(value, column, where)
         if not self.conversational:
             check_text(value, column, where)
-        elif column not in CONVERSATION_EXTRAS:
-            check_chat(value, column, where)
+        else:
+            if column not in CONVERSATION_EXTRAS:
+                check_chat(value, column, where)
+            _check_numbers(value, column, where)
         return value
 
 
 def _present(record: Mapping[str, Any]) -> list[str]:
     return [column for column, value in record.items() if value is not None]
+
+
+def _check_numbers(value: Any, column: str, where: str) -> None:
+    """Refuse whole numbers beyond 64 bits, which `datasets` stores and cannot read again."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_numbers(part, column, where)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise DataError(f"{where}: '{column}' holds a whole number beyond 64 bits. Correct the record.")
 
 
 def _token_array(value: object, column: str, where: str) -> np.ndarray:

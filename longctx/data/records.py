@@ -92,7 +92,7 @@ def record_place(
     if splits is None:
         return f"{dataset_name} (split {split!r}), {name_record(record)}"
     if split in splits:
-        return next(islice(splits[split].places(), record, None))
+        return next(islice(splits[split].places(), record, None), f"{dataset_name}, {name_record(record)}")
     for part, rows in _read_parts(splits, split, dataset_name)[1]:
         if record < len(rows):
             return next(islice(splits[part].places(), rows[record], None))

@@ -78,12 +78,12 @@ class DocumentStream:
                 yield table
         except DataError as error:
             raise with_place(error, self.place) from error
-        except (ValueError, pa.ArrowException) as error:  # of a reader: a cast, bytes that are not UTF-8
-            raise unlike_files(f"the stream, after {num_records:,} records", error.__cause__ or error) from error
+        except (ValueError, OSError, pa.ArrowException) as error:  # of a reader: a cast, bytes that are not UTF-8
+            raise unlike_files(f"{self.place(num_records)} or a later one", error.__cause__ or error) from error
         if not num_records:
             raise no_records("the stream")
         if not has_target:
-            raise no_targets(num_records, num_tokens, self.encoder.masked)
+            raise DataError(f"{self.place(0)} to the end: {no_targets(num_records, num_tokens, self.encoder.masked)}")
 
 
 def tokenize_stream(

@@ -35,6 +35,9 @@ _OFFLOADS = {
 }
 """Flags by their place in a deepspeed_config_file; accelerate's own keys have the flags' names."""
 
+_SECTIONS = ("bf16", "fp16", "optimizer", "zero_optimization")
+"""Of a deepspeed_config_file, those that are read."""
+
 _COMMUNICATION = {"bf16": "bf16", "bfp16": "bf16", "fp32": "fp32"}
 """DeepSpeed's names for the types that gradients are reduced in."""
 
@@ -174,8 +177,12 @@ def _deepspeed_file(env: MutableMapping[str, str]) -> dict:
     if not path or path == "none":
         return {}
     try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        values = json.loads(Path(path).read_text())
+        for name, part in [("the file", values), *((name, values.get(name, {})) for name in _SECTIONS)]:
+            if not isinstance(part, dict):
+                raise ValueError(f"{name} is {str(part)[:60]!r}, expected an object")
+        return values
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"deepspeed_config_file {path} cannot be read as JSON ({error}). Correct the path or the file."
         ) from error
