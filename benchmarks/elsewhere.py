@@ -21,15 +21,11 @@ import argparse
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -42,11 +38,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.max_length.processes import first_sentence
+from benchmarks.max_length import processes as groups
 from benchmarks.packing import device, histogram, line
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
-PRELOAD = ["transformers.trainer", "trl.trainer.sft_trainer", "deepspeed", "accelerate.accelerator"]
 HEADER = ["situation", "exact value", "stock stack", "longctx"]
 ROW_LENGTH = 512
 PACKED_LENGTHS = (90, 7, 41, 1, 130, 64, 2, 33, 17, 127)  # one row, filled
@@ -141,65 +136,21 @@ class Outcome:
 
 def run_group(processes: int, function: Callable[..., Any], **arguments: Any) -> Outcome:
     """Call `function(**arguments)` on every rank of a new group of processes that nothing else has used."""
-    context = multiprocessing.get_context("forkserver")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        members = [
-            context.Process(target=_member, args=(rank, processes, port, folder, function, arguments))
-            for rank in range(processes)
-        ]
-        for member in members:
-            member.start()
-        _wait(members)
-        return _outcome([Path(folder, f"{rank}.json") for rank in range(processes)])
+        argument = function, arguments
+        ending = groups.run_group(processes, _call, argument, environment={}, folder=Path(folder), timeout=TIMEOUT)
+    if ending.status == "ok":
+        return Outcome(value=ending.reports[0]["value"])
+    return Outcome(error=ending.error, log=ending.log)
 
 
-def _wait(members: Sequence[Any]) -> None:
-    """Until all have ended, one has failed, or time is up; then end the others."""
-    end = time.monotonic() + TIMEOUT
-    while time.monotonic() < end and any(member.is_alive() for member in members):
-        if any(member.exitcode for member in members):
-            time.sleep(2)  # the others fail by themselves, if they do
-            break
-        time.sleep(0.05)
-    for member in members:
-        member.kill()
-        member.join()
-
-
-def _outcome(files: Sequence[Path]) -> Outcome:
-    outcomes = [Outcome(**json.loads(file.read_text())) for file in files if file.exists()]
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
-    if failed:
-        return failed[0]
-    if len(outcomes) < len(files):
-        return Outcome(error=f"a process crashed, or no result after {TIMEOUT} s")
-    return outcomes[0]
-
-
-def _member(rank: int, processes: int, port: int, folder: str, function: Callable, arguments: dict[str, Any]) -> None:
-    """One process: a rank's environment, its output in a file, its result in another."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    tempfile.tempdir = folder
-    log = Path(folder, f"{rank}.log")
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+def _call(argument: tuple[Callable[..., Any], dict[str, Any]]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    result: dict[str, Any]
-    try:
-        result = {"value": function(**arguments)}
-        if dist.is_initialized():
-            dist.barrier()
-    except Exception as error:
-        traceback.print_exc()
-        sys.stderr.flush()
-        result = {"error": first_sentence(error), "log": log.read_text(errors="replace")}
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    os._exit(1 if "error" in result else 0)  # a group whose members failed at different places cannot be left
+    function, arguments = argument
+    value = function(**arguments)
+    if dist.is_initialized():
+        dist.barrier()
+    return {"value": value}
 
 
 # --- the two columns, on each rank -------------------------------------------------------------------------------
@@ -653,7 +604,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    groups.start_server()
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     print("`" + " ".join(["python -m benchmarks.elsewhere", *sys.argv[1:]]) + f"`, {date.today()}")
     print(f"{device()}, gloo; Python {platform.python_version()}, {versions}{commit()}\n")

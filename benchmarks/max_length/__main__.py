@@ -153,7 +153,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     use_cpu = _prepare_environment(options.output)
-    start_server()  # it imports while we do
+    start_server("benchmarks.max_length.rank")  # it imports while we do
     from benchmarks.max_length.combinations import Limits, combinations
     from benchmarks.max_length.sweep import Settings, Sweep
     from longctx.launch.terminal import quieten

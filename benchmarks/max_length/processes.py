@@ -33,7 +33,6 @@ PRELOAD = [
     "trl.trainer.sft_trainer",
     "deepspeed",
     "accelerate.accelerator",
-    "benchmarks.max_length.rank",
 ]
 GRACE_SECONDS = 2.0
 """For other ranks to say why they fail, once one has."""
@@ -54,10 +53,10 @@ class Ending(NamedTuple):
     seconds: float = 0.0
 
 
-def start_server() -> None:
-    """Begin to import what ranks need, in a process of its own; the environment is what it is now."""
+def start_server(*modules: str) -> None:
+    """Begin to import PRELOAD and `modules`, in a process of its own; the environment is what it is now."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, *modules])
     from multiprocessing import forkserver
 
     forkserver.ensure_running()
