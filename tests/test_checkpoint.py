@@ -27,7 +27,7 @@ from longctx.checkpoint.files import (
 from longctx.checkpoint.pieces import pieces
 from longctx.checkpoint.states import StateReader, write_states
 from longctx.train import main
-from tests.test_training import COMMON, make_documents, write_jsonl
+from tests.test_training import COMMON, LEARNING_RATE, make_documents, write_jsonl
 
 LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120]
 
@@ -205,6 +205,44 @@ def test_another_run_does_not_go_on(more, message, copied, models, capsys):
     more = [models.get(part, part) for part in more]
     assert resumed(models, data, output_dir, "--resume_from_checkpoint", folder, *more) == 2
     assert message in capsys.readouterr().err
+
+
+def last_state(output_dir):
+    return json.loads((output_dir / "trainer_state.json").read_text())
+
+
+def test_a_run_that_is_made_longer_has_the_learning_rates_of_its_new_length(copied, models, caplog):
+    data, output_dir = copied
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", "auto", "--max_steps", "8") == 0
+    assert "checkpoint-4 is of a run of 5 steps, and this one has 8" in caplog.text
+    rates = [entry["learning_rate"] for entry in last_state(output_dir)["log_history"] if "loss" in entry]
+    assert rates[4:] == pytest.approx([LEARNING_RATE * (1 - step / 8) for step in (4, 5, 6, 7)])
+
+
+def test_behind_the_last_step_nothing_is_trained(saved, models, tmp_path, caplog):
+    """Nor is anything in the folder lost."""
+    data, whole = saved
+    shutil.copytree(whole, tmp_path / "out")
+    assert resumed(models, data, tmp_path / "out", "--resume_from_checkpoint", "auto") == 0
+    assert "checkpoint-5 is of step 5, and this run has 5: nothing is left to train" in caplog.text
+    assert last_state(tmp_path / "out")["global_step"] == 5
+    assert len(checkpoints(tmp_path / "out")) == 3
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["checkpoint-2.partial", "model.partial"])
+def test_what_rank_0_cannot_write_ends_all_ranks_at_once(name, models, tmp_path):
+    """A file where it makes its folder; root may write everywhere."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).touch()
+    command = [sys.executable, "-m", "longctx.train", *flags(models, data, tmp_path / "out"), "--sp", "2", "--use_cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode not in (0, None)
+    (line,) = [text for text in done.stderr.splitlines() if "could not be written" in text]
+    assert "File exists" in line
+    assert "Traceback" not in done.stderr
 
 
 def test_changed_data_is_refused_though_it_has_the_same_lengths(copied, models, tmp_path, capsys):

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from tests.small_model import save_small_model
 from tests.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -36,7 +39,7 @@ def run_once(arguments):
     finally:
         for name in set(os.environ) - set(environment):
             del os.environ[name]
-    return [entry for entry in history if "loss" in entry]
+    return [entry for entry in history if "loss" in entry or "train_loss" in entry]
 
 
 def run_all(cases):
@@ -47,7 +50,8 @@ VALUES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "num_tokens", "
 
 
 def values(log):
-    return [{name: entry[name] for name in VALUES} for entry in log]
+    """Of each entry, and of the last one, which has the mean over the run."""
+    return [{name: entry.get(name) for name in (*VALUES, "train_loss")} for entry in log]
 
 
 def weights(folder):
@@ -65,6 +69,8 @@ LAYOUTS = {
     "HSDP, ring": (4, ["--sp", "2", "--sp_backend", "ring", "--dp_replicate", "2"]),
 }
 LAYOUTS["sp 8"] = (8, ["--sp", "8", "--sp_backend", "ring"])
+EVALUATION = ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split", "train"]
+EVALUATION += ["--save_strategy", "steps", "--save_steps", "1", "--load_best_model_at_end", "True"]
 KINDS = {
     "fp32": [],
     "bf16": ["--bf16", "True"],
@@ -73,13 +79,26 @@ KINDS = {
     "rmsprop": ["--optim", "rmsprop"],
     "stream": ["--dataset_streaming", "True"],
     "single documents": ["--packing", "False"],
+    "stream by workers": ["--dataset_streaming", "True", "--dataloader_num_workers", "2"],
+    "first model is best": [*EVALUATION, "--metric_for_best_model", "loss", "--greater_is_better", "True"],
+    "cosine": ["--lr_scheduler_type", "cosine", "--warmup_steps", "2", "--optim", "sgd"],
+    "tied": [],
 }
+FURTHER = ["stream by workers", "first model is best", "cosine", "tied"]
 CASES = [
     ("1 process", ["fp32"]),
     ("ring on FSDP2", ["stream"]),
     ("ulysses on ZeRO-3", ["bf16"]),
     *(
-        pytest.param(layout, [k for k in KINDS if layout != "1 process" or "host" not in k], marks=pytest.mark.long)
+        pytest.param(layout, FURTHER, marks=pytest.mark.long)
+        for layout in ("1 process", "ring on FSDP2", "ulysses on ZeRO-3")
+    ),
+    *(
+        pytest.param(
+            layout,
+            [k for k in KINDS if k not in FURTHER and (layout != "1 process" or "host" not in k)],
+            marks=pytest.mark.long,
+        )
         for layout in LAYOUTS
         if layout != "sp 8"
     ),
@@ -93,11 +112,36 @@ def flags_of(layout, kind, data, models):
     flags = [*COMMON, *given, *KINDS[kind], "--dataset_name", data]
     if kind == "states on the host":  # FSDP2 offloads all or nothing
         flags += ["--offload_optimizer_device" if "ZeRO" in layout else "--offload_param_device", "cpu"]
-    flags += ["--model_name_or_path", models["GQA 4:2"], "--max_length", "160", "--overlong", "split"]
+    flags += [
+        "--model_name_or_path",
+        models["tied" if kind == "tied" else "GQA 4:2"],
+        "--max_length",
+        "160",
+        "--overlong",
+        "split",
+    ]
     flags += ["--logging_steps", "2", "--gradient_accumulation_steps", str(4 * sp // processes)]
-    if kind != "stream":
+    if "stream" not in kind:
         flags += ["--train_sampling_strategy", "random"]
     return flags
+
+
+def check_loads(folder, kind, models):
+    """As transformers and peft load it; safetensors alone."""
+    if kind == "adapter":
+        model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        found = get_peft_model_state_dict(model)
+    else:
+        found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for name, expected in weights(folder).items():
+        assert torch.equal(found[name], expected.float()), name
+    assert not [path for path in Path(folder).glob("*.bin") if path.name != "training_args.bin"]
+
+
+@pytest.fixture(scope="module")
+def models(models, tmp_path_factory):
+    tied = save_small_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    return {**models, "tied": tied}
 
 
 @pytest.mark.parametrize(("layout", "kinds"), CASES, ids=str)
@@ -127,12 +171,14 @@ def test_a_resumed_run_is_the_one_that_went_on(layout, kinds, models, tmp_path, 
     for kind, step in cases:
         if step is None:
             expected, log = weights(tmp_path / kind / "whole"), values(results[kind, None])
-            assert len(log) == STEPS // 2
+            assert len(log) == STEPS // 2 + 1
+            check_loads(tmp_path / kind / "whole" / "checkpoint-1", kind, models)
             continue
         assert values(results[kind, step]) == log, (kind, step)
         found = weights(tmp_path / kind / str(step))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected), (kind, step)
+        check_loads(tmp_path / kind / str(step), kind, models)
 
 
 ELASTIC = {
@@ -166,11 +212,12 @@ def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_pa
         ]
         flags += ["--resume_from_checkpoint", str(tmp_path / "before" / "checkpoint-2")]
         found = run_ranks(LAYOUTS[layout][0], f"{__name__}:run_once", flags)[0]
-        for entry, other in zip(log, found, strict=True):
+        assert len(log) == len(found)
+        for entry, other in zip(log[:-1], found[:-1], strict=True):
             assert entry["num_tokens"] == other["num_tokens"]
             assert other["loss"] == pytest.approx(entry["loss"], rel=1e-5), layout
             assert other["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-4), layout
-        rates = sum(entry["learning_rate"] for entry in log[2:])
+        rates = sum(entry["learning_rate"] for entry in log[2:-1])
         other = weights(tmp_path / layout)
         assert max((other[name] - expected[name]).abs().max() for name in expected) <= 0.1 * rates, layout
 
