@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import math
 import time
 import warnings
@@ -525,9 +526,17 @@ class _StreamCollator:
         return self.collator(micro_batch.rows) | {"stream_read": micro_batch._replace(rows=[])}
 
 
+class _WithoutToken(SFTConfig):
+    """Arguments as any others, but that training_args.bin, beside every model, is written without the hub's token."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj__, (SFTConfig,), vars(self) | {"hub_token": None}  # type: ignore[attr-defined]
+
+
 def _without_data_preparation(args: SFTConfig) -> SFTConfig:
     """Our rows are ready. TRL would refuse packing with a collator of one's own, and prepare and truncate by itself."""
     prepared = copy.copy(args)
+    prepared.__class__ = _WithoutToken
     prepared.packing = prepared.padding_free = prepared.eval_packing = prepared.assistant_only_loss = False
     prepared.include_for_metrics = []  # the evaluation loop would gather the inputs
     prepared.completion_only_loss = None
