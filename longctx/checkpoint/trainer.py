@@ -89,7 +89,7 @@ class ResumableTrainer(SFTTrainer):
             together(lambda: self._finish(partial, files, progress))
             self._as_owner(lambda: take_place(partial, folder))
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder))
+            self._push(lambda: self._push_from_checkpoint(str(folder)))
         if self.args.should_save:
             rotate(folder, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
@@ -105,7 +105,24 @@ class ResumableTrainer(SFTTrainer):
             self._as_owner(lambda: self.state.save_to_json(str(partial / TRAINER_STATE_NAME)))
             self._as_owner(lambda: take_places(partial, output_dir))
         if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            self._push(lambda: self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision))
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        self._push(lambda: super(ResumableTrainer, self).init_hf_repo(*args, **kwargs))
+
+    def _push(self, push: Callable[[], Any]) -> None:
+        """What rank 0 cannot push ends all ranks."""
+
+        def work() -> None:
+            try:
+                push()
+            except Exception as error:  # of several libraries
+                raise NotSavedError(
+                    f"--push_to_hub failed: {type(error).__name__}: {error}. Log in (hf auth login), or leave it out; "
+                    f"what was saved before is in {self.args.output_dir}."
+                ) from error
+
+        together(work)
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[Path]:
