@@ -182,12 +182,12 @@ def _check_types(manifest: Manifest) -> None:
     Raises:
         TypeError: with what is of another type than `write_manifest` leaves.
     """
-    expected = {"step": int} | dict.fromkeys(("layout", "optimization", "parameters", "data"), dict)
-    expected |= dict.fromkeys(("progress", "scheduler", "files"), dict)
+    expected: dict[str, type] = {"step": int, "files": dict, "layout": dict, "optimization": dict, "parameters": dict}
+    expected |= {"data": dict, "progress": dict, "scheduler": dict}
     held = {name: getattr(manifest, name) for name in expected}
     for name, known in held["files"].items() if isinstance(held["files"], dict) else ():
         held |= {f"bytes of {name}": known["bytes"], f"xxh3 of {name}": known["xxh3"]}
-        expected |= {f"bytes of {name}": int, f"xxh3 of {name}": str}
+        expected.update({f"bytes of {name}": int, f"xxh3 of {name}": str})
     for name, kind in expected.items():
         if not isinstance(held[name], kind):
             raise TypeError(f"{name} is {str(held[name])[:60]!r}, expected {kind.__name__}")
@@ -273,7 +273,7 @@ def check_same(
             f"be another, with tokens repeated or lost ({changes}). "
             "Give the same data and flags, or start anew from its weights with --model_name_or_path."
         )
-    if changes := _changes(manifest.optimization, {name: settings[name] for name in manifest.optimization}):
+    if changes := _changes(manifest.optimization, {name: settings.get(name) for name in manifest.optimization}):
         raise CheckpointError(
             f"the optimizer's states in {folder} belong to other flags ({changes}). Give the same, or start anew from "
             "its weights with --model_name_or_path."
