@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -24,8 +25,9 @@ TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 What is opened a second time, to be flushed to the disk, has been written."""
 
 
-def train(arguments, output_dir, log, kill_at):
-    """In a process of its own; ends by SIGKILL right before the `kill_at`-th time that it touches a file there."""
+def train(arguments, output_dir, log, kill_at, file_bytes):
+    """In a process of its own; ends by SIGKILL right before the `kill_at`-th time that it touches a file there. Files
+    may grow to `file_bytes`."""
     from longctx.train import main
 
     for stream in (1, 2):
@@ -41,20 +43,22 @@ def train(arguments, output_dir, log, kill_at):
 
     if kill_at:
         sys.addaudithook(watch)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     sys.exit(main(arguments))
 
 
 @pytest.fixture(scope="module")
 def run():
-    """(flags, output_dir, kill_at) -> (exit code, what was printed). Processes are forked after the imports."""
+    """`train` in a process forked after the imports: (exit code, what was printed)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["longctx.run", "peft", "tests.test_ended_while_saving"])
 
-    def start(flags, output_dir, kill_at=0):
+    def start(flags, output_dir, kill_at=0, file_bytes=0):
         log = output_dir.with_name(f"{output_dir.name}.log")
         log.unlink(missing_ok=True)
         arguments = [*flags, "--output_dir", str(output_dir)]
-        process = context.Process(target=train, args=(arguments, str(output_dir), str(log), kill_at))
+        process = context.Process(target=train, args=(arguments, str(output_dir), str(log), kill_at, file_bytes))
         process.start()
         process.join(300)
         return process.exitcode, log.read_text()
@@ -115,6 +119,24 @@ def test_a_kill_at_any_file_leaves_a_whole_checkpoint(every, run, before, tmp_pa
     check_weights(output, expected)
 
 
+def check_said(printed, output_dir, last):
+    (line,) = [text for text in printed.splitlines() if "could not be written" in text]
+    assert f"{output_dir}/{last} is complete" in line
+    assert "Traceback" not in printed
+    assert not list(output_dir.glob("*.partial"))
+
+
+def test_a_file_that_is_too_large_leaves_the_checkpoint_and_says_so(run, before, tmp_path):
+    """As with a quota: the model fits, and the optimizer's states do not."""
+    flags, folder, _ = before
+    shutil.copytree(folder, tmp_path / "out")
+    largest = max(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    code, printed = run(flags, tmp_path / "out", file_bytes=largest - 1)
+    assert code == 1
+    assert f"{tmp_path}/out/checkpoint-4 could not be written" in printed
+    check_said(printed, tmp_path / "out", newest(tmp_path / "out"))
+
+
 @pytest.fixture
 def disk(tmp_path):
     """size in bytes -> an empty folder on a file system of no more."""
@@ -144,11 +166,8 @@ def test_a_disk_full_at_any_size_leaves_the_checkpoint_and_says_so(parts, run, b
         code, printed = run(flags, output)
         codes.append(code)
         last = newest(output)
-        assert not list(output.glob("*.partial"))
         if code:
-            (line,) = [text for text in printed.splitlines() if "could not be written" in text]
-            assert f"{output}/{last} is complete" in line
-            assert "Traceback" not in printed
+            check_said(printed, output, last)
         else:
             check_weights(output, expected)
     assert codes[0] == 1

@@ -183,7 +183,8 @@ def test_a_resumed_run_is_the_one_that_went_on(layout, kinds, models, tmp_path, 
 
 ELASTIC = {
     "1 process": ["ring on FSDP2", "ulysses on ZeRO-3", "sp 8"],
-    "hybrid on FSDP2": ["sp 8", "HSDP, ring"],
+    "hybrid on FSDP2": ["sp 8", "HSDP, ring", "1 process"],
+    "sp 8": ["hybrid on FSDP2"],
     "ulysses on ZeRO-3": ["1 process", "sp 8"],
     "HSDP, ring": ["ring on FSDP2", "gather on ZeRO-3, dp 2"],
     "gather on ZeRO-3, dp 2": ["ulysses on ZeRO-3", "hybrid on FSDP2"],
