@@ -530,7 +530,8 @@ class _WithoutToken(SFTConfig):
     """Arguments as any others, but that training_args.bin, beside every model, is written without the hub's token."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copyreg.__newobj__, (SFTConfig,), vars(self) | {"hub_token": None}  # type: ignore[attr-defined]
+        # As `SFTConfig` itself: copyreg.__newobj__ would insist on this class.
+        return copyreg._reconstructor, (SFTConfig, object, None), vars(self) | {"hub_token": None}  # type: ignore[attr-defined]
 
 
 def _without_data_preparation(args: SFTConfig) -> SFTConfig:
