@@ -227,6 +227,20 @@ def test_behind_the_last_step_nothing_is_trained(saved, models, tmp_path, caplog
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
+def test_the_best_model_is_found_where_its_folder_was_moved_to(models, tmp_path):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    evaluated = ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
+    evaluated += ["--load_best_model_at_end", "True", "--metric_for_best_model", "loss", "--greater_is_better", "True"]
+    assert main([*flags(models, data, tmp_path / "before"), *evaluated, "--max_steps", "4"]) == 0
+    shutil.copytree(saved_best := tmp_path / "before" / "checkpoint-2", tmp_path / "kept")
+    (tmp_path / "before").rename(tmp_path / "after")
+    assert not saved_best.exists()
+    assert resumed(models, data, tmp_path / "after", "--resume_from_checkpoint", "auto", *evaluated) == 0
+    best, ended = (tmp_path / folder / "model.safetensors" for folder in ("kept", "after"))
+    assert best.read_bytes() == ended.read_bytes()
+
+
 def test_a_hub_that_does_not_answer_is_said_in_one_line(saved, models, tmp_path, capsys, monkeypatch):
     import huggingface_hub.hf_api
 

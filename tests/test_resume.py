@@ -201,7 +201,7 @@ def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_pa
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
     flags = [*flags_of(before, "fp32", data, models), "--logging_steps", "1"]
     flags += ["--save_strategy", "steps", "--save_steps", "2", "--output_dir", str(tmp_path / "before")]
-    log = run_ranks(LAYOUTS[before][0], f"{__name__}:run_once", flags)[0]
+    log = run_ranks(LAYOUTS[before][0], f"{__name__}:run_once", flags, timeout=900)[0]
     expected = weights(tmp_path / "before")
     for layout in after:
         flags = [
@@ -212,7 +212,7 @@ def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_pa
             str(tmp_path / layout),
         ]
         flags += ["--resume_from_checkpoint", str(tmp_path / "before" / "checkpoint-2")]
-        found = run_ranks(LAYOUTS[layout][0], f"{__name__}:run_once", flags)[0]
+        found = run_ranks(LAYOUTS[layout][0], f"{__name__}:run_once", flags, timeout=900)[0]
         assert len(log) == len(found)
         for entry, other in zip(log[:-1], found[:-1], strict=True):
             assert entry["num_tokens"] == other["num_tokens"]

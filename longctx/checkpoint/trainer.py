@@ -202,6 +202,9 @@ class ResumableTrainer(SFTTrainer):
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
+            best = folder.with_name(checkpoint_name(self.state.best_global_step or 0))
+            if self.state.best_model_checkpoint is None and best.is_dir():  # the folders were moved
+                self.state.best_model_checkpoint = str(best)
             together(lambda: self._restore(folder, loader))
             update_working_weights(self.model_wrapped, self.optimizer)
         return model, loader
