@@ -188,7 +188,7 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
     """{flag: value} of a YAML file; the variables of its `env:` block are set, as TRL does."""
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} holds a {type(content).__name__}, expected 'flag: value' lines.")

@@ -24,15 +24,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from longctx.model_files import check_config_values, check_no_adapter, check_weight_files
 from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
-_DAMAGE = (
-    "ignore_mismatched_sizes",
-    "PytorchStreamReader",
-    "inline_container",
-    "corrupt",
-    "storage has wrong byte size",
-)
-"""In RuntimeErrors of torch and transformers about files."""
-
 
 def load_config(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False, **overrides: Any
@@ -171,8 +162,10 @@ def load_model(
             f"--model_name_or_path {name}: pytorch_model.bin is damaged or holds more than tensors, such as code, and "
             "is not read. Name a model with model.safetensors, or, if you trust this one, save it as that."
         ) from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # damage shows as any error of the code that meets it
-        if isinstance(error, MemoryError | RuntimeError) and not any(sign in str(error) for sign in _DAMAGE):
+        if "allocate memory" in str(error):
             raise
         raise ValueError(
             f"The weights of --model_name_or_path {name} cannot be read: {error}. Complete the folder, or get it again."

@@ -118,7 +118,7 @@ def _indexed(index: Path) -> list[str]:
         raise ValueError(f"{index} is no index of weights: {error}. Get it again.") from error
     for name in names:
         path = PurePosixPath(name.replace("\\", "/")) if isinstance(name, str) else None
-        if path is None or path.is_absolute() or ".." in path.parts or not 0 < len(str(path)) < 255:
+        if path is None or path.is_absolute() or ".." in path.parts or not path.parts or len(name) > 255:
             raise ValueError(
                 f"{index} names the file {str(name)[:80]!r}, which is none in its folder. Get the folder again."
             )
