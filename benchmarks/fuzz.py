@@ -8,8 +8,8 @@ strings put in that parsers stumble over, and in JSON values, keys and nesting. 
 it with, in a process with bounds on memory and time. Data is prepared to the last row; a file that is accepted has to
 give as many tokens, or documents, as an independent reader finds in it, and a checkpoint's manifest what was written.
 
-`refused` is the typed error (ValueError) with the name of the file or its folder, `unnamed` the same without; the columns
-from there on are failures.
+`refused` is the typed error (ValueError) with the name of the file or its folder, `unnamed` the same without; the
+columns from there on are failures.
 """
 
 from __future__ import annotations
