@@ -220,7 +220,9 @@ def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_pa
             assert other["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-4), layout
         rates = sum(entry["learning_rate"] for entry in log[2:-1])
         other = weights(tmp_path / layout)
-        assert max((other[name] - expected[name]).abs().max() for name in expected) <= 0.1 * rates, layout
+        assert expected.keys() ^ other.keys() <= {"lm_head.weight"}  # tied: FSDP2 writes it by both of its names
+        same = expected.keys() & other.keys()
+        assert max((other[name] - expected[name]).abs().max() for name in same) <= 0.1 * rates, layout
 
 
 @pytest.mark.parametrize(
