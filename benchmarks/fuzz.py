@@ -1,6 +1,6 @@
 """Damaged files of every kind that is read: what was read is right, or an error names the file.
 
-    python -m benchmarks.fuzz                            # 10,000 files, a quarter of an hour on two cores
+    python -m benchmarks.fuzz                            # 10,000 files, 5 to 15 minutes on two cores
     python -m benchmarks.fuzz --files 200 --kinds jsonl parquet --seed 1
 
 A whole file of each kind is made, then damaged by a few random changes: bits flipped, bytes cut off, doubled or moved,
