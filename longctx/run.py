@@ -25,6 +25,7 @@ from longctx.checkpoint import Manifest, candidates, check_files, check_same, re
 from longctx.collate import SequenceCollator
 from longctx.host import SavedOnHost
 from longctx.launch.engines import offload_fsdp, promote, settle_deepspeed, settle_fsdp, start_on_cpu, stay_on_cpu
+from longctx.launch.failures import FollowSteps
 from longctx.memory.closed_form import ModelSizes
 from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
@@ -33,6 +34,7 @@ from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows
 from longctx.trainer import SequenceTrainer
 from longctx.turns import together
 from longctx.verify import single_device_step
+from longctx.watch import leave, limit_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +216,8 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         device=args.device,
         **run.levers.parallelize_arguments(),
     )
+    if run.has_group:
+        limit_waiting(timedelta(seconds=settings["ddp_timeout"]))
     if settings["use_peft"]:
         model = add_adapter(model, settings)
     collator = SequenceCollator(
@@ -246,6 +250,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     """Train, and save the model and trainer_state.json in output_dir; or, stopped by a signal, a checkpoint there."""
     run = prepared.run
     trainer = build_trainer(prepared, model)
+    trainer.add_callback(FollowSteps())
     is_first = trainer.sequence.rank == 0
     if is_first:
         print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
@@ -263,6 +268,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
 
 def finish() -> None:
     """Leave the process group together."""
+    leave()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     set_up_allocators()
     from longctx.config import resolve
     from longctx.flags import parse_flags
+    from longctx.launch.failures import failures_told, how_to_resume
     from longctx.launch.processes import relaunch, spawn, who_starts
     from longctx.launch.profile import read_profile
 
@@ -44,11 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
         return prepare_only(run)
     if run.must_spawn:
         print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
-        return spawn(run.dims.world_size, arguments)
+        resume = partial(how_to_resume, run.settings["output_dir"])
+        return spawn(run.dims.world_size, arguments, advice=resume)
 
     from longctx.advice import out_of_memory_explained
 
-    with out_of_memory_explained(run):
+    with out_of_memory_explained(run), failures_told(run.settings["output_dir"], run.settings["ddp_timeout"]):
         return _train(run)
 
 
@@ -57,14 +60,16 @@ def _train(run: Run) -> int:
     from longctx.advice import describe_memory
     from longctx.checkpoint import RESUMABLE, CheckpointError, NotSavedError
     from longctx.data import DataError
-    from longctx.launch.processes import FAILED
     from longctx.launch.terminal import refuse
     from longctx.nonfinite import NonFiniteError
     from longctx.run import finish, fit, load, prepare
     from longctx.turns import RefusedTogether, leave_together
+    from longctx.watch import FAILED, watch
 
     try:
         prepared = prepare(run)
+        if watching := watch():
+            watching.guard()
         model = load(prepared)
     except RefusedTogether as error:
         if error.is_mine:

@@ -10,22 +10,22 @@ import itertools
 import json
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from longctx.watch import Watch, leave, watch
+
 Result = TypeVar("Result")
 
-HEARTBEAT_SECONDS = 5.0
 SILENCE_SECONDS = 300.0
-"""A rank without heartbeat for so long is given up: its thread beats while the rank works, C code included."""
+"""A rank without heartbeat for so long is given up: its watch beats while the rank works, C code included."""
 LEAVE_SECONDS = 10.0
 
 
@@ -65,6 +65,7 @@ def leave_together(seconds: float = LEAVE_SECONDS) -> None:
 
     A launcher stops all processes once one has left, so the one that says why must have said it.
     """
+    leave()
     if not dist.is_initialized():
         return
     with suppress(RuntimeError):  # the store is gone with the rank that kept it
@@ -77,58 +78,38 @@ def leave_together(seconds: float = LEAVE_SECONDS) -> None:
 
 
 def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None]) -> Result:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    guard = watch()
+    if guard is None:
         return work()
-    meeting = _Meeting()
-    with meeting.heartbeat():
-        try:
-            wait_for_turn(meeting)
-            result = work()
-            meeting.finish_turn()
-            meeting.wait_for_all()
-        except RefusedTogether:
-            raise
-        except ValueError as error:
-            raise meeting.refuse(str(error)) from error
-        except BaseException as error:
-            meeting.refuse(f"rank {meeting.rank} stopped with {type(error).__name__}: {error}")
-            raise
-        finally:
-            meeting.close()
+    meeting = _Meeting(guard)
+    try:
+        wait_for_turn(meeting)
+        result = work()
+        meeting.finish_turn()
+        meeting.wait_for_all()
+    except RefusedTogether:
+        raise
+    except ValueError as error:
+        raise meeting.refuse(str(error)) from error
+    except BaseException as error:
+        meeting.refuse(f"rank {meeting.rank} stopped with {type(error).__name__}: {error}")
+        raise
+    finally:
+        meeting.close()
     return result
 
 
 class _Meeting:
     """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.rank, self.world_size = watch, watch.rank, watch.world_size
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"longctx/calls/{self.rank}", 1)
         self.store = dist.PrefixStore(f"longctx/{number}", store)
         self.probe: Path | None = None
         self.group: str | None = None
         self._heard: dict[int, tuple[bytes, float]] = {}
-
-    @contextmanager
-    def heartbeat(self) -> Iterator[None]:
-        """Keep counting in the store, from a thread of its own, while this rank is in the meeting."""
-        stop = threading.Event()
-
-        def beat() -> None:
-            with suppress(RuntimeError):
-                for count in itertools.count():
-                    self.store.set(f"alive/{self.rank}", str(count))
-                    if stop.wait(HEARTBEAT_SECONDS):
-                        return
-
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
 
     def refuse(self, message: str) -> RefusedTogether:
         """Tell all ranks to stop; the first to call this decides what they say."""
@@ -199,8 +180,7 @@ class _Meeting:
         """Refuse to go on if one of these ranks has been silent for too long."""
         now = time.monotonic()
         for rank in ranks:
-            key = f"alive/{rank}"
-            count = self.store.get(key) if self.store.check([key]) else b""
+            count = self.watch.beats(rank)
             before, since = self._heard.get(rank, (None, now))
             self._heard[rank] = (count, since if count == before else now)
             if now - self._heard[rank][1] > SILENCE_SECONDS:

@@ -27,6 +27,7 @@ STAGES: list[tuple[str, ...]] = [
         "model",
         "model_files",
         "adapter",
+        "watch",
         "turns",
         "rows",
         "steps",

@@ -310,7 +310,7 @@ def outcome(function, *arguments):
 
 def wait_for_slow_first_rank(port, folder):
     """Every case in one process group; {case: (result, seconds)}."""
-    from longctx import turns
+    from longctx import turns, watch
     from longctx.turns import first_rank_first, together
 
     rank = short_group(port)
@@ -343,10 +343,10 @@ def wait_for_slow_first_rank(port, folder):
     results["fails"] = outcome(first_rank_first, fails, folder)
     results["crashes"] = outcome(first_rank_first, crashes, folder)
     results["second fails"] = outcome(together, second_fails)
-    usual = turns.SILENCE_SECONDS, turns.HEARTBEAT_SECONDS
-    turns.SILENCE_SECONDS, turns.HEARTBEAT_SECONDS = 1.5, 60 if rank == 0 else 0.3
+    usual = turns.SILENCE_SECONDS, watch.BEAT_SECONDS
+    turns.SILENCE_SECONDS, watch.BEAT_SECONDS = 1.5, 60 if rank == 0 else 0.3
     results["silent"] = outcome(first_rank_first, lambda: time.sleep(4 if rank == 0 else 0), folder)
-    turns.SILENCE_SECONDS, turns.HEARTBEAT_SECONDS = usual
+    turns.SILENCE_SECONDS, watch.BEAT_SECONDS = usual
     results["after all"] = outcome(together, lambda: rank)
     return results
 

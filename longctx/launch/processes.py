@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import uuid
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
@@ -13,9 +15,9 @@ from types import FrameType
 import psutil
 
 from longctx.flags import Flags
+from longctx.launch.failures import OWN_RUN, died
 from longctx.launch.profile import LaunchProfile
-
-FAILED = 1
+from longctx.watch import FAILED
 
 
 def device_count() -> int:
@@ -35,10 +37,15 @@ def who_starts(profile: LaunchProfile, num_processes: int, module: str = "longct
     return f"no launcher started {num_processes} processes, so {module} does."
 
 
-def spawn(num_processes: int, arguments: list[str], module: str = "longctx.train") -> int:
+def spawn(
+    num_processes: int, arguments: list[str], module: str = "longctx.train", advice: Callable[[], str] = str
+) -> int:
     """Run `python -m` our module with these arguments in `num_processes` processes, under torch's elastic agent.
 
     Returns the exit code: 0, or that of the process that failed first. When one fails the agent stops the others.
+
+    Args:
+        advice: what to do when a process was killed.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -48,19 +55,25 @@ def spawn(num_processes: int, arguments: list[str], module: str = "longctx.train
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
+        run_id=f"{OWN_RUN}{uuid.uuid4().hex}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # a rank stops by itself on the others
     )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # how it ends is said below
     before = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if rank != 0 and isinstance(failure.error_file_data.get("message"), dict):
+        ended_by_agent = -signal.SIGTERM  # after another failure
+        rank, failure = min(error.failures.items(), key=lambda f: (f[1].exitcode == ended_by_agent, f[1].timestamp))
+        told = failure.error_file_data["message"]
+        if failure.exitcode < 0:
+            message = died(f"rank {rank} (pid {failure.pid})", failure.signal_name())
+            print(f"longctx: error: {message} {advice()}", file=sys.stderr, flush=True)
+        elif isinstance(told, dict) and told["extraInfo"].get("is_left"):
             print(f"longctx: error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else FAILED
     finally:

@@ -24,13 +24,24 @@ def quieten() -> None:
 
 
 def refuse(error: Exception) -> None:
-    """Print an error as one line, once on each machine, and leave it to the launcher for its closing report.
+    """Print an error as one line, once on each machine; the launcher prints what no first rank does."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    tell(str(error), prints=is_first, is_left=not is_first)
+
+
+def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -> None:
+    """Say why a run ends, and leave it to the launcher for its closing report.
 
     torchrun and `accelerate launch` end with a page about processes, which then holds the error of every rank.
+
+    Args:
+        prints: whether this rank does; not if it is printed otherwise.
+        is_left: whether our own launcher is to print it.
+        later: seconds by which the launcher is to take the failure for a later one.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"longctx: error: {error}", file=sys.stderr, flush=True)
+    if prints:
+        print(f"longctx: error: {message}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
-        details = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": details}))
+        extra = {"timestamp": str(int(time.time()) + later), "is_left": is_left}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

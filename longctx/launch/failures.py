@@ -1,0 +1,127 @@
+"""A run that fails says why once: the rank that knows, and no rank that fails because another one did."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from trl import SFTConfig
+
+from longctx.checkpoint.files import checkpoints
+from longctx.launch.terminal import tell
+from longctx.watch import FAILED, LEAVE_SECONDS, Failure, Watch, describe_positions, limit_waiting, position_of, watch
+
+OWN_RUN = "longctx-"
+"""How the ids of runs begin whose processes longctx starts. It sees how they end, so their ranks need not say it."""
+
+_OF_CONNECTIONS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error")
+
+
+@contextmanager
+def failures_told(output_dir: str | None, timeout: float) -> Iterator[None]:
+    """Let an error through on the rank that meets it first; ranks that fail because of it leave without a word.
+
+    Args:
+        output_dir: of the run, which may hold checkpoints.
+        timeout: that ranks wait for each other, in seconds.
+
+    Raises:
+        SystemExit: in the place of an error that another rank has told, or that is the end of waiting for one.
+    """
+    try:
+        yield
+    except Exception as error:
+        watching = watch()
+        if watching is None:
+            raise
+        resume = how_to_resume(output_dir)
+        failure = _of_another(watching, error, timeout, resume) if _is_consequence(error) else None
+        if failure is None:
+            text = f"{watching.name(watching.rank)} stopped with {type(error).__name__}: {_first_line(error)}. {resume}"
+            failure = watching.fail("raised", text)
+            if failure.teller == watching.rank:
+                tell(failure.message, prints=False)
+                error.add_note(f"longctx: error: {failure.message}")
+                raise
+        mine = failure.teller == watching.rank
+        message = f"{died(failure.message)} {resume}" if failure.kind == "died" else failure.message
+        is_seen = failure.kind == "died" and os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
+        # A launcher takes the earliest failure for the cause, by the second.
+        tell(message if mine else f"another rank failed first: {message}", prints=mine and not is_seen, later=2)
+        raise SystemExit(FAILED) from None
+
+
+class FollowSteps(TrainerCallback):
+    """Tells the watch which step is under way, and gives --ddp_timeout to the groups that the engine has made."""
+
+    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if watch() is not None:
+            limit_waiting(timedelta(seconds=args.ddp_timeout))
+
+    def on_step_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if watching := watch():
+            watching.step = state.global_step + 1
+
+
+_LIKELY = {
+    "SIGKILL": "Most often that is the kernel's out-of-memory killer (dmesg says so): give the run more host memory, "
+    "or fewer processes and data loader workers per node.",
+    "SIGABRT": "So ends a rank that has waited for others for --ddp_timeout in NCCL; torch's report is above.",
+}
+
+
+def died(rank: str, by: str = "") -> str:
+    """Of a process that has ended without an error of its own.
+
+    Args:
+        by: name of the signal, where it is known.
+    """
+    how = f"was killed by {by}" if by else "has died without an error of its own"
+    return f"{rank} {how}. {_LIKELY.get(by or 'SIGKILL', 'Its last lines, above, may say why.')}"
+
+
+def how_to_resume(output_dir: str | None) -> str:
+    """The newest complete checkpoint, and the flag to go on from it."""
+    folder = Path(output_dir or "trainer_output")  # as TrainingArguments have it
+    last = next(iter(checkpoints(folder)), None)
+    if last is None:
+        return f"There is no checkpoint in {folder} to go on from (--save_steps writes some)."
+    return f"--resume_from_checkpoint auto goes on from {last}."
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, is that other ranks could not be reached."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(part in str(error) for part in _OF_CONNECTIONS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _of_another(watching: Watch, error: Exception, timeout: float, resume: str) -> Failure | None:
+    """Why other ranks could not be reached; None where that is not to be found out."""
+    here = position_of(error, watching.step)
+    timed_out = "timed out" in str(error).lower()
+    if not timed_out and (failure := watching.wait_for_failure(LEAVE_SECONDS)):
+        return failure
+    answers = watching.ask_all()
+    if watching.failure is not None:
+        return watching.failure
+    if not timed_out and None not in answers.values():
+        return None
+    lines = describe_positions(watching, here, answers)
+    waited = f"after {timeout:.0f} s (--ddp_timeout)" if timed_out else f"for {_first_line(error)}"
+    head = f"the run ends {waited}: {lines[0]}"
+    return watching.fail("waited", "\n".join([head, *lines[1:], f"  {resume}"]))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -1,0 +1,55 @@
+"""`longctx.train` with a fault in it: FAULT="kind rank step" has that rank meet it in the forward pass of that step."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from longctx.launch import processes
+from longctx.train import main
+
+
+def meet(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "hang":
+        time.sleep(3600)
+    elif kind == "raise":
+        raise RuntimeError("the fault of this test")
+    elif kind == "worker":
+        psutil.Process().children()[0].kill()
+
+
+def plant() -> None:
+    from longctx.trainer import SequenceTrainer
+
+    kind, rank, step = os.environ["FAULT"].split()
+    once = os.environ.get("FAULT_ONCE")
+    forward = SequenceTrainer._forward
+
+    @functools.wraps(forward)
+    def faulty(self, *arguments):
+        is_due = self.sequence.rank == int(rank) and self.state.global_step + 1 == int(step)
+        if is_due and not (once and Path(once).exists()):
+            if once:
+                Path(once).touch()
+            print(f"FAULT at {time.time():.1f}", flush=True)
+            meet(kind)
+        return forward(self, *arguments)
+
+    SequenceTrainer._forward = faulty
+
+
+if __name__ == "__main__":
+    processes.spawn = functools.partial(processes.spawn, module="tests.faulty_train")
+    if "RANK" in os.environ and "FAULT" in os.environ:
+        plant()
+    sys.exit(main())
