@@ -44,14 +44,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.packing import device, histogram, line
-from benchmarks.plan import arrange_document_zigzag
 from longctx.attention.kernels import Entries, block_backward, block_forward
 from longctx.attention.operator import varlen_attention
 from longctx.launch.engines import prefer_huge_pages
 from longctx.packing import pack
 from longctx.ring import plan_ring, ring_attention
 from longctx.ulysses import ulysses_attention
+
+from .packing import device, histogram, line
+from .plan import arrange_document_zigzag
 
 Ints = NDArray[np.int64]
 Attend = Callable[..., Tensor]

@@ -17,9 +17,10 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.packing import DISTRIBUTIONS, device, line
 from longctx.packing import balanced_order, pack, pack_costs, shuffled_order, spread_step
 from longctx.packing.balance import WINDOW_STEPS
+
+from .packing import DISTRIBUTIONS, device, line
 
 HEADER = ["L", "lengths", "packs", "dp", "accumulation", "order", "time", "mean", "p90", "max", "no less"]
 

@@ -32,10 +32,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.published import CONFIGS, HELD_BACK, HOST_BYTES, PUBLISHED, Published, read
 from longctx.memory import closed_form
 from longctx.memory.closed_form import GB, MemorySetup, ModelSizes, Reach, predict, reach
 from longctx.plan.candidates import DEVICE_BYTES
+
+from .published import CONFIGS, HELD_BACK, HOST_BYTES, PUBLISHED, Published, read
 
 FEATURES: dict[str, dict[str, Any]] = {
     "fused-loss": {"fused_loss": True, "fused_layers": True},

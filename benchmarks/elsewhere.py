@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.max_length import processes as groups
-from benchmarks.packing import device, histogram, line
+from .max_length import processes as groups
+from .packing import device, histogram, line
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
 HEADER = ["situation", "exact value", "stock stack", "longctx"]

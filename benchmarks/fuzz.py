@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.packing import device, line
+from .packing import device, line
 
 SECONDS = 600
 """For one file, however busy the machine."""

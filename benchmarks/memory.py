@@ -45,13 +45,14 @@ from transformers.models.qwen3 import modeling_qwen3
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks.packing import print_head, print_row
-from benchmarks.published import CONFIGS, read
 from longctx.host import SavedOnHost
 from longctx.launch.engines import start_on_cpu
 from longctx.memory.step import StepSettings, fake_process_group, fsdp2, row_of, trace_fake_step, trace_training_step
 from longctx.memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace, MemoryTracer
 from longctx.parallel import SequenceParallel, parallelize
+
+from .packing import print_head, print_row
+from .published import CONFIGS, read
 
 RESERVE = 5_500_000_000
 """Bytes of the device for its context, libraries, messages and fragmentation: fitted from published tables."""

@@ -29,9 +29,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.packing import print_head, print_row
 from longctx.packing import pack
 from longctx.ring.plan import plan_ring
+
+from .packing import print_head, print_row
 
 HISTOGRAM = Path(__file__).parent / "data" / "document_lengths.csv"
 WORLD_SIZES = (2, 4, 8, 16, 32, 64)

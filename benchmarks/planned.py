@@ -24,7 +24,6 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from benchmarks.published import CONFIGS, HOST_BYTES
 from longctx.attention.backends import BACKENDS
 from longctx.memory.closed_form import predict
 from longctx.pictures import tokens_label
@@ -32,6 +31,8 @@ from longctx.plan.calibrate import Calibration, calibrate, corrected
 from longctx.plan.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
 from longctx.plan.draw import draw_lengths_and_seconds
 from longctx.step_time import Speeds
+
+from .published import CONFIGS, HOST_BYTES
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B")
 GPUS = (1, 2, 4, 8, 16, 32)

@@ -21,8 +21,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.packing import DISTRIBUTIONS, line
-from benchmarks.published import CONFIGS
 from longctx.attention.cost import Link, RingWork
 from longctx.memory.closed_form import MemorySetup, ModelSizes, predict
 from longctx.packing import balanced_order, pack, shuffled_order, spread_step
@@ -32,6 +30,9 @@ from longctx.plan.simulate import SimulatedStep, simulate
 from longctx.ring.plan import MAX_IMBALANCE
 from longctx.rows import linear_cost
 from longctx.step_time import Speeds
+
+from .packing import DISTRIBUTIONS, line
+from .published import CONFIGS
 
 DEVICE, KERNEL, NODE = "H100", "flash-attn 3", 8
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)

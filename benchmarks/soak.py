@@ -34,9 +34,9 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.elsewhere import make_documents, write_model
-from benchmarks.max_length.processes import Ending, run_group, start_server
-from benchmarks.packing import device, line
+from .elsewhere import make_documents, write_model
+from .max_length.processes import Ending, run_group, start_server
+from .packing import device, line
 
 PATIENCE = 7200.0
 """Seconds of a run that is not killed."""

@@ -27,14 +27,15 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.closed_form import Row, rows, sizes
-from benchmarks.packing import device
-from benchmarks.published import HELD_BACK, HOST_BYTES, PUBLISHED
 from longctx.memory.closed_form import MemorySetup, ModelSizes, predict, reach
 from longctx.plan.candidates import DEVICE_BYTES
 from longctx.plan.measure import measure_speeds
 from longctx.step_time import Speeds, StepTime, step_time
 from longctx.tiny import tiny_tokenizer
+
+from .closed_form import Row, rows, sizes
+from .packing import device
+from .published import HELD_BACK, HOST_BYTES, PUBLISHED
 
 KERNELS = {"TRL 1.13 CP": "cuDNN", "TRL 6845": "cuDNN"}
 CHUNK = 32768

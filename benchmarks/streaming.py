@@ -30,9 +30,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from benchmarks.packing import DISTRIBUTIONS, PACKAGES, Lengths, device, line, timed
 from longctx.packing import PackedStream, plan_packing
 from longctx.packing.lookahead import LookAhead
+
+from .packing import DISTRIBUTIONS, PACKAGES, Lengths, device, line, timed
 
 HEADER = [
     "lengths",

@@ -52,6 +52,7 @@ STAGES: list[tuple[str, ...]] = [
         "verify",
         "run",
         "train",
+        "__main__",
     ),  # the command line
     ("benchmarks",),
 ]

@@ -25,8 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.max_length.processes import run_group, start_server
-from benchmarks.max_length.results import SWEEP, Results
+from .processes import run_group, start_server
+from .results import SWEEP, Results
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 GIB = 2**30
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"longctx: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     try:
-        _sweep(options, results, shlex.join(["python", "-m", "benchmarks.max_length", *given]))
+        _sweep(options, results, shlex.join(["python", "-m", str(__package__), *given]))
     except ValueError as error:
         print(f"longctx: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.max_length",
+        prog=f"python -m {__package__}",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -153,11 +153,12 @@ def _check(options: argparse.Namespace) -> None:
 
 def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     use_cpu = _prepare_environment(options.output)
-    start_server("benchmarks.max_length.rank")  # it imports while we do
-    from benchmarks.max_length.combinations import Limits, combinations
-    from benchmarks.max_length.sweep import Settings, Sweep
+    start_server(f"{__package__}.rank")  # it imports while we do
     from longctx.launch.terminal import quieten
     from longctx.plan.documents import drawn_from, one_document
+
+    from .combinations import Limits, combinations
+    from .sweep import Settings, Sweep
 
     quieten()
     _fill_in(options, use_cpu)
@@ -255,7 +256,7 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
 
 def _gpu(output: Path) -> dict[str, Any]:
     """Name and bytes of the first, asked by a process of its own, since asking takes some of them."""
-    from benchmarks.max_length.rank import describe_gpu
+    from .rank import describe_gpu
 
     asked = run_group(1, describe_gpu, None, environment={}, folder=output / ".probe" / "ranks", timeout=300)
     if not asked.reports:
@@ -264,7 +265,7 @@ def _gpu(output: Path) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    from benchmarks.packing import device
+    from ..packing import device
 
     return device()
 

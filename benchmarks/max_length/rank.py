@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import longctx.run
-from benchmarks.elsewhere import start_stock
 from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.engines import promote
@@ -28,6 +27,8 @@ from longctx.memory.report import PeakMemory
 from longctx.memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
 from longctx.metrics import StepMetrics
 from longctx.model import count_parameters, load_config, load_model, load_tokenizer
+
+from ..elsewhere import start_stock
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet
 from tqdm import tqdm
 
-from benchmarks.max_length import tables
-from benchmarks.max_length.combinations import LONGCTX, Combination, Limits
-from benchmarks.max_length.processes import Ending, run_group
-from benchmarks.max_length.rank import Task, run_task
-from benchmarks.max_length.results import (
+from . import tables
+from .combinations import LONGCTX, Combination, Limits
+from .processes import Ending, run_group
+from .rank import Task, run_task
+from .results import (
     COMBINATION,
     DECIDED,
     FAIL,
@@ -35,7 +35,7 @@ from benchmarks.max_length.results import (
     Results,
     latest,
 )
-from benchmarks.max_length.search import bracket, next_length
+from .search import bracket, next_length
 
 STEPS_OF_A_FIT = 2
 PROBES_OF_A_SEARCH = 3

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.max_length.results import COMBINATION, FIT, OK, OOM, SWEEP, TIME, Key, Line, latest
+from .results import COMBINATION, FIT, OK, OOM, SWEEP, TIME, Key, Line, latest
 
 TABLE, LENGTHS_PICTURE, SECONDS_PICTURE = "table.md", "max_length.png", "seconds_per_step.png"
 MIB = 2**20

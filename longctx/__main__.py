@@ -1,0 +1,63 @@
+"""The `longctx` command: `longctx train --sp 4`, and plan, verify and bench, each the same as its module."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib import import_module
+from typing import NamedTuple
+
+import longctx
+
+USAGE_ERROR = 2
+
+
+class Command(NamedTuple):
+    module: str
+    """Holds `main(arguments) -> exit code`, and is imported when the command is called."""
+    purpose: str
+
+
+COMMANDS = {
+    "train": Command("longctx.train", "train, exactly, or say before the first step why not"),
+    "plan": Command("longctx.plan.__main__", "predict what fits, how fast, and how to start it"),
+    "verify": Command("longctx.verify.__main__", "compare one step at --sp N with one device"),
+    "bench": Command("longctx.benchmarks.max_length.__main__", "find every backend's longest row by training it"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns its exit code, 2 where there is no such command."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if name in COMMANDS:
+        return import_module(COMMANDS[name].module).main(rest)
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"longctx {longctx.__version__}")
+        return 0
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    said = f"longctx: error: {name} is no command.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
+    print(said + usage(), file=sys.stderr)
+    return USAGE_ERROR
+
+
+def usage() -> str:
+    """What `longctx --help` prints."""
+    lines = [f"  {name:8}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: longctx [-h] [--version] COMMAND ...",
+            "",
+            "Fine-tune language models on sequences longer than one device can hold.",
+            "",
+            *lines,
+            "",
+            "longctx COMMAND --help lists the flags of a command.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
