@@ -1,0 +1,387 @@
+"""Every command of README.md, CONTRIBUTING.md and docs/ is executed, and what they say of the code is held against it.
+
+A command that has all it needs here, no more than the built-in model and data, is run as it stands (`long`). One that
+names a model of the hub, other people's data or GPUs is read by the launcher's own parser and resolved by `--dry_run`,
+with as many processes as it asks for. A command that is neither fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import longctx.config
+from benchmarks.max_length.__main__ import _parser as bench_parser
+from benchmarks.published import CONFIGS
+from longctx.config import resolve
+from longctx.flags import SequenceArguments, parse_flags
+from longctx.launch.profile import read_profile
+from longctx.plan.__main__ import _parser as plan_parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MODULES = {
+    "longctx.train": "train",
+    "longctx.verify": "verify",
+    "longctx.plan": "plan",
+    "benchmarks.max_length": "bench",
+}
+DEVELOPMENT = {"ruff", "mypy", "pytest", "mkdocs", "source", "python"}
+"""Programs of CONTRIBUTING.md, which .ci/run and tests here run."""
+
+
+class Block(NamedTuple):
+    page: Path
+    text: str
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Words of each command, those joined by && apart; comments and continued lines are read as a shell does."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        words = [shlex.split(line, comments=True) for line in lines]
+        return [list(w) for line in words for is_and, w in itertools.groupby(line, "&&".__eq__) if not is_and]
+
+    @property
+    def is_script(self) -> bool:
+        return self.text.startswith("#!")
+
+
+def blocks() -> list:
+    """All of them, named by their page and line."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(pytest.param(Block(page, match[1]), id=f"{page.relative_to(ROOT)}:{line}"))
+    return found
+
+
+BLOCKS = blocks()
+
+
+# What a command starts
+
+
+class Started(NamedTuple):
+    command: str
+    """train, verify, plan or bench."""
+    flags: list[str]
+    nodes: int = 1
+    processes: int = 1
+    """Of a node; 1 for those that longctx starts itself."""
+    config_file: Path | None = None
+
+
+def started(words: list[str]) -> Started | None:
+    """What a command line of ours starts, by the launcher's own parser; None for another program."""
+    program, *rest = words
+    if program == "longctx":
+        return Started(rest[0], rest[1:])
+    if program == "python" and rest[0] == "-m":
+        return Started(MODULES[rest[1]], rest[2:]) if rest[1] in MODULES else None
+    if program == "torchrun":
+        from torch.distributed.run import parse_args
+
+        args = parse_args(rest)
+        nodes = int(args.nnodes.partition(":")[0])
+        if not args.module:
+            assert (ROOT / args.training_script).is_file()
+            return None
+        return Started(MODULES[args.training_script], args.training_script_args, nodes, int(args.nproc_per_node))
+    if program == "accelerate":
+        from accelerate.commands.launch import launch_command_parser
+
+        args = launch_command_parser().parse_args(rest[1:])
+        assert rest[0] == "launch"
+        assert args.module
+        config = ROOT / args.config_file if args.config_file else None
+        assert config is None or config.is_file()
+        found = Started(MODULES[args.training_script], args.training_script_args, config_file=config)
+        return found._replace(processes=args.num_processes) if args.num_processes else found
+    return None
+
+
+def needs_more_than_is_here(words: list[str]) -> bool:
+    """A model of the hub, data of the reader's, an ellipsis, another machine."""
+    text = " ".join(words)
+    return bool(re.search(r"\w/\w[\w.-]*\d|my_|…|--rdzv_endpoint|--machine_rank|--gpus 1 2 4 8", text))
+
+
+# Read and resolved
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A place with the reader's data; models of the hub are those of the same sizes that are published."""
+    load = longctx.config.load_config
+    monkeypatch.setattr(longctx.config, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k))
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    return tmp_path
+
+
+def check(words: list[str]) -> None:
+    """Fails for a command that is not one of ours, of pip, or of development."""
+    if words[0] == "pip":
+        return check_installation(words)
+    if words[0] in DEVELOPMENT and started(words) is None:
+        return check_development(words)
+    if words[0] == "sbatch":
+        assert words[1].endswith(".sbatch")
+        return check_flags(Started("train", words[2:], nodes=2, processes=8))
+    run = started(words)
+    if run is None:
+        assert words[0] == "torchrun", f"{shlex.join(words)} is no command that is run or read here"
+        return None  # of examples/, which tests/test_examples.py runs
+    return check_flags(run)
+
+
+def check_installation(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert words[1] == "install"
+    [what] = [word for word in words[2:] if word != "-e"]
+    name, named = re.fullmatch(r"(longctx|\.)(?:\[([\w,-]+)\])?", what).groups()
+    assert name == "longctx" or "-e" in words
+    assert set((named or "").split(",")) - {""} <= extras.keys()
+
+
+def check_development(words: list[str]) -> None:
+    """What .ci/run does as well; the files that are named have to be there."""
+    for path in (word for word in words[1:] if word.startswith("tests/")):
+        assert (ROOT / path).is_file()
+
+
+def check_flags(run: Started) -> None:
+    flags = [flag for flag in run.flags if flag != "…"]
+    if run.command == "plan":
+        plan_parser().parse_args(flags)
+    elif run.command == "bench":
+        bench_parser().parse_args(flags)
+    else:
+        if run.command == "verify":
+            flags = [flag for flag in flags if flag != "--json"]
+        resolve_launched(run, flags)
+
+
+def resolve_launched(run: Started, flags: list[str]) -> None:
+    """As `--dry_run` does, in the environment that the launcher makes."""
+    world = run.nodes * run.processes
+    env = launcher_environment(run.config_file)
+    if run.config_file and "num_processes" in env:
+        world = int(env.pop("num_processes"))
+    if world > 1:
+        local = world // run.nodes
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
+        env |= {"GROUP_RANK": "0", "ROLE_RANK": "0"}
+    resolved = resolve(parse_flags(flags), read_profile(env), env)
+    assert resolved.dims.world_size == max(world, resolved.dims.sp)
+
+
+def launcher_environment(config_file: Path | None) -> dict[str, str]:
+    """What `accelerate launch` exports for a profile."""
+    if config_file is None:
+        return {}
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    args = launch_command_parser().parse_args(["--config_file", str(config_file), "-m", "longctx.train"])
+    args, _, _ = _validate_launch_command(args)
+    before = dict(os.environ)
+    changed = {name: value for name, value in prepare_multi_gpu_env(args).items() if before.get(name) != value}
+    return changed | {"num_processes": str(args.num_processes)}
+
+
+@pytest.mark.parametrize("block", [p for p in BLOCKS if not p.values[0].is_script])
+def test_a_command_is_one_that_its_programs_take(block, folder):
+    for words in block.commands:
+        check(words)
+
+
+def test_a_command_that_nobody_runs_is_seen(folder):
+    with pytest.raises(AssertionError, match="no command that is run or read"):
+        check(["conda", "install", "longctx"])
+    with pytest.raises(ValueError, match="no_such_flag"):
+        check(["longctx", "train", "--no_such_flag", "1"])
+    with pytest.raises(ValueError, match="does not divide"):
+        check(shlex.split("torchrun --nproc_per_node 8 -m longctx.train --sp 3"))
+    with pytest.raises(SystemExit):
+        check(shlex.split("longctx plan --gpu none --model_name_or_path tiny"))
+    with pytest.raises(AssertionError):
+        check(["pip", "install", "longctx[no_such_extra]"])
+
+
+# Run as they stand
+
+
+def runnable() -> list:
+    """Commands of ours that have all they need here. The README's first two are run by .ci/run, in new environments."""
+    found = []
+    for block in BLOCKS:
+        for words in block.values[0].commands if not block.values[0].is_script else ():
+            ours = words[0] in ("longctx", "accelerate") or (words[:2] == ["python", "-m"] and words[2] in MODULES)
+            if ours and not needs_more_than_is_here(words) and "README" not in block.id:
+                found.append(pytest.param(words, id=f"{block.id} {' '.join(words[:3])}"))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", runnable())
+def test_a_command_runs_as_it_stands(words, tmp_path):
+    done = run_here(words, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_here(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    programs = {"longctx": [sys.executable, "-m", "longctx"], "python": [sys.executable]}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+    command = [*programs.get(words[0], words[:1]), *words[1:]]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=580)
+
+
+def test_there_are_commands_that_run():
+    assert len(runnable()) >= 6
+
+
+@pytest.mark.long
+def test_the_slurm_script_on_two_nodes_of_this_machine(tmp_path):
+    """srun and scontrol stand in for a cluster; the script, torchrun and its rendezvous are the real ones."""
+    [script] = [block.values[0].text for block in BLOCKS if block.values[0].is_script]
+    (tmp_path / "train.sbatch").write_text(script)
+    stand_ins = {
+        "scontrol": "printf 'localhost\\nlocalhost\\n'",
+        "srun": '"$@" & first=$!\n"$@" & second=$!\nwait $first && wait $second',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    flags = ["--sp", "4", "--max_length", "512", "--max_steps", "2", "--save_strategy", "no", "--report_to", "none"]
+    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run_here(["bash", "train.sbatch", *flags], tmp_path, PATH=path, **slurm)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"step 1 matched one device to [0-9]e-0?[6-9]", done.stdout), done.stdout
+    assert "sp 4" in done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.name)
+def test_python_on_a_page_prints_what_its_comments_say(page, capsys):
+    """`print(…)  # what it prints`; blocks that need what a run has written are compiled only."""
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        program = compile(code, page.name, "exec")
+        said = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+        if said:
+            exec(program, {})
+            assert capsys.readouterr().out.splitlines() == said
+
+
+# What pages say of the code
+
+
+@cache
+def messages() -> list[str]:
+    """Strings of longctx/, with … for what is filled in; those that stand behind each other in the code are one."""
+    found = []
+    for path in (ROOT / "longctx").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def is_said(quote: str, message: str) -> bool:
+    """Whether the words of a quote stand in a message in their order, nothing but … between and beside them."""
+    gap = r"(?:…|\W)*"
+    parts = [re.escape(part.strip(" .,:;()")) for part in quote.split("…")]
+    return re.search(gap.join(part for part in parts if part), message) is not None
+
+
+QUOTES = re.findall(r"^> `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("quote", QUOTES)
+def test_a_message_of_troubleshooting_is_one_of_the_code(quote):
+    assert any(is_said(quote, message) for message in messages()), f"nothing in longctx/ says {quote!r}"
+
+
+def test_a_message_that_the_code_does_not_have_is_seen():
+    assert not any(is_said("--sp … does not suit the … processes", message) for message in messages())
+    assert len(QUOTES) == len(re.findall(r"^> ", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)) >= 25
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_a_page_names_exist(page):
+    """In coming-from.md the left column is other projects'."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "coming-from.md":
+        text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
+    of_launchers = {"config_file", "nproc_per_node", "num_machines", "machine_rank", "main_process_ip", "nnodes"}
+    of_launchers |= {
+        "rdzv_backend",
+        "rdzv_id",
+        "rdzv_endpoint",
+        "nodes",
+        "ntasks",
+        "gpus",
+        "cpus",
+        "time",
+        "job",
+        "strict",
+    }
+    ours = set(parse_flags([]).values) | {action.dest for p in (plan_parser(), bench_parser()) for action in p._actions}
+    ours |= {"config", "json", "num_layers", "version", "help", "support"}
+    named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text))
+    if page.name in ("CONTRIBUTING.md", "support-matrix.md", "scaling.md"):
+        ours |= {"check", "output"}
+    assert named - ours - of_launchers == set()
+
+
+def test_the_drawings_are_those_of_the_plans():
+    drawings = load(ROOT / "docs" / "drawings.py")
+    for name, draw in drawings.DRAWINGS.items():
+        assert (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") == draw(), "run python docs/drawings.py"
+
+
+def test_the_flags_page_names_every_flag():
+    page = load(ROOT / "docs" / "pages.py").flags_page()
+    assert set(re.findall(r"^\| `--(\w+)` \|", page, re.MULTILINE)) >= {f.name for f in fields(SequenceArguments)}
+    named = set(re.findall(r"`--(\w+)`", page))
+    # Those that no table names are refused when they are set, and told so.
+    assert named - set(parse_flags([]).values) == set()
+    assert {"learning_rate", "lora_r", "save_steps", "eval_steps", "load_in_4bit", "deepspeed"} <= named
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason='the docs extra: pip install -e ".[docs]"')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("index.html")}
+    assert {".", "concepts", "howto/launch", "reference/flags", "reference/python", "troubleshooting"} <= pages
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
