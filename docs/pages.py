@@ -89,7 +89,7 @@ def flags_page() -> str:
     lines += ["and `longctx bench` have their own, which `--help` lists.", "", "## Our own", ""]
     rows = []
     for f in fields(SequenceArguments):
-        choices = re.findall(r'"(\w+)"', str(f.type))
+        choices = re.findall(r"['\"](\w+)['\"]", str(f.type))
         default = "" if f.default is None else f"`{f.default}`"
         rows.append([f"`--{f.name}`", " ".join(f"`{c}`" for c in choices), default, f.metadata["help"]])
     lines += _table(["flag", "values", "default", "meaning"], rows)
