@@ -11,8 +11,12 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from longctx.ring import plan_ring
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+"""Numbers of tokens in the packed row."""
 
 IMAGES = Path(__file__).parent / "images"
 LENGTHS = (32, 16, 8, 8)
@@ -54,7 +58,7 @@ def svg(width: float, height: float, title: str, parts: Iterable[str]) -> str:
     )
 
 
-def runs(tokens: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def runs(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
     """(place in the row, first token, tokens) of stretches that follow each other within one document."""
     numbered = enumerate(int(token) for token in tokens)
     for _, stretch in groupby(numbered, lambda pair: (pair[1] - pair[0], DOCUMENT[pair[1]])):
@@ -62,7 +66,7 @@ def runs(tokens: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         yield places[0][0], places[0][1], len(places)
 
 
-def row(x: float, y: float, tokens: Sequence[int], *, cell: float = CELL, height: float = 24) -> Iterator[str]:
+def row(x: float, y: float, tokens: Tokens, *, cell: float = CELL, height: float = 24) -> Iterator[str]:
     """Tokens beside each other, each stretch with its document and positions."""
     for place, first, count in runs(tokens):
         colour, start = COLOURS[DOCUMENT[first]], POSITION[first]
@@ -77,7 +81,7 @@ def share(rank: int) -> slice:
     return slice(rank * TOKENS // RANKS, (rank + 1) * TOKENS // RANKS)
 
 
-def work(tokens: Sequence[int]) -> int:
+def work(tokens: Tokens) -> int:
     """(query, key) pairs of these queries: a token attends to its document up to itself."""
     return int((POSITION[list(tokens)] + 1).sum())
 
@@ -124,21 +128,17 @@ def held() -> str:
                 parts.append(box(x + place * cell, top + head * 14, count * cell, 14, fill))
         parts.append(text(x, top + heads * 14 + 18, f"{len(tokens)} tokens × {len(mine)} heads", size=12))
     parts += [text(left + 110, top + 62, "⇄", size=24)]
-    x, first = left, top + heads * 14 + 60
-    parts += [
-        text(
-            x, first - 12, "ring: its own tokens with all heads, and keys and values that its queries need, hop by hop"
-        )
-    ]
-    own = PLAN.permutation[share(1)]
-    parts += [text(x, first + 17, "its own", size=12), *row(x + 100, first, own, cell=14)]
+    y = top + heads * 14 + 60
+    said = "ring: its own tokens with all heads, and keys and values that its queries need, hop by hop"
+    parts.append(text(left, y - 12, said))
+    held_tokens = [("its own", PLAN.permutation[share(1)], "")]
     for step in PLAN.shard(1).steps:
-        y = first + step.hop * 36
         arriving = PLAN.permutation[share(step.source)][: step.recv_tokens]
-        parts += [text(x, y + 17, f"from rank {step.source}", size=12), *row(x + 100, y, arriving, cell=14)]
-        said = f"{step.num_pairs} pairs" if step.recv_tokens else "nothing that it needs"
-        parts += [text(x + 100 + 16 * 14 + 8, y + 17, said, size=12, fill="#57606a")]
-    return svg(760, first + RANKS * 36 + 4, "What a rank holds under Ulysses and in a ring", parts)
+        held_tokens.append((f"from rank {step.source}", arriving, f"{step.num_pairs} pairs"))
+    for i, (name, tokens_of_rank, pairs) in enumerate(held_tokens):
+        parts += [text(left, y + i * 36 + 17, name, size=12), *row(left + 100, y + i * 36, tokens_of_rank, cell=14)]
+        parts += [text(left + 100 + 16 * 14 + 8, y + i * 36 + 17, pairs, size=12, fill="#57606a")]
+    return svg(760, y + RANKS * 36 + 4, "What a rank holds under Ulysses and in a ring", parts)
 
 
 def balance() -> str:
