@@ -26,6 +26,7 @@ from longctx.collate import SequenceCollator
 from longctx.host import SavedOnHost
 from longctx.launch.engines import offload_fsdp, promote, settle_deepspeed, settle_fsdp, start_on_cpu, stay_on_cpu
 from longctx.launch.failures import FollowSteps
+from longctx.launch.restarts import renew_store
 from longctx.memory.closed_form import ModelSizes
 from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
@@ -63,6 +64,8 @@ def prepare(run: Run) -> PreparedRun:
         ValueError: for data that cannot be trained on as asked.
     """
     settings = run.settings
+    if run.has_group:
+        renew_store()
     if run.promotes_engine:
         promote(run.engine)
     if run.engine == "fsdp2" and run.levers.offload_param_device == "cpu":

@@ -28,8 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     from longctx.launch.failures import failures_told, how_to_resume
     from longctx.launch.processes import relaunch, spawn, who_starts
     from longctx.launch.profile import read_profile
+    from longctx.launch.restarts import check_restarts
 
     try:
+        check_restarts()
         flags = parse_flags(arguments)
         profile = read_profile()
         if flags.accelerate_config is not None:

@@ -52,4 +52,6 @@ if __name__ == "__main__":
     processes.spawn = functools.partial(processes.spawn, module="tests.faulty_train")
     if "RANK" in os.environ and "FAULT" in os.environ:
         plant()
+    if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        time.sleep(3)  # rank 0 is first to look for the others of the second attempt
     sys.exit(main())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longctx.train import main
 from tests.test_resume import values, weights
 from tests.test_training import COMMON, make_documents, write_jsonl
 
@@ -121,6 +122,16 @@ def test_a_killed_data_loader_worker_is_named(flags):
     (error,) = lines_of_error(output)
     assert re.search(r"rank 1 \(pid .* stopped with RuntimeError: DataLoader worker \(pid\(?s?\)? ?\d+\)", error)
     assert "[rank0]" not in output
+
+
+def test_restarts_on_several_nodes_need_a_store_of_each_attempt(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert main(["--dry_run"]) == 0
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert main(["--dry_run"]) == 2
+    assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -1,0 +1,45 @@
+"""A store without keys of processes that have ended, after torchrun has started them anew.
+
+torchrun's agent keeps one store for all its attempts (of torch 2.13, and of others before, see pytorch issue 135712).
+A rank of the second attempt finds there what one of the first has written, such as the address that gloo or NCCL was
+to be reached at, if the rank that writes it anew comes later.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+_SHARED = "TORCHELASTIC_USE_AGENT_STORE"
+_server: dist.TCPStore | None = None  # lives as long as its process
+
+
+def check_restarts() -> None:
+    """
+    Raises:
+        ValueError: if torchrun may start the ranks of several nodes anew with the same store.
+    """
+    restarts, nodes = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), os.environ.get("GROUP_WORLD_SIZE", "1")
+    if os.environ.get(_SHARED) == "True" and restarts > 0 and int(nodes) > 1:
+        raise ValueError(
+            f"--max_restarts {restarts} on {nodes} nodes: torch's store keeps the addresses of processes that have "
+            "ended, and those that are started anew would find them. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in "
+            "torchrun's environment on every node."
+        )
+
+
+def renew_store() -> None:
+    """On one node, have the process group of a later attempt meet at a store of its own. Before it is made."""
+    global _server
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get(_SHARED) != "True" or attempt == "0":
+        return
+    address = os.environ["MASTER_ADDR"]
+    agents = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
+    key = f"longctx/port/{attempt}"
+    if os.environ["RANK"] == "0":
+        _server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        agents.set(key, str(_server.port))
+    os.environ["MASTER_PORT"] = agents.get(key).decode()
+    os.environ[_SHARED] = "False"
