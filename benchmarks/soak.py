@@ -10,7 +10,7 @@ step is in the log once, with the same bits of loss and gradient norm and the sa
 weights are equal bit by bit, so that no document was lost or repeated. What is left behind is counted, too: processes,
 files in /dev/shm, and unfinished checkpoints once a run has finished.
 
-While the run without a kill trains, every rank notes its resident memory and its open files each second. The table has
+While the run without a kill trains, every rank looks at its resident memory and open files. The table has
 their means over the second quarter of the time, when everything has been used once, and over the last quarter, of the
 rank that has grown most.
 """
@@ -38,6 +38,7 @@ from .elsewhere import make_documents, write_model
 from .max_length.processes import Ending, run_group, start_server
 from .packing import device, line
 
+LOOK_SECONDS = 0.2
 PATIENCE = 7200.0
 """Seconds of a run that is not killed."""
 RING, ULYSSES = ("--sp_backend", "ring"), ("--sp_backend", "ulysses")  # on FSDP2, on DeepSpeed ZeRO-3
@@ -91,7 +92,7 @@ def train(arguments: list[str]) -> dict[str, Any]:
     memory, files, done = [], [], threading.Event()
 
     def look() -> None:
-        while not done.wait(1.0):
+        while not done.wait(LOOK_SECONDS):
             memory.append(psutil.Process().memory_info().rss)
             files.append(psutil.Process().num_fds())
 
@@ -127,7 +128,9 @@ def soak(layout: str, plan: Plan, folder: Path, draw: random.Random) -> Outcome:
             may_finish = killed == plan.kills_of_a_run or done == plan.kills
             timeout = PATIENCE if may_finish else draw.uniform(0, plan.reach * whole)
             starts += 1
-            if _run(processes, common, output, timeout=timeout).status == "ok":
+            run = _run(processes, common, output, timeout=timeout)
+            if run.status == "ok":
+                whole = run.seconds if killed == 0 else whole  # with what else the machine does now
                 break
             killed, done = killed + 1, done + 1
         log = _log(output)
@@ -161,8 +164,11 @@ def _run(processes: int, flags: Sequence[str], output: Path, *, timeout: float) 
 
 def _growth(ranks: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Means over the second and the last quarter of the rank that has grown most."""
-    quarters = [(mean(values[(n := len(values) // 4) : 2 * n]), mean(values[3 * n :])) for values in ranks]
-    return max(quarters, key=lambda pair: pair[1] - pair[0])
+    means = []
+    for values in ranks:
+        quarter = len(values) // 4
+        means.append((mean(values[quarter : 2 * quarter]), mean(values[-quarter:])))
+    return max(means, key=lambda pair: pair[1] - pair[0])
 
 
 def _flags(folder: Path, steps: int) -> list[str]:

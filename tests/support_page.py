@@ -83,7 +83,7 @@ def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu
         try:
             resolve(parse_flags([*given, *flags]), read_profile(env), env)
         except ValueError as error:
-            return str(error)
+            return str(error).replace(f" of {models / model}", "")
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 
 from longctx.checkpoint.files import (
     CheckpointError,
+    _digest_of,
     candidates,
     checkpoints,
     make_partial,
@@ -179,8 +180,13 @@ def test_damage_is_named(damage, message, copied, models, capsys):
 
 
 def _edit(folder, **values):
+    """Of the manifest, by somebody who knows its digest."""
     path = folder / "longctx.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    known = json.loads(path.read_text())
+    del known["xxh3"]
+    for name, value in values.items():
+        known[name] = known[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(known | {"xxh3": _digest_of(known)}))
 
 
 @pytest.mark.parametrize(

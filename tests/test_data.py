@@ -783,7 +783,8 @@ def test_files_that_do_not_fit_together_end_a_stream(tmp_path, tokenizer) -> Non
     pq.write_table(pa.table({"text": TEXTS}), tmp_path / "0.parquet")
     pq.write_table(pa.table({"text": TEXTS, "more": [1, 2, 3]}), tmp_path / "1.parquet")
     files = f"{tmp_path}/*.parquet"
-    assert "the stream, after 0 records: not readable as one data set" in _error(list, _stream(files, tokenizer))
+    error = _error(list, _stream(files, tokenizer))
+    assert "0.parquet, record 0 (counted from 0) or a later one: not readable as one data set" in error
     assert "not readable as one data set" in _load_error(files)
 
 

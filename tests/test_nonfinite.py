@@ -74,7 +74,7 @@ def test_the_step_is_refused_or_left_out(layout, poisoned, tmp_path, monkeypatch
         (line,) = (tmp_path / case / "nonfinite.jsonl").read_text().splitlines()
         told = json.loads(line)
         assert (told["step"], told["rows"], told["documents"]) == (2, [2, 3], [2, 3])
-    log = results[0]["skip"]
+    log = [entry for entry in results[0]["skip"] if "loss" in entry]
     assert [entry["step"] for entry in log] == [1, 2, 3, 4]
     rates = [entry["learning_rate"] for entry in log]
     assert rates == pytest.approx([rates[0] * (1 - step / STEPS) for step in range(STEPS)])
