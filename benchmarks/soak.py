@@ -26,6 +26,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -240,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}", "", *(__doc__ or "").split("\n\n", 2)[2].split("\n")]
     plan = Plan(options.kills, options.kills_of_a_run, options.reach, options.steps)
     lines = []
-    for text in [*head, *report(options.layouts, plan, options.seed)]:
+    for text in chain(head, report(options.layouts, plan, options.seed)):
         print(text, flush=True)
         lines.append(text)
     if options.output:
