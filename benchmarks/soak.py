@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import shutil
 import sys
 import tempfile
@@ -236,8 +237,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="Of the moments. Default: 0.")
     parser.add_argument("--output", type=Path, help="Also write the table here.")
     options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    head = ["# Runs that are killed", "", f"`{' '.join(['python -m benchmarks.soak', *given])}`  "]
+    given = shlex.join(sys.argv[1:] if arguments is None else arguments).partition(" --output ")[0]
+    head = ["# Runs that are killed", "", f"`python -m benchmarks.soak {given}`  "]
     head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}", "", *(__doc__ or "").split("\n\n", 2)[2].split("\n")]
     plan = Plan(options.kills, options.kills_of_a_run, options.reach, options.steps)
     lines = []
