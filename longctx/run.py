@@ -109,8 +109,8 @@ def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, A
     if asked is None:
         return None
     for folder in candidates(str(asked), Path(args.output_dir)):
-        manifest = together(partial(read_manifest, folder))
         try:
+            manifest = together(partial(read_manifest, folder))
             together(partial(check_files, folder, manifest, part=args.process_index, parts=run.dims.world_size))
         except ValueError as error:
             if asked != "auto":
