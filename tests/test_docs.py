@@ -335,7 +335,18 @@ def test_flags_that_a_page_names_exist(page):
     if page.name == "coming-from.md":
         text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
     of_launchers = {"config_file", "nproc_per_node", "num_machines", "machine_rank", "main_process_ip", "nnodes"}
-    of_launchers |= {"rdzv_backend", "rdzv_id", "rdzv_endpoint", "max_restarts", "nodes", "ntasks", "gpus", "cpus"}
+    of_launchers |= {
+        "rdzv_backend",
+        "rdzv_id",
+        "rdzv_endpoint",
+        "max_restarts",
+        "signals_to_handle",
+        "shutdown_timeout",
+        "nodes",
+        "ntasks",
+        "gpus",
+        "cpus",
+    }
     of_launchers |= {"time", "job", "strict"}
     ours = set(parse_flags([]).values) | {action.dest for p in (plan_parser(), bench_parser()) for action in p._actions}
     ours |= {"config", "json", "num_layers", "version", "help", "support"}
