@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 import longctx
-
-USAGE_ERROR = 2
+from longctx.train import USAGE_ERROR
 
 
 class Command(NamedTuple):

@@ -228,12 +228,12 @@ class PackedStream(IterableDataset):
             return
         for start in range(0, kept, self.capacity):
             stop = min(start + self.capacity, kept)
-            piece = {name: values[start:stop] for name, values in columns.items()}
+            piece = _cut(columns, number, start, stop)
             if stop - start == self.capacity or self.strategy == "none":
-                self._ready.append(_Piece(number, start, piece))
+                self._ready.append(piece)
             else:  # a copy, so that it does not keep the whole document in memory while it waits
-                piece = {name: values.copy() for name, values in piece.items()}
-                self._waiting.add(stop - start, _Piece(number, start, piece))
+                copied = {name: values.copy() for name, values in piece.columns.items()}
+                self._waiting.add(stop - start, piece._replace(columns=copied))
 
     def _kept(self, length: int) -> int:
         """Tokens of the next document, of this length, that go into packs; counts it."""
