@@ -109,6 +109,8 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     settings, filled, is_demo = _defaults(flags)
     notes: list[str] = []
     notes += check_supported(flags, settings)
+    if settings["early_stopping_patience"] is not None and settings["metric_for_best_model"] is None:
+        settings["metric_for_best_model"] = "loss"
     _check_values(settings)
     output_dir = Path(settings["output_dir"] or "trainer_output")  # as TrainingArguments have it
     if not (settings["prepare_only"] or settings["dry_run"]):

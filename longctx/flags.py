@@ -89,6 +89,13 @@ class SequenceArguments:
         default="stop",
         metadata={"help": "What to do with a step whose gradient is NaN or infinite: stop the run, or leave it out."},
     )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={"help": "Evaluations in a row without a better --metric_for_best_model after which training stops."},
+    )
+    early_stopping_threshold: float = field(
+        default=0.0, metadata={"help": "How much better the metric has to be to count."}
+    )
     prepare_only: bool = field(default=False, metadata={"help": "Tokenise and plan the packs, then stop."})
     dry_run: bool = field(default=False, metadata={"help": "Print the resolved run and stop."})
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from longctx.adapter import add_adapter
@@ -254,6 +254,8 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     run = prepared.run
     trainer = build_trainer(prepared, model)
     trainer.add_callback(FollowSteps())
+    if (patience := run.settings["early_stopping_patience"]) is not None:
+        trainer.add_callback(EarlyStoppingCallback(patience, run.settings["early_stopping_threshold"]))
     is_first = trainer.sequence.rank == 0
     if is_first:
         print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
@@ -263,10 +265,18 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
     if trainer.stop_on_signal.stopped_by is not None:
         return trainer
+    if is_first and trainer.has_stopped_early:
+        print(f"longctx: {_stopped_early(trainer, run.settings['early_stopping_patience'])}", flush=True)
     trainer.save_results()
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer
+
+
+def _stopped_early(trainer: SequenceTrainer, patience: int) -> str:
+    state, metric = trainer.state, str(trainer.args.metric_for_best_model).removeprefix("eval_")
+    best = f"eval_{metric} {state.best_metric:.6g}"
+    return f"stopped early after step {state.global_step}: {patience} evaluations in a row were no better than {best}"
 
 
 def finish() -> None:

@@ -5,6 +5,7 @@ A flag is in one table. What no table knows, such as a field of a newer TRL, is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -81,7 +82,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "optim_args": (None,),
     "optim_target_modules": (None,),
     "router_aux_loss_coef": (None,),
-    "restore_callback_states_from_checkpoint": (False,),
     "save_strategy": ("steps", "epoch", "no"),
     "torch_compile": (False,),
     "torch_compile_backend": (None,),
@@ -165,6 +165,7 @@ _IDLE_GROUPS = {
         "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph"
     ),
     "since batches are cut on the CPU and only a part of each goes to the device": "dataloader_pin_memory",
+    "since a resumed run always goes on with its callbacks as they were": "restore_callback_states_from_checkpoint",
     "since rows hold tokens and labels only": "remove_unused_columns",
     "since this command trains": "do_train",
     "since the launcher sets the rank": "local_rank",
@@ -201,7 +202,16 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
         for name, (switch, values) in ACTS_WITH.items()
         if settings[switch] not in values
     }
-    return [f"--{name} has no effect {idle[name]}" for name in sorted(flags.explicit & idle.keys())]
+    notes = [f"--{name} has no effect {idle[name]}" for name in sorted(flags.explicit & idle.keys())]
+    return notes + _early_stopping_notes(flags, settings)
+
+
+def _early_stopping_notes(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
+    if settings["early_stopping_patience"] is not None and not settings["load_best_model_at_end"]:
+        return ["early stopping: the model of the last step is saved; --load_best_model_at_end True saves the best"]
+    if settings["early_stopping_patience"] is None and "early_stopping_threshold" in flags.explicit:
+        return ["--early_stopping_threshold has no effect without --early_stopping_patience"]
+    return []
 
 
 def _reason(name: str, allowed: tuple[Any, ...]) -> str:
@@ -215,11 +225,12 @@ def _reason(name: str, allowed: tuple[Any, ...]) -> str:
 def _check_evaluation(settings: Mapping[str, Any]) -> None:
     """Values that the Trainer would fail on after the weights are loaded, or read as something else."""
     if settings["eval_strategy"] == "no":
-        for name in ("eval_on_start", "load_best_model_at_end"):
-            if settings[name]:
+        for name in ("eval_on_start", "load_best_model_at_end", "early_stopping_patience"):
+            if settings[name] not in (False, None):
                 raise ValueError(f"--{name} needs evaluation data: add --eval_strategy steps or epoch.")
         return
     _check_best_model(settings)
+    _check_early_stopping(settings)
     if settings["per_device_eval_batch_size"] < 1:
         raise ValueError(f"--per_device_eval_batch_size {settings['per_device_eval_batch_size']} is below 1.")
     steps = settings["eval_steps"]
@@ -240,4 +251,17 @@ def _check_best_model(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             "--save_only_model True leaves out of a checkpoint what --load_best_model_at_end True needs to load it on "
             "FSDP2 and DeepSpeed. Leave out one of the two."
+        )
+
+
+def _check_early_stopping(settings: Mapping[str, Any]) -> None:
+    patience, threshold = settings["early_stopping_patience"], settings["early_stopping_threshold"]
+    if patience is not None and patience < 1:
+        raise ValueError(
+            f"--early_stopping_patience {patience} is below 1: it is a number of evaluations. Leave it out to train to "
+            "the end."
+        )
+    if not 0 <= threshold < math.inf:
+        raise ValueError(
+            f"--early_stopping_threshold {threshold} is no improvement of 0 or more, in the metric's unit."
         )

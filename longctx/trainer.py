@@ -541,6 +541,7 @@ def _without_data_preparation(args: SFTConfig) -> SFTConfig:
     prepared.packing = prepared.padding_free = prepared.eval_packing = prepared.assistant_only_loss = False
     prepared.include_for_metrics = []  # the evaluation loop would gather the inputs
     prepared.completion_only_loss = None
+    prepared.restore_callback_states_from_checkpoint = False  # ResumableTrainer does
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # the same by two names
         if given := getattr(prepared, name, None):  # `selective` is carried out by longctx.parallelize
             setattr(prepared, name, {key: value for key, value in given.items() if key != "selective"})

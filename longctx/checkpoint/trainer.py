@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl import SFTConfig, SFTTrainer
@@ -180,7 +180,7 @@ class ResumableTrainer(SFTTrainer):
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 name, state = type(callback).__name__, callback.state()
-                held = self.state.stateful_callbacks[name]
+                held = self.state.stateful_callbacks.get(name)
                 if isinstance(held, list):
                     held.append(state)
                 else:
@@ -229,11 +229,28 @@ class ResumableTrainer(SFTTrainer):
         schedule._last_lr = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
             group["lr"] = rate
+        self._restore_callbacks()
         if self.args.process_index == 0:
             self._say_what_is_left(folder, manifest)
         self.add_callback(_Continued(self, manifest))
         if manifest.position is not None:
             self.restore_data_position(loader, manifest.position, manifest.step)
+
+    def _restore_callbacks(self) -> None:
+        """What they have counted; how they are set up is up to this run."""
+        for callback in self.callback_handler.callbacks:
+            held = self.state.stateful_callbacks.get(type(callback).__name__)
+            if isinstance(callback, ExportableState) and isinstance(held, dict):
+                for name in callback.state()["attributes"].keys() & held["attributes"].keys():
+                    setattr(callback, name, held["attributes"][name])
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether as many evaluations as --early_stopping_patience were no better."""
+        stopping = [c for c in self.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)]
+        return any(
+            callback.early_stopping_patience_counter >= callback.early_stopping_patience for callback in stopping
+        )
 
     def _say_what_is_left(self, folder: Path, manifest: Manifest) -> None:
         before, now = manifest.progress.get("max_steps"), self.state.max_steps
@@ -244,6 +261,13 @@ class ResumableTrainer(SFTTrainer):
                 folder,
                 manifest.step,
                 now,
+            )
+        elif self.has_stopped_early:
+            logger.warning(
+                "%s is of step %d, after which the run stopped early: nothing is left to train. For more, raise "
+                "--early_stopping_patience.",
+                folder,
+                manifest.step,
             )
         elif before not in (None, now):
             logger.warning(
@@ -264,7 +288,7 @@ class ResumableTrainer(SFTTrainer):
 
     def _run_epoch(self, **kwargs: Any) -> None:
         """The Trainer would take one more step where the last one was not an epoch's last."""
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.global_step >= self.state.max_steps or self.has_stopped_early:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(**kwargs)

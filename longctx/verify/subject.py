@@ -48,6 +48,7 @@ FIXED = {
     "eval_strategy": "no",
     "eval_on_start": False,
     "load_best_model_at_end": False,
+    "early_stopping_patience": None,
     "resume_from_checkpoint": None,
     "train_sampling_strategy": "sequential",
     "balance_packs": False,
