@@ -63,7 +63,7 @@ PLAIN = LogitScaling()
 
 
 def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
-    """Let `model(..., shift_labels=..., token_outputs=True, label_smoothing=0.0)` return `TokenOutputs`.
+    """Let `model(..., shift_labels=..., token_outputs=True, label_smoothing=0.0, summed=True)` return `TokenOutputs`.
 
     Without `token_outputs` the model is what it was. The head is called as the module that it is, once, so that
     FSDP2, ZeRO-3 and adapters treat its weight like any other layer's: gathered once for all tiles, one gradient.
@@ -79,12 +79,13 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
     plain = getattr(model.forward, "__func__", type(model).forward)
 
     @functools.wraps(plain)  # generation reads the signature
-    def forward(self, *args, token_outputs=False, shift_labels=None, label_smoothing=0.0, **kwargs):
+    def forward(self, *args, token_outputs=False, shift_labels=None, label_smoothing=0.0, summed=True, **kwargs):
         if not token_outputs:
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return plain(self, *args, **kwargs, **given)
         hidden = self.base_model(*args, **kwargs).last_hidden_state
-        return self.get_output_embeddings()(hidden, shift_labels=shift_labels, label_smoothing=label_smoothing)
+        head = self.get_output_embeddings()
+        return head(hidden, shift_labels=shift_labels, label_smoothing=label_smoothing, summed=summed)
 
     cast(Any, model).forward = MethodType(forward, model)
 
@@ -96,6 +97,7 @@ def _head_forward(
     hidden: Tensor,
     shift_labels: Tensor | None = None,
     label_smoothing: float = 0.0,
+    summed: bool = True,
 ) -> Tensor | TokenOutputs:
     if shift_labels is None:
         return F.linear(hidden.to(head.weight.device), head.weight, head.bias)
@@ -107,6 +109,7 @@ def _head_forward(
         label_smoothing=label_smoothing,
         scaling=scaling,
         hidden_on_host=hidden_on_host,
+        summed=summed,
     )
 
 
@@ -119,6 +122,7 @@ def fused_token_outputs(
     label_smoothing: float = 0.0,
     scaling: LogitScaling = PLAIN,
     hidden_on_host: bool = False,
+    summed: bool = True,
     tile_bytes: int = TILE_BYTES,
 ) -> TokenOutputs:
     """Head and cross-entropy in one, without logits [S, V].
@@ -138,6 +142,7 @@ def fused_token_outputs(
         scaling: of the logits.
         hidden_on_host: `hidden` lies in host memory, is moved tile by tile, and its gradient goes there too. Said,
             because on a machine without a GPU its device does not say it. All tokens are projected.
+        summed: the losses' gradient will be that of a sum. Where it is not known to be, nothing is made ahead.
         tile_bytes: bound of a tile's logits in fp32.
 
     Returns:
@@ -152,7 +157,7 @@ def fused_token_outputs(
         dtype,
         tile=max(1, tile_bytes // (4 * len(weight))),
         hidden_on_host=hidden_on_host or hidden.device != device,
-        with_grad=torch.is_grad_enabled(),
+        grads_ahead=summed and torch.is_grad_enabled(),
     )
     return TokenOutputs(*_FusedHead.apply(head, shift_labels, hidden, weight, bias))
 
@@ -165,7 +170,7 @@ class _Head(NamedTuple):
     tile: int
     """Tokens."""
     hidden_on_host: bool
-    with_grad: bool
+    grads_ahead: bool
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -175,8 +180,9 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 class _FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, head: _Head, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None):
-        wanted = ctx.needs_input_grad[2:] if head.with_grad else (False, False, False)
-        outputs, ctx.grads = _sweep(head, labels, hidden, weight, bias, wanted)
+        wanted = ctx.needs_input_grad[2:] if head.grads_ahead else (False, False, False)
+        outputs, grads = _sweep(head, labels, hidden, weight, bias, wanted)
+        ctx.grads = grads if head.grads_ahead else None
         ctx.head = head
         ctx.save_for_backward(labels, hidden, weight, bias)
         ctx.mark_non_differentiable(*outputs[1:])

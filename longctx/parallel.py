@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx.attention.backends import BACKENDS, Backend
@@ -90,13 +91,82 @@ class SequenceParallel:
         """The same from per-token losses [1, T/P] that are 0 where nothing is learnt."""
         return step_loss(losses, num_label_tokens, self.dims.world_size)
 
+    def log_probs(self, model: nn.Module, batch: Mapping[str, Any], *, gather: bool = True) -> Tensor:
+        """Log-probability of every label, given the tokens before it in its document; 0 where the label is −100.
+
+        The model is run on this rank's part of the batch, and its logits exist for a tile of tokens at a time. Under
+        `torch.no_grad()` nothing is kept for a backward pass. Every rank of a sequence group passes the same batch.
+
+        A loss made from the result is one of a data-parallel rank: every rank of a sequence group computes the same
+        loss, and averaging the gradients over all ranks, as DDP, FSDP and ZeRO do, gives the gradient of its mean over
+        the data-parallel ranks. Nothing has to be multiplied or divided by sp.
+
+        Args:
+            model: the first result of `parallelize`, wrapped or not.
+            batch: as for `shard`.
+            gather: whether every rank gets all tokens, or its own.
+
+        Returns:
+            fp32 or wider. [B, S], at the labels' places; or, not gathered, [1, T/P] in the order of
+            `shard(batch).shift_labels`, one place before. What is not gathered is a part of a sum over tokens, and
+            `reduce` scales such a part for the average over ranks.
+
+        Raises:
+            ValueError: if the batch cannot be cut exactly, or the model is wrapped so that it returns half precision.
+        """
+        shard = self.shard(batch)
+        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, summed=False)
+        log_probs = -outputs.losses
+        if log_probs.dtype.itemsize < 4:
+            raise ValueError(
+                f"the model's wrapper casts what it returns to {log_probs.dtype}, which would round log-probabilities. "
+                "Leave output_dtype out of FSDP2's MixedPrecisionPolicy."
+            )
+        if not gather:
+            return log_probs
+        whole = self.unshard(log_probs, shard.layout)
+        return F.pad(whole.flatten()[:-1], (1, 0)).view(whole.shape)
+
+    def document_log_probs(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """The sum of `log_probs` over each document, on every rank of the sequence group: float64 [documents].
+
+        Documents are in the order of the batch. The padded end of a packed row counts as one, with the sum 0; padding
+        that an `attention_mask` marks does not. In float64, since a long document's sum is large beside what two models
+        differ by.
+        """
+        log_probs = self.log_probs(model, batch).flatten()
+        starts = (complete_position_ids(batch) == 0).flatten()
+        document = (starts.cumsum(0) - 1).to(log_probs.device)
+        sums = log_probs.new_zeros(int(starts.sum()), dtype=torch.float64).index_add(0, document, log_probs.double())
+        if "attention_mask" not in batch:
+            return sums
+        return sums[batch["attention_mask"].flatten()[starts].bool().to(sums.device)]
+
     def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Per-token results [1, T/P, ...] of every rank in the batch's order: [B, S, ...], on every rank."""
+        """Per-token results [1, T/P, ...] of every rank in the batch's order: [B, S, ...], on every rank.
+
+        Differentiable: what every rank of the group makes of a token adds up to the token's gradient.
+        """
         if self.groups.sequence is None:
             return unshard_tokens(tokens, layout)
-        shards = [torch.empty_like(tokens[0]) for _ in range(self.dims.sp)]
-        dist.all_gather(shards, tokens[0].contiguous(), group=self.groups.sequence)
-        return unshard_tokens(torch.stack(shards), layout)
+        return unshard_tokens(_Gather.apply(tokens[0], self.groups.sequence), layout)
+
+
+class _Gather(torch.autograd.Function):
+    """[n, ...] of each of P ranks -> [P, n, ...] on all of them."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        shards = [torch.empty_like(tokens) for _ in range(group.size())]
+        dist.all_gather(shards, tokens.contiguous(), group=group)
+        return torch.stack(shards)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        mine = torch.empty_like(grad[0])
+        dist.reduce_scatter_tensor(mine, grad.flatten(0, 1).contiguous(), group=ctx.group)
+        return mine, None
 
 
 def parallelize(
