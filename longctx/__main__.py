@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 import longctx
+from longctx.methods import METHODS, POINTER
 from longctx.train import USAGE_ERROR
 
 
@@ -36,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     if name == "--version":
         print(f"longctx {longctx.__version__}")
         return 0
+    if name in METHODS:
+        print(f"longctx: error: {name} is no command: {POINTER}.", file=sys.stderr)
+        return USAGE_ERROR
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     said = f"longctx: error: {name} is no command.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
     print(said + usage(), file=sys.stderr)

@@ -15,6 +15,8 @@ import yaml
 from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
+from longctx.methods import POINTER, methods_with
+
 OLDER_NAMES = {"max_seq_length": "max_length", "torch_dtype": "dtype"}
 """Names that other versions of TRL and transformers give to today's flags."""
 
@@ -151,7 +153,10 @@ class _Parser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: --?([\w-]+)", message)
-        raise ValueError(f"{message.rstrip('.')}.{self.suggestion(unknown[1]) if unknown else ''}")
+        advice = self.suggestion(unknown[1]) if unknown else ""
+        if message.startswith("argument --loss_type"):
+            advice = f" {POINTER}."
+        raise ValueError(f"{message.rstrip('.')}.{advice}")
 
     def names(self) -> set[str]:
         return {action.dest for action in self._actions}
@@ -160,6 +165,8 @@ class _Parser(TrlParser):
         return next(action for action in self._actions if action.dest == name)
 
     def suggestion(self, name: str) -> str:
+        if methods := methods_with(_name(name)):
+            return f" It is of {', '.join(methods)}, and {POINTER}."
         close = difflib.get_close_matches(name, self.names(), n=1)
         meant = f" Did you mean --{close[0]}?" if close else ""
         return f"{meant} All flags: python -m longctx.train --help"

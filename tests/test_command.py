@@ -13,6 +13,7 @@ import pytest
 
 import longctx
 from longctx.__main__ import COMMANDS, main
+from longctx.methods import METHODS, POINTER
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,6 +28,9 @@ def test_the_command_line_that_names_no_command(capsys):
     assert capsys.readouterr().err == listed
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == f"longctx: error: trian is no command. Did you mean train?\n{listed}"
+    for method in METHODS:
+        assert main([method, "--beta", "0.1"]) == 2
+        assert capsys.readouterr().err == f"longctx: error: {method} is no command: {POINTER}.\n"
 
 
 def test_help_loads_no_library():

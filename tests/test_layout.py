@@ -40,6 +40,7 @@ STAGES: list[tuple[str, ...]] = [
     ),  # what a training run is put together from
     ("trainer",),
     (
+        "methods",
         "flags",
         "levers",
         "guards",

@@ -1,0 +1,21 @@
+"""Methods of training other than supervised fine-tuning: none is carried out here, and each is pointed to its place."""
+
+from __future__ import annotations
+
+METHODS = ("dpo", "grpo", "kto", "orpo", "ppo", "reward", "rloo")
+"""What people type behind `trl`, or would like to."""
+
+POINTER = (
+    "longctx train does supervised fine-tuning (SFT). DPO at --sp N is examples/dpo.py, on "
+    "sequence.document_log_probs; for other methods use TRL's own trainers"
+)
+
+
+def methods_with(flag: str) -> list[str]:
+    """TRL's methods that have a flag of this name, as TRL writes them."""
+    from dataclasses import fields
+
+    import trl
+
+    configs = {method: getattr(trl, f"{method}Config", None) for method in ("DPO", "GRPO", "KTO", "Reward", "RLOO")}
+    return [method for method, config in configs.items() if config and flag in {field.name for field in fields(config)}]

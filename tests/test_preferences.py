@@ -1,0 +1,84 @@
+"""examples/dpo.py at sp 2 against the same steps on one process: stock attention on each document, and TRL itself.
+
+Losses lie within 1e-4 of each other: sums of a thousand fp32 log-probabilities are off by 1e-7 of themselves, and what
+the loss is made of is the small difference of two of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longctx.tiny import tiny_model, tiny_tokenizer
+from tests.test_examples import PREFERENCES, losses_of, module_of
+from tests.test_log_probs import dense_log_probs, dense_model
+from tests.workers import run_ranks
+
+
+def losses_of_one_process(batch_size):
+    """AdamW on the pairs in order."""
+    dpo = module_of(PREFERENCES)
+    pairs = dpo.tokenize(dpo.load_preferences(), tiny_tokenizer())
+    model, reference_model = dense_model(torch.float32), dense_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=dpo.LEARNING_RATE, weight_decay=0.0)
+    losses = []
+    for step in range(dpo.STEPS):
+        batch = pairs[step * batch_size : (step + 1) * batch_size]
+        documents = [pair[answer] for answer in ("chosen", "rejected") for pair in batch]
+        with torch.no_grad():
+            reference = dense_log_probs(reference_model, documents)[1]
+        loss, _ = dpo.preference_loss(dense_log_probs(model, documents)[1], reference)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of_trl(batch_size, folder):
+    """DPOTrainer's, given the same records."""
+    from trl import DPOConfig, DPOTrainer
+
+    dpo = module_of(PREFERENCES)
+    args = DPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=batch_size,
+        max_steps=dpo.STEPS,
+        learning_rate=dpo.LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        beta=dpo.BETA,
+        max_length=None,
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = DPOTrainer(
+        model=tiny_model(),
+        ref_model=tiny_model(),
+        args=args,
+        train_dataset=dpo.load_preferences(),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_example_takes_the_steps_of_one_process(tmp_path):
+    losses = losses_of(PREFERENCES, tmp_path)
+    assert losses == pytest.approx(losses_of_one_process(2), rel=1e-4)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_example_takes_the_steps_of_trl(processes, tmp_path):
+    batch_size = processes  # 2 pairs for each data-parallel rank, of which there are processes / 2
+    losses = losses_of(PREFERENCES, tmp_path, processes)
+    assert losses == pytest.approx(losses_of_one_process(batch_size), rel=1e-4)
+    [expected] = run_ranks(1, f"{__name__}:losses_of_trl", batch_size, str(tmp_path))
+    assert losses == pytest.approx(expected, rel=1e-4)
