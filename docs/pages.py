@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 REPOSITORY = PurePosixPath()
-LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)")
+LINK = re.compile(r"!?\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)")
+IMAGE = re.compile(r"!\[[^\]]*\]\((?!https?:)([^)\s]+)\)")
 COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages by the file that they are."""
 
@@ -29,7 +30,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     made: dict[str, Callable[[], str]] = {"reference/flags.md": flags_page, "reference/profiles.md": profiles_page}
     for name, source in COPIED.items():
-        files.append(File.generated(config, name, content=relinked((ROOT / source).read_text(encoding="utf-8"))))
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=relinked(text)))
+        for image in IMAGE.findall(text):
+            files.append(File.generated(config, image, abs_src_path=str(ROOT / image)))
     for name, page in made.items():
         files.append(File.generated(config, name, content=page()))
     return files
@@ -41,7 +45,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def relinked(markdown: str, folder: PurePosixPath = REPOSITORY) -> str:
-    """Links to pages as the site has them; other files of the repository are named, not linked.
+    """Links to pages and images as the site has them; other files of the repository are named, not linked.
 
     Args:
         folder: of the text in the repository.
@@ -55,10 +59,12 @@ def relinked(markdown: str, folder: PurePosixPath = REPOSITORY) -> str:
             site = PurePosixPath(page_of[str(target)])
         elif target.parts[:1] == ("docs",):
             site = target.relative_to("docs")
+        elif found[0].startswith("!"):
+            site = PurePosixPath(target)
         else:
             return label if "`" in label or str(target) in label else f"{label} (`{target}`)"
         up = len(folder.parts) - 1 if folder.parts else 0
-        return f"[{label}]({'../' * up}{site}{hash_}{part})"
+        return f"{'!' * found[0].startswith('!')}[{label}]({'../' * up}{site}{hash_}{part})"
 
     return LINK.sub(link, markdown)
 
