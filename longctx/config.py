@@ -30,6 +30,7 @@ from longctx.levers import PROFILE_LEVERS, asked_levers, prefers_ulysses
 from longctx.memory.machine import available_host_memory
 from longctx.mesh import ParallelDims
 from longctx.model import load_config
+from longctx.profiling import BEFORE
 from longctx.resolved import Run, arrange, given_multiple, pad_multiple, row_length
 from longctx.supported import check_supported
 from longctx.tiny import TINY
@@ -248,6 +249,13 @@ def _check_values(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"--sp {settings['sp']} / --cp {settings['cp']}: a degree is at least 1.")
     if settings["max_length"] is not None and settings["max_length"] < 2:
         raise ValueError(f"--max_length {settings['max_length']} is below 2: a token needs one to predict.")
+    if settings["profile_steps"] < 1:
+        raise ValueError(f"--profile_steps {settings['profile_steps']} is below 1: there would be nothing to trace.")
+    if settings["profile"] and 0 < settings["max_steps"] <= BEFORE:
+        raise ValueError(
+            f"--profile True traces steps after the first {BEFORE}, and --max_steps {settings['max_steps']} ends "
+            f"before. Use --max_steps {BEFORE + settings['profile_steps']} or more."
+        )
     path = settings["chat_template_path"]
     if path and not (str(path).endswith((".jinja", ".j2")) and Path(path).is_file()):
         raise ValueError(

@@ -98,6 +98,10 @@ class SequenceArguments:
     early_stopping_threshold: float = field(
         default=0.0, metadata={"help": "How much better the metric has to be to count."}
     )
+    profile: bool = field(
+        default=False, metadata={"help": "Write a profiler trace of a few steps of every rank to output_dir/profile."}
+    )
+    profile_steps: int = field(default=3, metadata={"help": "Steps of --profile, from the third of the run on."})
     prepare_only: bool = field(default=False, metadata={"help": "Tokenise and plan the packs, then stop."})
     dry_run: bool = field(default=False, metadata={"help": "Print the resolved run and stop."})
 

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
 from longctx.host import host_empty
+from longctx.regions import region
 
 TILE_BYTES = 2**28
 """Bound of one tile's logits in fp32; at least one token's. Twice to three times as much is held for it in all."""
@@ -181,7 +182,8 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, head: _Head, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None):
         wanted = ctx.needs_input_grad[2:] if head.grads_ahead else (False, False, False)
-        outputs, grads = _sweep(head, labels, hidden, weight, bias, wanted)
+        with region("loss"):
+            outputs, grads = _sweep(head, labels, hidden, weight, bias, wanted)
         ctx.grads = grads if head.grads_ahead else None
         ctx.head = head
         ctx.save_for_backward(labels, hidden, weight, bias)

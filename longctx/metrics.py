@@ -16,6 +16,7 @@ from longctx.attention.support import has_experts, has_windows, head_size, num_l
 from longctx.batch import BatchLayout
 from longctx.data import IGNORE_INDEX
 from longctx.memory.report import GIB, PeakMemory
+from longctx.regions import PARTS, clock
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Dense bf16 peak of a device whose name holds the key (NVIDIA data sheets)."""
@@ -37,11 +38,15 @@ class StepMetrics:
         """Tokens of the longest micro-batch so far, padding included; of all ranks' once read."""
         self.peak_memory: PeakMemory | None = None
         """Of all ranks, when it was last read."""
-        self._reset()
-
-    def _reset(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        """Of each of PARTS on all ranks, between the last two times that it was read."""
         self._sums = torch.zeros(len(self._SUMS), dtype=torch.float64, device=self.device)
+        self.start()
+
+    def start(self) -> None:
+        """Time passes from now on."""
         self._started = time.perf_counter()
+        clock.start(self.device)
 
     def add(
         self, *, layout: BatchLayout, num_tokens: int, shift_labels: Tensor, correct: Tensor, entropy: Tensor
@@ -65,16 +70,26 @@ class StepMetrics:
             ]
         )
 
-    def state_dict(self) -> dict[str, float | list[float]]:
+    def state_dict(self) -> dict[str, Any]:
         """This rank's numbers since the last `read`, and those of all that went on before."""
-        return {"sums": self._sums.tolist(), "total_tokens": self.total_tokens, "longest_row": self.longest_row}
+        return {
+            "sums": self._sums.tolist(),
+            "total_tokens": self.total_tokens,
+            "longest_row": self.longest_row,
+            "elapsed": time.perf_counter() - self._started,
+            "seconds": clock.read(),
+        }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> None:
         """What `state_dict` gave on every rank; if there are others now, rank 0 has the sums of all."""
         if len(states) == self._world_size():
             sums = torch.tensor(states[rank]["sums"], dtype=torch.float64)
+            before = states[rank]
         else:
             sums = torch.tensor([state["sums"] for state in states], dtype=torch.float64).sum(0) * (rank == 0)
+            before = states[0]
+        self._started = time.perf_counter() - before.get("elapsed", 0.0)
+        clock.reset(before.get("seconds"))
         self._sums = sums.to(self.device)
         self.total_tokens = states[0]["total_tokens"]
         self.longest_row = max(state["longest_row"] for state in states)
@@ -88,7 +103,8 @@ class StepMetrics:
         """What runs in here takes none of the training steps' time."""
         start = time.perf_counter()
         try:
-            yield
+            with clock.paused():
+                yield
         finally:
             self._started += time.perf_counter() - start
 
@@ -98,15 +114,21 @@ class StepMetrics:
 
     def read(self) -> dict[str, float | None]:
         """The log's values since the last call. Called by all ranks together."""
-        seconds = time.perf_counter() - self._started
-        ranks, memory = self._gather_with_memory(self._sums)
+        seconds, parts = time.perf_counter() - self._started, clock.read()
+        self._started += seconds
+        clock.reset()
+        own = torch.tensor([parts[part] for part in PARTS], dtype=torch.float64, device=self.device)
+        values, memory = self._gather_with_memory(torch.cat((self._sums, own)))
+        ranks, of_parts = values.tensor_split((len(self._SUMS),), dim=1)
+        self.seconds = dict(zip(PARTS, of_parts.T.tolist(), strict=True))
+        shares = {part: sum(times) / (float(of_parts.sum()) or 1.0) for part, times in self.seconds.items()}
         total = dict(zip(self._SUMS, ranks.sum(0).tolist(), strict=True))
         work = ranks[:, -1]
         self.total_tokens += round(total["tokens"])
         flops = self.flops_per_token * total["tokens"] + self.flops_per_pair * total["work"]
         labels = max(total["label_tokens"], 1)
         gib = [peak / GIB for peak in memory.allocated] if memory.has_devices else None
-        self._reset()
+        self._sums.zero_()
         return {
             "num_tokens": self.total_tokens,
             "tokens_per_second": total["tokens"] / seconds,
@@ -120,6 +142,9 @@ class StepMetrics:
             "attention_imbalance": float(work.max() / work.mean()) if work.sum() else 1.0,
             "mean_token_accuracy": total["correct"] / labels,
             "entropy": total["entropy"] / labels,
+            "data_fraction": shares["data"],
+            "attention_fraction": shares["attention"],
+            "communication_fraction": shares["communication"],
         }
 
     def read_memory(self) -> PeakMemory:

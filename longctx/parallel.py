@@ -23,6 +23,7 @@ from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
 from longctx.chunked import install_chunked
 from longctx.loss import fuse_head, step_loss, token_losses
 from longctx.mesh import ParallelDims, SequenceGroups, sequence_groups
+from longctx.regions import region
 from longctx.shard import (
     complete_position_ids,
     count_label_tokens,
@@ -54,6 +55,10 @@ class SequenceParallel:
         Raises:
             ValueError: if the batch cannot be cut exactly, with the remedy.
         """
+        with region("shard"):
+            return self._shard(batch)
+
+    def _shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
         position_ids = complete_position_ids(batch)
         layout = batch.get("layout") or plan_batch(position_ids, self.dims)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
@@ -71,7 +76,8 @@ class SequenceParallel:
         """Tokens learnt in one optimizer step: over these micro-batches of every data-parallel rank, each once."""
         count = torch.tensor(sum(map(count_label_tokens, batches)), device=self.device)
         if dist.is_initialized():
-            dist.all_reduce(count)
+            with region("wait", "communication"):
+                dist.all_reduce(count)
         return int(count) // self.dims.sp
 
     def loss(self, logits: Tensor, shift_labels: Tensor, num_label_tokens: int) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
 from longctx.adapter import add_adapter
@@ -30,8 +31,10 @@ from longctx.launch.restarts import renew_store
 from longctx.memory.closed_form import ModelSizes
 from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
+from longctx.profiling import ProfileSteps
 from longctx.resolved import Run
 from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows
+from longctx.run_report import reported
 from longctx.trainer import SequenceTrainer
 from longctx.turns import together
 from longctx.verify import single_device_step
@@ -254,20 +257,27 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     run = prepared.run
     trainer = build_trainer(prepared, model)
     trainer.add_callback(FollowSteps())
+    if run.settings["profile"]:
+        trainer.add_callback(
+            ProfileSteps(trainer.args.output_dir, run.settings["profile_steps"], trainer.sequence.rank)
+        )
     if (patience := run.settings["early_stopping_patience"]) is not None:
         trainer.add_callback(EarlyStoppingCallback(patience, run.settings["early_stopping_threshold"]))
+    disable_progress_bar()  # of every file that is saved; the run has a bar of its own
     is_first = trainer.sequence.rank == 0
     if is_first:
         print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
-    trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
-    if is_first and trainer.stream_read is not None:
-        read = trainer.stream_read
-        print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
+    with reported(run, trainer):
+        trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
+        if is_first and trainer.stream_read is not None:
+            read = trainer.stream_read
+            print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
+        if trainer.stop_on_signal.stopped_by is None:
+            if is_first and trainer.has_stopped_early:
+                print(f"longctx: {_stopped_early(trainer, run.settings['early_stopping_patience'])}", flush=True)
+            trainer.save_results()
     if trainer.stop_on_signal.stopped_by is not None:
         return trainer
-    if is_first and trainer.has_stopped_early:
-        print(f"longctx: {_stopped_early(trainer, run.settings['early_stopping_patience'])}", flush=True)
-    trainer.save_results()
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer

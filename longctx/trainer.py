@@ -37,6 +37,8 @@ from longctx.model import count_parameters, count_trained_parameters
 from longctx.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
+from longctx.progress import use_one_bar
+from longctx.regions import clock, region
 from longctx.shard import complete_position_ids, plan_batch
 from longctx.steps import MicroBatch, StepLoader, StepSampler, StepStream
 
@@ -105,6 +107,7 @@ class SequenceTrainer(ResumableTrainer):
         _keep_sums_in_fp32(self.accelerator)
         if self.is_fsdp_enabled:
             _save_whole_models(self.accelerator)
+        use_one_bar(self)
         self.stream_read: MicroBatch | None = None
         if isinstance(rows, PackedStream):
             self.add_callback(_StreamEntry(self))  # `epoch` stays the Trainer's, steps / max_steps
@@ -147,6 +150,7 @@ class SequenceTrainer(ResumableTrainer):
         zero: Any = getattr(self.model_wrapped, "optimizer", None)
         if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would do without in fp32; ZeRO-3 always looks
             zero.check_grad_overflow = True
+        self.step_metrics.start()
         return prepared
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -266,6 +270,14 @@ class SequenceTrainer(ResumableTrainer):
     def get_total_train_batch_size(self, args: SFTConfig) -> int:
         """Sequences in an optimizer step."""
         return self._train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        with region("data", "data"):
+            return super().get_batch_samples(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with region("saving", "saving"):
+            super()._save_checkpoint(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> int:
         return self.sequence.count_label_tokens(batch_samples)
@@ -412,17 +424,27 @@ class SequenceTrainer(ResumableTrainer):
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" not in logs:
             return super().log(logs, start_time)
-        logs.update(self.step_metrics.read())
+        numbers = self.step_metrics.read()
+        logs.update({name: value for name, value in numbers.items() if value is not None})
         memory = self.step_metrics.peak_memory
         assert memory is not None, "read with the other numbers"
         for message in self._memory_warnings.new(memory):
             warnings.warn(message, stacklevel=2)
         super().log(logs, start_time)
-        self.state.log_history[-1]["memory"] = memory.to_dict()
+        # What is no number is for trainer_state.json alone: --report_to's integrations would warn of it in every step.
+        entry = self.state.log_history[-1]
+        entry.update({name: None for name, value in numbers.items() if value is None})
+        entry["memory"] = memory.to_dict()
+        entry["seconds"] = {
+            part: [round(seconds, 4) for seconds in ranks] for part, ranks in self.step_metrics.seconds.items()
+        }
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """And read the peaks of the whole of it. Called by all ranks together."""
-        output = super().train(*args, **kwargs)
+        try:
+            output = super().train(*args, **kwargs)
+        finally:
+            clock.stop()
         self.step_metrics.read_memory()
         return output
 
@@ -508,8 +530,9 @@ class _PlanningCollator:
         self.collator, self.dims, self.rank = collator, dims, rank
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collator(rows) if rows else self.collator.empty()
-        layout = plan_batch(complete_position_ids(batch), self.dims, self.dims.sp_rank(self.rank))
+        with region("pack"):
+            batch = self.collator(rows) if rows else self.collator.empty()
+            layout = plan_batch(complete_position_ids(batch), self.dims, self.dims.sp_rank(self.rank))
         lengths = [len(row["input_ids"]) for row in rows]
         return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
 

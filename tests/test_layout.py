@@ -19,7 +19,7 @@ STAGES: list[tuple[str, ...]] = [
     ("packing",),  # lengths -> packs
     ("collate",),  # packs -> batches
     ("batch", "mesh", "shard"),  # batches -> one rank's part
-    ("host", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
+    ("host", "regions", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
     ("loss",),
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
     (
@@ -34,9 +34,12 @@ STAGES: list[tuple[str, ...]] = [
         "metrics",
         "checkpoint",
         "nonfinite",
+        "progress",
+        "profiling",
         "memory",
         "step_time",
         "pictures",
+        "charts",
     ),  # what a training run is put together from
     ("trainer",),
     (
@@ -48,6 +51,7 @@ STAGES: list[tuple[str, ...]] = [
         "advice",
         "supported",
         "launch",
+        "run_report",
         "config",
         "plan",
         "verify",

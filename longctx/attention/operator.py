@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention.kernels import Entries, block_backward, block_forward
+from longctx.regions import region
 
 
 class Schedule(Protocol):
@@ -120,7 +121,8 @@ def run_schedule(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The op's body: out [1, H, S, D] of q's dtype and lse [1, H, S], sinks included."""
-    out, lse = _schedules[schedule].forward(q, k, v, scale)
+    with region("attention", "attention"):
+        out, lse = _schedules[schedule].forward(q, k, v, scale)
     if sinks is not None:
         sinks = sinks.to(lse.dtype)[:, None]
         out = out * torch.sigmoid(lse - sinks)[..., None]
@@ -146,7 +148,8 @@ def _keep(ctx, inputs, output) -> None:
 def _backward(ctx, grad_out: Tensor, _: Tensor):
     """With the final `out` and `lse` every block's gradient stands for itself, the sink's too: its value is 0."""
     q, k, v, sinks, out, lse = ctx.saved_tensors
-    grads = ctx.schedule.backward(grad_out, q, k, v, out, lse, ctx.scale)
+    with region("attention backward", "attention"):
+        grads = ctx.schedule.backward(grad_out, q, k, v, out, lse, ctx.scale)
     dq, dk, dv = (grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
     if sinks is None:
         return dq, dk, dv, None, None, None

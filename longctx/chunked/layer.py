@@ -18,6 +18,7 @@ from longctx.batch import AttentionContext
 from longctx.chunked.attention import HostAttention
 from longctx.chunked.tiles import Autocast, ParameterGradients, chunks_of, settle, to_device, to_host
 from longctx.host import host_empty
+from longctx.regions import region
 from longctx.ulysses.exchange import all_to_all, key_value_copies
 
 
@@ -125,7 +126,8 @@ class ChunkedLayer:
             to_host(grad_hidden[:, at], grads[0])
             self._store(grad_out, at, self._exchange(self._by_rank(grads[1])))
             sums.add(grads[2:])
-        grad_sinks = self._attention.backward(grad_out, projected.q, projected.kv, out, lse, projected.sinks)
+        with region("attention backward", "attention"):
+            grad_sinks = self._attention.backward(grad_out, projected.q, projected.kv, out, lse, projected.sinks)
         for at in self.chunks:
             x = self._leaf(hidden[:, at])
             with self.autocast.with_grad():
@@ -156,7 +158,8 @@ class ChunkedLayer:
         return Projected(q, kv, projection.sinks)
 
     def _attend(self, projected: Projected) -> tuple[Tensor, Tensor]:
-        return self._attention.forward(*projected)
+        with region("attention", "attention"):
+            return self._attention.forward(*projected)
 
     @cached_property
     def _attention(self) -> HostAttention:

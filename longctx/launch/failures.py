@@ -57,6 +57,15 @@ def failures_told(output_dir: str | None, timeout: float) -> Iterator[None]:
         raise SystemExit(FAILED) from None
 
 
+def reason(error: BaseException) -> str:
+    """Why a run fails, as far as this rank can know: another rank's failure, or its own error."""
+    watching = watch()
+    is_told = _is_consequence(error) and "timed out" not in str(error).lower()
+    if watching is not None and is_told and (failure := watching.wait_for_failure(LEAVE_SECONDS)):
+        return failure.message
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
 class FollowSteps(TrainerCallback):
     """Tells the watch which step is under way, and gives --ddp_timeout to the groups that the engine has made."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
 from longctx.attention.operator import Schedule, attend, binding_window
+from longctx.regions import region
 from longctx.ring.plan import RingPlan
 from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split
 from longctx.ring.window import WindowSchedule
@@ -134,28 +135,32 @@ class RingSchedule:
 
     def _forward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = heads
-        out, lse = block_forward(q, k, v, self.causal, scale)
-        out = out.to(lse.dtype)
+        with region("ring step 0"):
+            out, lse = block_forward(q, k, v, self.causal, scale)
+            out = out.to(lse.dtype)
         for step, entries in self.steps:
-            received = transport.receive(step)
-            if len(entries):
-                merge(out, lse, entries.q_rows, *block_forward(q, *split(received), entries, scale))
+            with region(f"ring step {step.hop}"):
+                received = transport.receive(step)
+                if len(entries):
+                    merge(out, lse, entries.q_rows, *block_forward(q, *split(received), entries, scale))
         return out, lse
 
     def _backward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, grad_out, out, lse = heads
-        own = block_backward(grad_out, q, k, v, out, lse, self.causal, scale)
-        dq, dk, dv = (grad.to(lse.dtype) for grad in own)
-        transport.collect_gradients(fuse(dk, dv))
+        with region("ring step 0"):
+            own = block_backward(grad_out, q, k, v, out, lse, self.causal, scale)
+            dq, dk, dv = (grad.to(lse.dtype) for grad in own)
+            transport.collect_gradients(fuse(dk, dv))
         for step, entries in self.steps:
-            received = transport.receive(step)
-            grad_kv = torch.zeros_like(received, dtype=lse.dtype)
-            if len(entries):
-                grads = block_backward(grad_out, q, *split(received), out, lse, entries, scale)
-                add(dq, entries.q_rows, grads[0])
-                for grad, part in zip(split(grad_kv), grads[1:], strict=True):
-                    add(grad, entries.kv_rows, part)
-            transport.give(step, grad_kv)
+            with region(f"ring step {step.hop}"):
+                received = transport.receive(step)
+                grad_kv = torch.zeros_like(received, dtype=lse.dtype)
+                if len(entries):
+                    grads = block_backward(grad_out, q, *split(received), out, lse, entries, scale)
+                    add(dq, entries.q_rows, grads[0])
+                    for grad, part in zip(split(grad_kv), grads[1:], strict=True):
+                        add(grad, entries.kv_rows, part)
+                transport.give(step, grad_kv)
         return dq, *split(transport.gradients())
 
 

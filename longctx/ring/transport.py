@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.regions import region
 from longctx.ring.plan import RingPlan, RingStep
 
 
@@ -152,7 +153,8 @@ class Gather:
     def gradients(self) -> Tensor:
         if self.longest:
             home = self.own_grad.new_empty(self.longest, *self.own_grad.shape[1:])
-            dist.reduce_scatter_tensor(home, self._grads, group=self.group)
+            with region("wait", "communication"):
+                dist.reduce_scatter_tensor(home, self._grads, group=self.group)
             self.own_grad[: self.longest] += home
         return self.own_grad
 
@@ -161,8 +163,9 @@ TRANSPORTS: dict[str, type[Transport]] = {"p2p": PeerToPeer, "gather": Gather}
 
 
 def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+    with region("wait", "communication"):
+        for work in works:
+            work.wait()
 
 
 def fuse(k: Tensor, v: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.kernels import Entries, block_backward, block_forward, upload
+from longctx.regions import region
 from longctx.ring.plan import IntArray, RingPlan
 from longctx.ring.transport import check_shard, fuse, split
 
@@ -115,7 +116,8 @@ class WindowSchedule:
 
     def _exchange(self, tokens: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
         received = tokens.new_empty(sum(received_sizes), *tokens.shape[1:])
-        dist.all_to_all_single(received, tokens.contiguous(), received_sizes, sizes, group=self.group)
+        with region("exchange", "communication"):
+            dist.all_to_all_single(received, tokens.contiguous(), received_sizes, sizes, group=self.group)
         return received
 
     def _rows_on(self, device: torch.device) -> tuple[Tensor, Tensor]:

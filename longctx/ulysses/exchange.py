@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.regions import region
+
 
 def legal_sizes(num_heads: int) -> str:
     """Numbers of ranks over which the query heads divide evenly, for messages: `1, 2, 4`."""
@@ -34,7 +36,8 @@ class _AllToAll(torch.autograd.Function):
         ctx.group = group
         x = x.contiguous()
         received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
+        with region("exchange", "communication"):
+            dist.all_to_all_single(received, x, group=group)
         return received
 
     @staticmethod
