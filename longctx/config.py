@@ -29,6 +29,7 @@ from longctx.launch.profile import DEEPSPEED_FLAGS, LaunchProfile, default_confi
 from longctx.levers import PROFILE_LEVERS, asked_levers, prefers_ulysses
 from longctx.memory.machine import available_host_memory
 from longctx.mesh import ParallelDims
+from longctx.mixture_flags import take_mixture
 from longctx.model import load_config
 from longctx.profiling import BEFORE
 from longctx.resolved import Run, arrange, given_multiple, pad_multiple, row_length
@@ -118,6 +119,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
         check_writable(output_dir)
     if settings["resume_from_checkpoint"] is not None:
         candidates(str(settings["resume_from_checkpoint"]), output_dir)
+    notes += take_mixture(flags, settings)
     if settings["dataset_streaming"]:
         notes += _take_streaming(flags, settings)
     model_config = _model_config(settings)
@@ -193,6 +195,7 @@ def _check_machine(run: Run, env: Mapping[str, str]) -> None:
 def _defaults(flags: Flags) -> tuple[dict[str, Any], frozenset[str], bool]:
     """All values with the demo preset or our defaults filled in, which were, and whether it is the demo."""
     named = {name for name in ("model_name_or_path", "dataset_name") if flags.values[name] is not None}
+    named |= {"dataset_name"} if flags.datasets else set()
     if len(named) == 1:
         missing, example = (
             ("--dataset_name", "stdlib") if "model_name_or_path" in named else ("--model_name_or_path", "tiny")

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 from transformers.hf_argparser import string_to_bool
-from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from longctx.methods import POINTER, methods_with
 
@@ -46,6 +46,14 @@ class SequenceArguments:
     )
     accelerate_config: str | None = field(
         default=None, metadata={"help": "Accelerate profile: a name from configs/ or a path to a YAML file."}
+    )
+    dataset_weights: list[float] | None = field(
+        default=None,
+        metadata={"help": "Of each of --datasets, how often it gives the next document, against the others."},
+    )
+    dataset_stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = field(
+        default="first_exhausted",
+        metadata={"help": "When --dataset_weights draws no more: datasets.interleave_datasets' stopping_strategy."},
     )
     overlong: Literal["raise", "truncate", "drop", "split"] = field(
         default="raise",
@@ -134,7 +142,9 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         ValueError: for an unknown or malformed flag, and for a --config file that cannot be read.
         SystemExit: after --help.
     """
-    parser = _Parser([SequenceArguments, ScriptArguments, SFTConfig, ModelConfig], prog="longctx.train")
+    parser = _Parser(
+        [SequenceArguments, ScriptArguments, DatasetMixtureConfig, SFTConfig, ModelConfig], prog="longctx.train"
+    )
     parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
     given = [_today(argument) for argument in arguments]
     path = _only_config(given)

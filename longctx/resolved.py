@@ -14,6 +14,7 @@ from trl import SFTConfig
 from longctx.attention.choice import BackendChoice, Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.attention.support import num_linear_heads
+from longctx.data import name_data
 from longctx.flags import Flags
 from longctx.levers import Levers, Place, resolve_levers
 from longctx.memory.closed_form import MemorySetup, ModelSizes
@@ -147,7 +148,7 @@ class Run:
             f"device    {'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}",
             f"memory    {self.levers.describe()}",
             f"model     {self.settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})",
-            f"data      {self.settings['dataset_name']}, "
+            f"data      {name_data(self.settings)}, "
             + ("packed" if self.settings["packing"] else "padding-free" if self.settings["padding_free"] else "padded")
             + f", max_length {self.settings['max_length']:,}, overlong {self.settings['overlong']}, "
             f"padded to a multiple of {self.settings['pad_to_multiple_of']}",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
@@ -22,8 +22,13 @@ from longctx.attention.support import head_size, num_heads
 from longctx.data import (
     DataError,
     DocumentStream,
+    MixedStream,
+    Mixture,
+    SourceReport,
     document_lengths,
     load_records,
+    mix,
+    name_data,
     record_place,
     stream_records,
     tokenize_records,
@@ -35,6 +40,8 @@ from longctx.packing import PackedDataset, PackedStream, PackingReport, load_pla
 from longctx.turns import first_rank_first, together
 
 logger = logging.getLogger(__name__)
+
+Records = TypeVar("Records", Dataset, IterableDataset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,8 @@ class TrainingRows:
     """What became of every document and token."""
     costs: NDArray[np.floating] | None
     """Modelled cost of each pack, to balance ranks by; None without packing or --balance_packs."""
+    mixture: tuple[SourceReport, ...] = ()
+    """What the documents have of each of --datasets."""
     evaluation: TrainingRows | None = None
     """The rows of the evaluation split, in data set order; None without --eval_strategy."""
 
@@ -62,6 +71,7 @@ class StreamedRows:
     report: None = None
     """The rows count documents and tokens as they are read."""
     costs: None = None
+    mixture: tuple[()] = ()
     evaluation: TrainingRows | None = None
     """Of the whole split, which is read once, into memory."""
 
@@ -89,7 +99,7 @@ def _prepare(
     evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
     if not len(evaluation.rows):
         raise ValueError(
-            f"--dataset_test_split {settings['dataset_test_split']} of {settings['dataset_name']} leaves no row to "
+            f"--dataset_test_split {settings['dataset_test_split']} of {name_data(settings)} leaves no row to "
             f"evaluate on: {evaluation.report}. Use --overlong split or truncate, or a longer --max_length."
         )
     return replace(training, evaluation=evaluation)
@@ -98,29 +108,45 @@ def _prepare(
 def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings under which the evaluation split is read: every row once, in data set order."""
     packing = settings["packing"] if settings["eval_packing"] is None else settings["eval_packing"]
-    return {
-        **settings,
-        "dataset_train_split": settings["dataset_test_split"],
-        "packing": packing,
-        "balance_packs": False,
-        "shuffle_dataset": False,
-    }
+    evaluation = {**settings, "packing": packing, "balance_packs": False, "shuffle_dataset": False}
+    if settings["datasets"] and settings["test_split_size"] is not None:
+        return {**evaluation, "part": "test"}
+    test_split = settings["dataset_test_split"]
+    sources = [replace(source, split=test_split, fraction=None) for source in settings["datasets"]]
+    return {**evaluation, "dataset_train_split": test_split, "datasets": sources, "dataset_weights": None}
+
+
+def _of_each(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings under which each data set is read: the only one, or those of the mixture."""
+    return [
+        {
+            **settings,
+            "dataset_name": source.path,
+            "dataset_config": source.name,
+            "dataset_train_split": source.split,
+            "columns": source.columns,
+        }
+        for source in settings["datasets"]
+    ] or [settings]
 
 
 def _rows_of_split(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> TrainingRows:
-    if settings["dataset_streaming"]:  # read once, into memory
-        documents = Dataset(pa.concat_tables(_document_stream(settings, tokenizer, model_config).tables()))
+    read = _streamed_documents if settings["dataset_streaming"] else _documents
+    mixture: tuple[SourceReport, ...] = ()
+    sources = [read(one, tokenizer, model_config) for one in _of_each(settings)]
+    if settings["datasets"]:
+        documents, mixture = mix(sources, Mixture.of_settings(settings), settings.get("part", "train"))
     else:
-        documents = _documents(settings, tokenizer, model_config)
+        (documents,) = sources
     if settings["shuffle_dataset"]:
         documents = documents.shuffle(seed=settings["seed"])
     lengths = document_lengths(documents)
     rows, report = _plan(documents, lengths, settings)
     balances = settings["packing"] and settings["balance_packs"]
     costs = pack_costs(rows.packing, lengths, linear_cost(model_config)) if balances else None
-    return TrainingRows(documents=documents, rows=rows, report=report, costs=costs)
+    return TrainingRows(documents=documents, rows=rows, report=report, costs=costs, mixture=mixture)
 
 
 def _documents(
@@ -129,13 +155,30 @@ def _documents(
     where = _where(settings)
     try:
         return tokenize_records(
-            load_records(**where),
+            _select(load_records(**where), settings),
             tokenizer,
             num_proc=settings["dataset_num_proc"],
             **_encoding(settings, model_config),
         )
     except DataError as error:
         raise _named(error, where) from error
+
+
+def _streamed_documents(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> Dataset:
+    """Of a stream, read once into memory."""
+    return Dataset(pa.concat_tables(_document_stream(settings, tokenizer, model_config).tables()))
+
+
+def _select(records: Records, settings: Mapping[str, Any]) -> Records:
+    """The columns that an entry of --datasets names, or all."""
+    columns = settings.get("columns")
+    if columns is None:
+        return records
+    if missing := sorted(set(columns) - set(records.column_names)):
+        raise DataError(f"no column {missing[0]!r} to select; there are {', '.join(sorted(records.column_names))}.")
+    return records.select_columns(columns)
 
 
 def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
@@ -148,7 +191,8 @@ def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
 def _stream_of_split(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> StreamedRows:
-    stream = _document_stream(settings, tokenizer, model_config)
+    streams = [_document_stream(one, tokenizer, model_config) for one in _of_each(settings)]
+    stream = MixedStream(streams, Mixture.of_settings(settings)) if settings["datasets"] else streams[0]
     rows = PackedStream(
         stream,
         settings["max_length"],
@@ -164,7 +208,7 @@ def _document_stream(
     where = _where(settings)
     try:
         return tokenize_stream(
-            stream_records(**where),
+            _select(stream_records(**where), settings),
             tokenizer,
             place=partial(record_place, **where),
             **_encoding(settings, model_config),
@@ -212,6 +256,13 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
     if settings["use_peft"]:
         base = settings["model_name_or_path"]
         order |= {"use_peft": True, "base_model": _files_identity(base) or base}
+    if settings["datasets"]:
+        order["mixture"] = _mixture_identity(Mixture.of_settings(settings))
+    if isinstance(data, StreamedRows) and settings["datasets"]:
+        names = ("path", "name", "split", "columns")
+        files = [_files_identity(source.path) for source in settings["datasets"]]
+        sources = [{name: getattr(source, name) for name in names} for source in settings["datasets"]]
+        return {"datasets": sources, "files": files, "dataset_text_field": settings["dataset_text_field"]} | order
     if isinstance(data, StreamedRows):
         names = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field")
         return {name: settings[name] for name in names} | {"files": _files_identity(settings["dataset_name"])} | order
@@ -225,6 +276,13 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
         "balanced": data.costs is not None,
         **order,
     }
+
+
+def _mixture_identity(mixture: Mixture) -> dict[str, Any]:
+    """What decides which documents are drawn, besides the data sets; as JSON gives it back."""
+    of_weights = {"stopping_strategy": mixture.stopping_strategy} if mixture.weights else {}
+    shares = {name: list(values) for name in ("weights", "fractions") if (values := getattr(mixture, name))}
+    return {**shares, **of_weights, "seed": mixture.seed, "test_split_size": mixture.test_size}
 
 
 def _files_identity(name: str) -> str | None:

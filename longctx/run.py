@@ -241,6 +241,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         processing_class=prepared.tokenizer,
         costs=prepared.data.costs,
         report=prepared.data.report,
+        mixture=prepared.data.mixture,
         eval_rows=prepared.data.evaluation.rows if prepared.data.evaluation else None,
         data_identity=prepared.data_identity,
         on_nonfinite=settings["on_nonfinite"],
@@ -272,6 +273,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         if is_first and trainer.stream_read is not None:
             read = trainer.stream_read
             print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
+            print("".join(f"longctx: mixture   {source}\n" for source in trainer.mixture_read()), end="", flush=True)
         if trainer.stop_on_signal.stopped_by is None:
             if is_first and trainer.has_stopped_early:
                 print(f"longctx: {_stopped_early(trainer, run.settings['early_stopping_patience'])}", flush=True)
@@ -318,6 +320,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
     return [
         f"packing   {prepared.data.report or 'as the stream is read; the counts come at the end of the run'}",
+        *(f"mixture   {source}" for source in prepared.data.mixture),
         *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
         *([f"resume    from {prepared.resume_from}"] if prepared.resume_from else []),
         f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "

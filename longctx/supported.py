@@ -16,6 +16,7 @@ _ACTING_GROUPS = {
     "model and data": (
         "model_name_or_path model_revision trust_remote_code model_init_kwargs attn_implementation dataset_name "
         "dataset_config dataset_streaming dataset_train_split dataset_text_field dataset_num_proc chat_template_path "
+        "datasets streaming test_split_size "
         "eos_token pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
         "completion_only_loss assistant_only_loss label_smoothing_factor use_peft"
     ),

@@ -125,6 +125,7 @@ def prepare_only(run: Run) -> int:
         refuse(error)
         return USAGE_ERROR
     print(f"longctx: packing   {data.report}")
+    print("".join(f"longctx: mixture   {source}\n" for source in data.mixture), end="")
     print(f"longctx: prepared  {cache_folder()} keeps the plan; a run with the same flags starts from it", flush=True)
     return 0
 

@@ -29,6 +29,7 @@ from trl import SFTConfig
 from longctx.batch import ShardedBatch
 from longctx.checkpoint import ResumableTrainer, StopOnSignal
 from longctx.collate import SequenceCollator
+from longctx.data import MixedStream, SourceReport
 from longctx.loss import TokenOutputs
 from longctx.memory.report import MemoryWarnings
 from longctx.mesh import ParallelDims
@@ -55,6 +56,7 @@ class SequenceTrainer(ResumableTrainer):
         costs: modelled cost of each row, to balance data-parallel ranks by; None shuffles rows alone.
         report: what became of every document and token, for the first entry of the log's history; a stream's is kept
             there as it grows.
+        mixture: what the documents have of each data set, for the same entry.
         eval_rows: packs or single documents to evaluate on.
         data_identity: says what the rows are made from, by name, when a checkpoint is saved; one is resumed on the same
             data alone.
@@ -77,6 +79,7 @@ class SequenceTrainer(ResumableTrainer):
         processing_class: PreTrainedTokenizerBase,
         costs: NDArray[np.floating] | None = None,
         report: PackingReport | None = None,
+        mixture: Sequence[SourceReport] = (),
         eval_rows: PackedDataset | None = None,
         data_identity: Callable[[], Mapping[str, Any]] = dict,
         on_nonfinite: Literal["stop", "skip"] = "stop",
@@ -114,7 +117,7 @@ class SequenceTrainer(ResumableTrainer):
         else:
             self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
         if report is not None:
-            self.add_callback(_PackingEntry(report))
+            self.add_callback(_PackingEntry(report, mixture))
         self.add_callback(_ScheduleGoesOn(self))
         self.stop_on_signal = StopOnSignal(sequence.device)
         self.add_callback(self.stop_on_signal)
@@ -134,6 +137,13 @@ class SequenceTrainer(ResumableTrainer):
 
     def data_position(self) -> dict[str, Any] | None:
         return None if self.stream_read is None else self.stream_read.position
+
+    def mixture_read(self) -> tuple[SourceReport, ...]:
+        """What was read of each data set of a streamed mixture, up to the last step."""
+        if self.stream_read is None or not isinstance(self.rows, PackedStream):
+            return ()
+        source = self.rows.source
+        return source.reports(self.stream_read.position["stream"]["source"]) if isinstance(source, MixedStream) else ()
 
     def restore_data_position(self, loader: DataLoader, position: dict[str, Any], step: int) -> None:
         assert isinstance(loader.dataset, StepStream), "rows with numbers have no position"
@@ -480,12 +490,13 @@ class _ScheduleGoesOn(TrainerCallback):
 class _PackingEntry(TrainerCallback):
     """Puts the packing report into the log's history, and so into trainer_state.json, before the first step."""
 
-    def __init__(self, report: PackingReport):
+    def __init__(self, report: PackingReport, mixture: Sequence[SourceReport]):
         self.report = report.to_dict()
+        self.mixture = {"mixture": [source.to_dict() for source in mixture]} if mixture else {}
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not any(entry.get("packing") == self.report for entry in state.log_history):  # a resumed run has it
-            state.log_history.append({"step": state.global_step, "packing": self.report})
+            state.log_history.append({"step": state.global_step, "packing": self.report, **self.mixture})
 
 
 class _StreamEntry(TrainerCallback):
@@ -498,7 +509,10 @@ class _StreamEntry(TrainerCallback):
         read, history = self.trainer.stream_read, state.log_history
         assert read is not None, "a step has read something"
         packing = read.report.to_dict() | {"passes": read.passes}
-        history[:] = [{"step": state.global_step, "packing": packing}, *(e for e in history if "packing" not in e)]
+        entry = {"step": state.global_step, "packing": packing}
+        if mixture := self.trainer.mixture_read():
+            entry["mixture"] = [source.to_dict() for source in mixture]
+        history[:] = [entry, *(e for e in history if "packing" not in e)]
 
 
 def _save_whole_models(accelerator: Accelerator) -> None:

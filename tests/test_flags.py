@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from trl import ModelConfig, ScriptArguments, SFTConfig
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from longctx.config import DEMO, resolve
 from longctx.flags import SequenceArguments, parse_flags
@@ -184,7 +184,8 @@ def test_no_clipping_still_measures_the_norm():
 # Every flag
 # ------------------------------------------------------------------------------------------------
 
-ALL_FIELDS = {f.name: f for arguments in (SFTConfig, ModelConfig, ScriptArguments) for f in fields(arguments) if f.init}
+OF_TRL = (SFTConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
+ALL_FIELDS = {f.name: f for arguments in OF_TRL for f in fields(arguments) if f.init}
 TABLES = {
     "ACTS": ACTS,
     "ACTS_WITH": ACTS_WITH,

@@ -53,6 +53,7 @@ STAGES: list[tuple[str, ...]] = [
         "launch",
         "run_report",
         "config",
+        "mixture_flags",
         "plan",
         "verify",
         "run",

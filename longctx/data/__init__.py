@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from longctx.data.columns import IGNORE_INDEX, document_lengths
 from longctx.data.errors import DataError, with_place
+from longctx.data.mixture import Mixture, name_data
 
 if TYPE_CHECKING:
+    from longctx.data.mixing import MixedStream, SourceReport, mix
     from longctx.data.records import load_records, record_place, stream_records
     from longctx.data.stream import DocumentStream, tokenize_stream
     from longctx.data.text_files import STDLIB, stdlib_files
@@ -29,8 +31,13 @@ __all__ = [
     "STDLIB",
     "DataError",
     "DocumentStream",
+    "MixedStream",
+    "Mixture",
+    "SourceReport",
     "document_lengths",
     "load_records",
+    "mix",
+    "name_data",
     "record_place",
     "stdlib_files",
     "stream_records",
@@ -42,8 +49,11 @@ __all__ = [
 # Packing reads columns and needs neither `datasets` nor `transformers`, which take seconds to import.
 _LOADED_WHEN_USED = {
     "DocumentStream": "stream",
+    "MixedStream": "mixing",
     "STDLIB": "text_files",
+    "SourceReport": "mixing",
     "load_records": "records",
+    "mix": "mixing",
     "record_place": "records",
     "stdlib_files": "text_files",
     "stream_records": "records",

@@ -309,6 +309,7 @@ class PackedStream(IterableDataset):
             "ready": [_span(piece) for piece in ready],
             "digest": _digest([*waiting, *ready]),
             "counts": dict(self._counts),
+            **({"source": self.source.position()} if hasattr(self.source, "position") else {}),
         }
 
     def go_on_from(self, position: Mapping[str, Any]) -> None:
@@ -331,6 +332,8 @@ class PackedStream(IterableDataset):
         self._begin({**position, "waiting": [], "ready": []})
         spans, stop = [*position["waiting"], *position["ready"]], position["read"]
         first = min((document for document, *_ in spans), default=stop)
+        if "source" in position:
+            self.source.go_on_from(position["source"], stop)  # type: ignore[attr-defined]
         documents = self._read_from(first)
         again = {document for document, *_ in spans}
         columns = {

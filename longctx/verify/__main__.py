@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from longctx.data import name_data
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _result(run: Run, checks: list[Check], machine: list[Finding], seconds: floa
         "model": run.settings["model_name_or_path"],
         "num_layers": text.num_hidden_layers,
         "vocab_size": text.vocab_size,
-        "data": run.settings["dataset_name"],
+        "data": name_data(run.settings),
         "max_length": run.settings["max_length"],
         "mesh": str(run.dims),
         "backend": str(run.backend.arrangement),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from longctx.data import name_data
 from longctx.flags import Flags
 from longctx.launch.profile import LaunchProfile
 from longctx.packing import PackedDataset
@@ -45,6 +46,7 @@ FIXED = {
     "save_strategy": "no",
     "push_to_hub": False,
     "dataset_streaming": False,
+    "streaming": False,
     "eval_strategy": "no",
     "eval_on_start": False,
     "load_best_model_at_end": False,
@@ -64,6 +66,8 @@ CONSIDERED_ROWS = 500
 def with_defaults(flags: Flags, profile: LaunchProfile) -> Flags:
     """The flags with what a verification needs filled in."""
     wanted: dict[str, Any] = dict(DEFAULTS)
+    if flags.datasets:
+        del wanted["dataset_name"]
     if profile.gradient_accumulation_steps is None:
         wanted["gradient_accumulation_steps"] = 2  # with other numbers of label tokens
     if profile.mixed_precision is None:
@@ -183,7 +187,7 @@ def telling_rows(prepared: PreparedRun) -> PreparedRun:
     needed = args.per_device_train_batch_size * prepared.run.dims.dp * args.gradient_accumulation_steps
     if len(rows) < needed:
         raise ValueError(
-            f"--dataset_name {prepared.run.settings['dataset_name']} gives {len(rows)} rows of up to "
+            f"{name_data(prepared.run.settings)} gives {len(rows)} rows of up to "
             f"{prepared.run.settings['max_length']:,} tokens, and the step to compare takes {needed}. Use more data, a "
             "smaller --max_length, or --gradient_accumulation_steps 1."
         )

@@ -1,0 +1,292 @@
+"""Several data sets as one: documents of each drawn by its weight, as datasets.interleave_datasets draws rows.
+
+    sources a0 a1 a2, b0 b1; weights 0.6 0.4; draws a b a a …, first_exhausted
+    ->  a0 b0 a1 a2
+
+A share is one of documents. What a mixture comes to, also in tokens, is counted by data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+
+from longctx.data.columns import document_lengths
+from longctx.data.errors import DataError
+from longctx.data.mixture import Mixture
+from longctx.data.stream import DocumentStream
+
+_DRAWN_AT_A_TIME = 1000  # as interleave_datasets does: what is drawn depends on it
+_MOST_DOCUMENTS = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceReport:
+    """What a mixture has of one data set."""
+
+    name: str
+    documents: int
+    """In the mixture, each as often as it is there."""
+    tokens: int
+    documents_there: int | None
+    """In the data set; None of a stream whose end has not been seen."""
+    documents_repeated: int
+    """Of `documents`, those beyond the first time."""
+    documents_left_out: int | None
+    share_asked: float | None
+    """Of the mixture's documents."""
+    share_of_documents: float
+    share_of_tokens: float
+
+    @property
+    def epochs(self) -> float | None:
+        """Times that the data set is read."""
+        return self.documents / self.documents_there if self.documents_there else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for trainer_state.json."""
+        return asdict(self) | {"epochs": self.epochs}
+
+    def __str__(self) -> str:
+        asked = f" ({self.share_asked:.1%} asked)" if self.share_asked is not None else ""
+        parts = [
+            f"{self.name}: {self.documents:,} documents with {self.tokens:,} tokens, "
+            f"{self.share_of_documents:.1%}{asked} of the documents and {self.share_of_tokens:.1%} of the tokens"
+        ]
+        if self.epochs is not None:
+            parts.append(f"{self.epochs:.2f} epochs")
+        if self.documents_repeated:
+            parts.append(f"{self.documents_repeated:,} documents repeated")
+        if self.documents_left_out:
+            parts.append(f"{self.documents_left_out:,} documents left out")
+        return "; ".join(parts)
+
+
+def mix(sources: Sequence[Dataset], mixture: Mixture, part: str = "train") -> tuple[Dataset, tuple[SourceReport, ...]]:
+    """One data set of the documents of several, and what it has of each. Nothing is copied.
+
+    Args:
+        sources: tokenised documents, in the order of `mixture.names`.
+        part: `train` or `test`, where `mixture.test_size` divides the documents.
+
+    Raises:
+        DataError: for weights that would make it endless.
+    """
+    order = _order([len(source) for source in sources], mixture)
+    if mixture.test_size is not None:
+        order = _part(order, mixture, part)
+    whole = datasets.concatenate_datasets(_with_same_columns(sources))
+    chosen = whole if np.array_equal(order, np.arange(len(whole))) else whole.select(order)
+    return chosen, _reports([len(source) for source in sources], document_lengths(whole), order, mixture)
+
+
+def _order(lengths: Sequence[int], mixture: Mixture) -> NDArray[np.int64]:
+    """Numbers of documents in the data sets one after another, as the mixture has them."""
+    ends = np.cumsum(lengths)
+    spans = [np.arange(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    shares = mixture.shares()
+    if shares is None:
+        return np.arange(ends[-1])
+    if mixture.weights is None:
+        total = min(length / share for length, share in zip(lengths, shares, strict=True))
+        return np.concatenate([span[: round(share * total)] for span, share in zip(spans, shares, strict=True)])
+    expected = max(length / share for length, share in zip(lengths, shares, strict=True))
+    if mixture.stopping_strategy == "all_exhausted" and expected > _MOST_DOCUMENTS:
+        raise DataError(
+            f"--dataset_weights with --dataset_stopping_strategy all_exhausted would draw {expected:,.0f} documents, "
+            f"more than {_MOST_DOCUMENTS:,}, until the data set of the smallest weight ends. Give it a larger one."
+        )
+    return _column(
+        datasets.interleave_datasets(
+            [Dataset.from_dict({"document": span}) for span in spans],
+            probabilities=list(shares),
+            seed=mixture.seed,
+            stopping_strategy=mixture.stopping_strategy,  # type: ignore[arg-type]  # checked with the flags
+        )
+    )
+
+
+def _part(order: NDArray[np.int64], mixture: Mixture, part: str) -> NDArray[np.int64]:
+    try:
+        parts = Dataset.from_dict({"document": order}).train_test_split(mixture.test_size, seed=mixture.seed)
+    except ValueError as error:
+        raise DataError(f"--test_split_size {mixture.test_size} of {len(order)} documents: {error}") from None
+    return _column(parts[part])
+
+
+def _column(numbers: Dataset) -> NDArray[np.int64]:
+    return np.asarray(numbers.with_format("numpy")[:]["document"], dtype=np.int64)
+
+
+def _with_same_columns(sources: Sequence[Dataset]) -> list[Dataset]:
+    """All with `labels`, where one has them: without, every token is learnt."""
+    if len({"labels" in source.column_names for source in sources}) == 1:
+        return list(sources)
+    return [
+        source
+        if "labels" in source.column_names
+        else datasets.concatenate_datasets([source, source.rename_column("input_ids", "labels")], axis=1)
+        for source in sources
+    ]
+
+
+def _reports(
+    lengths: Sequence[int], tokens: NDArray[np.int64], order: NDArray[np.int64], mixture: Mixture
+) -> tuple[SourceReport, ...]:
+    """
+    Args:
+        lengths: documents in each data set.
+        tokens: int64 [documents], of all data sets one after another.
+        order: int64 [documents of the mixture], which of them it has.
+    """
+    times = np.bincount(order, minlength=len(tokens))
+    ends = np.cumsum(lengths)
+    spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    return source_reports(
+        mixture,
+        documents=[int(times[span].sum()) for span in spans],
+        tokens=[int((times[span] * tokens[span]).sum()) for span in spans],
+        there=lengths,
+        distinct=[int((times[span] > 0).sum()) for span in spans],
+    )
+
+
+def source_reports(
+    mixture: Mixture,
+    *,
+    documents: Sequence[int],
+    tokens: Sequence[int],
+    there: Sequence[int | None],
+    distinct: Sequence[int],
+) -> tuple[SourceReport, ...]:
+    """Counts of each data set, as reports."""
+    shares = mixture.shares() or [None] * len(mixture.names)
+    left_out = [None if all_ is None else all_ - once for all_, once in zip(there, distinct, strict=True)]
+    return tuple(
+        SourceReport(
+            name=name,
+            documents=documents[i],
+            tokens=tokens[i],
+            documents_there=there[i],
+            documents_repeated=documents[i] - distinct[i],
+            documents_left_out=left_out[i],
+            share_asked=shares[i],
+            share_of_documents=documents[i] / max(sum(documents), 1),
+            share_of_tokens=tokens[i] / max(sum(tokens), 1),
+        )
+        for i, name in enumerate(mixture.names)
+    )
+
+
+class MixedStream:
+    """The documents of several streams, in the order in which `mix` has those of data sets, test documents apart.
+
+    A stream that has ended is begun again, where the stopping strategy repeats documents. Every iteration has the same
+    documents, whatever process it is in.
+    """
+
+    def __init__(self, sources: Sequence[DocumentStream], mixture: Mixture) -> None:
+        """
+        Args:
+            sources: in the order of `mixture.names`.
+        """
+        self.sources, self.mixture = list(sources), mixture
+        self.masked = any(source.encoder.masked for source in sources)
+        self._there: list[int | None] = [None] * len(sources)
+        self._documents, self._distinct = [0] * len(sources), [0] * len(sources)
+        self._tokens = [0] * len(sources)
+        self._counted = 0  # documents of the next iteration that were counted before
+
+    def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
+        """As of a DocumentStream.
+
+        Raises:
+            DataError: as of a DocumentStream.
+        """
+        return self.starting_at(0)
+
+    def starting_at(self, document: int) -> Iterator[dict[str, NDArray[np.int32]]]:
+        """The same without the documents before this one, which are drawn and not read."""
+        counted, self._counted = self._counted, 0
+        places = [0] * len(self.sources)  # of each source, its next document
+        ended = [False] * len(self.sources)
+        readers: dict[int, _Reader] = {}
+        number = 0
+        for source in self._draws(ended):
+            if ended[source] and self.mixture.stopping_strategy != "all_exhausted":
+                continue
+            drawn = None
+            if number < document:
+                is_last = places[source] + 1 == self._there[source]
+            else:
+                if source not in readers:
+                    readers[source] = _Reader(self.sources[source].starting_at(places[source]))
+                drawn, is_last = readers[source].take(self.mixture.names[source])
+            places[source] += 1
+            self._distinct[source] = max(self._distinct[source], places[source])
+            if is_last:
+                self._there[source], places[source], ended[source] = places[source], 0, True
+                readers.pop(source, None)
+            if drawn is not None:
+                if number >= counted:
+                    self._documents[source] += 1
+                    self._tokens[source] += len(drawn["input_ids"])
+                yield drawn if "labels" in drawn or not self.masked else {**drawn, "labels": drawn["input_ids"]}
+            number += 1
+            if all(ended) or (any(ended) and self._ends_with_the_first):
+                return
+
+    @property
+    def _ends_with_the_first(self) -> bool:
+        return self.mixture.weights is not None and self.mixture.stopping_strategy == "first_exhausted"
+
+    def _draws(self, ended: Sequence[bool]) -> Iterator[int]:
+        """Which source gives the next document, if it has one left; `ended` is kept up to date meanwhile."""
+        shares = self.mixture.shares()
+        if shares is None:
+            for source in range(len(self.sources)):
+                while not ended[source]:
+                    yield source
+            return
+        random = np.random.default_rng(self.mixture.seed)
+        while True:
+            yield from random.choice(len(self.sources), size=_DRAWN_AT_A_TIME, p=shares).tolist()
+
+    def position(self) -> dict[str, Any]:
+        """What was read so far, over all iterations, as plain values for `go_on_from`."""
+        return {
+            "there": list(self._there),
+            "documents": list(self._documents),
+            "distinct": list(self._distinct),
+            "tokens": list(self._tokens),
+        }
+
+    def go_on_from(self, position: Mapping[str, Any], document: int) -> None:
+        """Count from there on, where the next iteration comes to this document."""
+        self._there, self._documents = list(position["there"]), list(position["documents"])
+        self._distinct, self._tokens = list(position["distinct"]), list(position["tokens"])
+        self._counted = document
+
+    def reports(self, position: Mapping[str, Any]) -> tuple[SourceReport, ...]:
+        """What was read of each data set until a `position`."""
+        return source_reports(self.mixture, **position)
+
+
+class _Reader:
+    """Documents of a stream, and of each whether it is the last."""
+
+    def __init__(self, documents: Iterator[dict[str, NDArray[np.int32]]]) -> None:
+        self._documents = documents
+        self._next = next(documents, None)
+
+    def take(self, name: str) -> tuple[dict[str, NDArray[np.int32]], bool]:
+        taken, self._next = self._next, next(self._documents, None)
+        if taken is None:
+            raise DataError(f"{name} has fewer documents than when it was read before. Give the same data.")
+        return taken, self._next is None

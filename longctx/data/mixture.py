@@ -1,0 +1,60 @@
+"""How several data sets are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What was asked for, of data sets by name."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    """Of each, how often it gives the next document, against the others; None: their documents follow each other."""
+    fractions: tuple[float, ...] | None = None
+    """TRL's: the share of each in a mixture of first documents, as large as it can be without repeating any."""
+    stopping_strategy: str = "first_exhausted"
+    """Of datasets.interleave_datasets: when no more documents are drawn."""
+    seed: int = 0
+    test_size: float | None = None
+    """Share of documents, drawn at random, that are kept for evaluation."""
+
+    @classmethod
+    def of_settings(cls, settings: Mapping[str, Any]) -> Mixture:
+        """
+        Args:
+            settings: every flag's value, `datasets` as a list of trl's DatasetConfig.
+        """
+        weights, sources = settings["dataset_weights"], settings["datasets"]
+        fractions = [source.fraction for source in sources if source.fraction is not None]
+        return cls(
+            names=tuple(map(_name, sources)),
+            weights=None if weights is None else tuple(weights),
+            fractions=tuple(fractions) or None,
+            stopping_strategy=settings["dataset_stopping_strategy"],
+            seed=settings["seed"],
+            test_size=settings["test_split_size"],
+        )
+
+    def shares(self) -> tuple[float, ...] | None:
+        """Of each in the documents, in sum 1; None where none was asked for."""
+        asked = self.weights or self.fractions
+        return tuple(share / sum(asked) for share in asked) if asked else None
+
+    def __str__(self) -> str:
+        shares = self.shares() or [None] * len(self.names)
+        named = (f"{name} {share:.1%}" if share else name for name, share in zip(self.names, shares, strict=True))
+        return f"a mixture of {', '.join(named)}{f', until {self.stopping_strategy}' if self.weights else ''}"
+
+
+def _name(source: Any) -> str:
+    config = f" {source.name}" if source.name else ""
+    return f"{source.path}{config}" + (f" [{source.split}]" if source.split != "train" else "")
+
+
+def name_data(settings: Mapping[str, Any]) -> str:
+    """The data set, or the mixture."""
+    return str(Mixture.of_settings(settings)) if settings["datasets"] else str(settings["dataset_name"])
