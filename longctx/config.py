@@ -33,6 +33,7 @@ from longctx.mixture_flags import take_mixture
 from longctx.model import load_config
 from longctx.profiling import BEFORE
 from longctx.resolved import Run, arrange, given_multiple, pad_multiple, row_length
+from longctx.rope import extended, factor_for, parse_rope_scaling
 from longctx.supported import check_supported
 from longctx.tiny import TINY
 
@@ -122,7 +123,9 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     notes += take_mixture(flags, settings)
     if settings["dataset_streaming"]:
         notes += _take_streaming(flags, settings)
+    settings["rope_scaling"] = parse_rope_scaling(settings["rope_scaling"])
     model_config = _model_config(settings)
+    notes += _rope_notes(settings, model_config)
     sp, wanted_backend = _degrees(flags, profile)
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
     use_cpu = bool(settings["use_cpu"]) or profile.use_cpu or device_count() == 0
@@ -302,12 +305,17 @@ def _take_streaming(flags: Flags, settings: dict[str, Any]) -> list[str]:
 
 def _model_config(settings: Mapping[str, Any]) -> PretrainedConfig:
     """The model's configuration, if it is one of those known to be exact."""
+    overrides = _model_init_kwargs(settings["model_init_kwargs"])
     config = load_config(
         settings["model_name_or_path"],
         revision=settings["model_revision"],
         trust_remote_code=settings["trust_remote_code"],
-        **_model_init_kwargs(settings["model_init_kwargs"]),
+        **overrides,
     )
+    if settings["rope_scaling"] is not None:
+        if twice := sorted(overrides.keys() & {"rope_parameters", "rope_scaling", "max_position_embeddings"}):
+            raise ValueError(f"--rope_scaling and {twice[0]} in --model_init_kwargs set the same. Keep one of them.")
+        config = extended(config, settings["rope_scaling"])
     check_model(config)
     if settings["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
         raise ValueError(
@@ -315,6 +323,21 @@ def _model_config(settings: Mapping[str, Any]) -> PretrainedConfig:
             "without a scaled loss, which is not built. Use --dtype float32 or bfloat16."
         )
     return config
+
+
+def _rope_notes(settings: Mapping[str, Any], model_config: PretrainedConfig) -> list[str]:
+    scaling, context = settings["rope_scaling"], model_config.get_text_config().max_position_embeddings
+    if scaling is None:
+        return []
+    notes = [
+        f"positions are scaled ({scaling['rope_type']}): {context:,} = {scaling['factor']:g} × the original context"
+    ]
+    if settings["use_peft"]:
+        notes.append(
+            "the adapter's folder does not say that positions are scaled: load its base model with the rope_parameters "
+            f"{model_config.get_text_config().rope_parameters} and max_position_embeddings {context}"
+        )
+    return notes
 
 
 def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -537,11 +560,24 @@ def _max_grad_norm(value: float | None, engine: str) -> float:
 
 
 def _max_length(settings: Mapping[str, Any], model_config: PretrainedConfig, notes: list[str]) -> int:
-    """As set, else the model's context length."""
+    """As set, else the model's context length.
+
+    Raises:
+        ValueError: where it is beyond what --rope_scaling extends that to.
+    """
     context = model_config.get_text_config().max_position_embeddings
     length = settings["max_length"] or context
+    if length > context and (scaling := settings["rope_scaling"]) is not None:
+        factor = factor_for(length, round(context / scaling["factor"]))
+        raise ValueError(
+            f"--max_length {length} is beyond {context}, to which --rope_scaling with factor {scaling['factor']:g} "
+            f"extends the model's context. Use factor {factor}, or --max_length {context}."
+        )
     if length > context:
-        notes.append(f"max_length {length:,} is beyond the model's context of {context:,}; positions are not rescaled")
+        notes.append(
+            f"max_length {length:,} is beyond the model's context of {context:,}; positions are not rescaled, which "
+            f"--rope_scaling yarn:{factor_for(length, context)} would do"
+        )
     return int(length)
 
 

@@ -59,6 +59,10 @@ class SequenceArguments:
         default="raise",
         metadata={"help": "What to do with documents longer than max_length; every token is counted."},
     )
+    rope_scaling: str | None = field(
+        default=None,
+        metadata={"help": "Extend the model's context: yarn:4, linear:2, llama3:8, or RoPE parameters as JSON."},
+    )
     balance_packs: bool = field(
         default=True,
         metadata={"help": "Give data-parallel ranks packs of similar attention cost at a time."},

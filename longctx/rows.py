@@ -253,6 +253,8 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
     """
     order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
     order["seed"] = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
+    if settings.get("rope_scaling") is not None:
+        order["rope_scaling"] = settings["rope_scaling"]
     if settings["use_peft"]:
         base = settings["model_name_or_path"]
         order |= {"use_peft": True, "base_model": _files_identity(base) or base}

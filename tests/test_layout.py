@@ -26,6 +26,7 @@ STAGES: list[tuple[str, ...]] = [
         "tiny",
         "model",
         "model_files",
+        "rope",
         "adapter",
         "watch",
         "turns",

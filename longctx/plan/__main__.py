@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--document_lengths", type=Path, help="CSV of low,high,documents: rows are packed with such documents."
     )
+    parser.add_argument("--rope_scaling", help="Extend the model's context, as in longctx.train.")
     parser.add_argument("--use_peft", action="store_true", help="Train an adapter (LoRA).")
     parser.add_argument("--lora_r", type=int, default=16)
     parser.add_argument(
@@ -89,8 +90,11 @@ def _plan(options: argparse.Namespace) -> int:
     from longctx.plan.calibrate import calibrate, corrected
     from longctx.plan.candidates import candidates, outlook, recommend
     from longctx.plan.documents import drawn_from, one_document
+    from longctx.rope import extended, parse_rope_scaling
 
     config = load_config(options.model_name_or_path, revision=options.model_revision)
+    if scaling := parse_rope_scaling(options.rope_scaling):
+        config = extended(config, scaling)
     check_model(config)
     machine = _machine(options)
     adapter: dict[str, Any] = {"use_peft": True, "lora_r": options.lora_r} if options.use_peft else {}
@@ -228,6 +232,8 @@ def _recommendation(best: Any, there: Sequence[Any], options: argparse.Namespace
         command += ["--main_process_ip", "HOST", "--main_process_port", "29500"]
     command += ["-m", "longctx.train", "--model_name_or_path", str(_folder(options.model_name_or_path))]
     command += ["--dataset_name", "DATA", "--max_length", str(best.length), *best.candidate.flags()]
+    if options.rope_scaling:
+        command += ["--rope_scaling", options.rope_scaling]
     if options.use_peft:
         command += ["--use_peft", "--lora_r", str(options.lora_r)]
     facts = {"name": best.candidate.label, "why": why(best, there), "command": shlex.join(command)}
