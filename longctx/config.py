@@ -22,7 +22,7 @@ from longctx.attention.choice import BackendChoice, assumed_documents, choose_ba
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.support import check_model
 from longctx.checkpoint.files import candidates, check_writable
-from longctx.flags import Flags
+from longctx.flags import MACHINE_FLAGS, Flags
 from longctx.guards import check_disks, check_host_memory, check_row_length
 from longctx.launch.processes import device_count
 from longctx.launch.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
@@ -109,6 +109,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     """
     _check_versions(REQUIRED_VERSIONS, "longctx")
     _check_profile(profile)
+    _check_machine_flags(flags)
     settings, filled, is_demo = _defaults(flags)
     notes: list[str] = []
     notes += check_supported(flags, settings)
@@ -240,6 +241,16 @@ def _check_profile(profile: LaunchProfile) -> None:
             f"mixed_precision {profile.mixed_precision} in {_profile_name()} is not compared with the reference yet. "
             "Use bf16, or leave the key out and set --bf16."
         )
+
+
+def _check_machine_flags(flags: Flags) -> None:
+    """--accelerate_config has taken them out, where it was given."""
+    for name in MACHINE_FLAGS:
+        if flags.values[name] is not None:
+            raise ValueError(
+                f"--{name} {flags.values[name]} is for --accelerate_config. Without it, give it to the launcher, "
+                "before -m longctx.train; srun needs none."
+            )
 
 
 def _profile_name() -> str:

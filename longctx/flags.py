@@ -20,6 +20,9 @@ from longctx.methods import POINTER, methods_with
 OLDER_NAMES = {"max_seq_length": "max_length", "torch_dtype": "dtype"}
 """Names that other versions of TRL and transformers give to today's flags."""
 
+MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
+"""Those of `accelerate launch` that --accelerate_config hands on to it."""
+
 
 @dataclass
 class SequenceArguments:
@@ -54,6 +57,15 @@ class SequenceArguments:
     dataset_stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = field(
         default="first_exhausted",
         metadata={"help": "When --dataset_weights draws no more: datasets.interleave_datasets' stopping_strategy."},
+    )
+    machine_rank: int | None = field(
+        default=None, metadata={"help": "With --accelerate_config on several machines: this one's number, from 0."}
+    )
+    main_process_ip: str | None = field(
+        default=None, metadata={"help": "With --accelerate_config on several machines: the first one's address."}
+    )
+    main_process_port: int | None = field(
+        default=None, metadata={"help": "With --accelerate_config on several machines: a free port of the first one."}
     )
     overlong: Literal["raise", "truncate", "drop", "split"] = field(
         default="raise",

@@ -268,13 +268,11 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
     if isinstance(data, StreamedRows):
         names = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field")
         return {name: settings[name] for name in names} | {"files": _files_identity(settings["dataset_name"])} | order
-    packing = data.rows.packing
-    plan = [packing.indices, packing.offsets, packing.starts, packing.stops]
     return {
         "documents": len(data.documents),
         "contents": digest(column_arrays(data.documents)),
         "rows": len(data.rows),
-        "plan": digest(array for array in plan if array is not None),
+        "plan": digest(_plan_arrays(data)),
         "balanced": data.costs is not None,
         **order,
     }
@@ -285,6 +283,32 @@ def _mixture_identity(mixture: Mixture) -> dict[str, Any]:
     of_weights = {"stopping_strategy": mixture.stopping_strategy} if mixture.weights else {}
     shares = {name: list(values) for name in ("weights", "fractions") if (values := getattr(mixture, name))}
     return {**shares, **of_weights, "seed": mixture.seed, "test_split_size": mixture.test_size}
+
+
+def sampled_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells one node's data and model from another's without reading all of them: the plan and a few rows, and
+    where they are local, the ends of the model's files and of a stream's.
+    """
+    known: dict[str, Any] = {"model": _files_identity(settings["model_name_or_path"])}
+    if isinstance(data, StreamedRows):
+        paths = [source.path for source in settings["datasets"] or ()] or [settings["dataset_name"]]
+        return known | {"data": [_files_identity(path) for path in paths]}
+    for name, part in {"data": data, "evaluation data": data.evaluation}.items():
+        if part is None:
+            continue
+        sampled = np.linspace(0, len(part.rows) - 1, _SAMPLED_ROWS).astype(int) if len(part.rows) else ()
+        columns = (np.asarray(column) for row in sampled for _, column in sorted(part.rows[int(row)].items()))
+        known |= {name: digest([*_plan_arrays(part), *columns]), f"rows of {name}": len(part.rows)}
+    return known
+
+
+_SAMPLED_ROWS = 8
+
+
+def _plan_arrays(data: TrainingRows) -> list[NDArray[Any]]:
+    packing = data.rows.packing
+    plan = (packing.indices, packing.offsets, packing.starts, packing.stops)
+    return [array for array in plan if array is not None]
 
 
 def _files_identity(name: str) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,28 @@ from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedMode
 from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
+import longctx
 from longctx.adapter import add_adapter
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
 from longctx.checkpoint import Manifest, candidates, check_files, check_same, read_manifest
 from longctx.collate import SequenceCollator
+from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.host import SavedOnHost
 from longctx.launch.engines import offload_fsdp, promote, settle_deepspeed, settle_fsdp, start_on_cpu, stay_on_cpu
 from longctx.launch.failures import FollowSteps
+from longctx.launch.network import choose_interface
 from longctx.launch.restarts import renew_store
 from longctx.memory.closed_form import ModelSizes
 from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
 from longctx.parallel import parallelize
 from longctx.profiling import ProfileSteps
 from longctx.resolved import Run
-from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows
+from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows, sampled_identity
 from longctx.run_report import reported
 from longctx.trainer import SequenceTrainer
-from longctx.turns import together
+from longctx.turns import check_agreement, together
 from longctx.verify import single_device_step
 from longctx.watch import leave, limit_waiting
 
@@ -69,6 +74,7 @@ def prepare(run: Run) -> PreparedRun:
     settings = run.settings
     if run.has_group:
         renew_store()
+        choose_interface(os.environ)
     if run.promotes_engine:
         promote(run.engine)
     if run.engine == "fsdp2" and run.levers.offload_param_device == "cpu":
@@ -78,6 +84,8 @@ def prepare(run: Run) -> PreparedRun:
         if run.has_group:
             start_on_cpu(run.engine, timedelta(seconds=settings["ddp_timeout"]))
     args = SFTConfig(**run.training_arguments() | _replicas(run))
+    if dist.is_initialized():
+        check_agreement(_decided(run, args), args.device)
     if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
         args._n_gpu = 1
     if run.engine == "deepspeed":
@@ -90,6 +98,8 @@ def prepare(run: Run) -> PreparedRun:
         )
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
+    if dist.is_initialized():
+        check_agreement(sampled_identity(data, settings), args.device)
     run = _with_data(run, args, data)
     identity = cache(partial(data_identity, data, run.settings))
     return PreparedRun(
@@ -100,6 +110,23 @@ def prepare(run: Run) -> PreparedRun:
         data_identity=identity,
         resume_from=_checkpoint(run, args, identity),
     )
+
+
+_OF_A_NODE = ("dataset_name", "local_rank", "logging_dir", "model_name_or_path", "output_dir", "run_name")
+"""Settings that nodes may differ in: where files are, which are compared by their contents, and names."""
+
+
+def _decided(run: Run, args: SFTConfig) -> dict[str, str]:
+    """What all ranks have to have in common: settings, what followed from them and from the node, and releases."""
+    settings = {name: value for name, value in run.settings.items() if name not in _OF_A_NODE}
+    packages = (*REQUIRED_VERSIONS, *MINIMUM_VERSIONS.get(run.engine, {}))
+    decided = {f"--{name}": getattr(value, "value", value) for name, value in settings.items()}
+    decided |= {"mesh": run.dims, "backend": run.backend.name, "engine": run.engine}
+    decided |= {"longctx": longctx.__version__} | {package: version(package) for package in packages}
+    if run.settings["resume_from_checkpoint"] is not None:
+        found = candidates(str(run.settings["resume_from_checkpoint"]), Path(args.output_dir))
+        decided["checkpoints"] = [folder.name for folder in found]
+    return {name: str(value) for name, value in decided.items()}
 
 
 def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, Any]]) -> Path | None:

@@ -29,10 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     from longctx.launch.processes import relaunch, spawn, who_starts
     from longctx.launch.profile import read_profile
     from longctx.launch.restarts import check_restarts
+    from longctx.launch.slurm import join_step
 
     try:
         check_restarts()
         flags = parse_flags(arguments)
+        if flags.accelerate_config is None:
+            join_step(os.environ)
         profile = read_profile()
         if flags.accelerate_config is not None:
             relaunch(flags, profile)

@@ -12,12 +12,13 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from longctx.watch import Watch, leave, watch
@@ -58,6 +59,31 @@ def first_rank_first(work: Callable[[], Result], folder: str | Path) -> Result:
         RefusedTogether: as `together`.
     """
     return _meet(work, lambda meeting: meeting.wait_for_turn(Path(folder)))
+
+
+def check_agreement(mine: Mapping[str, Any], device: torch.device) -> None:
+    """Compare what this rank is about to do with rank 0. All ranks call it.
+
+    Args:
+        mine: by name, as JSON has it.
+
+    Raises:
+        RefusedTogether: naming a rank and what it has another value of.
+    """
+    first = [dict(mine)]
+    dist.broadcast_object_list(first, device=device)
+    rank, theirs = dist.get_rank(), first[0]
+    names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+
+    def compare() -> None:
+        if names:
+            differing = "; ".join(f"{name} {mine.get(name)} here, {theirs.get(name)} on rank 0" for name in names)
+            raise ValueError(
+                f"rank {rank} on {socket.gethostname()} would run otherwise than rank 0: {differing}. Start all nodes "
+                "with the same flags, files and releases."
+            )
+
+    together(compare)
 
 
 def leave_together(seconds: float = LEAVE_SECONDS) -> None:

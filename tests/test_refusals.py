@@ -88,9 +88,30 @@ def test_more_ranks_than_devices(refused, monkeypatch):
     assert main(["--sp", "4", "--dry_run"]) == 0
 
 
-def test_srun_tasks_that_nobody_connects(refused, monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    refused("--sp", "4", parts=("srun started 4 tasks", "torchrun"))
+def test_accelerate_launch_in_each_of_several_tasks(refused, srun_task, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    refused("--sp", "4", parts=("in each of srun's 4 tasks", "srun longctx train"))
+
+
+def test_a_profile_in_each_of_several_tasks(refused, srun_task):
+    refused("--accelerate_config", "fsdp2", parts=("fsdp2 in 4 tasks on a node", "--ntasks-per-node 1"))
+
+
+def test_a_first_node_without_address(refused, srun_task, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "no-such-node[3-4]")
+    refused("--sp", "4", parts=("no-such-node3", "Set MASTER_ADDR"))
+
+
+def test_flags_of_machines_without_a_profile(refused):
+    refused("--machine_rank", "1", parts=("--machine_rank 1 is for --accelerate_config", "to the launcher"))
+
+
+@pytest.fixture
+def srun_task(monkeypatch):
+    """What srun tells the first of four tasks on a node."""
+    told = {"STEP_NUM_TASKS": "4", "STEP_TASKS_PER_NODE": "4", "STEP_NODELIST": "localhost", "JOB_ID": "7"}
+    for name, value in (told | {"STEP_ID": "0", "NODEID": "0", "LOCALID": "0", "PROCID": "0"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
 
 
 def test_launcher_and_num_processes_disagree(refused, monkeypatch):

@@ -14,9 +14,10 @@ from types import FrameType
 
 import psutil
 
-from longctx.flags import Flags
+from longctx.flags import MACHINE_FLAGS, Flags
 from longctx.launch.failures import OWN_RUN, died
 from longctx.launch.profile import LaunchProfile
+from longctx.launch.slurm import Step, read_step
 from longctx.watch import FAILED
 
 
@@ -90,8 +91,11 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train") -> None:
     """Replace this process by `accelerate launch --config_file … -m longctx.train …` for --accelerate_config.
 
+    In a step of `srun` with one task a node, these become accelerate's machines.
+
     Raises:
-        ValueError: inside a launched process, where a profile comes too late, or if there is no such profile.
+        ValueError: inside a launched process, where a profile comes too late, with several tasks a node, or if there is
+            no such profile.
     """
     name = flags.accelerate_config
     if profile.launched or profile.by_accelerate:
@@ -100,12 +104,34 @@ def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train"
             f"Use accelerate launch --config_file {name} -m {module} …, or python -m {module}."
         )
     path = find_profile(name)
-    arguments = list(flags.arguments)
-    given = next(i for i, a in enumerate(arguments) if a.replace("-", "_").startswith("__accelerate_config"))
-    del arguments[given : given + (1 if "=" in arguments[given] else 2)]
+    machines = _machines(read_step(os.environ), name)
+    arguments: list[str] = []
+    left = iter(flags.arguments)
+    for argument in left:
+        flag, equals, _ = argument.partition("=")
+        if flag.replace("-", "_") not in ("__accelerate_config", *(f"__{machine}" for machine in MACHINE_FLAGS)):
+            arguments.append(argument)
+        elif not equals:
+            next(left)
+    machines |= {flag: flags.values[flag] for flag in MACHINE_FLAGS if flags.values[flag] is not None}
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
+    launcher += [word for flag, value in machines.items() for word in (f"--{flag}", str(value))]
     sys.stdout.flush()
     os.execv(sys.executable, [*launcher, "-m", module, *arguments])
+
+
+def _machines(step: Step | None, name: str) -> dict[str, object]:
+    """accelerate's flags for a step of `srun`."""
+    if step is None:
+        return {}
+    if max(step.tasks) > 1:
+        raise ValueError(
+            f"--accelerate_config {name} in {max(step.tasks)} tasks on a node: accelerate launch starts the processes "
+            "of a node itself. Start one task a node (srun --ntasks-per-node 1), or leave the flag out and set what "
+            "the profile sets by flags."
+        )
+    where = {"machine_rank": step.node, "main_process_ip": step.address, "main_process_port": step.port}
+    return {"num_machines": step.nodes, **where, "deepspeed_multinode_launcher": "standard"}
 
 
 def find_profile(name: str) -> Path:

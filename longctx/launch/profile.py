@@ -47,7 +47,7 @@ class LaunchProfile:
     """Settings of a config file; None where it leaves them to the flags."""
 
     launched: bool
-    """Whether a launcher (accelerate, torchrun, srun) set this process's rank and world size."""
+    """Whether a launcher (accelerate, torchrun, deepspeed, srun) has set this process's rank and world size."""
     by_accelerate: bool
     """Whether that launcher was `accelerate launch`."""
     engine: str | None
@@ -89,6 +89,8 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
     """
     env = os.environ if env is None else env
     _check_connected(env)
+    if "LOCAL_SIZE" in env:  # DeepSpeed's launcher
+        env.setdefault("LOCAL_WORLD_SIZE", env["LOCAL_SIZE"])
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
     degrees = {name: _integer(env.get(_PARALLELISM + name)) for name in _degree_names()}
     deepspeed_file = _deepspeed_file(env)
@@ -137,11 +139,6 @@ def _check_connected(env: Mapping[str, str]) -> None:
     """On the CPU, accelerate starts one process on each machine, or leaves it to mpirun: each would train alone."""
     if _launched(env):
         return
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        raise ValueError(
-            f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks, which nobody connects: each would train alone. Start "
-            "one task a node, and in it torchrun or accelerate launch: srun --ntasks-per-node 1 torchrun …"
-        )
     if not _flag(env, "ACCELERATE_USE_CPU"):
         return
     by_mpi = next((env[name] for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") if name in env), "1")

@@ -17,7 +17,7 @@ DEPRECATIONS_BETWEEN_LIBRARIES = (
 
 def quieten() -> None:
     """Show warnings on the first rank only, and none that one library has for another."""
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":  # srun's tasks become ranks later
         warnings.simplefilter("ignore")
     for message in DEPRECATIONS_BETWEEN_LIBRARIES:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)

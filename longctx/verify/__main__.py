@@ -71,10 +71,13 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
     from longctx.flags import parse_flags
     from longctx.launch.processes import device_count, relaunch, spawn, who_starts
     from longctx.launch.profile import read_profile
+    from longctx.launch.slurm import join_step
     from longctx.verify.subject import check_engine, few_layers, with_defaults
 
     try:
         flags = replace(parse_flags(others), arguments=tuple(arguments))
+        if flags.accelerate_config is None:
+            join_step(os.environ)
         profile = read_profile()
         if flags.accelerate_config is not None:
             if device_count() == 0:

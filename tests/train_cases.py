@@ -1,0 +1,17 @@
+"""`python -m tests.train_cases CASES RESULTS`, under any launcher: the cases of a JSON file, in one process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from longctx.launch.slurm import join_step
+from tests.test_training import run_cases
+
+if __name__ == "__main__":
+    join_step(os.environ)
+    results = run_cases(json.loads(Path(sys.argv[1]).read_text()))
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[2]).write_text(json.dumps(results))
