@@ -49,7 +49,7 @@ def why_no_hosts() -> str | None:
     """Why there can be none here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]
+    missing = [tool for tool in ("setpriv", "unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)}: not installed (Debian: util-linux, iproute2)"
     tried = subprocess.run(
@@ -87,7 +87,8 @@ def _host(name: str, address: str, etc_hosts: Path) -> Iterator[Host]:
         f"mount -t tmpfs -o size=2g shm /dev/shm && mount --bind {etc_hosts} /etc/hosts && "
         f"ip link set lo up && hostname {name} && echo up && exec sleep infinity"
     )
-    command = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "sh", "-c", setup]
+    unshare = ["setpriv", "--pdeathsig", "KILL", "unshare"]  # not even a killed test leaves a host behind
+    command = [*unshare, *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "sh", "-c", setup]
     outside = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert outside.stdout is not None

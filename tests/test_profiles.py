@@ -241,6 +241,35 @@ def test_accelerate_config_replaces_the_process_by_accelerate_launch(monkeypatch
     assert started[5:] == [*TRAIN, "--sp", "2", "--max_steps", "3"]
 
 
+def started_by(monkeypatch, *flags):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, command: started.extend(command))
+    relaunch(parse_flags([*flags, "--sp", "2"]), NO_PROFILE)
+    assert started[:5] == [*ACCELERATE, "--config_file", str(shipped_configs() / "zero3.yaml")]
+    assert started[-len(TRAIN) - 2 :] == [*TRAIN, "--sp", "2"]
+    words = started[5 : -len(TRAIN) - 2]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_accelerate_config_hands_the_machine_on(monkeypatch):
+    flags = ["--machine-rank=1", "--accelerate_config", "zero3", "--main_process_ip", "10.0.0.1"]
+    given = {"--machine_rank": "1", "--main_process_ip": "10.0.0.1", "--deepspeed_multinode_launcher": "standard"}
+    assert started_by(monkeypatch, *flags) == given
+
+
+def test_accelerate_config_takes_the_machine_from_srun(monkeypatch):
+    told = {"STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node[3-4]", "JOB_ID": "0"}
+    for name, value in (told | {"STEP_ID": "5", "NODEID": "1", "LOCALID": "0", "PROCID": "1"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert started_by(monkeypatch, "--accelerate_config=zero3") == {
+        "--num_machines": "2",
+        "--machine_rank": "1",
+        "--main_process_ip": "node3",
+        "--main_process_port": "12005",
+        "--deepspeed_multinode_launcher": "standard",
+    }
+
+
 @pytest.mark.parametrize("by", ["launched", "by_accelerate"])
 def test_accelerate_config_is_too_late_inside_a_launch(by):
     with pytest.raises(ValueError, match=r"--accelerate_config zero3 comes too late.*accelerate launch --config_file"):

@@ -114,6 +114,8 @@ def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train"
         elif not equals:
             next(left)
     machines |= {flag: flags.values[flag] for flag in MACHINE_FLAGS if flags.values[flag] is not None}
+    if machines:  # else accelerate starts DeepSpeed's other nodes from the first one, by pdsh
+        machines["deepspeed_multinode_launcher"] = "standard"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     launcher += [word for flag, value in machines.items() for word in (f"--{flag}", str(value))]
     sys.stdout.flush()
@@ -131,7 +133,7 @@ def _machines(step: Step | None, name: str) -> dict[str, object]:
             "the profile sets by flags."
         )
     where = {"machine_rank": step.node, "main_process_ip": step.address, "main_process_port": step.port}
-    return {"num_machines": step.nodes, **where, "deepspeed_multinode_launcher": "standard"}
+    return {"num_machines": step.nodes, **where}
 
 
 def find_profile(name: str) -> Path:
