@@ -112,8 +112,20 @@ def prepare(run: Run) -> PreparedRun:
     )
 
 
-_OF_A_NODE = ("dataset_name", "local_rank", "logging_dir", "model_name_or_path", "output_dir", "run_name")
-"""Settings that nodes may differ in: where files are, which are compared by their contents, and names."""
+_OF_A_NODE = (
+    "dataset_name",
+    "disable_tqdm",
+    "hub_token",
+    "local_rank",
+    "log_level",
+    "log_level_replica",
+    "logging_dir",
+    "model_name_or_path",
+    "output_dir",
+    "report_to",
+    "run_name",
+)
+"""Settings that nodes may differ in: reports, and where files are, which are compared by their contents."""
 
 
 def _decided(run: Run, args: SFTConfig) -> dict[str, str]:
