@@ -1,0 +1,64 @@
+"""examples/retrieval/ as its first lines say, and with attention across ranks broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longctx.tiny import tiny_tokenizer
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "retrieval"
+
+
+def run(folder: Path, *command: str, **variables: str) -> None:
+    root = EXAMPLE.parents[1]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)} | variables
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("retrieval", EXAMPLE / "retrieval.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_documents_have_their_length_and_one_key(example):
+    haystack = example.Haystack(seed=3)
+    for place, at in ((0.0, 0), (1.0, 300 - 2 * len(example.QUESTION) - 2 * example.DIGITS - 1)):
+        question, key = haystack.document(300, place)
+        assert len(tiny_tokenizer()(question + key)["input_ids"]) == 300
+        assert question.index(f"{example.QUESTION}{key}\n") == at
+        assert [letter for letter in question if letter.isdigit()] == list(key)
+    for first in (None, 1000):
+        records = list(haystack.row(2048, 1000, first))
+        assert sum(len(record["input_ids"]) for record in records) == 2048
+        assert first is None or len(records[0]["input_ids"]) == first
+        for record in records:
+            learnt = [token for token in record["labels"] if token != -100]
+            assert learnt == record["input_ids"][-example.DIGITS :]
+            assert haystack.tokenizer.decode(learnt).isdigit()
+
+
+@pytest.mark.long
+def test_keys_on_other_ranks_are_learnt_unless_attention_across_ranks_is_broken(tmp_path):
+    """20 minutes. A rank on its own has a quarter of the document, so it can answer a quarter and guess the rest."""
+    run(tmp_path, str(EXAMPLE / "retrieval.py"), "data", "--output", "retrieval-data")
+    by_place = {}
+    for broken in ("", "ranks"):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
+        flags = ("--config", str(EXAMPLE / "train.yaml"), "--output_dir", f"run-{broken}")
+        run(tmp_path, *torchrun, "-m", "tests.broken_retrieval", *flags, BREAK=broken)
+        by_place[broken] = json.loads((tmp_path / f"run-{broken}" / "by_place.json").read_text())
+    assert min(by_place[""]) > 0.5
+    assert sum(by_place[""]) / len(by_place[""]) > 0.9
+    elsewhere = by_place["ranks"][2:-2]
+    assert max(elsewhere) < 0.3
