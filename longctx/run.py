@@ -319,6 +319,8 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
             trainer.save_results()
     if trainer.stop_on_signal.stopped_by is not None:
         return trainer
+    if trainer.args.push_to_hub:  # the page above with the rest
+        trainer.push_results()
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer

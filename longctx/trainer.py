@@ -35,6 +35,7 @@ from longctx.memory.report import MemoryWarnings
 from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics, TokenMeans
 from longctx.model import count_parameters, count_trained_parameters
+from longctx.model_card import model_card
 from longctx.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
@@ -64,6 +65,7 @@ class SequenceTrainer(ResumableTrainer):
     """
 
     _name = "longctx"
+    _tag_names = ("trl", "sft", "longctx")
     control: TrainerControl
     loss_is_scaled_for_ga = True
 
@@ -448,6 +450,31 @@ class SequenceTrainer(ResumableTrainer):
         entry["seconds"] = {
             part: [round(seconds, 4) for seconds in ranks] for part, ranks in self.step_metrics.seconds.items()
         }
+
+    def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
+        """README.md in output_dir, of what this run knows of the model; TRL's other arguments are not used."""
+        if not self.is_world_process_zero():
+            return
+        dims, state, settings = self.sequence.dims, self.state, self.args
+        last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
+        training = {
+            "sequence length": f"{settings.max_length:,} tokens",
+            "sequences a step": self.get_total_train_batch_size(settings),
+            "steps": f"{state.global_step:,} of {state.max_steps:,}",
+            "last in the log": last
+            and f"step {last['step']:,}: {last['num_tokens']:,} tokens, loss {last['loss']:.4g}",
+            "learning rate": f"{settings.learning_rate:g}, {settings.lr_scheduler_type.value}",
+            "devices": str(dims),
+            "attention": "each document alone, as on one device",
+        }
+        card = model_card(
+            repository=str(self.hub_model_id or Path(settings.output_dir).name),
+            base_model=getattr(self.model.config, "_name_or_path", None) or None,
+            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
+            is_adapter=hasattr(self.model, "peft_config"),
+            training={name: value for name, value in training.items() if value is not None},
+        )
+        Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """And read the peaks of the whole of it. Called by all ranks together."""

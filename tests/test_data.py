@@ -507,6 +507,76 @@ def test_known_template_without_markers_gets_trls_training_version(tokenizer, tr
     assert again["labels"][:] == documents["labels"][:]
 
 
+def _trl_template(name: str) -> str:
+    import trl
+
+    return Path(trl.__file__).parent.joinpath("chat_templates", f"{name}.jinja").read_text()
+
+
+_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+    },
+}
+_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Oslo"}}}
+REAL_CHATS = {  # of several turns; with tools; with thoughts
+    "turns": {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "4"},
+            {"role": "user", "content": "and 3?"},
+            {"role": "assistant", "content": "7"},
+        ]
+    },
+    "tools": {
+        "messages": [
+            {"role": "user", "content": "Weather in Oslo?"},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "name": "weather", "content": "rain"},
+            {"role": "assistant", "content": "It rains."},
+        ],
+        "tools": [_WEATHER],
+    },
+    "thoughts": {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "reasoning_content": "two and two", "content": "4"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("assistant_only", [True, False])
+def test_a_real_template_gives_trls_tokens_and_labels(assistant_only, tokenizer, trl_prepare, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", _trl_template("qwen3"))
+    for name in REAL_CHATS:
+        expected = trl_prepare([REAL_CHATS[name]], assistant_only_loss=assistant_only)
+        source = Dataset.from_list([REAL_CHATS[name]], on_mixed_types="use_json")
+        documents = tokenize_records(source, tokenizer, assistant_only_loss=assistant_only)
+        assert documents["input_ids"][:] == [row["input_ids"] for row in expected], name
+        labels = documents["labels" if assistant_only else "input_ids"][:]
+        assert labels == [row["labels"] for row in expected], name
+        text = tokenizer.decode([token for token in labels[0] if token != -100])
+        assert REAL_CHATS[name]["messages"][-1]["content"] in text
+        assert (REAL_CHATS[name]["messages"][0]["content"] in text) != assistant_only
+
+
+@pytest.mark.parametrize("template", ["llama3_1", "llama3_2"])
+def test_templates_whose_assistant_nobody_marks_are_refused(template, tokenizer, monkeypatch) -> None:
+    """As TRL does; all tokens can be learnt."""
+    given = _trl_template(template)
+    monkeypatch.setattr(tokenizer, "chat_template", given)
+    source = Dataset.from_list([REAL_CHATS["turns"]])
+    assert "this one has none and TRL knows no training version of it. Put the assistant's turn" in _tokenize_error(
+        source, tokenizer, assistant_only_loss=True
+    )
+    (ids,) = tokenize_records(source, tokenizer)["input_ids"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(REAL_CHATS["turns"]["messages"], tokenize=False)
+
+
 def test_chat_template_option_and_tools(tokenizer) -> None:
     template = "{{ tools | length if tools else 0 }}{{ suffix }}{{ messages[0]['content'] }}"
     records = [

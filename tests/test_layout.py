@@ -25,6 +25,7 @@ STAGES: list[tuple[str, ...]] = [
     (
         "tiny",
         "model",
+        "model_card",
         "model_files",
         "rope",
         "adapter",

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub import upload_folder
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
@@ -90,6 +92,8 @@ class ResumableTrainer(SFTTrainer):
             self._as_owner(lambda: take_place(partial, folder))
         if self.args.push_to_hub:
             self._push(lambda: self._push_from_checkpoint(str(folder)))
+            if self.args.save_total_limit and "checkpoint" in self.args.hub_strategy.value:
+                self._push(self._finish_current_push)  # before the folder that it reads may be deleted
         if self.args.should_save:
             rotate(folder, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
@@ -100,15 +104,65 @@ class ResumableTrainer(SFTTrainer):
             NotSavedError, RefusedTogether: on the rank that could not write, and on the others.
         """
         output_dir = Path(self.args.output_dir)
+        if self.args.push_to_hub:
+            self._push(self._finish_current_push)  # before the files that it reads are replaced
         with self._writing(output_dir / "model") as partial:
             together(lambda: self.save_model(str(partial), _internal_call=True))
             self._as_owner(lambda: self.state.save_to_json(str(partial / TRAINER_STATE_NAME)))
             self._as_owner(lambda: take_places(partial, output_dir))
-        if self.args.push_to_hub:
-            self._push(lambda: self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision))
+
+    def push_results(self) -> None:
+        """All of output_dir but checkpoints, as it is on the disk, with a model card. Called by all ranks together.
+
+        Raises:
+            NotSavedError, RefusedTogether: on the rank that could not push, and on the others.
+        """
+        self._push(lambda: self._push_output_dir() if self.is_world_process_zero() else None)
+
+    def _push_output_dir(self) -> None:
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self._finish_current_push()
+        self.create_model_card()
+        upload_folder(
+            repo_id=str(self.hub_model_id),
+            folder_path=self.args.output_dir,
+            commit_message="End of training",
+            token=self.args.hub_token,
+            revision=self.args.hub_revision,
+            ignore_patterns=["_*", "checkpoint-*"],
+        )
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         self._push(lambda: super(ResumableTrainer, self).init_hf_repo(*args, **kwargs))
+        if getattr(self, "hub_model_id", None) is None:  # of the other ranks, which would want to make one again
+            self.hub_model_id: str | None = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        before = self._pushes()
+        super()._push_from_checkpoint(checkpoint_folder)
+        self._warn_of_failed(before)
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._warn_of_failed(self._pushes())
+
+    def _pushes(self) -> list[Future[Any]]:
+        """In the background, on the rank that pushes."""
+        return getattr(getattr(self, "push_in_progress", None), "jobs", [])
+
+    def _warn_of_failed(self, pushes: list[Future[Any]]) -> None:
+        """Take those that have ended off the list. The run goes on."""
+        for push in [push for push in pushes if push.done()]:
+            pushes.remove(push)
+            if error := push.exception():
+                logger.warning(
+                    "--push_to_hub: a checkpoint of step %d or before could not be pushed (%s: %s). Training goes on; "
+                    "what is saved is in %s.",
+                    self.state.global_step,
+                    type(error).__name__,
+                    error,
+                    self.args.output_dir,
+                )
 
     def _push(self, push: Callable[[], Any]) -> None:
         """What rank 0 cannot push ends all ranks."""
@@ -119,7 +173,7 @@ class ResumableTrainer(SFTTrainer):
             except Exception as error:  # of several libraries
                 raise NotSavedError(
                     f"--push_to_hub failed: {type(error).__name__}: {error}. Log in (hf auth login), or leave it out; "
-                    f"what was saved before is in {self.args.output_dir}."
+                    f"what was saved is in {self.args.output_dir}."
                 ) from error
 
         together(work)

@@ -101,12 +101,17 @@ class ChatEncoder(Encoder):
         return {"chat_template": self.chat_template, "tools": tools, **keywords}
 
     def _apply(self, chat: list, index: int, options: dict[str, Any], assistant_mask: bool) -> Mapping[str, Any]:
-        """Rendered once with bounds on time and memory, and once more to tokenise, which may take longer."""
+        """Rendered with bounds on time and memory, and tokenised without, which may take longer.
+
+        The assistant's tokens are known to `apply_chat_template` alone, which renders once more for them.
+        """
         from jinja2 import TemplateError
 
         try:
             with bounded():
-                self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
+                text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
+            if not assistant_mask:
+                return self.tokenizer(text, add_special_tokens=False, verbose=False)
             out = self.tokenizer.apply_chat_template(
                 chat,
                 tokenize=True,
