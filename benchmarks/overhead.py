@@ -5,10 +5,11 @@
 
 One run of `tiny` on rows that all have the same documents. Steps with reporting count tokens, time their parts, name
 regions and log; steps without do none of that, and are otherwise the same. They take turns, the first of a pair being
-with and without by turns, so that a machine whose speed drifts slows both. `ratio` is the time of the steps with
-reporting over that of those without, in blocks of as many pairs as a log line is steps: its median and quartiles.
-`inside` is the processor time of rank 0 in the functions that report, and the number of regions times what entering and
-leaving one takes, over the time of a step: what the ratio would be on a machine without noise, waiting left out.
+with and without by turns, so that a machine whose speed drifts slows both. `clock` and `processor` are the time of the
+steps with reporting over that of those without, in blocks of as many pairs as a log line is steps, their median and
+quartiles: by the clock, and by the processor time of rank 0, which other programs on the machine do not change.
+`inside` is the processor time of rank 0 in the functions that report, and the number of regions times what entering
+and leaving one takes, over that of a step without: what the ratio would be without noise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,7 +51,8 @@ class Turns(TrainerCallback):
 
     def __init__(self, trainer: SequenceTrainer, logging_steps: int):
         self.trainer, self.logging_steps = trainer, logging_steps
-        self.steps: list[tuple[bool, float]] = []
+        self.steps: list[tuple[bool, float, float]] = []
+        """Whether with reporting, and seconds by the clock and of the processor."""
         self.inside = 0.0
         self.num_regions = 0
         self._add, self._log = trainer.step_metrics.add, trainer.log
@@ -58,12 +60,12 @@ class Turns(TrainerCallback):
         trainer.step_metrics.add = self._timed(self._add)  # type: ignore[method-assign]
         trainer.log = self._timed(self._log)  # type: ignore[method-assign]
         self.is_on = False
-        self._began: float | None = None
+        self._began: tuple[float, float] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now = time.perf_counter()
+        now = time.perf_counter(), time.process_time()
         if self._began is not None:
-            self.steps.append((self.is_on, now - self._began))
+            self.steps.append((self.is_on, now[0] - self._began[0], now[1] - self._began[1]))
         pair, second = divmod(state.global_step - WARM_UP, 2)
         self.is_on = second == pair % 2
         clock = regions.clock
@@ -76,7 +78,7 @@ class Turns(TrainerCallback):
         self._began = now
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        num_on = sum(on for on, _ in self.steps) + self.is_on
+        num_on = sum(on for on, *_ in self.steps) + self.is_on
         control.should_log = self.is_on and num_on % self.logging_steps == 0
 
     def _count(self, name: str) -> Any:
@@ -109,7 +111,7 @@ def be_rank(arguments: list[str], logging_steps: int, result: Path) -> None:
     trainer.add_callback(turns)
     trainer.train()
     if trainer.sequence.rank == 0:
-        on = sum(is_on for is_on, _ in turns.steps)
+        on = sum(is_on for is_on, *_ in turns.steps)
         found = {"steps": turns.steps, "inside": turns.inside / on, "regions": turns.num_regions / on}
         result.write_text(json.dumps(found | {"region": seconds_of_a_region()}))
     finish()
@@ -148,17 +150,24 @@ def measure(sp: int, logging_steps: int, *, length: int, pairs: int, folder: Pat
 
 def row(sp: int, logging_steps: int, found: dict[str, Any]) -> str:
     steps = found["steps"][WARM_UP:]
-    pairs = [dict(steps[i : i + 2]) for i in range(0, len(steps) - 1, 2)]
+    pairs = [{step[0]: step[1:] for step in steps[i : i + 2]} for i in range(0, len(steps) - 1, 2)]
     blocks = [pairs[i : i + logging_steps] for i in range(0, len(pairs) - logging_steps + 1, logging_steps)]
-    ratios = [sum(pair[True] for pair in block) / sum(pair[False] for pair in block) for block in blocks]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    step = statistics.median(pair[False] for pair in pairs)
+    clock, processor = (_ratio(blocks, time) for time in (0, 1))
+    step = statistics.median(pair[False][1] for pair in pairs)
     inside = found["inside"] + found["regions"] * found["region"]
-    ratio = f"{middle - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
     return (
-        f"| {sp} | {logging_steps} | {len(pairs)} | {step:.2f} | {ratio} | "
+        f"| {sp} | {logging_steps} | {len(pairs)} | {step:.2f} | {clock} | {processor} | "
         f"{1000 * inside:.2f} | {inside / step:.2%} | {found['regions']:.0f} × {1e6 * found['region']:.1f} |"
     )
+
+
+def _ratio(blocks: list[list[dict[bool, Sequence[float]]]], time: int) -> str:
+    """Less 1; of the first (the clock's) or second (the processor's) time."""
+    ratios = [sum(pair[True][time] for pair in block) / sum(pair[False][time] for pair in block) for block in blocks]
+    if len(ratios) == 1:
+        return f"{ratios[0] - 1:+.1%}"
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -191,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def page(rows: list[str], options: argparse.Namespace) -> str:
     given = f"--sp {' '.join(map(str, options.sp))} --logging_steps {' '.join(map(str, options.logging_steps))} "
-    head = "sp | logging_steps | pairs | s/step without | ratio - 1 (quartiles) | inside, ms | inside | regions × µs"
+    head = "sp | logging_steps | pairs | s/step | clock | processor | inside, ms | inside | regions × µs"
     lines = [
         "# What a run's own reporting costs",
         "",

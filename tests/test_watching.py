@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import io
 import itertools
 import json
@@ -158,6 +159,7 @@ def test_the_bar_names_what_is_known():
 
 # Runs: what the trace, the log and the page have of them
 
+HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 STEPS, TRACED = 4, 2
 LAYERS = 2
 FORWARD_AND_BACKWARD = 2
@@ -180,8 +182,11 @@ def trained(models, folder, backends):
     common = [*COMMON, "--max_steps", str(STEPS), "--sp", "4", "--engine", "fsdp2", "--dataset_name", data]
     common += ["--gradient_checkpointing", "False", "--profile", "True", "--profile_steps", str(TRACED)]
     common += ["--model_name_or_path", models["GQA 4:2"], "--hub_token", TOKEN, "--run_name", RUN_NAME]
+    common += ["--report_to", "tensorboard"] if HAS_TENSORBOARD else []
     cases = {backend: [*common, "--sp_backend", backend, "--output_dir", str(folder / backend)] for backend in backends}
-    run_ranks(4, "tests.test_training:run_cases", cases)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
+        run_ranks(4, "tests.test_training:run_cases", cases)
     return {backend: folder / backend for backend in backends}
 
 
@@ -254,6 +259,32 @@ def check_parts(folder):
             assert entry[f"{part}_fraction"] == pytest.approx(sum(entry["seconds"][part]) / whole, abs=1e-2)
         assert min(entry["seconds"]["attention"]) > 0
         assert min(entry["seconds"]["communication"]) > 0
+
+
+def numbers(folder):
+    """{step: what the log has of it, under the names of dashboards}; texts and what is unknown left out."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    found = {}
+    for entry in history:
+        if "packing" not in entry:
+            named = {f"train/{n}".replace("train/eval_", "eval/"): v for n, v in entry.items() if n != "step"}
+            found.setdefault(entry["step"], {}).update({n: v for n, v in named.items() if isinstance(v, int | float)})
+    return found
+
+
+@pytest.mark.skipif(not HAS_TENSORBOARD, reason="the tensorboard extra")
+def test_tensorboard_has_the_curves_of_the_log(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [events] = (run.parent / "events").iterdir()  # of one rank
+    accumulator = EventAccumulator(str(events)).Reload()
+    shown = {}
+    for name in accumulator.Tags()["scalars"]:
+        for point in accumulator.Scalars(name):
+            shown.setdefault(point.step, {})[name] = point.value
+    expected = numbers(run)
+    assert {"train/loss", "train/tokens_per_second", "train/communication_fraction"} <= expected[1].keys()
+    assert shown == {step: pytest.approx(values, rel=1e-6) for step, values in expected.items()}  # events are fp32
 
 
 class Page(HTMLParser):
