@@ -67,6 +67,7 @@ class SequenceTrainer(ResumableTrainer):
     _name = "longctx"
     _tag_names = ("trl", "sft", "longctx")
     control: TrainerControl
+    _tr_loss: torch.Tensor
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -475,6 +476,11 @@ class SequenceTrainer(ResumableTrainer):
             training={name: value for name, value in training.items() if value is not None},
         )
         Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """With the loss since the last log of all ranks, where transformers takes this rank's share for it."""
+        self._tr_loss = cast(torch.Tensor, self.accelerator.reduce(self._tr_loss, "mean"))
+        return super()._finalize_training(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """And read the peaks of the whole of it. Called by all ranks together."""

@@ -115,6 +115,35 @@ def test_training_equals_one_process(backends, sp, models, tmp_path, parity_tabl
         check(results, references[case], case, "torchrun", parity_table)
 
 
+def train_loss(arguments):
+    """That of the run's last log entry, on this rank."""
+    from longctx.config import resolve
+    from longctx.flags import parse_flags
+    from longctx.launch.profile import read_profile
+    from longctx.run import fit, load, prepare
+
+    prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
+    return fit(prepared, load(prepared)).state.log_history[-1]["train_loss"]
+
+
+def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):
+    """Also of the steps since the last log, of which every rank has its own share."""
+    lengths, flags = SHAPES["one long document"]
+    documents = make_documents(lengths)
+    arguments = [*COMMON, *flags, "--sp", "2", "--dataset_name", write_jsonl(tmp_path / "data.jsonl", documents)]
+    arguments += [
+        "--model_name_or_path",
+        models["GQA 4:2"],
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--logging_steps",
+        "3",
+    ]
+    losses, _ = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    expected = sum(losses) / STEPS
+    assert run_ranks(2, f"{__name__}:train_loss", arguments) == pytest.approx([expected] * 2, rel=1e-4)
+
+
 def test_ulysses_says_why_heads_do_not_fit(models, capsys):
     from longctx.train import main
 
