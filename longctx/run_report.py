@@ -267,7 +267,7 @@ def _charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, A
         *_times(steps),
     ]
     for name, key, options in (
-        ("Padding", "padding_fraction", {"low": 0.0, "tick": _percent}),
+        ("Padding", "padding_fraction", {"low": 0.0, "high": 0.05, "tick": _percent}),
         ("Attention imbalance", "attention_imbalance", {"low": 1.0, "high": 1.1}),
         ("Gradient norm", "grad_norm", {"low": 0.0}),
         ("Learning rate", "learning_rate", {"low": 0.0, "tick": number}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ LAYOUTS = {
 }
 """Of sp 4: two ranks on each host. Hybrid's ring is between the hosts, its Ulysses groups are within them. What runs on
 DeepSpeed stands last: FSDP2 cannot follow in the same process."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
 
 pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 

@@ -71,7 +71,7 @@ def losses_of_trl(batch_size, folder):
 def test_the_example_takes_the_steps_of_one_process(tmp_path):
     losses = losses_of(PREFERENCES, tmp_path)
     assert losses == pytest.approx(losses_of_one_process(2), rel=1e-4)
-    assert losses[-1] < 0.2 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.long
