@@ -30,13 +30,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     made: dict[str, Callable[[], str]] = {"reference/flags.md": flags_page, "reference/profiles.md": profiles_page}
     for name, source in COPIED.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, name, content=relinked(text)))
-        for image in IMAGE.findall(text):
-            files.append(File.generated(config, image, abs_src_path=str(ROOT / image)))
+        files.append(File.generated(config, name, content=relinked((ROOT / source).read_text(encoding="utf-8"))))
+    for image in sorted(outer_images()):
+        files.append(File.generated(config, image, abs_src_path=str(ROOT / image)))
     for name, page in made.items():
         files.append(File.generated(config, name, content=page()))
     return files
+
+
+def outer_images() -> set[str]:
+    """Images of pages that lie outside of docs/, by their paths in the repository."""
+    pages = [*COPIED.values(), *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+    found = (
+        _normal(PurePosixPath(page).parent / image)
+        for page in pages
+        for image in IMAGE.findall((ROOT / page).read_text(encoding="utf-8"))
+    )
+    return {path for path in found if not path.startswith("docs/")}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

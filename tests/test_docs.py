@@ -119,7 +119,7 @@ def started(words: list[str]) -> Started | None:
 def needs_more_than_is_here(words: list[str]) -> bool:
     """A model of the hub, data of the reader's, an ellipsis, another machine."""
     text = " ".join(words)
-    return bool(re.search(r"\w/\w[\w.-]*\d|my_|…|--rdzv_endpoint|--machine_rank|--gpus 1 2 4 8", text))
+    return bool(re.search(r"\w/\w[\w.-]*\d|my_|examples/|…|--rdzv_endpoint|--machine_rank|--gpus 1 2 4 8", text))
 
 
 # Read and resolved
@@ -133,7 +133,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "SLURM_"))]:
         monkeypatch.delenv(name)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
@@ -164,7 +165,7 @@ def check_installation(words: list[str]) -> None:
 
 def check_development(words: list[str]) -> None:
     """What .ci/run does as well; the files that are named have to be there."""
-    for path in (word for word in words[1:] if word.startswith("tests/")):
+    for path in (word for word in words[1:] if word.startswith(("tests/", "examples/"))):
         assert (ROOT / path).is_file()
 
 

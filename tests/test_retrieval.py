@@ -58,7 +58,5 @@ def test_keys_on_other_ranks_are_learnt_unless_attention_across_ranks_is_broken(
         flags = ("--config", str(EXAMPLE / "train.yaml"), "--output_dir", f"run-{broken}")
         run(tmp_path, *torchrun, "-m", "tests.broken_retrieval", *flags, BREAK=broken)
         by_place[broken] = json.loads((tmp_path / f"run-{broken}" / "by_place.json").read_text())
-    assert min(by_place[""]) > 0.5
-    assert sum(by_place[""]) / len(by_place[""]) > 0.9
-    elsewhere = by_place["ranks"][2:-2]
-    assert max(elsewhere) < 0.3
+    assert sum(by_place[""]) / len(by_place[""]) > 0.75
+    assert max(by_place["ranks"][2:-2]) < 0.2 < max(by_place["ranks"])  # its own keys are the first and the last
