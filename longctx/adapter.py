@@ -8,9 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from trl import ModelConfig, get_peft_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from longctx.tiny import TINY
 
 REMEDY = "Name layers such as q_proj v_proj, or all-linear; peft reads a single name as a regular expression: .*q_proj"
 
@@ -44,6 +46,60 @@ def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, e
     _check_modules_to_save(adapted, settings["lora_modules_to_save"] or [], engine)
 
 
+def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConfig, engine: str, use_cpu: bool) -> None:
+    """That 4-bit weights under an adapter (QLoRA) are those of one device.
+
+    Every rank has all of them: FSDP2 leaves them out of its shards, whose pieces bitsandbytes could not read.
+
+    Args:
+        settings: every flag of TRL's ModelConfig, and the memory levers.
+
+    Raises:
+        ValueError: for what is not compared with one process, with the remedy.
+    """
+    if not settings["use_peft"]:
+        raise ValueError("--load_in_4bit True keeps weights that cannot be trained. Add --use_peft, or leave it out.")
+    if settings["model_name_or_path"] == TINY:
+        raise ValueError("--load_in_4bit True with the built-in tiny, which is made in fp32. Name a model in a folder.")
+    if engine not in ("fsdp2", "none"):
+        raise ValueError(
+            f"--load_in_4bit True on {engine} is not compared with one process. Use --engine fsdp2, or leave it out."
+        )
+    for name in ("use_dora", "lora_modules_to_save", "tiled_mlp", "sequence_chunk_size", "bnb_4bit_quant_storage"):
+        if settings[name] not in (None, False, [], "uint8"):
+            raise ValueError(
+                f"--{name} {settings[name]} with --load_in_4bit True is not compared with one process. "
+                "Leave out one of the two."
+            )
+    if settings["offload_param_device"] != "none":
+        raise ValueError(
+            f"--offload_param_device {settings['offload_param_device']} with --load_in_4bit True: 4-bit weights stay "
+            "where they are. Leave it out."
+        )
+    if use_cpu:
+        _check_blocks(model_config)
+
+
+def quantization_of(settings: Mapping[str, Any]) -> BitsAndBytesConfig | None:
+    """How --load_in_4bit keeps the weights of linear layers; products are in the precision of the run."""
+    if not settings["load_in_4bit"]:
+        return None
+    given = {field.name: settings[field.name] for field in fields(ModelConfig)}
+    return get_quantization_config(ModelConfig(**given | {"dtype": "bfloat16" if settings["bf16"] else given["dtype"]}))
+
+
+def _check_blocks(model_config: PretrainedConfig) -> None:
+    """bitsandbytes 0.50's kernel for CPUs reads blocks of 64 weights wrongly that go over the end of a row."""
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)](copy.deepcopy(model_config))
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings() and layer.in_features % 64:
+            raise ValueError(
+                f"--load_in_4bit True on a CPU: {name} has {layer.in_features} inputs, no multiple of 64, which "
+                "bitsandbytes dequantises wrongly there. Leave it out, or use a GPU."
+            )
+
+
 def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrainedModel:
     """The model with a new adapter, which alone is trained.
 
@@ -51,7 +107,10 @@ def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrain
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings["seed"])
-        return _adapted(model, settings)
+        adapted = _adapted(model, settings)
+    if settings["load_in_4bit"]:
+        model.is_loaded_in_4bit = False  # else SFTTrainer casts the adapter to bf16
+    return adapted
 
 
 def _adapted(model: PreTrainedModel, settings: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 from transformers import PretrainedConfig
 
-from longctx.adapter import check_adapter
+from longctx.adapter import check_adapter, check_quantization
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.support import check_model
@@ -70,6 +70,9 @@ then computes with parameters that have not all arrived.
 
 PEFT_VERSIONS = {"peft": "0.20.0"}
 """Of --use_peft, the extra `peft`."""
+
+QLORA_VERSIONS = {"bitsandbytes": "0.50.0"}
+"""Of --load_in_4bit, the extra `qlora`."""
 
 REQUIRED_VERSIONS = {"torch": "2.11.0", "accelerate": "1.15.0", "transformers": "5.17.0", "trl": "1.16.0"}
 
@@ -175,6 +178,9 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
         is_demo=is_demo,
         notes=tuple(notes),
     ).settled()
+    if settings["load_in_4bit"]:
+        _check_versions(QLORA_VERSIONS, "--load_in_4bit")
+        check_quantization(run.settings, model_config, engine, use_cpu)
     _check_machine(run, env)
     return run
 
@@ -446,6 +452,8 @@ def _engine(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: 
         return flags.engine, "asked for"
     if dims.world_size == 1:
         return "none", "one process"
+    if flags.load_in_4bit:
+        return "fsdp2", "auto: 4-bit weights are replicated on FSDP2"
     if dims.dp_replicate > 1:
         return "fsdp2", "auto: copies of a sharded model are FSDP2's"
     runs_on = "DeepSpeed ZeRO-3" if backend.engine == "deepspeed" else "FSDP2"

@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -136,6 +137,7 @@ def load_model(
     dtype: str = "float32",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """The weights, for training, with a configuration of their own. Attention is put in place afterwards.
 
@@ -145,6 +147,7 @@ def load_model(
     """
     config = copy.deepcopy(config)
     if name == TINY:
+        assert quantization is None, "refused by check_quantization"
         return tiny_model(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), config=config)
     check_no_adapter(name, revision)
     check_weight_files(name, config, revision=revision)
@@ -156,6 +159,7 @@ def load_model(
             revision=revision,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **({} if quantization is None else {"quantization_config": quantization}),
         )
     except UnpicklingError as error:
         raise ValueError(
@@ -189,4 +193,6 @@ def count_trained_parameters(model: torch.nn.Module) -> int:
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
+    if (quantized := getattr(parameter, "quant_state", None)) is not None:  # two 4-bit weights are in a byte
+        return int(quantized.shape.numel())
     return getattr(parameter, "ds_numel", parameter.numel())

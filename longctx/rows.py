@@ -258,6 +258,8 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
     if settings["use_peft"]:
         base = settings["model_name_or_path"]
         order |= {"use_peft": True, "base_model": _files_identity(base) or base}
+        if settings.get("load_in_4bit"):
+            order |= {name: settings[name] for name in ("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")}
     if settings["datasets"]:
         order["mixture"] = _mixture_identity(Mixture.of_settings(settings))
     if isinstance(data, StreamedRows) and settings["datasets"]:

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
 import longctx
-from longctx.adapter import add_adapter
+from longctx.adapter import add_adapter, quantization_of
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
@@ -29,7 +29,15 @@ from longctx.checkpoint import Manifest, candidates, check_files, check_same, re
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.host import SavedOnHost
-from longctx.launch.engines import offload_fsdp, promote, settle_deepspeed, settle_fsdp, start_on_cpu, stay_on_cpu
+from longctx.launch.engines import (
+    load_on_every_rank,
+    offload_fsdp,
+    promote,
+    settle_deepspeed,
+    settle_fsdp,
+    start_on_cpu,
+    stay_on_cpu,
+)
 from longctx.launch.failures import FollowSteps
 from longctx.launch.network import choose_interface
 from longctx.launch.restarts import renew_store
@@ -77,6 +85,8 @@ def prepare(run: Run) -> PreparedRun:
         choose_interface(os.environ)
     if run.promotes_engine:
         promote(run.engine)
+    if run.engine == "fsdp2" and settings["load_in_4bit"]:
+        load_on_every_rank()
     if run.engine == "fsdp2" and run.levers.offload_param_device == "cpu":
         offload_fsdp()
     if run.use_cpu:
@@ -245,6 +255,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
             dtype=settings["dtype"],
             revision=settings["model_revision"],
             trust_remote_code=settings["trust_remote_code"],
+            quantization=quantization_of(settings),
         )
     )
 

@@ -18,7 +18,7 @@ _ACTING_GROUPS = {
         "dataset_config dataset_streaming dataset_train_split dataset_text_field dataset_num_proc chat_template_path "
         "datasets streaming test_split_size "
         "eos_token pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
-        "completion_only_loss assistant_only_loss label_smoothing_factor use_peft"
+        "completion_only_loss assistant_only_loss label_smoothing_factor use_peft load_in_4bit"
     ),
     "evaluation": "eval_on_start eval_strategy load_best_model_at_end",
     "batches": (
@@ -63,7 +63,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "include_num_input_tokens_seen": ("no", False),
     "label_names": (None,),
     "liger_kernel_config": (None,),
-    "load_in_4bit": (False,),
     "load_in_8bit": (False,),
     "loss_type": ("nll", "chunked_nll"),
     "lr_scheduler_type": (
@@ -99,10 +98,6 @@ but its state does not survive ZeRO-3's regrouping: DeepSpeed 0.19.8 ends in an 
 that follow the step alone. Precision: float16 weights need a scaled loss.
 """
 
-_QUANTIZED = (
-    "bitsandbytes' quantized weights are not compared with one device. Leave it out: --use_peft with --dtype bfloat16 "
-    "trains an adapter on weights that are sharded over all ranks"
-)
 REASONS: Mapping[str, str] = {
     "dtype": "float16 gradients underflow without a scaled loss, which is not built",
     "fp16": (
@@ -110,8 +105,10 @@ REASONS: Mapping[str, str] = {
         "Use --bf16 True, or leave both out for fp32"
     ),
     "liger_kernel_config": "it belongs to --use_liger_kernel, which is refused. Leave it out",
-    "load_in_4bit": _QUANTIZED,
-    "load_in_8bit": _QUANTIZED,
+    "load_in_8bit": (
+        "LLM.int8 rounds activations too, all but the columns where any token of the batch is large, and a rank sees "
+        "some tokens only. Use --load_in_4bit True, or leave it out"
+    ),
     "neftune_noise_alpha": "ranks would draw other noise than one device. Leave it out",
     "ignore_data_skip": "a resumed run would train on data again that it has seen. Leave it out",
     "router_aux_loss_coef": "the auxiliary loss depends on all tokens of a step at once. Leave it out",
@@ -146,6 +143,9 @@ ACTS_WITH: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "lora_target_modules": ("use_peft", (True,)),
     "lora_target_parameters": ("use_peft", (True,)),
     "lora_task_type": ("use_peft", (True,)),
+    "bnb_4bit_quant_storage": ("load_in_4bit", (True,)),
+    "bnb_4bit_quant_type": ("load_in_4bit", (True,)),
+    "use_bnb_nested_quant": ("load_in_4bit", (True,)),
     "use_dora": ("use_peft", (True,)),
     "use_rslora": ("use_peft", (True,)),
 }
@@ -160,7 +160,6 @@ _IDLE_GROUPS = {
         "include_for_metrics prediction_loss_only"
     ),
     "since --eval_strategy says when to evaluate": "do_eval",
-    "without --load_in_4bit": "bnb_4bit_quant_storage bnb_4bit_quant_type use_bnb_nested_quant",
     "without --train_sampling_strategy group_by_length": "length_column_name",
     "without DDP: FSDP2 or ZeRO average the gradients": (
         "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph"

@@ -77,6 +77,7 @@ def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu
     given += ["--max_steps", "5"]
     with (
         mock.patch("longctx.config.version", cache(version)),  # reads files
+        mock.patch("longctx.config.QLORA_VERSIONS", {}),  # bitsandbytes is in no extra of the tests
         mock.patch("longctx.config.device_count", return_value=devices),
         mock.patch("longctx.config.default_config_file", return_value=None),  # may be left behind on this machine
     ):

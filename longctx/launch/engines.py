@@ -65,6 +65,11 @@ def set_up_allocators() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ",".join(settings))
 
 
+def load_on_every_rank() -> None:
+    """Make every rank read the weights, since FSDP2 hands on only what it shards; before its plug-in is made."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
 def offload_fsdp() -> None:
     """Make FSDP2 keep parameters, gradients and optimizer states in host memory; before its plug-in is made."""
     os.environ["FSDP_OFFLOAD_PARAMS"] = "true"

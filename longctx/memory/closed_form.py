@@ -201,6 +201,8 @@ class MemorySetup:
     """Whether gradients of an earlier micro-batch are there throughout."""
     is_cpu: bool = False
     """Whether the devices are the host's own CPU, so that all memory is the host's."""
+    quantized_weight_bytes: float | None = None
+    """Of a 4-bit weight in a layer, its scale included, which every rank has; None where weights are not quantised."""
     layer_factor: float = 1.0
     """Of what a layer saves and makes, as traces of the model at hand found it (`longctx.plan.calibrate`)."""
 
@@ -243,6 +245,7 @@ class MemorySetup:
             engine=cast(Engine, f"zero{zero_stage}" if zero_stage else "fsdp2" if engine == "fsdp1" else engine),
             bf16=bool(get("bf16")) or get("dtype") == "bfloat16",
             weight_bytes=4 if get("dtype") == "float32" else 2,
+            quantized_weight_bytes=_quantized_weight_bytes(settings),
             num_rows=settings["per_device_train_batch_size"],
             gradient_checkpointing=checkpoints,
             every_n_layers=kwargs.get("every_n_layers") or 1,
@@ -410,6 +413,10 @@ def _placed_states(setup: MemorySetup) -> dict[str, float]:
     parameters, trained = model.num_parameters, model.num_trained_parameters
     if not setup.engine.startswith("zero"):
         each = setup.weight_bytes / (shards if setup.engine == "fsdp2" else 1)
+        if setup.quantized_weight_bytes is not None:
+            quantized = model.num_layers * model.layer_parameters
+            whole = each * (parameters - quantized) + setup.quantized_weight_bytes * quantized
+            return {"parameters": whole, "gradients": each * trained, "optimizer states": 2 * each * trained}
         return {"parameters": each * parameters, "gradients": each * trained, "optimizer states": 2 * each * trained}
     stage = int(setup.engine.removeprefix("zero"))
     return {
@@ -417,6 +424,13 @@ def _placed_states(setup: MemorySetup) -> dict[str, float]:
         "gradients": setup.reduce_bytes * trained / (shards if stage >= 2 else 1),
         "optimizer states": 12 * trained / shards,  # an fp32 copy of the parameters, and AdamW's two moments
     }
+
+
+def _quantized_weight_bytes(settings: Mapping[str, Any]) -> float | None:
+    """Half a byte, and a scale of 64 weights: fp32, or a byte where scales are quantised too."""
+    if not settings.get("load_in_4bit"):
+        return None
+    return 0.5 + (1 if settings.get("use_bnb_nested_quant") else 4) / 64
 
 
 def _gradients_on_host(setup: MemorySetup) -> bool:

@@ -86,6 +86,8 @@ def check_engine(run: Run) -> Run:
     Raises:
         ValueError: for an engine whose gradients cannot be compared one by one.
     """
+    if run.settings["load_in_4bit"]:
+        raise ValueError("--load_in_4bit True: only weights that are not quantised are compared here. Leave it out.")
     if run.engine == "fsdp1":
         raise ValueError(
             "fsdp_version 1 keeps the gradients of many parameters in one, which are not compared here. "
