@@ -46,7 +46,8 @@ class AdaptQuantized(Adapt):
         self.folder, self.quantization = folder, quantization
 
     def __call__(self, model):
-        return super().__call__(quantized(self.folder, self.quantization))
+        # In training, as from_pretrained does not leave it: out of it, bitsandbytes' kernel for CPUs rounds to bf16.
+        return super().__call__(quantized(self.folder, self.quantization)).train()
 
 
 def quantized(folder, quantization):
@@ -75,7 +76,7 @@ def test_an_adapter_of_4_bit_weights_trains_as_on_one_process(kind, folder, tmp_
     for case, (start, steps, _, trained) in results.items():
         assert all(torch.equal(value, adapt.start[name]) for name, value in start.items())
         assert trained == sorted(name for name, p in adapt.model.named_parameters() if p.requires_grad)
-        assert abs(steps[0][0] / whole[0][0] - 1) > 1e-4  # the weights are quantised
+        assert abs(steps[0][0] / whole[0][0] - 1) > 1e-5  # the weights are quantised: sums in another order make 1e-7
         check(steps, reference, f"QLoRA {kind}, {case}", "torchrun", parity_table)
         assert not (tmp_path / case / "model.safetensors").exists()
         base = quantized(folder, quantization)
