@@ -179,6 +179,9 @@ def load_model(
             f"--model_name_or_path {name} has no weights for {len(missing)} parameters of a {config.model_type} model, "
             f"such as {missing[0]}; they would start at random. Complete the folder, or get it again."
         )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' 4-bit layers, on CPUs that have it:
+            module.support_avx512bf16_for_cpu = False  # an evaluation would round them to bf16, and leave them so
     return model
 
 

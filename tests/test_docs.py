@@ -130,6 +130,7 @@ def folder(tmp_path, monkeypatch):
     """A place with the reader's data; models of the hub are those of the same sizes that are published."""
     load = longctx.config.load_config
     monkeypatch.setattr(longctx.config, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k))
+    monkeypatch.setattr(longctx.config, "QLORA_VERSIONS", {})  # bitsandbytes is in no extra of the tests
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "SLURM_"))]:
         monkeypatch.delenv(name)

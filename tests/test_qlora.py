@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from longctx.model import load_config, load_model
 from longctx.train import main
 from tests.reference import dense_loss, train_reference
 from tests.small_model import save_small_model
@@ -82,6 +83,20 @@ def test_an_adapter_of_4_bit_weights_trains_as_on_one_process(kind, folder, tmp_
         base = quantized(folder, quantization)
         saved = dense_loss(peft.PeftModel.from_pretrained(base, tmp_path / case), documents).item()
         assert saved == pytest.approx(dense_loss(adapt.model, documents).item(), rel=1e-4)
+
+
+@pytest.mark.long
+def test_an_evaluation_changes_no_weight(folder):
+    """Out of training bitsandbytes would pack the weights for a faster kernel that rounds to bf16."""
+    pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = load_model(folder, load_config(folder), quantization=quantization)
+    tokens = torch.arange(3, 40)[None]
+    before = model.train()(tokens).logits
+    with torch.no_grad():
+        evaluated = model.eval()(tokens).logits
+    assert torch.equal(evaluated, before)
+    assert torch.equal(model.train()(tokens).logits, before)
 
 
 REFUSED = {
