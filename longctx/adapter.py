@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
+from longctx.model_files import without_weights
 from longctx.tiny import TINY
 
 REMEDY = "Name layers such as q_proj v_proj, or all-linear; peft reads a single name as a regular expression: .*q_proj"
@@ -33,8 +32,8 @@ def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, e
             "--use_peft on FSDP1 is not compared with one process. Set fsdp_version: 2 (--config_file "
             "configs/fsdp2.yaml)."
         )
+    model = without_weights(model_config)
     with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)](copy.deepcopy(model_config))
         try:
             adapted = _adapted(model, settings)
         except ValueError as error:  # of ranks and layers alike
@@ -90,8 +89,7 @@ def quantization_of(settings: Mapping[str, Any]) -> BitsAndBytesConfig | None:
 
 def _check_blocks(model_config: PretrainedConfig) -> None:
     """bitsandbytes 0.50's kernel for CPUs reads blocks of 64 weights wrongly that go over the end of a row."""
-    with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)](copy.deepcopy(model_config))
+    model = without_weights(model_config)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings() and layer.in_features % 64:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -140,12 +140,16 @@ def _elements(path: Path) -> int:
         raise ValueError(f"{path} cannot be read: {error}. Get it again.") from error
 
 
+def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal language model that the configuration describes, on the meta device: all parameters, no memory."""
+    with torch.device("meta"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
+
+
 def _parameters(name: str, config: PretrainedConfig) -> int:
-    """Of the model that the configuration describes, made without memory for weights."""
+    """Of the model that the configuration describes."""
     try:
-        with torch.device("meta"):
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
-        return sum(parameter.numel() for parameter in model.parameters())
+        return sum(parameter.numel() for parameter in without_weights(config).parameters())
     except Exception as error:  # whatever transformers' own code makes of such values
         raise ValueError(
             f"--model_name_or_path {name}: no model can be made of its config.json: {error} ({type(error).__name__})."

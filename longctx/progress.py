@@ -8,6 +8,8 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
+from longctx.charts import number
+
 
 class ProgressBar(ProgressCallback):
     """In the place of the Trainer's: it shows the numbers in the bar instead of a line above it for every step.
@@ -15,6 +17,9 @@ class ProgressBar(ProgressCallback):
     Lines that are no step's, such as an evaluation's, stand above the bar. Where there is no terminal there is no bar,
     and every line is printed.
     """
+
+    _evaluated = 0
+    """Batches of the evaluation that is under way."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -51,7 +56,7 @@ class ProgressBar(ProgressCallback):
         if bar is None:
             super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
             return
-        self._evaluated = getattr(self, "_evaluated", 0) + 1
+        self._evaluated += 1
         bar.set_description_str(f"evaluation {self._evaluated}/{len(eval_dataloader)}")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -72,19 +77,11 @@ def describe(logs: Mapping[str, Any]) -> str:
     """A step's numbers, the most wanted first: a narrow terminal cuts the last off."""
     parts = [f"loss {logs['loss']:.4g}"]
     if "tokens_per_second" in logs:
-        parts += [f"{_short(logs['tokens_per_second'])} tok/s"]
-        parts += [f"{_short(logs['tokens_per_second_per_device'])} tok/s/device"]
+        parts += [f"{number(logs['tokens_per_second'])} tok/s"]
+        parts += [f"{number(logs['tokens_per_second_per_device'])} tok/s/device"]
     if logs.get("mfu") is not None:
         parts += [f"MFU {logs['mfu']:.0%}"]
     for name, where in (("peak_memory_gib_max", ""), ("peak_host_memory_gib_max", " host")):
         if logs.get(name) is not None:
             return ", ".join([*parts, f"{logs[name]:.1f} GiB{where}"])
     return ", ".join(parts)
-
-
-def _short(number: float) -> str:
-    """12345 -> 12.3k"""
-    for size, suffix in ((1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{suffix}"
-    return f"{number:.3g}"

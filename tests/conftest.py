@@ -26,6 +26,24 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
+def refusal(monkeypatch, capsys):
+    """Run longctx.train on the CPU; the one error that it refuses with, before weights are read or processes start."""
+    from longctx.train import main
+
+    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("longctx.launch.processes.spawn", lambda *_: pytest.fail("processes were started"))
+
+    def run(*arguments):
+        assert main(["--dataset_name", "stdlib", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("longctx: error: ") == 1
+        return error
+
+    return run
+
+
+@pytest.fixture
 def parity_table():
     """Append (case, how it was started, loss error, gradient norm error, error over the run)."""
     return _rows

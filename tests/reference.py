@@ -17,12 +17,22 @@ def train_reference(
     the losses and the gradient norms, token-weighted over the step, linear schedule, clipping at 1.0, fp32.
     """
     model = adapt(AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager", dtype=torch.float32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    rates = [learning_rate * (1 - step / steps) for step in range(steps)]
+    return adamw_steps(
+        model,
+        rates,
+        lambda step: dense_loss(model, documents if batches is None else batches[step], label_smoothing),
+    )
+
+
+def adamw_steps(model, learning_rates, loss_of_step):
+    """Losses and gradient norms of steps with these learning rates, no weight decay, clipping at 1.0."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     losses, norms = [], []
-    for step in range(steps):
+    for step, learning_rate in enumerate(learning_rates):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * (1 - step / steps)
-        loss = dense_loss(model, documents if batches is None else batches[step], label_smoothing)
+            group["lr"] = learning_rate
+        loss = loss_of_step(step)
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))

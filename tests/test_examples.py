@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from longctx.tiny import tiny_model, tiny_tokenizer
-from tests.reference import dense_loss
+from tests.reference import adamw_steps, dense_loss
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PREFERENCES = EXAMPLES / "dpo.py"
@@ -58,17 +57,12 @@ def losses_of_one_process() -> list[float]:
     documents = load_documents(SCRIPTS[0])
     model = tiny_model()
     model.set_attn_implementation("eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    losses = []
-    for step in range(STEPS):
+
+    def loss_of_step(step):
         ids = documents[step * DOCUMENTS_A_STEP : (step + 1) * DOCUMENTS_A_STEP]
-        loss = dense_loss(model, [(tokens, tokens) for tokens in ids])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return dense_loss(model, [(tokens, tokens) for tokens in ids])
+
+    return adamw_steps(model, [1e-3] * STEPS, loss_of_step)[0]
 
 
 @pytest.mark.parametrize(

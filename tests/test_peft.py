@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -183,19 +184,8 @@ REFUSED = {
 
 
 @pytest.fixture
-def refusal(monkeypatch, capsys):
-    """Run longctx.train; the error that it refuses with."""
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
-    monkeypatch.setattr("longctx.launch.processes.spawn", lambda *_: pytest.fail("processes were started"))
-
-    def run(*arguments):
-        assert main(["--dataset_name", "stdlib", "--use_peft", "True", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.count("longctx: error: ") == 1
-        return error
-
-    return run
+def refusal(refusal):
+    return partial(refusal, "--use_peft", "True")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longctx.tiny import tiny_model, tiny_tokenizer
+from tests.reference import adamw_steps
 from tests.test_examples import PREFERENCES, losses_of, module_of
 from tests.test_log_probs import dense_log_probs, dense_model
 from tests.workers import run_ranks
@@ -20,20 +21,15 @@ def losses_of_one_process(batch_size):
     dpo = module_of(PREFERENCES)
     pairs = dpo.tokenize(dpo.load_preferences(), tiny_tokenizer())
     model, reference_model = dense_model(torch.float32), dense_model(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=dpo.LEARNING_RATE, weight_decay=0.0)
-    losses = []
-    for step in range(dpo.STEPS):
+
+    def loss_of_step(step):
         batch = pairs[step * batch_size : (step + 1) * batch_size]
         documents = [pair[answer] for answer in ("chosen", "rejected") for pair in batch]
         with torch.no_grad():
             reference = dense_log_probs(reference_model, documents)[1]
-        loss, _ = dpo.preference_loss(dense_log_probs(model, documents)[1], reference)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return dpo.preference_loss(dense_log_probs(model, documents)[1], reference)[0]
+
+    return adamw_steps(model, [dpo.LEARNING_RATE] * dpo.STEPS, loss_of_step)[0]
 
 
 def losses_of_trl(batch_size, folder):

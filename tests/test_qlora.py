@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -114,16 +116,9 @@ REFUSED = {
 
 
 @pytest.fixture
-def refusal(monkeypatch, capsys):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+def refusal(refusal, monkeypatch):
     monkeypatch.setattr("longctx.config.QLORA_VERSIONS", {})
-    monkeypatch.setattr("longctx.launch.processes.spawn", lambda *_: pytest.fail("processes were started"))
-
-    def run(*arguments):
-        assert main(["--dataset_name", "stdlib", "--load_in_4bit", "True", *arguments]) == 2
-        return capsys.readouterr().err
-
-    return run
+    return partial(refusal, "--load_in_4bit", "True")
 
 
 @pytest.mark.parametrize("case", REFUSED)

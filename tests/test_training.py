@@ -53,22 +53,25 @@ def run_cases(cases):
     """Train every case on this process group, one after the other; returns {case: [(loss, grad_norm), ...]}."""
     from accelerate.state import AcceleratorState
 
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
-    from longctx.run import fit, load, prepare
-
     environment = dict(os.environ)
     results = {}
     for case, arguments in cases.items():
         AcceleratorState._reset_state()
         for name in set(os.environ) - set(environment):
             del os.environ[name]
-        run = resolve(parse_flags(arguments), read_profile(), os.environ)
-        prepared = prepare(run)
-        log = fit(prepared, load(prepared)).state.log_history
-        results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+        results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log_of(arguments) if "loss" in entry]
     return results
+
+
+def log_of(arguments):
+    """The log's history of a run, on this rank."""
+    from longctx.config import resolve
+    from longctx.flags import parse_flags
+    from longctx.launch.profile import read_profile
+    from longctx.run import fit, load, prepare
+
+    prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
+    return fit(prepared, load(prepared)).state.log_history
 
 
 def relative(actual, expected):
@@ -115,17 +118,6 @@ def test_training_equals_one_process(backends, sp, models, tmp_path, parity_tabl
         check(results, references[case], case, "torchrun", parity_table)
 
 
-def train_loss(arguments):
-    """That of the run's last log entry, on this rank."""
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
-    from longctx.run import fit, load, prepare
-
-    prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
-    return fit(prepared, load(prepared)).state.log_history[-1]["train_loss"]
-
-
 def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):
     """Also of the steps since the last log, of which every rank has its own share."""
     lengths, flags = SHAPES["one long document"]
@@ -141,7 +133,8 @@ def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):
     ]
     losses, _ = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     expected = sum(losses) / STEPS
-    assert run_ranks(2, f"{__name__}:train_loss", arguments) == pytest.approx([expected] * 2, rel=1e-4)
+    logs = run_ranks(2, f"{__name__}:log_of", arguments)
+    assert [log[-1]["train_loss"] for log in logs] == pytest.approx([expected] * 2, rel=1e-4)
 
 
 def test_ulysses_says_why_heads_do_not_fit(models, capsys):

@@ -60,7 +60,7 @@ def failures_told(output_dir: str | None, timeout: float) -> Iterator[None]:
 def reason(error: BaseException) -> str:
     """Why a run fails, as far as this rank can know: another rank's failure, or its own error."""
     watching = watch()
-    is_told = _is_consequence(error) and "timed out" not in str(error).lower()
+    is_told = _is_consequence(error) and not _has_timed_out(error)
     if watching is not None and is_told and (failure := watching.wait_for_failure(LEAVE_SECONDS)):
         return failure.message
     return f"{type(error).__name__}: {_first_line(error)}"
@@ -115,10 +115,14 @@ def _is_consequence(error: BaseException | None) -> bool:
     return False
 
 
+def _has_timed_out(error: BaseException) -> bool:
+    return "timed out" in str(error).lower()
+
+
 def _of_another(watching: Watch, error: Exception, timeout: float, resume: str) -> Failure | None:
     """Why other ranks could not be reached; None where that is not to be found out."""
     here = position_of(error, watching.step)
-    timed_out = "timed out" in str(error).lower()
+    timed_out = _has_timed_out(error)
     if not timed_out and (failure := watching.wait_for_failure(LEAVE_SECONDS)):
         return failure
     answers = watching.ask_all()

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
-import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.attention.support import head_size, num_heads
 from longctx.loss import TILE_BYTES
 from longctx.mesh import ParallelDims
+from longctx.model_files import without_weights
 from longctx.ulysses.exchange import key_value_copies
 
 GB = 1e9
@@ -92,8 +92,7 @@ class ModelSizes:
         """From a model on the meta device, which takes no memory and has all parameters."""
         config = copy.deepcopy(config)
         config.get_text_config().pad_token_id = None  # an embedding refuses one that it does not have
-        with torch.device("meta"):
-            return cls.of_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config))
+        return cls.of_model(without_weights(config))
 
     @classmethod
     def of_model(cls, model: PreTrainedModel | nn.Module) -> ModelSizes:
@@ -413,11 +412,10 @@ def _placed_states(setup: MemorySetup) -> dict[str, float]:
     parameters, trained = model.num_parameters, model.num_trained_parameters
     if not setup.engine.startswith("zero"):
         each = setup.weight_bytes / (shards if setup.engine == "fsdp2" else 1)
+        weights = each * parameters
         if setup.quantized_weight_bytes is not None:
-            quantized = model.num_layers * model.layer_parameters
-            whole = each * (parameters - quantized) + setup.quantized_weight_bytes * quantized
-            return {"parameters": whole, "gradients": each * trained, "optimizer states": 2 * each * trained}
-        return {"parameters": each * parameters, "gradients": each * trained, "optimizer states": 2 * each * trained}
+            weights += (setup.quantized_weight_bytes - each) * model.num_layers * model.layer_parameters
+        return {"parameters": weights, "gradients": each * trained, "optimizer states": 2 * each * trained}
     stage = int(setup.engine.removeprefix("zero"))
     return {
         "parameters": setup.element_size * parameters / (shards if stage == 3 else 1),
