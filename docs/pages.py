@@ -6,10 +6,11 @@ the tables of what is supported, profiles from the first lines of configs/*.yaml
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parent.parent
-REPOSITORY = PurePosixPath()
-LINK = re.compile(r"!?\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)")
-IMAGE = re.compile(r"!\[[^\]]*\]\((?!https?:)([^)\s]+)\)")
+LINK = re.compile(r"!?\[([^\]]+)\]\((?!https?:|#)([^)\s#]+)([^)\s]*)\)")
+CODE = re.compile(r"`[^`\n]+`")
 COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages by the file that they are."""
 
@@ -30,63 +30,64 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     made: dict[str, Callable[[], str]] = {"reference/flags.md": flags_page, "reference/profiles.md": profiles_page}
     for name, source in COPIED.items():
-        files.append(File.generated(config, name, content=relinked((ROOT / source).read_text(encoding="utf-8"))))
-    for image in sorted(outer_images()):
-        files.append(File.generated(config, image, abs_src_path=str(ROOT / image)))
+        files.append(File.generated(config, name, content=text_of(source)))
+    for path in sorted(results()):
+        if path.endswith(".md"):
+            files.append(File.generated(config, path, content=text_of(path)))
+        else:
+            files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     for name, page in made.items():
         files.append(File.generated(config, name, content=page()))
     return files
 
 
-def outer_images() -> set[str]:
-    """Images of pages that lie outside of docs/, by their paths in the repository."""
-    pages = [*COPIED.values(), *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
-    found = (
-        _normal(PurePosixPath(page).parent / image)
-        for page in pages
-        for image in IMAGE.findall((ROOT / page).read_text(encoding="utf-8"))
-    )
-    return {path for path in found if not path.startswith("docs/")}
-
-
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links of the documents that lie in docs/ and leave it name files of the repository."""
-    return relinked(markdown, PurePosixPath("docs", page.file.src_uri).parent) if page.file.abs_src_path else markdown
+    """Let links of the documents that lie in docs/ and leave it stay on the site."""
+    return text_of(f"docs/{page.file.src_uri}") if page.file.abs_src_path else markdown
 
 
-def relinked(markdown: str, folder: PurePosixPath = REPOSITORY) -> str:
-    """Links to pages and images as the site has them; other files of the repository are named, not linked.
+def results() -> set[str]:
+    """Pages and pictures of benchmarks/results that documents link or show, by their paths in the repository."""
+    documents = [*COPIED.values(), *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+    found: set[str] = set()
+    for document in documents:  # grows
+        for _, target, _ in LINK.findall((ROOT / document).read_text(encoding="utf-8")):
+            path = _target(document, target)
+            if path.startswith("benchmarks/results/") and path.endswith((".md", ".png", ".svg")) and path not in found:
+                found.add(path)
+                documents += [path] * path.endswith(".md")
+    return found
 
-    Args:
-        folder: of the text in the repository.
-    """
-    page_of = {source: name for name, source in COPIED.items()}
+
+def text_of(document: str) -> str:
+    """A document of the repository, its links to pages and pictures as the site has them; other files are named."""
+    shown = results()
+    folder = posixpath.dirname(_site_path(document, shown) or document)
 
     def link(found: re.Match[str]) -> str:
-        label, (path, hash_, part) = found[1], found[2].partition("#")
-        target = PurePosixPath(_normal(folder / path))
-        if str(target) in page_of:
-            site = PurePosixPath(page_of[str(target)])
-        elif target.parts[:1] == ("docs",):
-            site = target.relative_to("docs")
-        elif found[0].startswith("!"):
-            site = PurePosixPath(target)
-        else:
-            return label if "`" in label or str(target) in label else f"{label} (`{target}`)"
-        up = len(folder.parts) - 1 if folder.parts else 0
-        return f"{'!' * found[0].startswith('!')}[{label}]({'../' * up}{site}{hash_}{part})"
+        label, target, part = found.groups()
+        path = _target(document, target)
+        site = _site_path(path, shown)
+        if site is not None:
+            return f"{'!' * found[0].startswith('!')}[{label}]({posixpath.relpath(site, folder or '.')}{part})"
+        return label if "`" in label or path in label else f"{label} (`{path}`)"
 
-    return LINK.sub(link, markdown)
+    text = LINK.sub(link, (ROOT / document).read_text(encoding="utf-8"))
+    return CODE.sub(lambda code: code[0].replace("\\|", "|"), text)  # in a table, where GitHub wants the backslash
 
 
-def _normal(path: PurePosixPath) -> str:
-    parts: list[str] = []
-    for part in path.parts:
-        if part == "..":
-            parts.pop()
-        else:
-            parts.append(part)
-    return "/".join(parts)
+def _site_path(path: str, results: set[str]) -> str | None:
+    """Where the site has a file of the repository."""
+    for name, source in COPIED.items():
+        if path == source:
+            return name
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return path if path in results else None
+
+
+def _target(document: str, link: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(document), link))
 
 
 def flags_page() -> str:
