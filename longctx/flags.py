@@ -28,6 +28,8 @@ MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
 class SequenceArguments:
     """The flags that longctx adds to TRL's."""
 
+    _argument_group_name = "longctx"
+
     sp: int | None = field(default=None, metadata={"help": "Devices that share one sequence. Default: 1."})
     sp_backend: Literal["auto", "ulysses", "ring", "gather", "hybrid"] = field(
         default="auto",
@@ -159,8 +161,12 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         SystemExit: after --help.
     """
     parser = _Parser(
-        [SequenceArguments, ScriptArguments, DatasetMixtureConfig, SFTConfig, ModelConfig], prog="longctx.train"
+        [SequenceArguments, ScriptArguments, DatasetMixtureConfig, SFTConfig, ModelConfig],
+        usage="longctx train [--sp N] [--FLAG VALUE ...] [--config FILE]",
+        formatter_class=_HelpFormatter,
+        description="Train on sequences spread over --sp devices: exactly, or say before the first step why not.",
     )
+    parser.put_first(SequenceArguments._argument_group_name)
     parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
     given = [_today(argument) for argument in arguments]
     path = _only_config(given)
@@ -175,6 +181,13 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     return Flags(values=values, explicit=frozenset(from_file) | parser.given(given), arguments=tuple(arguments))
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """With the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class _Parser(TrlParser):
     """Raises one clear error instead of printing 200 flags and leaving."""
 
@@ -187,6 +200,10 @@ class _Parser(TrlParser):
         if message.startswith("argument --loss_type"):
             advice = f" {POINTER}."
         raise ValueError(f"{message.rstrip('.')}.{advice}")
+
+    def put_first(self, title: str) -> None:
+        """The group of flags that --help begins with."""
+        self._action_groups.sort(key=lambda group: group.title != title)
 
     def names(self) -> set[str]:
         return {action.dest for action in self._actions}

@@ -121,7 +121,7 @@ def test_missing_file_is_refused(tmp_path):
         parse_flags(["--config", str(tmp_path / "none.yaml")])
 
 
-def test_help_shows_our_flags(capsys):
+def test_help_shows_our_flags_first(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     assert end.value.code == 0
@@ -129,6 +129,7 @@ def test_help_shows_our_flags(capsys):
     for field in (*fields(SequenceArguments), *fields(ScriptArguments)):
         assert f"--{field.name}" in shown
     assert "--config" in shown
+    assert shown.index("--dry_run") < shown.index("--learning_rate")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m longctx.plan",
+        prog="longctx plan",
         description="Predict, for every backend and degree, the longest sequence that fits, the seconds of a step and "
         "the memory it takes; recommend one and print its launch command. Needs the model's config.json only.",
         allow_abbrev=False,

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
+        prog="longctx verify",
         description="Compare one optimizer step at --sp N with one device, on your model, data and machine. Exit code: "
         "0 exact, 1 something is off, 2 cannot be run. What is found about the machine is advice.",
         epilog="All other flags are those of longctx.train (python -m longctx.train --help); those about the number of "
