@@ -281,7 +281,7 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
         for i in range(len(lengths)):
             seconds = [(same[p]["at"][i]["seconds_per_step"], mark) for p, mark in zip(presets, MARKS, strict=False)]
             least, mark = min(((s, mark) for s, mark in seconds if s is not None), default=(None, ""))
-            rows[-1].append("OOM" if least is None else f"{least:,.1f}{mark}")
+            rows[-1].append("OOM" if least is None else f"{_seconds(least)}{mark}")
     return rows
 
 
@@ -321,10 +321,10 @@ def _calibrated(result: dict[str, Any]) -> str:
 
 def _about(best: dict[str, Any]) -> list[str]:
     at = best["at"][0]
-    seconds = ", ".join(f"{name} {value:,.1f}" for name, value in at["seconds"].items())
+    seconds = ", ".join(f"{name} {_seconds(value)}" for name, value in at["seconds"].items())
     return [
         f"Recommended for {at['length']:,} tokens: {best['name']}, on {best['engine']}: {best['why']}.",
-        f"A step takes {at['seconds_per_step']:,.1f} s ({seconds}): "
+        f"A step takes {_seconds(at['seconds_per_step'])} s ({seconds}): "
         f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.",
         *(
             f"{what}: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in at[key].items() if size >= 2**26)
@@ -332,6 +332,10 @@ def _about(best: dict[str, Any]) -> list[str]:
             if at[key]
         ),
     ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _traced(result: dict[str, Any]) -> str:
