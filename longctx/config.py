@@ -30,7 +30,7 @@ from longctx.levers import PROFILE_LEVERS, asked_levers, prefers_ulysses
 from longctx.memory.machine import available_host_memory
 from longctx.mesh import ParallelDims
 from longctx.mixture_flags import take_mixture
-from longctx.model import load_config
+from longctx.model import is_template_file, load_config
 from longctx.profiling import BEFORE
 from longctx.resolved import Run, arrange, given_multiple, pad_multiple, row_length
 from longctx.rope import extended, factor_for, parse_rope_scaling
@@ -280,10 +280,9 @@ def _check_values(settings: Mapping[str, Any]) -> None:
             f"before. Use --max_steps {BEFORE + settings['profile_steps']} or more."
         )
     path = settings["chat_template_path"]
-    if path and not (str(path).endswith((".jinja", ".j2")) and Path(path).is_file()):
+    if path and is_template_file(path) and not Path(path).is_file():
         raise ValueError(
-            f"--chat_template_path {path} is no .jinja or .j2 file; taking over another tokenizer's template and "
-            "tokens is not built yet. Save the template as a .jinja file and name that."
+            f"--chat_template_path {path} is no file. Name a .jinja file, or a tokenizer's folder or name on the hub."
         )
     kernel = settings["attn_implementation"]
     if kernel is not None and kernel not in KERNEL_NAMES and "/" not in kernel:

@@ -130,6 +130,41 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     return tokenizer
 
 
+def is_template_file(path: str) -> bool:
+    """Whether --chat_template_path means a file, else a tokenizer; as TRL tells them apart."""
+    return path.endswith((".jinja", ".j2"))
+
+
+def take_chat_template(tokenizer: Tokenizer, name: str) -> None:
+    """Give it the chat template and end-of-text token of another tokenizer, as trl.clone_chat_template does.
+
+    The model's embeddings stay as they are: one that lacks some is for TRL's function, before it comes here.
+
+    Raises:
+        ValueError: if there is no such tokenizer, it has no template, or tokens of it have no number here.
+    """
+    try:
+        source = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # damage shows as any error of the code that meets it
+        raise ValueError(
+            f"--chat_template_path {name} is no tokenizer that can be loaded. Name a .jinja file, or a tokenizer's "
+            f"folder or name on the hub: {error}"
+        ) from error
+    if not source.chat_template:
+        raise ValueError(f"--chat_template_path {name}: that tokenizer has no chat template. Name another.")
+    wanted = [*(token.content for token in source.added_tokens_decoder.values()), source.eos_token]
+    known = tokenizer.get_vocab()
+    if missing := [token for token in wanted if token is not None and token not in known]:
+        raise ValueError(
+            f"--chat_template_path {name} has {len(missing)} tokens that the model's tokenizer lacks, such as "
+            f"{missing[0]!r}, and embeddings are not added here. Add them with trl.clone_chat_template and save the "
+            "model, or name a .jinja file of the template alone."
+        )
+    tokenizer.chat_template = source.get_chat_template()
+    if source.eos_token is not None:
+        tokenizer.eos_token = source.eos_token
+
+
 def load_model(
     name: str,
     config: PretrainedConfig,

@@ -36,6 +36,7 @@ from longctx.data import (
     with_place,
 )
 from longctx.data.cache import cache_key
+from longctx.model import is_template_file
 from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan
 from longctx.turns import first_rank_first, together
 
@@ -239,8 +240,9 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
 
 
 def _template(path: str | None) -> str | None:
+    """That of a file; another tokenizer's is in the tokenizer itself by now."""
     try:
-        return Path(path).read_text(encoding="utf-8") if path else None
+        return Path(path).read_text(encoding="utf-8") if path and is_template_file(path) else None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--chat_template_path {path} cannot be read: {error}. Save it as UTF-8 text.") from error
 

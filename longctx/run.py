@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub import auth_check, create_repo
 from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
@@ -42,7 +43,14 @@ from longctx.launch.failures import FollowSteps
 from longctx.launch.network import choose_interface
 from longctx.launch.restarts import renew_store
 from longctx.memory.closed_form import ModelSizes
-from longctx.model import count_parameters, count_trained_parameters, load_model, load_tokenizer
+from longctx.model import (
+    count_parameters,
+    count_trained_parameters,
+    is_template_file,
+    load_model,
+    load_tokenizer,
+    take_chat_template,
+)
 from longctx.parallel import parallelize
 from longctx.profiling import ProfileSteps
 from longctx.resolved import Run
@@ -96,6 +104,7 @@ def prepare(run: Run) -> PreparedRun:
     args = SFTConfig(**run.training_arguments() | _replicas(run))
     if dist.is_initialized():
         check_agreement(_decided(run, args), args.device)
+    together(lambda: _check_hub(args))
     if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
         args._n_gpu = 1
     if run.engine == "deepspeed":
@@ -120,6 +129,22 @@ def prepare(run: Run) -> PreparedRun:
         data_identity=identity,
         resume_from=_checkpoint(run, args, identity),
     )
+
+
+def _check_hub(args: SFTConfig) -> None:
+    """That the hub lets the model be written, before data is prepared and weights are read. Rank 0 asks for all."""
+    if not args.push_to_hub or args.process_index != 0:
+        return
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    try:
+        repository = create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+        auth_check(repository.repo_id, token=args.hub_token, write=True)
+    except Exception as error:  # of several libraries
+        raise ValueError(
+            f"--push_to_hub True: {name} cannot be written on the hub ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}). Give a token that may write it (hf auth login, or --hub_token), or "
+            "leave --push_to_hub out."
+        ) from error
 
 
 _OF_A_NODE = (
@@ -232,6 +257,9 @@ def _tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) -> P
             if settings[kind] not in tokenizer.get_vocab():
                 raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Name one that is.")
             setattr(tokenizer, kind, settings[kind])
+    path = settings["chat_template_path"]
+    if path and not is_template_file(path):
+        take_chat_template(tokenizer, path)
     vocab_size = model_config.get_text_config().vocab_size
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocab_size:
         raise ValueError(

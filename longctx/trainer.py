@@ -34,7 +34,7 @@ from longctx.loss import TokenOutputs
 from longctx.memory.report import MemoryWarnings
 from longctx.mesh import ParallelDims
 from longctx.metrics import StepMetrics, TokenMeans
-from longctx.model import count_parameters, count_trained_parameters
+from longctx.model import count_parameters, count_trained_parameters, is_template_file
 from longctx.model_card import model_card
 from longctx.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
 from longctx.packing import PackedDataset, PackedStream, PackingReport
@@ -611,6 +611,8 @@ def _without_data_preparation(args: SFTConfig) -> SFTConfig:
     prepared.packing = prepared.padding_free = prepared.eval_packing = prepared.assistant_only_loss = False
     prepared.include_for_metrics = []  # the evaluation loop would gather the inputs
     prepared.completion_only_loss = None
+    if prepared.chat_template_path and not is_template_file(prepared.chat_template_path):
+        prepared.chat_template_path = None  # the tokenizer has it; TRL would resize the embeddings besides
     prepared.restore_callback_states_from_checkpoint = False  # ResumableTrainer does
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # the same by two names
         if given := getattr(prepared, name, None):  # `selective` is carried out by longctx.parallelize

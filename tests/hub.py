@@ -22,12 +22,12 @@ class Hub:
         self.large: dict[str, bytes] = {}
         self.commits: list[str] = []
         self.tokens: set[str | None] = set()
-        self.refuses: Callable[[str, bytes], bool] = lambda path, body: False
-        """Which requests are answered with 403."""
+        self.refuses: Callable[[str, bytes], int] = lambda path, body: 0
+        """The status of requests that are refused, by path and body; 0 of the others."""
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
-        if self.refuses(path, body):
-            return 403, {"error": "refused by the stand-in"}
+        if status := self.refuses(path, body):
+            return status, {"error": "refused by the stand-in"}
         if path == "/api/repos/create":
             wanted = json.loads(body)
             name = "/".join(filter(None, [wanted.get("organization") or "someone", wanted["name"]]))
@@ -35,6 +35,8 @@ class Hub:
             return 200, {"url": f"{self.url}/{name}", "name": name, "id": name}
         if path == "/api/whoami-v2":
             return 200, {"name": "someone", "type": "user", "orgs": [], "auth": {}}
+        if re.fullmatch(r"/api/models/[\w.-]+/[\w.-]+/auth-check/write", path):
+            return 200, {}
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         if match := re.match(r"/large/(\w+)", path):

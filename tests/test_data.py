@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -32,6 +33,7 @@ from longctx.data import (
     tokenize_stream,
     with_place,
 )
+from longctx.model import take_chat_template
 from longctx.tiny import tiny_model, tiny_tokenizer
 
 VOCAB_SIZE = 272
@@ -549,10 +551,36 @@ REAL_CHATS = {  # of several turns; with tools; with thoughts
 }
 
 
+MARKED = (  # in the way of Mistral's, which TRL does not have
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %}"
+    "{% generation %} {{ m.content }}</s>{% endgeneration %}{% endif %}{% endfor %}"
+)
+TEMPLATES = {  # TRL's file, and the chats that it refuses, or leaves the calls out of
+    "qwen3": (),
+    "qwen3_5_think": (),
+    "qwen2_5": (),
+    "glm4moe": (),
+    "gptoss": (),
+    "llama3": ("tools",),
+    "phi3": ("tools",),
+    "gemma3": ("tools",),
+    "marked": ("tools",),
+}
+
+
+def _give_template(name: str, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", MARKED if name == "marked" else _trl_template(name))
+    monkeypatch.setitem(tokenizer._special_tokens_map, "bos_token", tokenizer.eos_token)  # as their own have one
+
+
 @pytest.mark.parametrize("assistant_only", [True, False])
-def test_a_real_template_gives_trls_tokens_and_labels(assistant_only, tokenizer, trl_prepare, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", _trl_template("qwen3"))
-    for name in REAL_CHATS:
+@pytest.mark.parametrize(
+    "template",
+    [name if name in ("qwen3", "marked") else pytest.param(name, marks=pytest.mark.long) for name in TEMPLATES],
+)
+def test_real_templates_give_trls_tokens_and_labels(template, assistant_only, tokenizer, trl_prepare, monkeypatch):
+    _give_template(template, tokenizer, monkeypatch)
+    for name in REAL_CHATS.keys() - set(TEMPLATES[template]):
         expected = trl_prepare([REAL_CHATS[name]], assistant_only_loss=assistant_only)
         source = Dataset.from_list([REAL_CHATS[name]], on_mixed_types="use_json")
         documents = tokenize_records(source, tokenizer, assistant_only_loss=assistant_only)
@@ -564,7 +592,16 @@ def test_a_real_template_gives_trls_tokens_and_labels(assistant_only, tokenizer,
         assert (REAL_CHATS[name]["messages"][0]["content"] in text) != assistant_only
 
 
-@pytest.mark.parametrize("template", ["llama3_1", "llama3_2"])
+@pytest.mark.parametrize("template", [name for name, refused in TEMPLATES.items() if "tools" in refused])
+def test_templates_without_a_place_for_tool_calls_are_refused(template, tokenizer, monkeypatch) -> None:
+    """TRL trains on what such a template leaves: an empty answer."""
+    _give_template(template, tokenizer, monkeypatch)
+    source = Dataset.from_list([REAL_CHATS["tools"]], on_mixed_types="use_json")
+    error = _tokenize_error(source, tokenizer)
+    assert "leaves out the call of the tool 'weather'" in error or "roles must alternate user/assistant" in error
+
+
+@pytest.mark.parametrize("template", ["llama3_1", "llama3_2", "gemma4"])
 def test_templates_whose_assistant_nobody_marks_are_refused(template, tokenizer, monkeypatch) -> None:
     """As TRL does; all tokens can be learnt."""
     given = _trl_template(template)
@@ -691,6 +728,9 @@ def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
         ({"prompt": ["a"], "completion": [None]}, "column 'completion' has the type null"),
         ({"prompt": ["a", "b"], "completion": ["c", None]}, "record 1 (counted from 0): 'completion'"),
         ({"body": ["a"]}, "no known kind of record in the columns ['body']"),
+        ({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}, "'chosen' and 'rejected' answers are preferences"),
+        ({"prompt": ["a"]}, "a 'prompt' alone is for methods that generate, such as GRPO"),
+        ({"prompt": ["a"], "completion": ["b"], "label": [True]}, "'label' says which completions are desirable (KTO)"),
         ({"text": []}, "0 records"),
     ],
 )
@@ -977,3 +1017,35 @@ def test_only_records_are_given_a_place() -> None:
     assert str(with_place(DataError("record 12 (counted from 0): 'text' is"), place)) == "file.jsonl:12: 'text' is"
     other = DataError("no chat template; record 12 (counted from 0) needs it")
     assert with_place(other, place) is other
+
+
+def _saved_tokenizer(folder: Path, **changes: Any) -> str:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": changes.pop("tokens", [])})
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_template_of_another_tokenizer(tmp_path) -> None:
+    """With its end-of-text token, as TRL takes it over; tokens that have no embedding are refused."""
+    from trl import clone_chat_template
+
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    other = _saved_tokenizer(tmp_path / "other", chat_template=template, eos_token="<|im_end|>")
+    tokenizer, expected = tiny_tokenizer(), tiny_tokenizer()
+    take_chat_template(tokenizer, other)
+    clone_chat_template(tiny_model(), expected, other, resize_to_multiple_of=None)
+    assert (tokenizer.chat_template, tokenizer.eos_token_id) == (expected.chat_template, expected.eos_token_id)
+    assert tokenizer.get_vocab() == expected.get_vocab()
+    (ids,) = tokenize_records(Dataset.from_list([{"messages": CHATS[1]}]), tokenizer)["input_ids"]
+    assert tokenizer.decode(ids) == "".join(message["content"] for message in CHATS[1])
+    for name, changes, words in (
+        ("more", {"tokens": ["<|extra|>"]}, "has 1 tokens that the model's tokenizer lacks, such as '<|extra|>'"),
+        ("none", {"chat_template": None}, "that tokenizer has no chat template. Name another"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            take_chat_template(tiny_tokenizer(), _saved_tokenizer(tmp_path / name, **changes))
+    with pytest.raises(ValueError, match="nowhere is no tokenizer that can be loaded"):
+        take_chat_template(tiny_tokenizer(), str(tmp_path / "nowhere"))

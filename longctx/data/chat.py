@@ -110,6 +110,7 @@ class ChatEncoder(Encoder):
         try:
             with bounded():
                 text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
+            _check_tools(chat, options["tools"], text, index)
             if not assistant_mask:
                 return self.tokenizer(text, add_special_tokens=False, verbose=False)
             out = self.tokenizer.apply_chat_template(
@@ -120,6 +121,8 @@ class ChatEncoder(Encoder):
                 tokenizer_kwargs={"verbose": False},
                 **options,
             )
+        except DataError:
+            raise
         except (MemoryError, TimeoutError) as error:
             raise DataError(
                 f"{name_record(index)}: the chat template does not come to an end ({error}). Use another template "
@@ -139,6 +142,23 @@ class ChatEncoder(Encoder):
             ) from e
         assert isinstance(out, Mapping), f"apply_chat_template(return_dict=True) gave {type(out).__name__}"
         return out
+
+
+def _check_tools(chat: list[dict[str, Any]], tools: Any, text: str, index: int) -> None:
+    """Refuse a template without a place for tool calls, which would be left out of what is learnt."""
+    calls = [call for message in chat for call in message.get("tool_calls") or ()]
+    if left_out := [name for name in map(_function_name, calls) if name not in text]:
+        raise DataError(
+            f"{name_record(index)}: the chat template leaves out the call of the tool {left_out[0]!r}. Use a template "
+            "that writes tool_calls (--chat_template_path), or remove the record."
+        )
+    if any(name not in text for name in map(_function_name, tools if isinstance(tools, list) else ())):
+        logger.warning_once("The chat template leaves out the tools that records offer: the model does not see them.")
+
+
+def _function_name(tool: Any) -> str:
+    function = tool.get("function") or tool if isinstance(tool, dict) else {}
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def training_template(

@@ -51,6 +51,17 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     for column in ("messages", "conversations", text_field):
         if column in columns:
             return column
+    if "chosen" in columns and "rejected" in columns:
+        raise DataError(
+            f"{where}: 'chosen' and 'rejected' answers are preferences, and each record is one document here (SFT). "
+            "DPO at --sp N is examples/dpo.py. To learn the chosen answers alone, keep 'prompt' and call 'chosen' "
+            "'completion' (of messages with the prompt in them, 'messages')."
+        )
+    if "prompt" in columns:
+        raise DataError(
+            f"{where}: a 'prompt' alone is for methods that generate, such as GRPO: use TRL's own trainers. To "
+            "learn answers, add 'completion'."
+        )
     raise DataError(
         f"{where}: no known kind of record in the columns {sorted(columns)}; expected '{text_field}', 'messages' "
         "(or 'conversations'), 'prompt' and 'completion', or 'input_ids' (+ 'labels'). Rename the column or pass "
@@ -64,7 +75,12 @@ def kind_columns(kind: str) -> tuple[str, ...]:
 
 
 def check_column_types(features: Features, kind: str) -> None:
-    """Refuse columns whose Arrow type no record of this kind has, such as numbers where text is expected."""
+    """Refuse columns whose Arrow type no record of this kind has, such as numbers where text is expected; and KTO's."""
+    if kind == "prompt+completion" and features.get("label") == Value("bool"):
+        raise DataError(
+            "the column 'label' says which completions are desirable (KTO), and all of them would be learnt alike. "
+            "Keep the desirable ones and remove the column, or use TRL's KTOTrainer."
+        )
     for column in kind_columns(kind):
         arrow_type = features.arrow_schema.field(column).type
         fits = is_list_type(arrow_type) or isinstance(features[column], Json)
