@@ -124,9 +124,9 @@ class Axis(NamedTuple):
         if low == high:
             room = 0.5 if whole else abs(low) * 0.1 or 1.0
             low, high = low - room, high + room
-        step = nice((high - low) / 4)
+        step = nice((high - low) / 5)
         if whole:
-            step = max(1.0, step)
+            step = 5.0 if step == 2.5 else max(1.0, step)
             ticks = _ticks(math.ceil(low / step), math.floor(high / step), step)
             return cls(low, high, start, stop, ticks)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -171,7 +171,7 @@ def number(value: float) -> str:
     """Three digits, as people write them: 12300 -> 12.3k, 0.00002 -> 2e-05."""
     size = abs(value)
     for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= 0.9995 * unit:
+        if 1e13 > size >= 0.9995 * unit:
             return f"{value / unit:.3g}{suffix}"
     return f"{value:.3g}"
 

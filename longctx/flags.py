@@ -168,6 +168,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     )
     parser.put_first(SequenceArguments._argument_group_name)
     parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
+    parser.action("trackio_static_space_id").type = _space_or_false
     given = [_today(argument) for argument in arguments]
     path = _only_config(given)
     from_file = _read_config(path, parser) if path else {}
@@ -267,6 +268,11 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
         )
     os.environ.update({str(name): str(value) for name, value in env.items()})
     return config
+
+
+def _space_or_false(value: str) -> str | Literal[False]:
+    """`str | Literal[False] | None`, of which transformers' parser makes a Space of the name False."""
+    return False if value.lower() in ("false", "no") else value
 
 
 def _is_scalar(value: Any) -> bool:

@@ -58,7 +58,7 @@ from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows
 from longctx.run_report import reported
 from longctx.trainer import SequenceTrainer
 from longctx.turns import check_agreement, together
-from longctx.verify import single_device_step
+from longctx.verify.reference import single_device_step
 from longctx.watch import leave, limit_waiting
 
 logger = logging.getLogger(__name__)

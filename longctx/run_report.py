@@ -76,7 +76,7 @@ def _end(trainer: SequenceTrainer) -> tuple[str, bool]:
         return f"Stopped by {stopped_by.name} after {steps}: --resume_from_checkpoint auto goes on from it", False
     if trainer.has_stopped_early:
         return f"Stopped early, after {steps}: evaluation was no longer getting better", True
-    return f"Finished after {state.global_step:,} steps", True
+    return f"Finished after {state.global_step:,} {'step' if state.global_step == 1 else 'steps'}", True
 
 
 def _write(run: Run, trainer: SequenceTrainer, ended: str, is_complete: bool) -> None:
@@ -175,7 +175,7 @@ class RunReport:
             tiles="".join(_tile(*tile) for tile in _tiles(steps)),
             charts="".join(_charts(self.history, steps)),
             numbers=_numbers(self.history),
-            command=_text(shlex.join(without_secrets(self.command))),
+            command=_words(without_secrets(self.command)),
             description=_table(line.partition(" ")[::2] for line in self.description),
             packing=_table((name.replace("_", " "), _value(value)) for p in packings[-1:] for name, value in p.items()),
             checkpoints=_list(self.checkpoints),
@@ -348,8 +348,12 @@ _TIMES_NOTE = (
 
 
 def _numbers(history: Sequence[Mapping[str, Any]]) -> str:
-    """The table; of a long run every so many entries."""
-    entries = [entry for entry in history if "loss" in entry or "eval_loss" in entry]
+    """The table, a row for each logged step; of a long run every so many of them."""
+    steps: dict[int, dict[str, Any]] = {}
+    for entry in history:
+        if "loss" in entry or "eval_loss" in entry:
+            steps.setdefault(entry["step"], {}).update(entry)
+    entries = list(steps.values())
     every = max(1, -(-len(entries) // MOST_ROWS))
     shown = [entry for i, entry in enumerate(entries) if i % every == 0 or i == len(entries) - 1]
     columns = {name: write for name, write in _COLUMNS.items() if any(_is_number(entry.get(name)) for entry in shown)}
@@ -358,9 +362,11 @@ def _numbers(history: Sequence[Mapping[str, Any]]) -> str:
         "".join(f"<td>{write(e[name]) if _is_number(e.get(name)) else ''}</td>" for name, write in columns.items())
         for e in shown
     )
-    note = f"<p>Every {every}th of {len(entries)} entries; all are in trainer_state.json.</p>" if every > 1 else ""
     body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"{note}<table class=numbers><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table class=numbers><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    if every == 1:
+        return table
+    return f"<p>Every {every}th of {len(entries):,} logged steps; all are in trainer_state.json.</p>{table}"
 
 
 def _percent(share: float) -> str:
@@ -431,6 +437,11 @@ def _figure(name: str, chart: str, legend: Sequence[Series] = (), note: str = ""
     keys = "".join(f'<li><i class="{series.look}"></i>{_text(series.name)}</li>' for series in legend)
     below = (f"<ul class=legend>{keys}</ul>" if keys else "") + (f"<p>{_text(note)}</p>" if note else "")
     return f"<figure><figcaption>{_text(name)}</figcaption>{chart}{below}</figure>\n"
+
+
+def _words(command: Sequence[str]) -> str:
+    """As a shell takes them; a line is broken between two of them, not in `--flag`."""
+    return " ".join(f"<span>{_text(shlex.quote(word))}</span>" for word in command)
 
 
 def _table(rows: Iterable[tuple[str, Any]]) -> str:

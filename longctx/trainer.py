@@ -378,7 +378,7 @@ class SequenceTrainer(ResumableTrainer):
     def _means(self, loader: StepLoader, description: str, prefix: str) -> dict[str, float]:
         start = time.time()
         self._token_means = TokenMeans(self.sequence.device)
-        with self.step_metrics.paused():
+        with self.step_metrics.paused(), region("evaluation"):
             output = self.evaluation_loop(loader, description, prediction_loss_only=True, metric_key_prefix=prefix)
         means = {**self._token_means.read(), "num_tokens": self.step_metrics.tokens_so_far()}
         named = {f"{prefix}_{name}": value for name, value in means.items()}

@@ -335,10 +335,15 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_another_goes_on(processes, nu
     assert run.returncode == 75, "".join(lines)
     (step,) = [int(line.split()[6][:-1]) for line in lines if f"stopped by {number.name} after step" in line]
     assert [path.name for path in checkpoints(tmp_path / "out")] == [f"checkpoint-{step}"]
+    page = tmp_path / "out" / "run_report.html"
+    assert f"Stopped by {number.name} after step {step} of 100,000" in page.read_text()
     done = subprocess.run(
         [*command, "--max_steps", str(step + 1)], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert f"resume    from {tmp_path}/out/checkpoint-{step}" in done.stdout
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, step + 2))
+    logged = [entry for entry in state["log_history"] if "loss" in entry]
+    assert [entry["step"] for entry in logged] == list(range(1, step + 2))
+    assert f"Finished after {step + 1} steps" in page.read_text()
+    assert all(f"<td>{entry['loss']:.4f}</td>" in page.read_text() for entry in (logged[0], logged[-1]))

@@ -33,8 +33,11 @@ def test_the_command_line_that_names_no_command(capsys):
         assert capsys.readouterr().err == f"longctx: error: {method} is no command: {POINTER}.\n"
 
 
-def test_help_loads_no_library():
-    script = "import sys; from longctx.__main__ import main; main(['-h']); print({'torch', 'numpy'} & set(sys.modules))"
+@pytest.mark.parametrize("arguments", [["-h"], *([name, "-h"] for name in COMMANDS if name != "train")], ids=" ".join)
+def test_help_loads_no_library(arguments):
+    """Flags of train are TRL's, which has to be loaded to list them."""
+    script = f"""import atexit, sys; from longctx.__main__ import main
+atexit.register(lambda: print({{'torch', 'numpy'}} & set(sys.modules))); main({arguments})"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.endswith("\nset()\n")
 

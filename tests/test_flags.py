@@ -82,6 +82,14 @@ def test_booleans(arguments, value):
     assert parse_flags(arguments).gradient_checkpointing is value
 
 
+@pytest.mark.parametrize(("given", "value"), [("False", False), ("me/runs", "me/runs")])
+def test_a_space_or_none(given, value, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trackio_static_space_id: {given}")
+    for arguments in (["--trackio_static_space_id", given], ["--config", str(path)]):
+        assert parse_flags(arguments).values["trackio_static_space_id"] == value
+
+
 def test_yaml_null_list_mapping_and_unquoted_no(tmp_path, monkeypatch):
     monkeypatch.delenv("LONGCTX_TEST", raising=False)
     text = "max_length: null\nreport_to: [tensorboard]\neval_strategy: no\nmodel_init_kwargs: {rms_norm_eps: 1.0e-5}\n"

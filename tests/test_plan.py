@@ -15,10 +15,9 @@ from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
 from longctx.memory.closed_form import predict
 from longctx.memory.step import StepSettings, trace_training_step
-from longctx.plan import Machine, candidates, outlook, recommend
 from longctx.plan.__main__ import main
 from longctx.plan.calibrate import calibrate, corrected, trace_parts, traceable
-from longctx.plan.candidates import why
+from longctx.plan.candidates import Machine, candidates, outlook, recommend, why
 from longctx.step_time import Speeds
 from longctx.tiny import tiny_config
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.util
 import io
 import itertools
 import json
+import os
+import pty
 import re
 import shutil
+import socket
+import sqlite3
 import subprocess
 import sys
+import termios
 import time
 from collections import Counter
 from html.parser import HTMLParser
@@ -24,7 +30,7 @@ from longctx.progress import ProgressBar, describe
 from longctx.regions import PARTS, Clock
 from longctx.run_report import HIDDEN, MOST_ROWS, RunReport, without_secrets
 from longctx.train import main
-from tests.test_training import COMMON, make_documents, write_jsonl
+from tests.test_training import COMMON, make_documents, run_cases, write_jsonl
 from tests.workers import run_ranks
 
 # Where the time goes
@@ -132,24 +138,44 @@ def follow(monkeypatch, terminal, *, is_first=True):
         bar.on_evaluate(args, state, control)
     shown = None if bar.training_bar is None else str(bar.training_bar)
     bar.on_train_end(args, state, control)
-    return terminal.getvalue(), printed.getvalue(), shown
+    return printed.getvalue(), shown
 
 
 def test_the_bar_has_the_numbers_and_lines_are_left_to_the_rest(monkeypatch):
-    seen, printed, bar = follow(monkeypatch, Terminal())
+    terminal = Terminal()
+    printed, bar = follow(monkeypatch, terminal)
     assert re.search(
         r"60%\|.*\| 6/10 \[\d\d:\d\d<.*, loss 8\.346, 12\.3k tok/s, 3\.09k tok/s/device, 3\.2 GiB host", bar
     )
-    assert "evaluation 1/2" in seen
+    assert "evaluation 1/2" in terminal.getvalue()
     assert printed.count("eval_loss") == 2
-    assert "'loss'" not in printed + seen
+    assert "'loss'" not in printed + terminal.getvalue()
+    assert "| 4/10" in terminal.getvalue(), "a resumed run begins where it was"
+
+
+@pytest.mark.parametrize(("columns", "part"), [(40, " 6/10 ["), (80, "step/s, loss 8.346, ")])
+def test_in_a_narrow_terminal_the_bar_stays_on_its_line(columns, part, monkeypatch):
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, columns))
+    with open(follower, "w") as terminal:
+        follow(monkeypatch, terminal)
+    seen = b""
+    with contextlib.suppress(OSError):  # that the other end is closed
+        while read := os.read(leader, 2**16):
+            seen += read
+    os.close(leader)
+    states = re.split(r"[\r\n]+|\x1b\[A", seen.decode())
+    assert max(map(len, states)) <= columns
+    assert any(part in state for state in states), states
 
 
 def test_without_a_terminal_there_are_lines_and_no_bar(monkeypatch):
-    seen, printed, _ = follow(monkeypatch, io.StringIO())
-    assert seen == ""
+    log, terminal = io.StringIO(), Terminal()
+    printed, _ = follow(monkeypatch, log)
+    assert log.getvalue() == ""
     assert printed.count("'loss'") == printed.count("eval_loss") == 2
-    assert follow(monkeypatch, Terminal(), is_first=False) == ("", "", None)
+    assert follow(monkeypatch, terminal, is_first=False) == ("", None)
+    assert terminal.getvalue() == ""
 
 
 def test_the_bar_names_what_is_known():
@@ -159,35 +185,61 @@ def test_the_bar_names_what_is_known():
 
 # Runs: what the trace, the log and the page have of them
 
-HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
-STEPS, TRACED = 4, 2
+DASHBOARDS = [name for name in ("tensorboard", "trackio") if importlib.util.find_spec(name)]
+STEPS, TRACED, MICRO_BATCHES = 4, 2, 2
 LAYERS = 2
 FORWARD_AND_BACKWARD = 2
 RING = {f"ring step {hop}": FORWARD_AND_BACKWARD * LAYERS for hop in range(4)}
-REGIONS = {  # of a step
+REGIONS = {  # of a micro-batch
     "ring": RING,
     "gather": {name: 2 * count for name, count in RING.items()},  # its 2 key/value heads one after the other
     "ulysses": {"exchange": 2 * FORWARD_AND_BACKWARD * LAYERS},
     "hybrid": {f"ring step {hop}": FORWARD_AND_BACKWARD * LAYERS for hop in range(2)}
     | {"exchange": 2 * FORWARD_AND_BACKWARD * LAYERS},
 }
-ALWAYS = {"attention": LAYERS, "attention backward": LAYERS, "loss": 1, "shard": 1, "data": 1, "pack": 1}
+ALWAYS = {"attention": LAYERS, "attention backward": LAYERS, "loss": 1, "shard": 1, "pack": 1}
 RUN_NAME = "</title><script>alert(1)</script>"
 TOKEN = "hf_NoSuchTokenNoSuchTokenNoSuchToken"
 
 
 def trained(models, folder, backends):
-    """{backend: output_dir} of runs at sp 4, traced; no evaluation, no recomputation."""
-    data = write_jsonl(folder / "data.jsonl", make_documents([501]))
-    common = [*COMMON, "--max_steps", str(STEPS), "--sp", "4", "--engine", "fsdp2", "--dataset_name", data]
+    """{backend: output_dir} of runs at sp 4, evaluated and traced; no recomputation."""
+    data = write_jsonl(folder / "data.jsonl", make_documents([501, 490, 480, 470]))
+    config = folder / "run.yaml"
+    config.write_text(json.dumps({"report_to": DASHBOARDS or "none"}))
+    common = [flag for flag in COMMON if flag not in ("--report_to", "none")]
+    common += ["--config", str(config), "--max_steps", str(STEPS), "--sp", "4", "--engine", "fsdp2"]
+    common += ["--gradient_accumulation_steps", str(MICRO_BATCHES), "--dataset_name", data]
+    common += ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
     common += ["--gradient_checkpointing", "False", "--profile", "True", "--profile_steps", str(TRACED)]
     common += ["--model_name_or_path", models["GQA 4:2"], "--hub_token", TOKEN, "--run_name", RUN_NAME]
-    common += ["--report_to", "tensorboard"] if HAS_TENSORBOARD else []
     cases = {backend: [*common, "--sp_backend", backend, "--output_dir", str(folder / backend)] for backend in backends}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
-        run_ranks(4, "tests.test_training:run_cases", cases)
+        environment.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        run_ranks(4, "tests.test_watching:run_watched", cases, str(folder / "asked"))
     return {backend: folder / backend for backend in backends}
+
+
+HOST_OF = {  # of the arguments of an audit event
+    "socket.connect": lambda sock, address: address[0],
+    "socket.sendto": lambda sock, address: address[0],
+    "socket.getaddrinfo": lambda host, *_: host,
+    "socket.gethostbyname": lambda host: host,
+}
+
+
+def run_watched(cases, path):
+    """`run_cases`, and every host that is asked for by Python in `path`.RANK; what follows a call is not watched."""
+    with open(f"{path}.{os.environ['RANK']}", "w") as file:
+
+        def watch(event, arguments):
+            if event in HOST_OF and getattr(arguments[0], "family", None) != socket.AF_UNIX and not file.closed:
+                print(HOST_OF[event](*arguments), file=file)
+
+        sys.addaudithook(watch)
+        socket.getaddrinfo("localhost", None)  # it does watch
+        run_cases(cases)
 
 
 @pytest.fixture(scope="module")
@@ -229,11 +281,15 @@ def check_trace(folder, backend):
         events = trace(folder / "profile" / f"rank-{rank}.json.gz")
         steps = [event for event in events if event[0].startswith("ProfilerStep")]
         assert [name for name, *_ in steps] == ["ProfilerStep#2", "ProfilerStep#3"]
+        [evaluation] = [event for event in events if event[0] == "evaluation"]
+        assert inside(evaluation, steps[:1], "Profiler"), "after the step before the first"
+        of_steps = [event for event in events if event[0] != "wait" and not inside(event, [evaluation], "evaluation")]
         for step in steps:
-            counts = Counter(e[0] for e in events if e[0] != "wait" and inside(e, [step], "Profiler") and e != step)
-            assert counts == ALWAYS | REGIONS[backend]
+            counts = Counter(e[0] for e in of_steps if inside(e, [step], "Profiler") and e != step)
+            regions = {name: MICRO_BATCHES * count for name, count in (ALWAYS | REGIONS[backend]).items()}
+            assert counts == regions | {"data": 1}
         within = {"ring step": "attention", "pack": "data", "exchange": "ProfilerStep"}
-        for event in events:
+        for event in of_steps:
             for prefix, outer in within.items():
                 if event[0].startswith(prefix):
                     assert inside(event, events, outer), event
@@ -272,7 +328,7 @@ def numbers(folder):
     return found
 
 
-@pytest.mark.skipif(not HAS_TENSORBOARD, reason="the tensorboard extra")
+@pytest.mark.skipif("tensorboard" not in DASHBOARDS, reason="the tensorboard extra")
 def test_tensorboard_has_the_curves_of_the_log(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -285,6 +341,29 @@ def test_tensorboard_has_the_curves_of_the_log(run):
     expected = numbers(run)
     assert {"train/loss", "train/tokens_per_second", "train/communication_fraction"} <= expected[1].keys()
     assert shown == {step: pytest.approx(values, rel=1e-6) for step, values in expected.items()}  # events are fp32
+
+
+@pytest.mark.skipif("trackio" not in DASHBOARDS, reason="the trackio extra")
+def test_trackio_has_the_curves_of_the_log(run):
+    with contextlib.closing(sqlite3.connect(run.parent / "trackio" / "huggingface.db")) as database:
+        rows = database.execute("select run_name, metrics from metrics").fetchall()
+    shown = {}
+    for name, metrics in rows:
+        assert name == RUN_NAME
+        values = json.loads(metrics)
+        shown.setdefault(values.pop("train/global_step"), {}).update(values)
+    of_the_whole_run = re.compile("train/(train_|total_flos)")  # no curves, and not sent
+    for step, values in numbers(run).items():
+        curves = {name: value for name, value in values.items() if not of_the_whole_run.match(name)}
+        assert shown.pop(step) == pytest.approx(curves)
+    assert shown == {}
+
+
+def test_a_run_and_its_dashboards_ask_no_other_machine_for_anything(run):
+    for rank in range(4):
+        asked = (run.parent / f"asked.{rank}").read_text().split("\n")
+        assert "localhost" in asked
+        assert set(asked) <= {"localhost", "127.0.0.1", "::1", socket.gethostname(), "None", ""}
 
 
 class Page(HTMLParser):
@@ -398,10 +477,10 @@ def test_a_page_of_a_long_run_on_many_ranks_is_short():
     history[1000]["loss"] = 99.0
     history[1500]["loss"] = float("nan")
     html = report(history=history).html()
-    assert len(html) < 2**21
+    assert len(html) < 10**6
     page = Page(html)
     assert page.tags.count("tr") <= MOST_ROWS + 10
-    assert f"Every {-(-3000 // MOST_ROWS)}th of 3000 entries" in html
+    assert f"Every {-(-3000 // MOST_ROWS)}th of 3,000 logged steps" in html
     assert "The first 64 of 100 ranks." in html
     assert "nan" not in " ".join(re.findall(r'points="[^"]*"', html))
     loss = re.search(r"<title>Loss over steps</title>.*?</svg>", html)[0]
@@ -417,13 +496,19 @@ def test_a_page_without_a_step_says_so():
 @pytest.mark.parametrize(
     ("values", "ticks"),
     [
-        ([5.457, 5.361], ["5.350", "5.375", "5.400", "5.425", "5.450", "5.475"]),
-        ([0, 48000], ["0", "20k", "40k", "60k"]),
+        ([5.474, 5.361], ["5.350", "5.375", "5.400", "5.425", "5.450", "5.475"]),
+        ([0, 58000], ["0", "20k", "40k", "60k"]),
+        ([0, 1e30], ["0", "2e+29", "4e+29", "6e+29", "8e+29", "1e+30"]),
     ],
 )
 def test_ticks_have_the_digits_that_tell_them_apart(values, ticks):
     axis = charts.Axis.of(values, 0, 100)
     assert [charts._tick_writer(axis)(tick) for tick in axis.ticks] == ticks
+
+
+@pytest.mark.parametrize(("steps", "ticks"), [(3, [1, 2, 3]), (10, [2, 4, 6, 8, 10]), (12, [5, 10])])
+def test_ticks_of_steps_are_whole(steps, ticks):
+    assert charts.Axis.of(range(1, steps + 1), 0, 100, whole=True).ticks == ticks
 
 
 @pytest.mark.parametrize(

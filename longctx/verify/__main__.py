@@ -14,7 +14,6 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longctx.data import name_data
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
 
 if TYPE_CHECKING:
@@ -136,6 +135,8 @@ def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
 
 
 def _result(run: Run, checks: list[Check], machine: list[Finding], seconds: float, *, for_scripts: bool) -> str:
+    from longctx.data import name_data
+
     text = run.model_config.get_text_config()
     facts = {
         "model": run.settings["model_name_or_path"],
