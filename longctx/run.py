@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +27,7 @@ from longctx.adapter import add_adapter, quantization_of
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
-from longctx.checkpoint import Manifest, candidates, check_files, check_same, read_manifest
+from longctx.checkpoint import MANIFEST, Manifest, candidates, check_files, check_same, read_manifest
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.host import SavedOnHost
@@ -57,7 +58,7 @@ from longctx.resolved import Run
 from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows, sampled_identity
 from longctx.run_report import reported
 from longctx.trainer import SequenceTrainer
-from longctx.turns import check_agreement, together
+from longctx.turns import check_agreement, sharing, together
 from longctx.verify.reference import single_device_step
 from longctx.watch import leave, limit_waiting
 
@@ -103,7 +104,8 @@ def prepare(run: Run) -> PreparedRun:
             start_on_cpu(run.engine, timedelta(seconds=settings["ddp_timeout"]))
     args = SFTConfig(**run.training_arguments() | _replicas(run))
     if dist.is_initialized():
-        check_agreement(_decided(run, args), args.device)
+        check_agreement(together(partial(_decided, run, args)), args.device)
+        _settle_output(args)
     together(lambda: _check_hub(args))
     if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
         args._n_gpu = 1
@@ -176,6 +178,37 @@ def _decided(run: Run, args: SFTConfig) -> dict[str, str]:
     return {name: str(value) for name, value in decided.items()}
 
 
+def _settle_output(args: SFTConfig) -> None:
+    """Where nodes share --output_dir, leave its files to rank 0, with --save_on_each_node, too.
+
+    Raises:
+        ValueError: where they do not, and what each would keep cannot be used.
+    """
+    owners = [0] if args.save_only_model else sharing(Path(args.output_dir))
+    if not any(owners):
+        args.save_on_each_node = False
+        return
+    where = f"--output_dir {args.output_dir} on {socket.gethostname()} is not the folder that rank 0 has by that name"
+
+    def check() -> None:
+        if args.local_process_index != 0 or args.process_index == 0:
+            return
+        if not args.save_on_each_node:
+            raise ValueError(
+                f"{where}. Name one on a file system that all nodes share, or add --save_on_each_node True, which "
+                "keeps on each node the files of its own ranks."
+            )
+        if owners[args.process_index] != args.process_index:
+            raise ValueError(f"{where}, and another node has it, too. Name one that all nodes share, or none.")
+        if args.load_best_model_at_end:
+            raise ValueError(
+                f"{where}, and --load_best_model_at_end reads the files of all ranks. Name one on a file system that "
+                "all nodes share, or leave it out."
+            )
+
+    together(check)
+
+
 def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, Any]]) -> Path | None:
     """The one that --resume_from_checkpoint means, whole and of this run's data. All ranks look at a part of it.
 
@@ -186,11 +219,15 @@ def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, A
     if asked is None:
         return None
     for folder in candidates(str(asked), Path(args.output_dir)):
+        owners = sharing(folder)
+        among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
         try:
             manifest = together(partial(read_manifest, folder))
-            together(partial(check_files, folder, manifest, part=args.process_index, parts=run.dims.world_size))
+            together(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
+            if dist.is_initialized():
+                check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest}, args.device)
         except ValueError as error:
-            if asked != "auto":
+            if asked != "auto" or any(owners):  # nodes that have it in parts: the run is to go on from it
                 raise
             if args.process_index == 0:
                 logger.warning("%s An earlier one is looked for.", error)

@@ -86,6 +86,43 @@ def check_agreement(mine: Mapping[str, Any], device: torch.device) -> None:
     together(compare)
 
 
+def gathered(value: Result) -> list[Result]:
+    """Every rank's, by rank. All ranks call it."""
+    if not dist.is_initialized():
+        return [value]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, value)
+    return ranks
+
+
+def sharing(folder: Path) -> list[int]:
+    """Of every rank, the first rank that has the same files in `folder` (created if it is missing): 0 where all nodes
+    share a file system, else the first of its node. All ranks call it.
+
+    Where nothing can be written, nodes count as sharing nothing.
+    """
+    if not dist.is_initialized():
+        return [0]
+    rank = dist.get_rank()
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    token = gathered(uuid.uuid4().hex)[0]
+
+    def marker(of: int) -> Path:
+        return folder / f".longctx-{token}-{of}"
+
+    def mark() -> None:
+        if rank == first:
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                marker(rank).touch()
+
+    together(mark)
+    found = gathered(min((other for other in set(gathered(first)) if marker(other).exists()), default=first))
+    with suppress(OSError):
+        marker(rank).unlink()
+    return found
+
+
 def leave_together(seconds: float = LEAVE_SECONDS) -> None:
     """After RefusedTogether: wait for the other ranks to get here too, but no longer than this.
 

@@ -100,6 +100,29 @@ def _host(name: str, address: str, etc_hosts: Path) -> Iterator[Host]:
         outside.wait()
 
 
+def why_no_ssh() -> str | None:
+    """Why hosts cannot reach each other by it, or None."""
+    missing = [tool for tool in ("ssh", "scp", "ssh-keygen", "sshd") if shutil.which(tool) is None]
+    return (
+        f"{', '.join(missing)}: not installed (Debian: openssh-client, openssh-server)" if missing else why_no_hosts()
+    )
+
+
+def serve_ssh(hosts: Sequence[Host], folder: Path) -> None:
+    """Let every host log in to the others, by a key in `folder` and without a question."""
+    key = folder / "ssh.key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    server = [f"HostKey {key}", f"AuthorizedKeysFile {key}.pub", "StrictModes no", "PidFile none"]
+    server += ["PermitRootLogin yes", "Subsystem sftp internal-sftp"]
+    client = [f"IdentityFile {key}", "StrictHostKeyChecking no", "UserKnownHostsFile /dev/null", "LogLevel ERROR"]
+    for name, lines in (("sshd_config", server), ("ssh_config", client)):
+        (folder / name).write_text("\n".join(lines) + "\n")
+    setup = f"mount -t tmpfs run /run && mkdir /run/sshd && mount --bind {folder}/ssh_config /etc/ssh/ssh_config"
+    for host in hosts:
+        done = host.run(["sh", "-c", f"{setup} && {shutil.which('sshd')} -f {folder}/sshd_config"], cwd=folder)
+        assert done.returncode == 0, done.stdout
+
+
 def _in(host: Host, script: str) -> None:
     subprocess.run(["nsenter", "--target", str(host.pid), "--net", "sh", "-c", script], check=True)
 

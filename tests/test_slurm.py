@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from longctx.launch.slurm import first_host, join_step, read_step
+from tests.hosts import wait_until
 from tests.reference import train_reference
 from tests.slurm import cluster, why_no_slurm
 from tests.test_hosts import ENVIRONMENT, LENGTHS
@@ -156,3 +160,107 @@ def test_tasks_of_srun_equal_one_process(step, slurm, training, tmp_path, parity
     done = slurm.run(["srun", *placed, *LONGCTX, "train", *flags, *layout], cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout
     check(losses(tmp_path), reference, f"{layout[3]} sp {layout[1]}, packed", f"srun, {step}", parity_table)
+
+
+@needs_slurm
+@pytest.mark.long
+def test_torchrun_in_tasks_of_srun_equals_one_process(slurm, training, tmp_path, parity_table):
+    flags, reference = training
+    step = ["srun", "--nodes", "2", "--ntasks-per-node", "1", sys.executable, "-m", "torch.distributed.run"]
+    step += ["--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_id", "7"]
+    step += ["--rdzv_endpoint", "hosta:29500", "-m", "longctx.train", *flags, "--sp", "4", "--sp_backend", "ring"]
+    done = slurm.run(step, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout
+    check(losses(tmp_path), reference, "ring sp 4, packed", "torchrun in srun", parity_table)
+
+
+@needs_slurm
+@pytest.mark.long
+def test_a_killed_task_ends_the_others_and_is_named(slurm, training, tmp_path):
+    """On the other node, with a checkpoint to go on from; within the 30 s of docs/howto/checkpoints.md."""
+    flags, _ = training
+    step = ["srun", "--nodes", "2", "--ntasks-per-node", "1", sys.executable, "-m", "tests.faulty_train", *flags]
+    step += ["--sp", "2", "--sp_backend", "ring", "--save_strategy", "steps", "--save_steps", "2"]
+    done = slurm.run(step, cwd=tmp_path, env=ENVIRONMENT | {"FAULT": "kill 1 3"})
+    ended = time.time()
+    assert done.returncode not in (0, 75), done.stdout
+    assert ended - float(re.search(r"FAULT at ([\d.]+)", done.stdout)[1]) < 30
+    (error,) = [line for line in done.stdout.splitlines() if "longctx: error: " in line]
+    assert re.search(r"rank 1 .*has died.*auto goes on from .*checkpoint-2", error), done.stdout
+
+
+# Jobs of sbatch
+
+
+@pytest.fixture
+def submit(slurm, tmp_path):
+    """Put a script of examples/slurm/ into the queue as it stands: (options of sbatch, flags) -> the job's number.
+    `longctx` is the code here."""
+    command = tmp_path / "bin" / "longctx"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m longctx "$@"\n')
+    command.chmod(0o755)
+    environment = ENVIRONMENT | {"PATH": f"{command.parent}:{os.environ['PATH']}"}
+    jobs = []
+
+    def put(script, options, flags):
+        words = ["sbatch", "--parsable", *options, str(ROOT / "examples/slurm" / script), *flags]
+        done = slurm.run(words, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stdout
+        jobs.append(done.stdout.strip())
+        return jobs[-1]
+
+    yield put
+    for job in jobs:
+        slurm.run(["scancel", job], cwd=tmp_path)
+
+
+def told(slurm, job):
+    """What scontrol says of a job, by name."""
+    done = slurm.run(["scontrol", "--oneliner", "show", "job", job], cwd=slurm.folder)
+    return dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+
+
+def wait_for_queue(slurm, job, restarts):
+    """Until the job is in the queue again, `restarts` times in all; then have it begin at once, without SLURM's two
+    minutes."""
+    expected = {"JobState": "PENDING", "Restarts": str(restarts)}
+    wait_until(lambda: expected.items() <= told(slurm, job).items(), f"restart {restarts} of {job}", 200)
+    slurm.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], cwd=slurm.folder)
+
+
+def newest_checkpoint(folder):
+    return max((int(path.name.removeprefix("checkpoint-")) for path in folder.glob("out/checkpoint-*[0-9]")), default=0)
+
+
+@needs_slurm
+@pytest.mark.long
+def test_a_job_goes_on_after_a_signal_and_after_it_was_put_back(slurm, submit, models, tmp_path, parity_table):
+    """one_node.sbatch: a signal has it save, leave with 75 and queue again; `scontrol requeue` from outside does, too.
+    Its losses are those of a process that was never stopped."""
+    documents, steps, rate = make_documents(LENGTHS), 60, 1e-4
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    flags = [*COMMON, "--sp", "2", "--sp_backend", "ring", "--max_steps", str(steps), "--learning_rate", str(rate)]
+    flags += ["--dataset_name", data, "--model_name_or_path", str(models["GQA 4:2"]), "--output_dir", "out"]
+    flags += ["--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2"]
+    job = submit("one_node.sbatch", ["--ntasks-per-node", "2", "--cpus-per-task", "1"], flags)
+    log = tmp_path / f"slurm-{job}.out"
+
+    wait_until(lambda: newest_checkpoint(tmp_path) >= 2, "checkpoint-2", 300)
+    slurm.run(["scancel", "--signal=TERM", job], cwd=tmp_path)
+    wait_for_queue(slurm, job, 1)
+    first = newest_checkpoint(tmp_path)
+    assert f"stopped by SIGTERM after step {first}, whose checkpoint is in out" in log.read_text()
+
+    wait_until(lambda: newest_checkpoint(tmp_path) >= first + 2, f"checkpoint-{first + 2}", 300)
+    slurm.run(["scontrol", "requeue", job], cwd=tmp_path)
+    wait_for_queue(slurm, job, 2)
+    second = newest_checkpoint(tmp_path)
+    assert first < second < steps
+
+    wait_until(lambda: told(slurm, job)["JobState"] not in ("PENDING", "RUNNING"), "the job's end", 300)
+    printed = log.read_text()
+    assert told(slurm, job)["JobState"] == "COMPLETED", printed
+    assert re.findall(r"resume    from out/checkpoint-(\d+)", printed) == [str(first), str(second)]
+    reference = train_reference(models["GQA 4:2"], documents, steps=steps, learning_rate=rate)
+    check(losses(tmp_path), reference, "ring sp 2, packed, stopped twice", "one_node.sbatch", parity_table)

@@ -1,6 +1,7 @@
 """Checkpoints that any layout resumes: states by parameter, no pickles, written whole or not at all."""
 
 from longctx.checkpoint.files import (
+    MANIFEST,
     CheckpointError,
     Manifest,
     NotSavedError,
@@ -13,6 +14,7 @@ from longctx.checkpoint.signals import RESUMABLE, StopOnSignal
 from longctx.checkpoint.trainer import ResumableTrainer
 
 __all__ = [
+    "MANIFEST",
     "RESUMABLE",
     "CheckpointError",
     "Manifest",

@@ -54,6 +54,10 @@ class Manifest:
     """Path in the folder -> bytes and xxh3 of each."""
     format: int = FORMAT
 
+    @property
+    def digest(self) -> str:
+        return _digest_of(asdict(self))
+
 
 def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step}"
@@ -209,8 +213,9 @@ def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
         if size != known["bytes"]:
             if size < 0:
                 raise CheckpointError(
-                    f"{path} is missing on {socket.gethostname()}. Resume from an earlier checkpoint; where every node "
-                    "has kept the files of its own ranks, copy them together first."
+                    f"{path} is missing on {socket.gethostname()}. Resume from an earlier checkpoint; where nodes have "
+                    "kept the files of their own ranks (--save_on_each_node), first copy the states-* and random-* of "
+                    f"all into the first node's {folder.name}, and that folder to every node."
                 )
             raise CheckpointError(
                 f"{path} has {size:,} bytes, and was written with {known['bytes']:,}. Resume from an earlier "
@@ -296,19 +301,6 @@ def check_writable(output_dir: Path) -> None:
         raise ValueError(f"--output_dir {output_dir}: {there} is no folder. Name another, or remove it.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"--output_dir {output_dir}: no permission to write to {there}. Name another folder.")
-
-
-def check_seen(partial: Path, rank: int) -> None:
-    """
-    Raises:
-        FileNotFoundError: on a node that does not see the folder of rank 0.
-    """
-    if not partial.is_dir():
-        raise FileNotFoundError(
-            f"rank {rank} on {socket.gethostname()} does not see the folder that rank 0 has made: --output_dir has to "
-            "be on a file system that all nodes share, or add --save_on_each_node True, which keeps on each node the "
-            "files of its own ranks"
-        )
 
 
 def flush(path: Path) -> None:

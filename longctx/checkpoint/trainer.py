@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from huggingface_hub import upload_folder
 from safetensors import SafetensorError
 from torch import nn
@@ -28,7 +27,6 @@ from longctx.checkpoint.files import (
     Manifest,
     NotSavedError,
     check_files,
-    check_seen,
     checkpoint_name,
     checkpoints,
     describe_files,
@@ -42,7 +40,7 @@ from longctx.checkpoint.files import (
 )
 from longctx.checkpoint.pieces import WEIGHT, pieces, trained_shapes, update_working_weights
 from longctx.checkpoint.states import StateReader, write_states
-from longctx.turns import together
+from longctx.turns import gathered, together
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +85,10 @@ class ResumableTrainer(SFTTrainer):
             self.state.best_model_checkpoint = str(folder)
         with self._writing(folder) as partial:
             together(lambda: self.save_model(str(partial), _internal_call=True))
-            files = together(lambda: self._write_own_part(partial))
-            together(lambda: self._finish(partial, files, progress))
+            files = gathered(together(lambda: self._write_own_part(partial)))
+            manifest = gathered(together(lambda: self._describe(partial, files, progress)))[0]
+            if manifest is not None:
+                self._as_owner(lambda: write_manifest(partial, manifest))
             self._as_owner(lambda: take_place(partial, folder))
         if self.args.push_to_hub:
             self._push(lambda: self._push_from_checkpoint(str(folder)))
@@ -108,7 +108,7 @@ class ResumableTrainer(SFTTrainer):
             self._push(self._finish_current_push)  # before the files that it reads are replaced
         with self._writing(output_dir / "model") as partial:
             together(lambda: self.save_model(str(partial), _internal_call=True))
-            self._as_owner(lambda: self.state.save_to_json(str(partial / TRAINER_STATE_NAME)))
+            together(lambda: self._save_state(partial))
             self._as_owner(lambda: take_places(partial, output_dir))
 
     def push_results(self) -> None:
@@ -184,13 +184,12 @@ class ResumableTrainer(SFTTrainer):
         try:
             with writing(folder, is_owner=self.args.should_save) as partial:
                 self._as_owner(lambda: make_partial(partial))
-                together(lambda: check_seen(partial, self.args.process_index))
                 yield partial
         except (OSError, SafetensorError) as error:
             raise _not_saved(folder, error) from error
 
     def _as_owner(self, work: Callable[[], None]) -> None:
-        """On the rank that saves, or that of each node; the others wait."""
+        """On rank 0, or with --save_on_each_node on every node's first rank; the others wait."""
         together(lambda: work() if self.args.should_save else None)
 
     def _write_own_part(self, folder: Path) -> dict[str, dict[str, Any]]:
@@ -203,21 +202,30 @@ class ResumableTrainer(SFTTrainer):
         files[-1].write_text(json.dumps(_random_state()))
         return describe_files(folder, files)
 
-    def _finish(self, folder: Path, files: dict[str, dict[str, Any]], progress: list[dict[str, Any]]) -> None:
-        """The trainer's state and the manifest."""
-        everyone = _gathered(files)
-        if not self.args.should_save:
-            return
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.is_world_process_zero():  # the engines gather the model nowhere else
+            super()._save(output_dir, state_dict)
+
+    def _save_state(self, folder: Path) -> None:
+        if self.is_world_process_zero():
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _describe(
+        self, folder: Path, files: list[dict[str, dict[str, Any]]], progress: list[dict[str, Any]]
+    ) -> Manifest | None:
+        """Rank 0 writes the trainer's state, and knows the files of all ranks; None on the others."""
+        if not self.is_world_process_zero():
+            return None
         self._export_callbacks()
-        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        self._save_state(folder)
         own = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
         known = describe_files(folder, own)
         if self.args.save_only_model:
-            return
-        for part in everyone:
+            return None
+        for part in files:
             known |= part
         scheduler = {key: value for key, value in self.lr_scheduler.state_dict().items() if _is_plain(value)}
-        manifest = Manifest(
+        return Manifest(
             step=self.state.global_step,
             layout=self.layout(),
             optimization={name: _plain(getattr(self.args, name)) for name in OPTIMIZATION},
@@ -228,7 +236,6 @@ class ResumableTrainer(SFTTrainer):
             position=self.data_position(),
             files=known,
         )
-        write_manifest(folder, manifest)
 
     def _export_callbacks(self) -> None:
         for callback in [*self.callback_handler.callbacks, self.control]:
@@ -246,7 +253,7 @@ class ResumableTrainer(SFTTrainer):
             "last_logged": self._globalstep_last_logged,
             "total_loss": self._total_loss_scalar,
         }
-        return _gathered(own)
+        return gathered(own)
 
     # Resuming
 
@@ -421,15 +428,6 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
-
-
-def _gathered(value: Any) -> list[Any]:
-    """Every rank's."""
-    if not dist.is_initialized():
-        return [value]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, value)
-    return ranks
 
 
 def _is_plain(value: Any) -> bool:
