@@ -65,9 +65,10 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
             f"--load_in_4bit True on {engine} is not compared with one process. Use --engine fsdp2, or leave it out."
         )
     for name in ("use_dora", "lora_modules_to_save", "tiled_mlp", "sequence_chunk_size", "bnb_4bit_quant_storage"):
-        if settings[name] not in (None, False, [], "uint8"):
+        if settings.get(name) not in (None, False, [], "uint8"):
+            by_preset = ", which --memory longest sets," if settings.get("memory") == "longest" else ""
             raise ValueError(
-                f"--{name} {settings[name]} with --load_in_4bit True is not compared with one process. "
+                f"--{name} {settings[name]}{by_preset} with --load_in_4bit True is not compared with one process. "
                 "Leave out one of the two."
             )
     if settings["offload_param_device"] != "none":

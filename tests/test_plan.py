@@ -13,8 +13,9 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
-from longctx.memory.closed_form import predict
+from longctx.memory.closed_form import ModelSizes, predict
 from longctx.memory.step import StepSettings, trace_training_step
+from longctx.model import load_config
 from longctx.plan.__main__ import main
 from longctx.plan.calibrate import calibrate, corrected, trace_parts, traceable
 from longctx.plan.candidates import Machine, candidates, outlook, recommend, why
@@ -193,6 +194,49 @@ def test_the_command_it_prints_resolves(tmp_path, capsys) -> None:
     run = resolve(parse_flags([*arguments, "--use_cpu"]), read_profile({}), {})
     assert run.dims.sp == plan["recommendation"]["sp"]
     assert run.settings["max_length"] == 4096
+
+
+@pytest.fixture
+def wide_layers(tmp_path):
+    """A model whose rows are whole blocks of 64 weights, as bitsandbytes needs them on a CPU."""
+    LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=256).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("more", [[], ["--use_bnb_nested_quant", "True"]])
+def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, monkeypatch, capsys) -> None:
+    """Each set-up of the plan is the one from which the run of its flags predicts its memory."""
+    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.config.QLORA_VERSIONS", {})  # nothing is quantised here
+    quantised = ["--use_peft", "True", "--load_in_4bit", "True", *more]
+    assert main(["--model_name_or_path", wide_layers, "--no_calibration", "--gpus", "4", *quantised]) == 0
+    assert " ".join(quantised[2:]) in capsys.readouterr().out
+    settings = {name.removeprefix("--"): True for name in quantised[::2]}
+    settings |= {"lora_r": 16, "model_name_or_path": wide_layers}
+    machine = replace(MACHINE, gpus=4, gpus_per_node=4, kernel="flash-attn 2")
+    found = candidates(load_config(wide_layers), machine, presets=["balanced"], settings=settings)
+    sizes = ModelSizes.of_config(load_config(wide_layers))
+    in_layers = sizes.num_layers * sizes.layer_parameters
+    for candidate in found:
+        in_4_bit = (0.5 + (1 if more else 4) / 64) * in_layers  # on every rank; the rest in fp32, over four
+        held = predict(candidate.setup, 4096).device["parameters"]
+        assert held == pytest.approx(in_4_bit + 4 * (sizes.num_parameters - in_layers) / 4)
+        flags = ["--model_name_or_path", wide_layers, "--dataset_name", "stdlib", "--max_length", "4096", *quantised]
+        flags += ["--num_processes", "4", "--per_device_train_batch_size", "1", "--bf16", "True", "--use_cpu"]
+        run = resolve(parse_flags([*flags, *candidate.flags()]), read_profile({}), {})
+        assert replace(run.memory_setup(ranks_per_node=4), is_cpu=False) == candidate.setup
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "Add --use_peft"),
+        (["--use_peft", "--memory", "longest"], "which --memory longest sets, with --load_in_4bit True"),
+    ],
+)
+def test_4_bit_weights_are_refused_as_in_training(flags, message, wide_layers, capsys) -> None:
+    assert main(["--model_name_or_path", wide_layers, "--no_calibration", "--load_in_4bit", "True", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_documents_make_attention_cheap_and_the_length_the_same(tmp_path, capsys) -> None:

@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         "--host_memory_gib", type=float, help="Of one node. Default: 221 GiB (1.9 TB / 8) for each of its devices."
     )
     parser.add_argument("--kernel", help="flash-attn 2, 3 or 4, or cuDNN. Default: what is common on --gpu.")
-    parser.add_argument("--memory", nargs="+", default=["balanced", "longest"], choices=tuple(PRESETS))
+    parser.add_argument(
+        "--memory", nargs="+", choices=tuple(PRESETS), help="Default: balanced longest; balanced with --load_in_4bit."
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="Rows to give step times for.")
     parser.add_argument(
         "--max_length", type=int, help="The row to recommend a set-up for. Default: the longest of --lengths that fits."
@@ -69,7 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         "--document_lengths", type=Path, help="CSV of low,high,documents: rows are packed with such documents."
     )
     parser.add_argument("--rope_scaling", help="Extend the model's context, as in longctx.train.")
-    parser.add_argument("--use_peft", action="store_true", help="Train an adapter (LoRA).")
+    for name, meaning in {
+        "use_peft": "Train an adapter (LoRA).",
+        "load_in_4bit": "Keep the weights of layers in 4 bits (QLoRA).",
+        "use_bnb_nested_quant": "And their scales in 8.",
+    }.items():
+        parser.add_argument(f"--{name}", type=_boolean, nargs="?", const=True, default=False, help=meaning)
     parser.add_argument("--lora_r", type=int, default=16)
     parser.add_argument(
         "--no_calibration", action="store_true", help="Trust the closed form: no traces of the model, seconds less."
@@ -78,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
     parser.add_argument("--output", type=Path, help="Folder for plan.json, plan.md and pictures (matplotlib).")
     return parser
+
+
+def _boolean(text: str) -> bool:
+    from transformers.hf_argparser import string_to_bool
+
+    return bool(string_to_bool(text))
 
 
 GPU = "H100"
@@ -97,9 +110,9 @@ def _plan(options: argparse.Namespace) -> int:
         config = extended(config, scaling)
     check_model(config)
     machine = _machine(options)
-    adapter: dict[str, Any] = {"use_peft": True, "lora_r": options.lora_r} if options.use_peft else {}
+    presets = options.memory or (["balanced"] if options.load_in_4bit else ["balanced", "longest"])
     documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
-    found = candidates(config, machine, presets=options.memory, settings=adapter)
+    found = candidates(config, machine, presets=presets, settings=_adapter(options))
     calibrations: list[Any] = []
     if not options.no_calibration:
         calibrations = calibrate(config, found)
@@ -114,7 +127,7 @@ def _plan(options: argparse.Namespace) -> int:
         "model": options.model_name_or_path,
         "machine": asdict(machine),
         "predicted": True,
-        "presets": options.memory,
+        "presets": presets,
         "lengths": lengths,
         "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
@@ -125,6 +138,12 @@ def _plan(options: argparse.Namespace) -> int:
     if options.output is not None:
         _write(options.output, result, table, best, machine)
     return 0 if best is not None else 1
+
+
+def _adapter(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of longctx.train about adapters that bear on memory."""
+    names = ("model_name_or_path", "use_peft", "lora_r", "load_in_4bit", "use_bnb_nested_quant")
+    return {name: getattr(options, name) for name in names}
 
 
 def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
@@ -235,7 +254,9 @@ def _recommendation(best: Any, there: Sequence[Any], options: argparse.Namespace
     if options.rope_scaling:
         command += ["--rope_scaling", options.rope_scaling]
     if options.use_peft:
-        command += ["--use_peft", "--lora_r", str(options.lora_r)]
+        command += ["--use_peft", "True", "--lora_r", str(options.lora_r)]
+    for name in ("load_in_4bit", "use_bnb_nested_quant"):
+        command += [f"--{name}", "True"] if getattr(options, name) else []
     facts = {"name": best.candidate.label, "why": why(best, there), "command": shlex.join(command)}
     return _as_dict(best.candidate, [best]) | facts
 

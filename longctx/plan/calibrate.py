@@ -223,7 +223,8 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
 
 
 def traceable(setup: MemorySetup) -> MemorySetup:
-    """The same on FSDP2 where the engine is DeepSpeed."""
+    """The same on FSDP2 where the engine is DeepSpeed, and in full precision where weights are in 4 bits."""
+    setup = replace(setup, quantized_weight_bytes=None)
     if not setup.engine.startswith("zero"):
         return setup
     return replace(setup, engine="fsdp2", offload_optimizer="none", offload_param="none", bucket_size=None)

@@ -104,10 +104,11 @@ def candidates(
     """All that the model can run on, in the order of sp.
 
     Args:
-        settings: other flags of longctx.train that bear on memory, such as use_peft and lora_r.
+        settings: other flags of longctx.train that bear on memory, such as use_peft and lora_r; with load_in_4bit
+            model_name_or_path, too.
 
     Raises:
-        ValueError: if no arrangement of the devices suits the model.
+        ValueError: if no arrangement of the devices suits the model, or training refuses 4-bit weights with a preset.
     """
     model = ModelSizes.of_config(config)
     flags = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": True, "dtype": "float32"}
@@ -147,8 +148,9 @@ def _candidate(
     preset: str,
     flags: dict[str, Any],
 ) -> Candidate:
-    engine = "none" if dims.world_size == 1 else "deepspeed" if backend == "ulysses" else "fsdp2"
-    if engine == "none" and preset == "longest":
+    in_4_bit = flags.get("load_in_4bit")  # of which longctx.train keeps a copy on every rank, on FSDP2
+    engine = "none" if dims.world_size == 1 else "deepspeed" if backend == "ulysses" and not in_4_bit else "fsdp2"
+    if engine == "none" and preset == "longest" and not in_4_bit:
         engine = "deepspeed"  # which alone offloads states of one device
     stage = 3 if engine == "deepspeed" else None
 
@@ -162,6 +164,10 @@ def _candidate(
         has_linear_attention=bool(num_linear_heads(config)),
     )
     levers = resolve_levers(preset, {}, place, checkpoints_by_default=True)
+    if in_4_bit:
+        from longctx.adapter import check_quantization
+
+        check_quantization({**flags, "memory": preset, **levers.settings()}, config, engine, use_cpu=False)
     setup = MemorySetup.of_settings(
         model,
         {**flags, "memory": preset, **levers.settings()},
