@@ -130,6 +130,11 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     settings["rope_scaling"] = parse_rope_scaling(settings["rope_scaling"])
     model_config = _model_config(settings)
     notes += _rope_notes(settings, model_config)
+    if changes_base(settings):
+        notes.append(
+            "the adapter's folder gets a config.json, of the base model as it is trained here, to load that model with: "
+            "AutoModelForCausalLM.from_pretrained(BASE, config=AutoConfig.from_pretrained(DIR)), then the adapter"
+        )
     sp, wanted_backend = _degrees(flags, profile)
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
     use_cpu = bool(settings["use_cpu"]) or profile.use_cpu or device_count() == 0
@@ -345,15 +350,14 @@ def _rope_notes(settings: Mapping[str, Any], model_config: PretrainedConfig) -> 
     scaling, context = settings["rope_scaling"], model_config.get_text_config().max_position_embeddings
     if scaling is None:
         return []
-    notes = [
+    return [
         f"positions are scaled ({scaling['rope_type']}): {context:,} = {scaling['factor']:g} × the original context"
     ]
-    if settings["use_peft"]:
-        notes.append(
-            "the adapter's folder does not say that positions are scaled: load its base model with the rope_parameters "
-            f"{model_config.get_text_config().rope_parameters} and max_position_embeddings {context}"
-        )
-    return notes
+
+
+def changes_base(settings: Mapping[str, Any]) -> bool:
+    """Whether an adapter is trained on another model than its base model's folder holds."""
+    return bool(settings["use_peft"] and (settings["rope_scaling"] or settings["model_init_kwargs"]))
 
 
 def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:

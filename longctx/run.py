@@ -29,7 +29,7 @@ from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
 from longctx.checkpoint import MANIFEST, Manifest, candidates, check_files, check_same, read_manifest
 from longctx.collate import SequenceCollator
-from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
+from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS, changes_base
 from longctx.host import SavedOnHost
 from longctx.launch.engines import (
     load_on_every_rank,
@@ -360,6 +360,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         eval_rows=prepared.data.evaluation.rows if prepared.data.evaluation else None,
         data_identity=prepared.data_identity,
         on_nonfinite=settings["on_nonfinite"],
+        base_config=run.model_config if changes_base(settings) else None,
     )
     if run.engine == "fsdp2":
         settle_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)

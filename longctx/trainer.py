@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 from trl import SFTConfig
 
@@ -62,6 +69,7 @@ class SequenceTrainer(ResumableTrainer):
         data_identity: says what the rows are made from, by name, when a checkpoint is saved; one is resumed on the same
             data alone.
         on_nonfinite: what becomes of a step whose gradient is NaN or infinite: `stop` the run, or `skip` the step.
+        base_config: of an adapter's base model where it is not the one that its name gives; saved beside the adapter.
     """
 
     _name = "longctx"
@@ -86,10 +94,11 @@ class SequenceTrainer(ResumableTrainer):
         eval_rows: PackedDataset | None = None,
         data_identity: Callable[[], Mapping[str, Any]] = dict,
         on_nonfinite: Literal["stop", "skip"] = "stop",
+        base_config: PretrainedConfig | None = None,
         **kwargs: Any,
     ):
         self.sequence, self.rows, self.costs = sequence, rows, costs
-        self._data_identity, self.on_nonfinite = data_identity, on_nonfinite
+        self._data_identity, self.on_nonfinite, self.base_config = data_identity, on_nonfinite, base_config
         self.step_metrics = StepMetrics(
             sp=sequence.dims.sp,
             sp_rank=sequence.dims.sp_rank(sequence.rank),
@@ -292,6 +301,11 @@ class SequenceTrainer(ResumableTrainer):
         with region("saving", "saving"):
             super()._save_checkpoint(*args, **kwargs)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict=state_dict)
+        if self.base_config is not None and self.args.should_save:
+            self.base_config.save_pretrained(output_dir or self.args.output_dir)
+
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> int:
         return self.sequence.count_label_tokens(batch_samples)
 
@@ -473,6 +487,7 @@ class SequenceTrainer(ResumableTrainer):
             base_model=getattr(self.model.config, "_name_or_path", None) or None,
             tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
             is_adapter=hasattr(self.model, "peft_config"),
+            has_config=self.base_config is not None,
             training={name: value for name, value in training.items() if value is not None},
         )
         Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")

@@ -114,6 +114,39 @@ def test_a_scaled_run_is_that_of_the_scaled_model(name, folder, tmp_path, parity
         assert saved.model.rotary_emb.attention_scaling == wanted.attention_scaling
 
 
+@pytest.mark.parametrize("sp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_adapter_has_its_base_models_positions_beside_it(sp, folder, tmp_path):
+    """Loaded as the start-up text says, it has the log-probabilities of the model that was trained; and merged."""
+    peft = pytest.importorskip("peft")
+    from tests.test_peft import Adapt
+
+    documents = make_documents(SHAPES["packed"][0])
+    data, out = write_jsonl(tmp_path / "data.jsonl", documents), tmp_path / "out"
+    by_hand = scaled_by_hand(folder, YARN | THETA, tmp_path / "by_hand")
+    adapt = Adapt(r=16, lora_alpha=32)
+    train_reference(by_hand, documents, steps=STEPS, learning_rate=LEARNING_RATE, adapt=adapt)
+    flags = [*COMMON, "--rope_scaling", "yarn:16", "--use_peft", "True", "--model_name_or_path", folder]
+    flags += ["--dataset_name", data, "--output_dir", str(out), "--sp", str(sp), "--sp_backend", "ring"]
+    run_ranks(sp, "tests.test_resume:run_once", flags)
+    config = AutoConfig.from_pretrained(out)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, config=config), out)
+    as_usual = peft.AutoPeftModelForCausalLM.from_pretrained(out)
+    tokens = torch.tensor(documents[0][0])[None]
+    log_probs = {
+        name: model.eval()(tokens).logits.log_softmax(-1)
+        for name, model in {
+            "trained": adapt.model,
+            "loaded": loaded,
+            "as usual": as_usual,
+        }.items()
+    }
+    torch.testing.assert_close(log_probs["loaded"], log_probs["trained"], rtol=1e-4, atol=1e-4)  # as losses after steps
+    assert (log_probs["as usual"] - log_probs["trained"]).abs().max() > 1e-2
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits.log_softmax(-1)
+    torch.testing.assert_close(merged, log_probs["loaded"], rtol=1e-4, atol=1e-4)
+
+
 def test_the_long_and_the_short_form_are_the_same():
     assert parse_rope_scaling("yarn:4") == parse_rope_scaling({"type": "yarn", "factor": 4})
     assert parse_rope_scaling("llama3:8") == {"rope_type": "llama3", "factor": 8.0, **_LLAMA}
@@ -193,7 +226,7 @@ def test_a_dry_run_says_what_becomes_of_the_context(folder, tmp_path, capsys):
     assert main([*flags, "--max_length", "100"]) == 0
     assert "--rope_scaling yarn:4 would do" in capsys.readouterr().out
     assert main([*flags, "--rope_scaling", "yarn:4", "--use_peft"]) == 0
-    assert "the adapter's folder does not say that positions are scaled" in capsys.readouterr().out
+    assert "the adapter's folder gets a config.json" in capsys.readouterr().out
 
 
 def test_a_plan_takes_it_and_hands_it_on(capsys):
