@@ -132,7 +132,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     notes += _rope_notes(settings, model_config)
     if changes_base(settings):
         notes.append(
-            "the adapter's folder gets a config.json, of the base model as it is trained here, to load that model with: "
+            "the adapter's folder gets a config.json, of the base model as it is trained, to load that model with: "
             "AutoModelForCausalLM.from_pretrained(BASE, config=AutoConfig.from_pretrained(DIR)), then the adapter"
         )
     sp, wanted_backend = _degrees(flags, profile)
