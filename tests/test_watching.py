@@ -153,18 +153,23 @@ def test_the_bar_has_the_numbers_and_lines_are_left_to_the_rest(monkeypatch):
     assert "| 4/10" in terminal.getvalue(), "a resumed run begins where it was"
 
 
+def read_all(leader):
+    """What has been written to a terminal until its other end is closed."""
+    seen = b""
+    with contextlib.suppress(OSError):  # that it is closed
+        while read := os.read(leader, 2**16):
+            seen += read
+    os.close(leader)
+    return seen.decode()
+
+
 @pytest.mark.parametrize(("columns", "part"), [(40, " 6/10 ["), (80, "step/s, loss 8.346, ")])
 def test_in_a_narrow_terminal_the_bar_stays_on_its_line(columns, part, monkeypatch):
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, columns))
     with open(follower, "w") as terminal:
         follow(monkeypatch, terminal)
-    seen = b""
-    with contextlib.suppress(OSError):  # that the other end is closed
-        while read := os.read(leader, 2**16):
-            seen += read
-    os.close(leader)
-    states = re.split(r"[\r\n]+|\x1b\[A", seen.decode())
+    states = re.split(r"[\r\n]+|\x1b\[A", read_all(leader))
     assert max(map(len, states)) <= columns
     assert any(part in state for state in states), states
 
@@ -181,6 +186,36 @@ def test_without_a_terminal_there_are_lines_and_no_bar(monkeypatch):
 def test_the_bar_names_what_is_known():
     gpu = LOGS | {"mfu": 0.4167, "peak_memory_gib_max": 61.24}
     assert describe(gpu) == "loss 2.346, 12.3k tok/s, 3.09k tok/s/device, MFU 42%, 61.2 GiB"
+
+
+@pytest.mark.long
+def test_a_resumed_run_of_two_ranks_has_one_bar_in_a_terminal_and_lines_elsewhere(models, tmp_path):
+    """Evaluated; the bar goes on from the step that the run is resumed from."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 130, 64]))
+    flags = [*COMMON, "--disable_tqdm", "False", "--sp", "2", "--use_cpu", "True", "--dataset_name", data]
+    flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
+    flags += ["--save_strategy", "steps", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
+    flags += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "longctx.train", *flags, "--max_steps"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        subprocess.run([*command, "2"], stdout=file, stderr=file, env=environment, check=True, timeout=300)
+    assert log.read_text().count("'loss'") == 2
+    assert not re.search(r"[\r\x1b]", log.read_text())
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 120))
+    with subprocess.Popen([*command, "4"], stdin=follower, stdout=follower, stderr=follower, env=environment) as run:
+        os.close(follower)
+        seen = read_all(leader)
+    assert run.returncode == 0, seen
+    steps = re.findall(r"[ \d]+%\|[^\r\n]*?\| (\d)/4 \[", seen)
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == ("2", "4")
+    assert re.search(r"4/4 \[[^\r\n]*, loss \d\.\d+, [\d.]+k? tok/s, [\d.]+k? tok/s/device, [\d.]+ GiB host", seen)
+    assert "evaluation 1/" in seen
+    assert "'loss'" not in seen
+    assert seen.count("'eval_loss'") == 1
 
 
 # Runs: what the trace, the log and the page have of them
@@ -406,6 +441,8 @@ def test_the_page_of_a_run_is_whole_and_fetches_nothing(run):
         assert said in text, said
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert all(f"{entry['loss']:.4f}" in text for entry in history if "loss" in entry)
+    [numbers] = re.findall(r"<table class=numbers>.*?</table>", html)
+    assert numbers.count("<tr>") == 1 + STEPS, "an evaluation is in the row of its step"
     svgs = re.findall(r"<svg.*?</svg>", html)
     assert len(svgs) == 9
     assert all(re.match(r'<svg [^>]*role="img"><title>[^<]+</title><desc>[^<]+</desc>', svg) for svg in svgs)
