@@ -1,10 +1,15 @@
 """Sequence-parallel fine-tuning of language models: exact, or refused, never silently wrong."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longctx.parallel import parallelize
+
 __version__ = "0.1.0"
 __all__ = ["parallelize"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     # Importing longctx stays cheap; torch and transformers load when they are needed.
     if name == "parallelize":
         from longctx.parallel import parallelize

@@ -86,8 +86,13 @@ def test_a_new_environment_trains_plans_verifies_and_sweeps(built, tmp_path):
     found = ["--gpus", "1", "--backends", "ulysses", "--memory_budget_gib", "0.01", "--precision", "0.5"]
     longctx_command("bench", *found, "--lengths", "64", "--steps", "1", "--output", "sweep")
     assert (tmp_path / "sweep/table.md").is_file()
-    check = ["-c", "import longctx.packing\nreveal_type(longctx.packing.pack)"]
+    public = "parallelize collate.SequenceCollator packing.pack packing.pack_dataset ring.plan_ring ring.ring_attention"
+    names = [f"longctx.{name}" for name in [*public.split(), "ulysses.ulysses_attention"]]
+    imports = "".join(f"import {name.rpartition('.')[0]}\n" for name in names)
+    check = ["-c", imports + "\n".join(f"reveal_type({name})" for name in names)]
     command = [sys.executable, "-m", "mypy", "--python-executable", str(tmp_path / "venv/bin/python"), *check]
     types = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "longctx.packing.plan.Packing" in types.stdout
     assert types.returncode == 0, types.stdout
+    revealed = re.findall(r'Revealed type is "(.*)"', types.stdout)
+    assert len(revealed) == len(names), types.stdout
+    assert all(kind.startswith("def (") for kind in revealed), types.stdout
