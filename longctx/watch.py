@@ -104,6 +104,7 @@ class Watch:
         self.failure: Failure | None = None
         self._left = threading.Event()
         self._asked = 0
+        self._has_waited = False
         self._others: dict[int, psutil.Process] = {}
         self._thread = threading.Thread(target=self._beat, name="longctx-watch", daemon=True)
         self._thread.start()
@@ -139,11 +140,22 @@ class Watch:
         return self.failure
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
-        """What another rank has written down by then, or a process that has died."""
+        """What another rank has written down by then, or a process that has died: one of this machine that is gone, or
+        one of another that has meanwhile been silent. Only the first call waits."""
+        before = self._beats_of_others() if not self._has_waited else {}
         until = time.monotonic() + seconds
-        while self.failure is None and time.monotonic() < until:
+        while self.failure is None and not self._has_waited and time.monotonic() < until:
             time.sleep(0.1)
-        return self.failure
+        self._has_waited = True
+        silent = before.items() & self._beats_of_others().items() if self.failure is None else set()
+        return self.fail("died", self.name(min(silent)[0])) if silent else self.failure
+
+    def _beats_of_others(self) -> dict[int, bytes]:
+        """Of those that have not left; empty without the store."""
+        with suppress(RuntimeError):
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            return {rank: self.beats(rank) for rank in others if not self.store.check([f"left/{rank}"])}
+        return {}
 
     def ask_all(self, seconds: float = ANSWER_SECONDS) -> dict[int, Position | None]:
         """Where every other rank is; None of those that do not answer."""

@@ -73,9 +73,9 @@ def make_cases(models, tmp_path, layouts=LAYOUTS, heads="GQA 4:2"):
     return train_reference(models[heads], documents, steps=STEPS, learning_rate=LEARNING_RATE)
 
 
-def check_cases(folder, reference, start, parity_table):
+def check_cases(folder, reference, start, parity_table, layouts=LAYOUTS):
     results = json.loads((folder / "results.json").read_text())
-    assert set(results) == set(LAYOUTS)
+    assert set(results) == set(layouts)
     for case, result in results.items():
         check(result, reference, f"{case} sp 4, packed, on two hosts", start, parity_table)
 
@@ -90,6 +90,71 @@ def test_two_hosts_equal_one_process(own_name, models, tmp_path, parity_table):
     saved = tmp_path / "ring" / "checkpoint-4"  # in a folder that both see, and so one has written
     check_files(saved, read_manifest(saved))
     assert not list(tmp_path.glob("ring/*.partial"))
+
+
+# Other launchers
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+CASES_BY_RANKS = ["tests.train_cases", "cases.json", "results.json"]
+
+
+def accelerate(hosts, profile, *flags):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / profile), *flags]
+    command += ["--num_machines", "2", "--num_processes", "4", "--main_process_ip", hosts[0].name]
+    command += ["--main_process_port", "29500"]
+    return [[*command, "--machine_rank", str(rank), "-m", *CASES_BY_RANKS] for rank in range(len(hosts))]
+
+
+def deepspeed(hosts):
+    Path("hosts").write_text("".join(f"{host.name} slots=2\n" for host in hosts))
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh", "--master_addr", hosts[0].name]
+    command += ["--hostfile", "hosts", "--node_rank"]
+    return [[*command, str(rank), "--module", *CASES_BY_RANKS] for rank in range(len(hosts))]
+
+
+LAUNCHERS = {
+    "accelerate, multi_node.yaml": ("hybrid", lambda hosts: accelerate(hosts, "multi_node.yaml")),
+    "accelerate, zero3.yaml": (
+        "ulysses",
+        lambda hosts: accelerate(hosts, "zero3.yaml", "--deepspeed_multinode_launcher", "standard"),
+    ),
+    "deepspeed --no_ssh": ("ulysses", deepspeed),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_other_launchers_on_two_hosts_equal_one_process(launcher, models, tmp_path, monkeypatch, parity_table):
+    layout, commands = LAUNCHERS[launcher]
+    layouts = {layout: LAYOUTS[layout]}
+    reference = make_cases(models, tmp_path, layouts)
+    monkeypatch.chdir(tmp_path)
+    with two_hosts(tmp_path) as hosts:
+        codes, outputs = run(hosts, commands(hosts), tmp_path)
+    assert codes == [0, 0], outputs
+    check_cases(tmp_path, reference, launcher, parity_table, layouts)
+
+
+@pytest.mark.long
+def test_verify_on_two_hosts_finds_the_run_exact(models, tmp_path):
+    flags = ["--sp", "4", *LAYOUTS["hybrid"], "--json", "--model_name_or_path", str(models["GQA 4:2"])]
+    flags += ["--dataset_name", write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS)), "--max_length", "512"]
+    with two_hosts(tmp_path) as hosts:
+        codes, outputs = run(hosts, torchrun(hosts, "-m", "longctx.verify", *flags), tmp_path)
+    assert codes == [0, 0], outputs
+    assert '"hybrid' in outputs[0]
+
+
+@pytest.mark.long
+def test_links_between_hosts_are_measured_and_the_run_equals_one_process(models, tmp_path, parity_table):
+    layouts = {"links known": LAYOUTS["ring"], "links measured": [*LAYOUTS["ring"], "--measure_links", "True"]}
+    reference = make_cases(models, tmp_path, layouts)
+    with two_hosts(tmp_path) as hosts:
+        codes, outputs = run(hosts, torchrun(hosts, "-m", *CASES_BY_RANKS), tmp_path)
+    assert codes == [0, 0], outputs
+    known, measured = re.findall(r"longctx: backend .* modelled ms per layer: (.*);", outputs[0])
+    assert known != measured
+    check_cases(tmp_path, reference, "torchrun", parity_table, layouts)
 
 
 # Nodes that differ

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from longctx.turns import RefusedTogether, together
 from tests.small_model import save_small_model
 from tests.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -223,6 +226,56 @@ def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_pa
         assert expected.keys() ^ other.keys() <= {"lm_head.weight"}  # tied: FSDP2 writes it by both of its names
         same = expected.keys() & other.keys()
         assert max((other[name] - expected[name]).abs().max() for name in same) <= 0.1 * rates, layout
+
+
+def run_on_disks_of_their_own(flags, folder):
+    """Every rank as if on a node that has `folder`/RANK to itself: what is said with a checkpoint in parts, in a folder
+    that is damaged on one node, and without the flag; and the logs of the whole run and of the one that goes on."""
+    rank = int(os.environ["RANK"])
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2"}
+    os.environ.update(node, GLOO_SOCKET_IFNAME="lo")
+    flags = [*flags, "--output_dir", f"{folder}/{rank}", "--resume_from_checkpoint", "auto"]
+    each = ["--save_on_each_node", "True"]
+    said = {"no flag": refusal(flags), "best": refusal([*flags, *each, *EVALUATION])}
+    whole = run_once([*flags, *each])
+    for step in (4, STEPS):
+        shutil.rmtree(f"{folder}/{rank}/checkpoint-{step}")
+    kept = sorted(os.listdir(f"{folder}/{rank}/checkpoint-2"))
+    said["in parts"] = refusal([*flags, *each])
+    for source, target in ((1, 0), (0, 1)):  # by one rank, the other waits
+        together(lambda source=source, target=target: rank or copy_over(f"{folder}/{source}", f"{folder}/{target}"))
+    states = Path(f"{folder}/{rank}/checkpoint-2/states-00000-000.safetensors")
+    contents = states.read_bytes()
+    if rank == 1:
+        states.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+    said["damaged"] = refusal([*flags, *each])
+    states.write_bytes(contents)
+    return said, kept, values(whole), values(run_once([*flags, *each]))
+
+
+def refusal(flags):
+    with pytest.raises(RefusedTogether) as refused:
+        run_once(flags)
+    return str(refused.value)
+
+
+def copy_over(source, target):
+    shutil.copytree(f"{source}/checkpoint-2", f"{target}/checkpoint-2", dirs_exist_ok=True)
+
+
+def test_nodes_with_disks_of_their_own(models, tmp_path):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    flags = [*flags_of("ring on FSDP2", "fp32", data, models), "--save_strategy", "steps", "--save_steps", "2"]
+    results = run_ranks(2, f"{__name__}:run_on_disks_of_their_own", flags, str(tmp_path))
+    for rank, (said, kept, whole, resumed) in enumerate(results):
+        assert "is not the folder that rank 0 has by that name" in said["no flag"]
+        assert "--load_best_model_at_end reads the files of all ranks" in said["best"]
+        assert re.search(r"checkpoint-2/\S+ is missing on .* copy the states-\* and random-\*", said["in parts"])
+        assert "1/checkpoint-2/states-00000-000.safetensors is damaged" in said["damaged"]
+        assert f"random-0000{rank}.json" in kept
+        assert ("model.safetensors" in kept) == (rank == 0)
+        assert len(kept) == 3 or rank == 0
+        assert whole == resumed
 
 
 @pytest.mark.parametrize(

@@ -264,3 +264,33 @@ def test_a_job_goes_on_after_a_signal_and_after_it_was_put_back(slurm, submit, m
     assert re.findall(r"resume    from out/checkpoint-(\d+)", printed) == [str(first), str(second)]
     reference = train_reference(models["GQA 4:2"], documents, steps=steps, learning_rate=rate)
     check(losses(tmp_path), reference, "ring sp 2, packed, stopped twice", "one_node.sbatch", parity_table)
+
+
+@needs_slurm
+@pytest.mark.long
+def test_a_job_that_is_warned_of_its_time_limit_saves_and_queues_again(slurm, submit, models, tmp_path):
+    """several_nodes.sbatch with another signal, three minutes after its start, or up to one before."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    flags = [*COMMON, "--sp", "2", "--sp_backend", "ring", "--max_steps", "1000000", "--dataset_name", data]
+    flags += ["--model_name_or_path", str(models["GQA 4:2"]), "--output_dir", "out"]
+    options = ["--ntasks-per-node", "1", "--cpus-per-task", "1", "--time", "10", "--signal", "USR1@420"]
+    job = submit("several_nodes.sbatch", options, flags)
+    restarted = {"JobState": "PENDING", "Restarts": "1"}
+    wait_until(lambda: restarted.items() <= told(slurm, job).items(), "the restart", 400)
+    printed = (tmp_path / f"slurm-{job}.out").read_text()
+    assert f"stopped by SIGUSR1 after step {newest_checkpoint(tmp_path)}, whose checkpoint is in out" in printed
+    assert newest_checkpoint(tmp_path) > 0
+
+
+@needs_slurm
+@pytest.mark.long
+def test_a_profile_on_nodes_of_a_job_equals_one_process(slurm, submit, training, tmp_path, parity_table):
+    """accelerate_profile.sbatch, with `accelerate launch` in a task of each node."""
+    flags, reference = training
+    profile = (ROOT / "configs/multi_node.yaml").read_text().replace("num_processes: 16", "num_processes: 4")
+    (tmp_path / "profile.yaml").write_text(profile)
+    flags = ["profile.yaml", *flags, "--sp", "4", "--sp_backend", "hybrid", "--ring_size", "2"]
+    job = submit("accelerate_profile.sbatch", ["--cpus-per-task", "2"], flags)
+    wait_until(lambda: told(slurm, job)["JobState"] not in ("PENDING", "RUNNING"), "the job's end", 300)
+    assert told(slurm, job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.out").read_text()
+    check(losses(tmp_path), reference, "hybrid sp 4, packed", "accelerate_profile.sbatch", parity_table)

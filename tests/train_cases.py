@@ -12,6 +12,7 @@ from tests.test_training import run_cases
 
 if __name__ == "__main__":
     join_step(os.environ)
-    results = run_cases(json.loads(Path(sys.argv[1]).read_text()))
+    cases, output = sys.argv[-2:]  # before them DeepSpeed's launcher puts --local_rank
+    results = run_cases(json.loads(Path(cases).read_text()))
     if os.environ["RANK"] == "0":
-        Path(sys.argv[2]).write_text(json.dumps(results))
+        Path(output).write_text(json.dumps(results))

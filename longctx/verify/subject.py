@@ -44,6 +44,7 @@ FIXED = {
     "report_to": "none",
     "disable_tqdm": True,
     "save_strategy": "no",
+    "save_only_model": True,
     "push_to_hub": False,
     "dataset_streaming": False,
     "streaming": False,
