@@ -172,7 +172,7 @@ class RunReport:
             state="done" if self.is_complete else "stopped",
             ended=_text(self.ended),
             written=_text(self.written),
-            tiles="".join(_tile(*tile) for tile in _tiles(steps)),
+            tiles="".join(_tile(*tile) for tile in _tiles(self.history, steps)),
             charts="".join(_charts(self.history, steps)),
             numbers=_numbers(self.history),
             command=_words(without_secrets(self.command)),
@@ -232,16 +232,18 @@ def _value(value: Any) -> str:
 # Numbers
 
 
-def _tiles(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _tiles(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The numbers that are asked for first."""
+    evaluated = [("last evaluation", f"{entry['eval_loss']:.4g}") for entry in history if "eval_loss" in entry][-1:]
     if not steps:
-        return [("steps logged", "0")]
+        return [("steps logged", "0"), *evaluated]
     last = steps[-1]
     settled = steps[1:] or steps  # the first has what is set up once
     seconds = [sum(map(sum, entry["seconds"].values())) / len(entry["seconds"]["rest"]) for entry in _timed(steps)]
     tiles = [
         ("steps", f"{last['step']:,}"),
         ("last loss", f"{last['loss']:.4g}"),
+        *evaluated,
         ("tokens", number(last.get("num_tokens", 0))),
         ("time in steps", _duration(sum(seconds))),
     ]

@@ -525,6 +525,12 @@ def test_a_page_of_a_long_run_on_many_ranks_is_short():
     assert highest < charts.TOP + 20  # the one step at 99 is seen
 
 
+def test_a_page_of_an_evaluation_alone_has_its_loss():
+    page = Page(report(history=[{"step": 0, "eval_loss": 1.2345}]).html())
+    assert page.text.count("1.2345") == 1, "in the table"
+    assert page.text[page.text.index("last evaluation") + 1] == "1.234"
+
+
 def test_a_page_without_a_step_says_so():
     assert Page(report().html()).tags.count("svg") == 9
     assert report().html().count(">not recorded</text>") == 9
