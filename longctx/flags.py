@@ -246,6 +246,16 @@ def _only_config(arguments: Sequence[str]) -> str | None:
     return parser.parse_known_args(arguments)[0].config
 
 
+_LISTS_TOO = ("fsdp", "report_to")
+"""Flags of one value on the command line that transformers takes lists of, too."""
+
+_OF_SEVERAL = {
+    "dataset_name": " Several data sets are --datasets.",
+    "dataset_test_split": " One set is evaluated on, of several splits if they are joined: test+validation.",
+    "dataset_train_split": " Splits are joined: train+validation.",
+}
+
+
 def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
     """{flag: value} of a YAML file; the variables of its `env:` block are set, as TRL does."""
     try:
@@ -261,6 +271,11 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
     for name in config:
         if name not in parser.names() - {"help", "config"}:
             raise ValueError(f"--config {path} sets {name}, which is no flag.{parser.suggestion(name)}")
+    for name, value in config.items():
+        if isinstance(value, list) and parser.action(name).nargs not in ("+", "*") and name not in _LISTS_TOO:
+            raise ValueError(
+                f"--config {path} sets {name} to {value}, and it takes one value.{_OF_SEVERAL.get(name, '')}"
+            )
     if "accelerate_config" in config:
         raise ValueError(
             f"--config {path} sets accelerate_config {config['accelerate_config']}, which decides how processes start. "

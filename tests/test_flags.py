@@ -108,6 +108,8 @@ def test_yaml_null_list_mapping_and_unquoted_no(tmp_path, monkeypatch):
         ("num_generations: 4\n", ("num_generations", "of GRPO, RLOO, and longctx train does", "examples/dpo.py")),
         ("loss_type: sigmoid\n", ("'sigmoid'", "longctx train does supervised fine-tuning", "examples/dpo.py")),
         ("sp: 2.5\n", ("--sp", "2.5")),
+        ("dataset_test_split: [a, b]\n", ("dataset_test_split to ['a', 'b']", "one value", "joined: test+validation")),
+        ("dataset_name: [a, b]\n", ("dataset_name to ['a', 'b']", "Several data sets are --datasets.")),
         ("overlong: shorten\n", ("shorten", "'raise', 'truncate', 'drop', 'split'")),
         ("engine: fsdp3\n", ("fsdp3", "'auto', 'deepspeed', 'fsdp2'")),
         ("- 5\n", ("list", "'flag: value'")),

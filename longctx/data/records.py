@@ -246,5 +246,5 @@ def _read_parts(
 def _no_split(name: str, split: str, splits: Mapping[str, Loader]) -> DataError:
     return DataError(
         f"{name}: no split {split!r}; available: {', '.join(sorted(splits))}. "
-        "Choose one with --dataset_train_split or --dataset_test_split."
+        "Choose one with --dataset_train_split or --dataset_test_split, or several joined by a plus sign."
     )
