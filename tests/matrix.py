@@ -102,6 +102,8 @@ _PADDED = {
     "accumulation": 2,
 }
 _EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "5", "--eval_on_start", "True")
+_EVALUATES_EACH_STEP = ("--packing", "True", "--eval_strategy", "steps", "--eval_steps", "1")
+YARN = '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32}'
 RUNS = {
     "packed": TrainingRun(),
     "padded": TrainingRun(model="MHA", **_PADDED),
@@ -120,6 +122,12 @@ RUNS = {
     "sinks": TrainingRun(model="sinks"),
     "chunked loss": TrainingRun(flags=("--packing", "True", "--loss_type", "chunked_nll")),
     "label smoothing": TrainingRun(flags=("--packing", "True", "--label_smoothing_factor", "0.1")),
+    "mixture": TrainingRun(records="mixture"),
+    "early stopping": TrainingRun(
+        records="documents with a test split",
+        flags=(*_EVALUATES_EACH_STEP, "--greater_is_better", "True", "--early_stopping_patience", "2"),
+    ),
+    "YaRN": TrainingRun(flags=("--packing", "True", "--rope_scaling", YARN)),
     "streaming": TrainingRun(flags=("--packing", "True", "--dataset_streaming", "True")),
     "LoRA": TrainingRun(flags=("--packing", "True", "--use_peft", "True")),
     "gated delta": TrainingRun(model="gated delta"),
@@ -208,11 +216,14 @@ FEATURES = {
     "LoRA": Feature(shown_by="LoRA"),
     "QLoRA": Feature(only_on_gpu=True, flags=("--use_peft", "True", "--load_in_4bit", "True")),
     "bf16 mixed precision": Feature(shown_by="bf16"),
+    "YaRN": Feature(shown_by="YaRN"),
     "evaluation": Feature(shown_by="evaluation"),
+    "early stopping": Feature(shown_by="early stopping"),
     "predict": Feature(shown_by="evaluation"),
     "gradient clipping": Feature(shown_by="packed"),
     "learning-rate schedule, steps and epochs": Feature(shown_by="padded"),
     "streaming data": Feature(shown_by="streaming"),
+    "mixture of data sets": Feature(shown_by="mixture"),
 }
 assert all(
     feature.shown_by in RUNS for feature in FEATURES.values() if feature.shown_by and "::" not in feature.shown_by
