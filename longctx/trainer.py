@@ -303,7 +303,7 @@ class SequenceTrainer(ResumableTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict=state_dict)
-        if self.base_config is not None and self.args.should_save:
+        if self.base_config is not None and self.is_world_process_zero():
             self.base_config.save_pretrained(output_dir or self.args.output_dir)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> int:
