@@ -203,8 +203,14 @@ class ResumableTrainer(SFTTrainer):
         return describe_files(folder, files)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.is_world_process_zero():  # the engines gather the model nowhere else
+        if not self.is_world_process_zero():  # the engines gather the model nowhere else
+            return
+        try:
             super()._save(output_dir, state_dict)
+        except Exception as error:
+            if type(error) is Exception:  # what tokenizers makes of a full disk
+                raise OSError(str(error)) from error
+            raise
 
     def _save_state(self, folder: Path) -> None:
         if self.is_world_process_zero():
