@@ -50,7 +50,7 @@ def test_documents_have_their_length_and_one_key(example):
 
 @pytest.mark.long
 def test_keys_on_other_ranks_are_learnt_unless_attention_across_ranks_is_broken(tmp_path):
-    """Half an hour on two quiet cores. A rank on its own has a quarter of the document, so it can answer a quarter and guess the rest."""
+    """Half an hour on 2 cores. A rank alone has a quarter of a document: it can answer a quarter, not more."""
     run(tmp_path, str(EXAMPLE / "retrieval.py"), "data", "--output", "retrieval-data")
     by_place = {}
     for broken in ("", "ranks"):
