@@ -53,7 +53,7 @@ def results() -> set[str]:
     for document in documents:  # grows
         for _, target, _ in LINK.findall((ROOT / document).read_text(encoding="utf-8")):
             path = _target(document, target)
-            if path.startswith("benchmarks/results/") and path.endswith((".md", ".png", ".svg")) and path not in found:
+            if _is_result(path) and path not in found:
                 found.add(path)
                 documents += [path] * path.endswith(".md")
     return found
@@ -61,13 +61,12 @@ def results() -> set[str]:
 
 def text_of(document: str) -> str:
     """A document of the repository, its links to pages and pictures as the site has them; other files are named."""
-    shown = results()
-    folder = posixpath.dirname(_site_path(document, shown) or document)
+    folder = posixpath.dirname(_site_path(document) or document)
 
     def link(found: re.Match[str]) -> str:
         label, target, part = found.groups()
         path = _target(document, target)
-        site = _site_path(path, shown)
+        site = _site_path(path)
         if site is not None:
             return f"{'!' * found[0].startswith('!')}[{label}]({posixpath.relpath(site, folder or '.')}{part})"
         return label if "`" in label or path in label else f"{label} (`{path}`)"
@@ -76,14 +75,18 @@ def text_of(document: str) -> str:
     return CODE.sub(lambda code: code[0].replace("\\|", "|"), text)  # in a table, where GitHub wants the backslash
 
 
-def _site_path(path: str, results: set[str]) -> str | None:
+def _site_path(path: str) -> str | None:
     """Where the site has a file of the repository."""
     for name, source in COPIED.items():
         if path == source:
             return name
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    return path if path in results else None
+    return path if _is_result(path) else None
+
+
+def _is_result(path: str) -> bool:
+    return path.startswith("benchmarks/results/") and path.endswith((".md", ".png", ".svg"))
 
 
 def _target(document: str, link: str) -> str:

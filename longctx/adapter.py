@@ -99,6 +99,11 @@ def _check_blocks(model_config: PretrainedConfig) -> None:
             )
 
 
+def changes_base(settings: Mapping[str, Any]) -> bool:
+    """Whether an adapter is trained on another model than its base model's folder holds."""
+    return bool(settings["use_peft"] and (settings["rope_scaling"] or settings["model_init_kwargs"]))
+
+
 def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrainedModel:
     """The model with a new adapter, which alone is trained.
 

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 from transformers import PretrainedConfig
 
-from longctx.adapter import check_adapter, check_quantization
+from longctx.adapter import changes_base, check_adapter, check_quantization
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.support import check_model
@@ -353,11 +353,6 @@ def _rope_notes(settings: Mapping[str, Any], model_config: PretrainedConfig) -> 
     return [
         f"positions are scaled ({scaling['rope_type']}): {context:,} = {scaling['factor']:g} × the original context"
     ]
-
-
-def changes_base(settings: Mapping[str, Any]) -> bool:
-    """Whether an adapter is trained on another model than its base model's folder holds."""
-    return bool(settings["use_peft"] and (settings["rope_scaling"] or settings["model_init_kwargs"]))
 
 
 def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -268,10 +268,9 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
     env = config.pop("env", {})
     if not isinstance(env, dict):
         raise ValueError(f"--config {path}: env is {env!r}, expected a block of 'VARIABLE: value' lines.")
-    for name in config:
+    for name, value in config.items():
         if name not in parser.names() - {"help", "config"}:
             raise ValueError(f"--config {path} sets {name}, which is no flag.{parser.suggestion(name)}")
-    for name, value in config.items():
         if isinstance(value, list) and parser.action(name).nargs not in ("+", "*") and name not in _LISTS_TOO:
             raise ValueError(
                 f"--config {path} sets {name} to {value}, and it takes one value.{_OF_SEVERAL.get(name, '')}"

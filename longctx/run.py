@@ -23,13 +23,13 @@ from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
 import longctx
-from longctx.adapter import add_adapter, quantization_of
+from longctx.adapter import add_adapter, changes_base, quantization_of
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
 from longctx.checkpoint import MANIFEST, Manifest, candidates, check_files, check_same, read_manifest
 from longctx.collate import SequenceCollator
-from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS, changes_base
+from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.host import SavedOnHost
 from longctx.launch.engines import (
     load_on_every_rank,

@@ -15,7 +15,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
@@ -50,6 +49,7 @@ from longctx.progress import use_one_bar
 from longctx.regions import clock, region
 from longctx.shard import complete_position_ids, plan_batch
 from longctx.steps import MicroBatch, StepLoader, StepSampler, StepStream
+from longctx.turns import gathered
 
 
 class SequenceTrainer(ResumableTrainer):
@@ -425,11 +425,8 @@ class SequenceTrainer(ResumableTrainer):
 
     def _gather_rows(self, batches: list[list[NDArray[np.float32]]]) -> list[NDArray[np.float32]]:
         """[batch][row] of every data-parallel rank -> the rows in the order that they were dealt from."""
-        dims, ranks = self.sequence.dims, [batches]
-        if dims.world_size > 1:
-            everyone: list[Any] = [None] * dims.world_size
-            dist.all_gather_object(everyone, batches if dims.sp_rank(self.sequence.rank) == 0 else None)
-            ranks = everyone[:: dims.sp]
+        dims = self.sequence.dims
+        ranks = gathered(batches if dims.sp_rank(self.sequence.rank) == 0 else [])[:: dims.sp]
         return [row for dealt in zip(*ranks, strict=True) for batch in dealt for row in batch]
 
     def _check_shard_length(self, shard, log_probs: torch.Tensor) -> None:

@@ -142,11 +142,13 @@ class Watch:
     def wait_for_failure(self, seconds: float) -> Failure | None:
         """What another rank has written down by then, or a process that has died: one of this machine that is gone, or
         one of another that has meanwhile been silent. Only the first call waits."""
-        before = self._beats_of_others() if not self._has_waited else {}
-        until = time.monotonic() + seconds
-        while self.failure is None and not self._has_waited and time.monotonic() < until:
-            time.sleep(0.1)
+        if self._has_waited:
+            return self.failure
         self._has_waited = True
+        before = self._beats_of_others()
+        until = time.monotonic() + seconds
+        while self.failure is None and time.monotonic() < until:
+            time.sleep(0.1)
         silent = before.items() & self._beats_of_others().items() if self.failure is None else set()
         return self.fail("died", self.name(min(silent)[0])) if silent else self.failure
 

@@ -30,6 +30,7 @@ from longctx.attention.kernels.entries import Entries
 from longctx.launch.processes import device_count, spawn
 from longctx.memory.machine import host_bytes
 from longctx.step_time import ADAMW_BYTES, Speeds
+from longctx.turns import gathered
 
 REPETITIONS = 5
 """Of each figure, of which the median counts, after one more to warm up."""
@@ -213,9 +214,7 @@ def _seconds(work: Callable[[], object], *, device: torch.device, clock: Callabl
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(clock() - started)
-    found = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, statistics.median(times[1:]))
-    return max(found)
+    return max(gathered(statistics.median(times[1:])))
 
 
 def _main(result: str) -> None:

@@ -23,6 +23,7 @@ from longctx.attention.kernels import DenseKernel, flash_attn
 from longctx.attention.support import head_size, kernel_of
 from longctx.launch.profile import default_config_file
 from longctx.resolved import Run
+from longctx.turns import gathered
 from longctx.verify.report import Finding
 
 SHARED_MEMORY_GIB = 1.0
@@ -89,10 +90,7 @@ def _devices(run: Run, device: torch.device) -> Iterator[Finding]:
         own = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     else:
         own = f"CPU, {torch.get_num_threads()} threads of {os.cpu_count()}"
-    found = [own]
-    if dist.is_initialized():
-        found = [""] * dist.get_world_size()
-        dist.all_gather_object(found, own)
+    found = gathered(own)
     kinds = sorted(set(found))
     yield Finding(
         name="devices",

@@ -24,6 +24,7 @@ from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
 from longctx.run import first_step_batches
 from longctx.trainer import SequenceTrainer
+from longctx.turns import gathered
 from longctx.ulysses.gated_delta import gated_delta_layers
 from longctx.verify.reference import documents_of, single_device_step
 from longctx.verify.report import Check, error_check
@@ -267,10 +268,7 @@ Finding = tuple[str | float, str | float, bool, str]
 
 def _worst(name: str, finding: Finding) -> Check:
     """The first rank's that is off, else rank 0's."""
-    findings: list[Any] = [finding]
-    if dist.is_initialized():
-        findings = [None] * dist.get_world_size()
-        dist.all_gather_object(findings, finding)
+    findings = gathered(finding)
     rank = next((rank for rank, (_, _, ok, _) in enumerate(findings) if not ok), 0)
     value, bound, ok, detail = findings[rank]
     return Check(name=name, value=value, bound=bound, ok=ok, detail=detail if ok else f"rank {rank}: {detail}")
