@@ -35,7 +35,7 @@ from longctx.data import (
     tokenize_stream,
     with_place,
 )
-from longctx.data.cache import cache_key
+from longctx.data.cache import cache_folder, cache_key
 from longctx.model import is_template_file
 from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan
 from longctx.turns import first_rank_first, together
@@ -369,11 +369,6 @@ def linear_cost(config: PretrainedConfig) -> float:
     layer = text.hidden_size * (2 * heads * size + 2 * kv_heads * size + 3 * text.intermediate_size)
     parameters = text.num_hidden_layers * layer + text.hidden_size * text.vocab_size
     return parameters / (text.num_hidden_layers * heads * size)
-
-
-def cache_folder() -> Path:
-    """Where plans are kept: beside the data sets that `datasets` keeps (HF_DATASETS_CACHE)."""
-    return Path(datasets.config.HF_DATASETS_CACHE) / "longctx"
 
 
 def _plan(

@@ -14,6 +14,8 @@ from typing import TypeVar
 import datasets
 from datasets import Dataset, DatasetDict, IterableDataset
 
+from longctx.data.cache import cache_key
+from longctx.data.contents import content_digests
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, generated_loader
 from longctx.data.kinds import record_kind
@@ -139,7 +141,8 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = _load_saved(path)
         parts = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
-        return {str(name): _loaded(part, path) for name, part in parts.items()}
+        folders = {name: path / str(name) if isinstance(saved, DatasetDict) else path for name in parts}
+        return {str(name): _loaded(part, path, folders[name]) for name, part in parts.items()}
     files = _visible_files(path)
     if not files:
         raise DataError(f"{path}: the folder holds no files. Expected {FORMATS_HELP}.")
@@ -148,9 +151,21 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
     return {name: files_loader(part, text_field) for name, part in _split_files(path, files).items()}
 
 
-def _loaded(dataset: Dataset, path: Path) -> Loader:
+def _loaded(dataset: Dataset, path: Path, folder: Path) -> Loader:
+    """
+    Args:
+        path: the data set or the dictionary of several, for messages.
+        folder: of this one.
+    """
+
+    def load() -> Dataset:
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        # state.json has a fingerprint of its own, which is what it was when the folder was written.
+        dataset._fingerprint = cache_key("saved", [file.name for file in files], content_digests(files))
+        return dataset
+
     return Loader(
-        load=lambda: dataset,
+        load=load,
         stream=lambda: dataset.with_format(None).to_iterable_dataset(),
         places=lambda: (f"{path}, {name_record(row)}" for row in range(len(dataset))),
     )
