@@ -488,7 +488,9 @@ def _read_checkpoint(path: Path, folder: Path) -> str | None:
         kinds = dict.fromkeys([*reader.kinds(scalars=False), "weight"])
         reader.fill(Piece(name="w", shape=(4, 3), start=0, states={kind: torch.zeros(12) for kind in kinds}))
     check_files(checkpoint, manifest)
-    check_same(manifest, checkpoint, sequences_per_step=4, data={"contents": "abc"}, settings={"optim": "adamw_torch"})
+    check_same(
+        manifest, checkpoint, sequences_per_step=4, data={"contents": "abc"}, optimization={"optim": "adamw_torch"}
+    )
     if path.suffix != ".json" or signed:
         return None
     changed = json.loads(path.read_text()) != json.loads((folder / "written.json").read_text())

@@ -125,6 +125,30 @@ def _indexed(index: Path) -> list[str]:
     return names
 
 
+_READ_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
+"""Of configurations, tokenizers and chat templates, beside the weights."""
+
+
+def files_read(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that transformers may read, sorted by path.
+
+    These are the weights in one format, the configurations and the tokenizer's files. Other formats of the weights,
+    and folders such as the checkpoints of a run, are left out.
+
+    Raises:
+        ValueError: if a file that an index of weights names is missing.
+    """
+    others = (path for path in folder.iterdir() if path.suffix in _READ_SUFFIXES and path.is_file())
+    templates = (path for path in folder.glob("additional_chat_templates/*.jinja") if path.is_file())
+    return sorted({*_weight_files(str(folder), None), *others, *templates})
+
+
+def has_saved_buffers(config: PretrainedConfig) -> bool:
+    """Return whether the model keeps tensors that are not trained beside its parameters, such as a router's biases."""
+    model = without_weights(config)
+    return not {*model.state_dict()} <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
 def _regular(path: Path) -> Path:
     if not path.is_file():  # a pipe would be waited for, without end
         raise ValueError(f"{path} is missing, or no file. Complete the folder, or get it again.")

@@ -27,10 +27,19 @@ from longctx.adapter import add_adapter, changes_base, quantization_of
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
-from longctx.checkpoint import MANIFEST, Manifest, candidates, check_files, check_same, read_manifest
+from longctx.checkpoint import (
+    MANIFEST,
+    Manifest,
+    candidates,
+    check_files,
+    check_same,
+    optimization_flags,
+    read_manifest,
+)
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.host import SavedOnHost
+from longctx.identity import FilesIdentity, data_identity, files_identity, node_identity
 from longctx.launch.engines import (
     load_on_every_rank,
     offload_fsdp,
@@ -55,10 +64,10 @@ from longctx.model import (
 from longctx.parallel import parallelize
 from longctx.profiling import ProfileSteps
 from longctx.resolved import Run
-from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows, sampled_identity
+from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.run_report import reported
 from longctx.trainer import SequenceTrainer
-from longctx.turns import check_agreement, sharing, together
+from longctx.turns import check_agreement, gathered, sharing, together
 from longctx.verify.reference import single_device_step
 from longctx.watch import leave, limit_waiting
 
@@ -119,10 +128,9 @@ def prepare(run: Run) -> PreparedRun:
         )
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
-    if dist.is_initialized():
-        check_agreement(sampled_identity(data, settings), args.device)
+    files = _compare_files(run, data, args)
     run = _with_data(run, args, data)
-    identity = cache(partial(data_identity, data, run.settings))
+    identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
     return PreparedRun(
         run=run,
         args=args,
@@ -131,6 +139,30 @@ def prepare(run: Run) -> PreparedRun:
         data_identity=identity,
         resume_from=_checkpoint(run, args, identity),
     )
+
+
+def _compare_files(run: Run, data: TrainingRows | StreamedRows, args: SFTConfig) -> FilesIdentity:
+    """Read what the model and streams are known by, before the weights are loaded, which the page cache then serves.
+
+    One rank of each node reads for all of it, and several nodes compare all that they train on.
+
+    Raises:
+        ValueError: for a file that cannot be read, and for nodes that differ.
+    """
+    first = args.process_index - args.local_process_index
+    several_nodes = len(set(gathered(first))) > 1
+
+    def read() -> FilesIdentity | None:
+        if args.process_index != first:
+            return None
+        return files_identity(run.settings, run.model_config, with_model=several_nodes)
+
+    files = gathered(together(read))[first]
+    assert files is not None, "a node's first rank has read them"
+    if several_nodes:
+        of_nodes = gathered(together(lambda: node_identity(data, files) if args.process_index == first else {}))
+        check_agreement(of_nodes[first], args.device)
+    return files
 
 
 def _check_hub(args: SFTConfig) -> None:
@@ -244,8 +276,8 @@ def _check_same(
     if args.process_index != 0:
         return
     sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
-    settings = {name: getattr(value, "value", value) for name, value in run.settings.items()}
-    check_same(manifest, folder, sequences_per_step=sequences, data=identity(), settings=settings)
+    flags = optimization_flags(args)
+    check_same(manifest, folder, sequences_per_step=sequences, data=identity(), optimization=flags)
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:

@@ -169,7 +169,7 @@ def test_auto_passes_over_a_damaged_one_and_a_path_does_not(file, copied, models
         (lambda folder: os.truncate(folder / "model.safetensors", 100), "has 100 bytes, and was written with"),
         (lambda folder: (folder / "longctx.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "longctx.json").unlink(), "has no longctx.json"),
-        (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 1"),
+        (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 2"),
         (lambda folder: _edit(folder, files={"../../passwd": {"bytes": 1, "xxh3": ""}}), "outside its folder"),
     ],
 )

@@ -11,7 +11,7 @@ from longctx.checkpoint.files import (
     read_manifest,
 )
 from longctx.checkpoint.signals import RESUMABLE, StopOnSignal
-from longctx.checkpoint.trainer import ResumableTrainer
+from longctx.checkpoint.trainer import ResumableTrainer, optimization_flags
 
 __all__ = [
     "MANIFEST",
@@ -24,5 +24,6 @@ __all__ = [
     "candidates",
     "check_files",
     "check_same",
+    "optimization_flags",
     "read_manifest",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 MANIFEST = "longctx.json"
-FORMAT = 1
+FORMAT = 2
 PARTIAL, REPLACED = ".partial", ".replaced"
 """Of a folder that is being written, and of one whose name another is about to take."""
 _NAME = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
@@ -255,12 +255,18 @@ def candidates(asked: str, output_dir: Path) -> list[Path]:
 
 
 def check_same(
-    manifest: Manifest, folder: Path, *, sequences_per_step: int, data: Mapping[str, Any], settings: Mapping[str, Any]
+    manifest: Manifest,
+    folder: Path,
+    *,
+    sequences_per_step: int,
+    data: Mapping[str, Any],
+    optimization: Mapping[str, Any],
 ) -> None:
-    """That a run can go on from the checkpoint.
+    """Check that a run can go on from the checkpoint.
 
     Args:
-        settings: every flag's value.
+        data: what decides tokens and model, by name.
+        optimization: the flags that a resumed run has as they were.
 
     Raises:
         CheckpointError: with what differs.
@@ -274,11 +280,11 @@ def check_same(
         )
     if changes := _changes(manifest.data, data):
         raise CheckpointError(
-            f"the data, or the model under an adapter, has changed since {folder} was written, so that the run would "
-            f"be another, with tokens repeated or lost ({changes}). "
+            f"the data or the model has changed since {folder} was written, so that the run would be another, such as "
+            f"one with tokens repeated or lost ({changes}). "
             "Give the same data and flags, or start anew from its weights with --model_name_or_path."
         )
-    if changes := _changes(manifest.optimization, {name: settings.get(name) for name in manifest.optimization}):
+    if changes := _changes(manifest.optimization, optimization):
         raise CheckpointError(
             f"the optimizer's states in {folder} belong to other flags ({changes}). Give the same, or start anew from "
             "its weights with --model_name_or_path."
@@ -286,8 +292,15 @@ def check_same(
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return "; ".join(f"{name}: {before.get(name)} then, {now.get(name)} now" for name in names)
+    """Name what differs; of a mapping, such as the model's configuration, the keys that do."""
+    found = []
+    for name in {**before, **now}:
+        then, today = before.get(name), now.get(name)
+        if isinstance(then, Mapping) and isinstance(today, Mapping):
+            found += [f"{name} {part}" for part in filter(None, [_changes(then, today)])]
+        elif then != today:
+            found.append(f"{name}: {then} then, {today} now")
+    return "; ".join(found)
 
 
 def check_writable(output_dir: Path) -> None:

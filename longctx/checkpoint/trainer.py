@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -234,7 +235,7 @@ class ResumableTrainer(SFTTrainer):
         return Manifest(
             step=self.state.global_step,
             layout=self.layout(),
-            optimization={name: _plain(getattr(self.args, name)) for name in OPTIMIZATION},
+            optimization=optimization_flags(self.args),
             parameters=trained_shapes(self.model_wrapped),
             data=self.data_identity(),
             progress={"ranks": progress, "max_steps": self.state.max_steps},
@@ -378,16 +379,30 @@ class ResumableTrainer(SFTTrainer):
                 reader.fill(piece, only=(WEIGHT,))
 
 
-OPTIMIZATION = (
+_OPTIMIZATION = (
     "optim",
     "learning_rate",
     "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
     "adam_epsilon",
+    "label_smoothing_factor",
+    "bf16",
 )
-"""Flags that a resumed run has as they were, since optimizer and schedule bring their own along."""
+
+
+def optimization_flags(args: SFTConfig) -> dict[str, Any]:
+    """Return the flags that a resumed run has as they were, by name and as JSON gives them back.
+
+    Optimizer states, loss and schedule belong to them. The engines have two values for no clipping, 0 and infinity.
+    """
+    flags = {name: _plain(getattr(args, name)) for name in _OPTIMIZATION}
+    clipping = args.max_grad_norm or 0.0
+    flags["max_grad_norm"] = clipping if math.isfinite(clipping) else 0.0
+    return json.loads(json.dumps(flags))
 
 
 class _Continued(TrainerCallback):

@@ -102,6 +102,22 @@ def record_place(
     raise AssertionError(f"record {record} beyond the end of {dataset_name}")
 
 
+def local_files(dataset_name: str) -> list[Path] | None:
+    """Return the files of a local or built-in data set in the order in which they are read; None for one of the hub.
+
+    Raises:
+        DataError: as `load_records`, for a name that leads to no file.
+    """
+    if dataset_name == STDLIB:
+        return stdlib_files()
+    path = Path(dataset_name).expanduser()
+    if path.is_dir():
+        return _visible_files(path)
+    if _local_splits(dataset_name, "text") is None:
+        return None
+    return [path] if path.exists() else _matching_files(dataset_name)
+
+
 def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader] | None:
     """The same as `_local_splits`, which have no configurations."""
     splits = _local_splits(name, text_field)
@@ -123,13 +139,18 @@ def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
     if path.exists():
         return {"train": files_loader([path], text_field)}
     if glob.has_magic(name):
-        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+        found = _matching_files(name)
         if not found:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
         return {"train": files_loader(found, text_field)}
     if _looks_like_a_path(name):
         raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
     return None
+
+
+def _matching_files(pattern: str) -> list[Path]:
+    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    return sorted(Path(match) for match in found if os.path.isfile(match))
 
 
 def _looks_like_a_path(name: str) -> bool:
