@@ -464,7 +464,6 @@ def _write_checkpoint(folder: Path, draw: random.Random, *, target: str) -> Path
         parameters={"w": [4, 3]},
         data={"contents": "abc"},
         progress={"ranks": [{"loss": 1.5, "last_logged": 2, "total_loss": 4.5}]},
-        scheduler={"last_epoch": 3, "_last_lr": [1e-4]},
         files=known,
     )
     write_manifest(checkpoint, manifest)

@@ -17,6 +17,7 @@ import xxhash
 from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
+from trl import SFTConfig
 
 from longctx.data import Mixture
 from longctx.data.cache import cache_key
@@ -25,6 +26,7 @@ from longctx.data.records import local_files
 from longctx.data.tokenize import encoder_key
 from longctx.model_files import files_read, has_saved_buffers
 from longctx.rows import StreamedRows, TrainingRows
+from longctx.turns import check_agreement, gathered, together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,32 @@ def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, 
         model=model_identity(settings["model_name_or_path"], model_config) if with_model else None,
         streams=tuple(map(_data_files_identity, names)) if settings["dataset_streaming"] else (),
     )
+
+
+def compare_files(
+    settings: Mapping[str, Any], model_config: PretrainedConfig, data: TrainingRows | StreamedRows, args: SFTConfig
+) -> FilesIdentity:
+    """Read what the model and streams are known by, before the weights are loaded, which the page cache then serves.
+
+    One rank of each node reads for all of it, and several nodes compare all that they train on.
+
+    Raises:
+        ValueError: for a file that cannot be read, and for nodes that differ.
+    """
+    first = args.process_index - args.local_process_index
+    several_nodes = len(set(gathered(first))) > 1
+
+    def read() -> FilesIdentity | None:
+        if args.process_index != first:
+            return None
+        return files_identity(settings, model_config, with_model=several_nodes)
+
+    files = gathered(together(read))[first]
+    assert files is not None, "a node's first rank has read them"
+    if several_nodes:
+        of_nodes = gathered(together(lambda: node_identity(data, files) if args.process_index == first else {}))
+        check_agreement(of_nodes[first], args.device)
+    return files
 
 
 def model_identity(name: str, model_config: PretrainedConfig) -> str:

@@ -33,13 +33,14 @@ from longctx.checkpoint import (
     candidates,
     check_files,
     check_same,
+    check_side_files,
     optimization_flags,
     read_manifest,
 )
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.host import SavedOnHost
-from longctx.identity import FilesIdentity, data_identity, files_identity, node_identity
+from longctx.identity import compare_files, data_identity
 from longctx.launch.engines import (
     load_on_every_rank,
     offload_fsdp,
@@ -61,13 +62,14 @@ from longctx.model import (
     load_tokenizer,
     take_chat_template,
 )
+from longctx.model_files import check_savable
 from longctx.parallel import parallelize
 from longctx.profiling import ProfileSteps
 from longctx.resolved import Run
 from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.run_report import reported
 from longctx.trainer import SequenceTrainer
-from longctx.turns import check_agreement, gathered, sharing, together
+from longctx.turns import check_agreement, sharing, together
 from longctx.verify.reference import single_device_step
 from longctx.watch import leave, limit_waiting
 
@@ -128,7 +130,7 @@ def prepare(run: Run) -> PreparedRun:
         )
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
-    files = _compare_files(run, data, args)
+    files = compare_files(run.settings, run.model_config, data, args)
     run = _with_data(run, args, data)
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
     return PreparedRun(
@@ -139,30 +141,6 @@ def prepare(run: Run) -> PreparedRun:
         data_identity=identity,
         resume_from=_checkpoint(run, args, identity),
     )
-
-
-def _compare_files(run: Run, data: TrainingRows | StreamedRows, args: SFTConfig) -> FilesIdentity:
-    """Read what the model and streams are known by, before the weights are loaded, which the page cache then serves.
-
-    One rank of each node reads for all of it, and several nodes compare all that they train on.
-
-    Raises:
-        ValueError: for a file that cannot be read, and for nodes that differ.
-    """
-    first = args.process_index - args.local_process_index
-    several_nodes = len(set(gathered(first))) > 1
-
-    def read() -> FilesIdentity | None:
-        if args.process_index != first:
-            return None
-        return files_identity(run.settings, run.model_config, with_model=several_nodes)
-
-    files = gathered(together(read))[first]
-    assert files is not None, "a node's first rank has read them"
-    if several_nodes:
-        of_nodes = gathered(together(lambda: node_identity(data, files) if args.process_index == first else {}))
-        check_agreement(of_nodes[first], args.device)
-    return files
 
 
 def _check_hub(args: SFTConfig) -> None:
@@ -255,6 +233,7 @@ def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, A
         among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
         try:
             manifest = together(partial(read_manifest, folder))
+            together(partial(check_side_files, folder, manifest, args.process_index))
             together(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
             if dist.is_initialized():
                 check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest}, args.device)
@@ -342,12 +321,13 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     """Read the weights, on all ranks together.
 
     Raises:
-        ValueError: if they cannot be read.
+        ValueError: if they cannot be read, or the model could not be saved after training.
     """
     settings = prepared.run.settings
-    return together(
+    name = settings["model_name_or_path"]
+    model = together(
         lambda: load_model(
-            settings["model_name_or_path"],
+            name,
             prepared.run.model_config,
             dtype=settings["dtype"],
             revision=settings["model_revision"],
@@ -355,6 +335,9 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
             quantization=quantization_of(settings),
         )
     )
+    parts = [model.config, model.generation_config, prepared.tokenizer] if prepared.args.should_save else []
+    together(lambda: check_savable(name, parts))
+    return model
 
 
 def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:

@@ -190,7 +190,7 @@ def checkpoint(folder: Path, files: dict) -> Path:
     folder.mkdir()
     save_file({"weight|0|w": torch.ones(4)}, folder / "states-00000-000.safetensors")
     known = describe_files(folder, [folder / "states-00000-000.safetensors"]) | files
-    parts = {name: {} for name in ("layout", "optimization", "parameters", "data", "progress", "scheduler")}
+    parts = {name: {} for name in ("layout", "optimization", "parameters", "data", "progress")}
     write_manifest(folder, Manifest(step=1, files=known, **parts))
     return folder
 

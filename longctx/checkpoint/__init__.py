@@ -11,6 +11,7 @@ from longctx.checkpoint.files import (
     read_manifest,
 )
 from longctx.checkpoint.signals import RESUMABLE, StopOnSignal
+from longctx.checkpoint.soundness import check_side_files
 from longctx.checkpoint.trainer import ResumableTrainer, optimization_flags
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "candidates",
     "check_files",
     "check_same",
+    "check_side_files",
     "optimization_flags",
     "read_manifest",
 ]

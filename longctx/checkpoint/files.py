@@ -31,6 +31,28 @@ class NotSavedError(OSError):
     """A checkpoint that could not be written, and which one there is instead."""
 
 
+_DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turn the error of code that meets unexpected values of this file into one that names the file.
+
+    Raises:
+        CheckpointError: in the place of any other error of such code.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing. Resume from an earlier checkpoint.") from error
+    except (*_DAMAGE, OSError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error} ({type(error).__name__}). Resume from an earlier checkpoint."
+        ) from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint holds, besides the model's own files."""
@@ -47,7 +69,6 @@ class Manifest:
     """What the rows were made from, by name."""
     progress: dict[str, Any]
     """Of the log: sums since its last entry, tokens so far."""
-    scheduler: dict[str, Any]
     position: dict[str, Any] | None = None
     """In data without row numbers; None: it is read again from its start."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -187,13 +208,13 @@ def _check_types(manifest: Manifest) -> None:
         TypeError: with what is of another type than `write_manifest` leaves.
     """
     expected: dict[str, type] = {"step": int, "files": dict, "layout": dict, "optimization": dict, "parameters": dict}
-    expected |= {"data": dict, "progress": dict, "scheduler": dict}
+    expected |= {"data": dict, "progress": dict}
     held = {name: getattr(manifest, name) for name in expected}
     for name, known in held["files"].items() if isinstance(held["files"], dict) else ():
         held |= {f"bytes of {name}": known["bytes"], f"xxh3 of {name}": known["xxh3"]}
         expected.update({f"bytes of {name}": int, f"xxh3 of {name}": str})
     for name, kind in expected.items():
-        if not isinstance(held[name], kind):
+        if not isinstance(held[name], kind) or isinstance(held[name], bool):
             raise TypeError(f"{name} is {str(held[name])[:60]!r}, expected {kind.__name__}")
 
 
