@@ -28,13 +28,13 @@ def read_random_state(path: Path) -> dict[str, Any]:
         state = json.loads(path.read_text())
         version, numbers, gauss = state["python"]
         name, keys, *rest = state["numpy"]
-        read = {
+        read: dict[str, Any] = {
             "python": (version, tuple(numbers), gauss),
             "numpy": (name, np.array(keys, dtype=np.uint32), *rest),
             "torch": torch.tensor(state["torch"], dtype=torch.uint8),
         }
-        random.Random().setstate(read["python"])  # type: ignore[arg-type]
-        np.random.RandomState().set_state(read["numpy"])  # type: ignore[arg-type]
+        random.Random().setstate(read["python"])
+        np.random.RandomState().set_state(read["numpy"])
         torch.Generator().set_state(read["torch"])
         if "cuda" in state:
             read["cuda"] = torch.tensor(state["cuda"], dtype=torch.uint8)
