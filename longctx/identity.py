@@ -147,8 +147,8 @@ _ADAPTER_FLAGS = ("use_peft", "lora_alpha", "use_rslora", "load_in_4bit")
 
 
 def _config_values(model_config: PretrainedConfig) -> dict[str, Any]:
-    """Return what differs from the defaults of the model's type, as JSON gives it back."""
-    values = json.loads(json.dumps(model_config.to_diff_dict(), default=str))
+    """Return all values of the configuration, as JSON gives them back."""
+    values = json.loads(json.dumps(model_config.to_dict(), default=str))
     return {name: value for name, value in values.items() if name not in _NOT_OF_THE_MODEL}
 
 

@@ -188,7 +188,7 @@ def _edit(folder, **values):
     known = json.loads(path.read_text())
     del known["xxh3"]
     for name, value in values.items():
-        known[name] = known[name] | value if isinstance(value, dict) else value
+        known[name] = known[name] | value if isinstance(known[name], dict) else value
     path.write_text(json.dumps(known | {"xxh3": _digest_of(known)}))
 
 
@@ -202,10 +202,10 @@ def _edit(folder, **values):
         (["--learning_rate", "1e-4"], "learning_rate: 0.005 then, 0.0001 now"),
         (["--use_peft", "True"], "use_peft: None then, True now"),
         (["--model_name_or_path", "MQA 4:1"], "model_config num_key_value_heads: 2 then, 1 now"),
-        (["--model_init_kwargs", '{"rms_norm_eps": 1e-3}'], "model_config rms_norm_eps: None then, 0.001 now"),
+        (["--model_init_kwargs", '{"rms_norm_eps": 1e-3}'], "model_config rms_norm_eps: 1e-06 then, 0.001 now"),
         (["--dtype", "bfloat16"], "dtype: float32 then, bfloat16 now"),
         (["--dataloader_drop_last", "True"], "dataloader_drop_last: False then, True now"),
-        (["--warmup_steps", "2"], "warmup_steps: 0 then, 2 now"),
+        (["--warmup_steps", "2"], "warmup_steps: 0 then, 2.0 now"),
         (["--max_grad_norm", "7"], "max_grad_norm: 1.0 then, 7.0 now"),
         (["--label_smoothing_factor", "0.1"], "label_smoothing_factor: 0.0 then, 0.1 now"),
         (["--resume_from_checkpoint", "nowhere"], "nowhere is no folder"),
@@ -336,8 +336,8 @@ def test_a_checkpoint_has_no_learning_rates_of_its_own(saved):
 def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, capsys):
     """In the last step nothing looks at the loss of the weights that it leaves; the exit code says it."""
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
-    more = ["--max_steps", "1", "--learning_rate", "1e39", "--save_strategy", "no", "--optim", "sgd"]
-    more += ["--lr_scheduler_type", "constant"]
+    more = ["--max_steps", "1", "--learning_rate", "3e38", "--save_strategy", "no", "--optim", "sgd"]
+    more += ["--lr_scheduler_type", "constant", "--weight_decay", "1000"]
     assert main([*flags(models, data, tmp_path / "out"), *more]) == 1
     assert "is NaN or infinite after step 1, so the model is not saved" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -313,12 +313,13 @@ def check_same(
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Name what differs; of a mapping, such as the model's configuration, the keys that do."""
     found = []
     for name in {**before, **now}:
         then, today = before.get(name), now.get(name)
-        if isinstance(then, Mapping) and isinstance(today, Mapping):
-            found += [f"{name} {part}" for part in filter(None, [_changes(then, today)])]
+        if name == "model_config" and isinstance(then, Mapping) and isinstance(today, Mapping):
+            shared = [key for key in today if key in then]  # releases of transformers know other keys
+            parts = _changes({key: then[key] for key in shared}, {key: today[key] for key in shared})
+            found += [f"{name} {parts}"] if parts else []
         elif then != today:
             found.append(f"{name}: {then} then, {today} now")
     return "; ".join(found)

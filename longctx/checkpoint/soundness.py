@@ -80,7 +80,7 @@ def check_side_files(folder: Path, manifest: Manifest, rank: int) -> None:
         values = json.loads(path.read_text())
         for name, kinds in _STATE_TYPES.items():
             if not isinstance(values[name], kinds) or isinstance(values[name], bool):
-                raise TypeError(f"{name} is {str(values[name])[:60]!r}")
+                raise TypeError(f"{name} is {str(values[name])[:60]}")
         if values["global_step"] != manifest.step:
             raise ValueError(f"global_step is {values['global_step']}, and the checkpoint is of step {manifest.step}")
         for entry in values["log_history"]:
