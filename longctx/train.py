@@ -119,7 +119,7 @@ def prepare_only(run: Run) -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0
     stay_on_cpu()
-    from longctx.rows import cache_folder
+    from longctx.data.cache import cache_folder
     from longctx.run import prepare_data
 
     try:

@@ -32,6 +32,7 @@ STAGES: list[tuple[str, ...]] = [
         "watch",
         "turns",
         "rows",
+        "identity",
         "steps",
         "metrics",
         "checkpoint",

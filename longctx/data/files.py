@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -15,7 +16,8 @@ import pyarrow.parquet as pq
 from datasets import Dataset, Features, IterableDataset
 
 from longctx.data.cache import cache_key
-from longctx.data.errors import DataError, name_files, name_record, no_records, unreadable
+from longctx.data.contents import FileState, check_unchanged, content_digests, file_state
+from longctx.data.errors import DataError, name_files, name_record, no_records
 from longctx.data.json_records import JsonRecords
 from longctx.data.kinds import record_kind
 from longctx.data.text_files import STDLIB, TextFiles
@@ -105,32 +107,57 @@ def _stream_generated(records: JsonRecords | TextFiles) -> IterableDataset:
 
 
 def _load_generated(records: JsonRecords | TextFiles) -> Dataset:
-    """Write records to the cache of `datasets` once per state of the files, and map them into memory.
+    """Write records to the cache of `datasets` once for the same contents of the files, and map them into memory.
 
     Some files after the others, so that a run that was interrupted finds those it had read.
     """
-    stats = [(str(file.resolve()), *_size_and_time(file)) for file in records.files]
-    fingerprint = cache_key(type(records).__name__, records.text_field, stats)
-    bytes_before = np.cumsum([0, *(size for _, size, _ in stats[:-1])])
+    states = [file_state(file) for file in records.files]
+    digests = content_digests(records.files)
+    fingerprint = _records_key(records, digests)
+    bytes_before = np.cumsum([0, *(state.size for state in states[:-1])])
     starts = np.flatnonzero(np.diff(bytes_before // _PART_BYTES, prepend=-1)).tolist()
     if len(starts) == 1:
-        return _generate(records, fingerprint)
+        return _generate(_Unchanged(records, states), fingerprint)
     parts = []
-    for start, stop in zip(starts, [*starts[1:], len(stats)], strict=True):
+    for start, stop in zip(starts, [*starts[1:], len(states)], strict=True):
         part = copy(records)
         part.files = records.files[start:stop]
         if next(part.places(), None) is None:  # files of blank lines only
             continue
-        key = cache_key(type(records).__name__, records.text_field, list(records.features), stats[start:stop])
-        parts.append(_generate(part, key))
+        parts.append(_generate(_Unchanged(part, states[start:stop]), _records_key(part, digests[start:stop])))
     whole = datasets.concatenate_datasets(parts)
     whole._fingerprint = fingerprint
     return whole
 
 
-def _generate(records: JsonRecords | TextFiles, fingerprint: str) -> Dataset:
+def _records_key(records: JsonRecords | TextFiles, digests: Sequence[str]) -> str:
+    """Return the fingerprint of the records of files with these contents; where the files are does not matter.
+
+    The features are those of the first file of all, which a part does not have.
+    """
+    return cache_key(type(records).__name__, records.text_field, records.features.to_dict(), list(digests))
+
+
+class _Unchanged:
+    """Records of files that are checked, once they have all been read, to be the files that were hashed."""
+
+    def __init__(self, records: JsonRecords | TextFiles, states: Sequence[FileState]) -> None:
+        self.records, self.states = records, list(states)
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        """
+        Raises:
+            DataError: at the end, before anything is kept, for a file that was written to meanwhile.
+        """
+        yield from self.records()
+        for file, state in zip(self.records.files, self.states, strict=True):
+            check_unchanged(file, state)
+
+
+def _generate(unchanged: _Unchanged, fingerprint: str) -> Dataset:
+    records = unchanged.records
     try:
-        return Dataset.from_generator(records, features=records.features, fingerprint=fingerprint)
+        return Dataset.from_generator(unchanged, features=records.features, fingerprint=fingerprint)
     except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__
         if isinstance(cause, DataError):
@@ -142,21 +169,19 @@ def _generate(records: JsonRecords | TextFiles, fingerprint: str) -> Dataset:
         raise
 
 
-def _size_and_time(file: Path) -> tuple[int, int]:
-    try:
-        stat = file.stat()
-    except OSError as error:
-        raise unreadable(file, error) from error
-    return stat.st_size, stat.st_mtime_ns
-
-
 def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dataset:
-    """Load parquet or Arrow files into the cache of `datasets`."""
-    filled = list(_filled_files(files, format_name, text_field))
+    """Load parquet or Arrow files into the cache of `datasets`, which by itself knows them by path and time alone."""
+    filled = [Path(file) for file in _filled_files(files, format_name, text_field)]
+    states = [file_state(file) for file in filled]
+    fingerprint = cache_key(format_name, content_digests(filled))
     try:
-        return datasets.load_dataset(format_name, data_files=filled, split="train")
+        loaded = datasets.load_dataset(format_name, name=fingerprint, data_files=list(map(str, filled)), split="train")
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, OSError, ValueError) as error:
         raise unlike_files(name_files(files), error.__cause__ or error) from error
+    for file, state in zip(filled, states, strict=True):
+        check_unchanged(file, state)
+    loaded._fingerprint = fingerprint
+    return loaded
 
 
 def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> IterableDataset:

@@ -14,6 +14,8 @@ from typing import TypeVar
 import datasets
 from datasets import Dataset, DatasetDict, IterableDataset
 
+from longctx.data.cache import cache_key
+from longctx.data.contents import content_digests
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, generated_loader
 from longctx.data.kinds import record_kind
@@ -100,6 +102,22 @@ def record_place(
     raise AssertionError(f"record {record} beyond the end of {dataset_name}")
 
 
+def local_files(dataset_name: str) -> list[Path] | None:
+    """Return the files of a local or built-in data set in the order in which they are read; None for one of the hub.
+
+    Raises:
+        DataError: as `load_records`, for a name that leads to no file.
+    """
+    if dataset_name == STDLIB:
+        return stdlib_files()
+    path = Path(dataset_name).expanduser()
+    if path.is_dir():
+        return _visible_files(path)
+    if _local_splits(dataset_name, "text") is None:
+        return None
+    return [path] if path.exists() else _matching_files(dataset_name)
+
+
 def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader] | None:
     """The same as `_local_splits`, which have no configurations."""
     splits = _local_splits(name, text_field)
@@ -121,13 +139,18 @@ def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
     if path.exists():
         return {"train": files_loader([path], text_field)}
     if glob.has_magic(name):
-        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+        found = _matching_files(name)
         if not found:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
         return {"train": files_loader(found, text_field)}
     if _looks_like_a_path(name):
         raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
     return None
+
+
+def _matching_files(pattern: str) -> list[Path]:
+    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    return sorted(Path(match) for match in found if os.path.isfile(match))
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -139,7 +162,8 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = _load_saved(path)
         parts = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
-        return {str(name): _loaded(part, path) for name, part in parts.items()}
+        folders = {name: path / str(name) if isinstance(saved, DatasetDict) else path for name in parts}
+        return {str(name): _loaded(part, path, folders[name]) for name, part in parts.items()}
     files = _visible_files(path)
     if not files:
         raise DataError(f"{path}: the folder holds no files. Expected {FORMATS_HELP}.")
@@ -148,9 +172,21 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
     return {name: files_loader(part, text_field) for name, part in _split_files(path, files).items()}
 
 
-def _loaded(dataset: Dataset, path: Path) -> Loader:
+def _loaded(dataset: Dataset, path: Path, folder: Path) -> Loader:
+    """
+    Args:
+        path: the data set or the dictionary of several, for messages.
+        folder: of this one.
+    """
+
+    def load() -> Dataset:
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        # state.json has a fingerprint of its own, which is what it was when the folder was written.
+        dataset._fingerprint = cache_key("saved", [file.name for file in files], content_digests(files))
+        return dataset
+
     return Loader(
-        load=lambda: dataset,
+        load=load,
         stream=lambda: dataset.with_format(None).to_iterable_dataset(),
         places=lambda: (f"{path}, {name_record(row)}" for row in range(len(dataset))),
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import transformers
 from datasets import Dataset, Features, IterableDataset, Json, Value
 from transformers import PreTrainedTokenizerBase
 
@@ -219,12 +219,19 @@ def _records_of(num_bytes: int, dataset: Dataset, *, limit: int) -> int:
     return int(np.clip(num_bytes // mean_bytes, 1, limit))
 
 
+_PACKAGES = ("transformers", "tokenizers", "jinja2")
+"""What tokens depend on besides the tokenizer's files: another release may split or render text otherwise."""
+
+
 def _fingerprint(dataset: Dataset, encoder: Encoder) -> str:
     """Cache key. `datasets` would pickle the tokenizer, whose state changes when it is first called."""
+    return cache_key([version(package) for package in _PACKAGES], dataset._fingerprint, encoder_key(encoder))
+
+
+def encoder_key(encoder: Encoder) -> str:
+    """Return a digest of what makes documents of records: the kind of records, the options and the tokenizer."""
     tokenizer = [] if encoder.tokenizer is None else [_tokenizer_state(encoder.tokenizer)]
-    return cache_key(
-        transformers.__version__, type(encoder).__name__, dataset._fingerprint, encoder.options(), *tokenizer
-    )
+    return cache_key(type(encoder).__name__, encoder.options(), *tokenizer)
 
 
 def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -233,7 +240,9 @@ def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         return [datasets.fingerprint.Hasher.hash(tokenizer)]
     state = json.loads(backend.to_str())
     state["truncation"] = state["padding"] = None
-    return [state, str(tokenizer.special_tokens_map), tokenizer.chat_template]
+    splits_special_tokens = getattr(tokenizer, "split_special_tokens", False)
+    name = type(tokenizer).__qualname__
+    return [name, state, str(tokenizer.special_tokens_map), tokenizer.chat_template, splits_special_tokens]
 
 
 def _check_targets(dataset: Dataset) -> None:

@@ -201,9 +201,10 @@ def _write_packs(
 ) -> datasets.Dataset:
     """Cut every pack and write it through datasets' `map`, so that its cache and worker processes apply."""
     import datasets
-    from datasets.fingerprint import Hasher
 
-    fingerprint = Hasher.hash(("longctx.pack_dataset", *key))
+    from longctx.data.cache import cache_key
+
+    fingerprint = cache_key("pack_dataset", *key)
     values = {name: dataset.features[name].feature for name in packs._columns}
     features = {name: datasets.List(value) for name, value in values.items()}
     features["seq_lengths"] = datasets.List(datasets.Value("int64"))
