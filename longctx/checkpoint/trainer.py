@@ -289,19 +289,28 @@ class ResumableTrainer(SFTTrainer):
         with torch.no_grad():
             for piece in pieces(self.model_wrapped, self.optimizer, kinds=kinds, scalars=reader.kinds(scalars=True)):
                 reader.fill(piece)
-        self.lr_scheduler.load_state_dict(self.lr_scheduler.state_dict() | manifest.scheduler)
-        # All schedules here follow the step alone; those of a run that was made longer go on along its new length.
-        schedule: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-        schedule._last_lr = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
-        for group, rate in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
-            group["lr"] = rate
+        self._set_learning_rates(manifest.step)
         self._restore_callbacks()
         if self.args.process_index == 0:
             self._say_what_is_left(folder, manifest)
         self.add_callback(_Continued(self, manifest))
         if manifest.position is not None:
             self.restore_data_position(loader, manifest.position, manifest.step)
+
+    def _set_learning_rates(self, step: int) -> None:
+        """Put the schedule and the optimizer's learning rates behind `step`.
+
+        Both come from this run's flags, none of it from the checkpoint. Every schedule here depends on the step alone,
+        so a longer run continues along its new length. Parameter groups are those that this run's engine keeps:
+        DeepSpeed drops the group without weight decay where it is empty, as it is for LoRA, and other engines do not.
+        """
+        schedule: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        schedule.last_epoch, schedule._step_count = step, step + 1
+        schedule._last_lr = [
+            base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
+            group["lr"] = rate
 
     def _restore_callbacks(self) -> None:
         """What they have counted; how they are set up is up to this run."""
