@@ -33,6 +33,7 @@ STAGES: list[tuple[str, ...]] = [
         "turns",
         "rows",
         "steps",
+        "schedule",
         "metrics",
         "checkpoint",
         "nonfinite",
