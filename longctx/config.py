@@ -34,6 +34,7 @@ from longctx.model import is_template_file, load_config
 from longctx.profiling import BEFORE
 from longctx.resolved import Run, arrange, given_multiple, pad_multiple, row_length
 from longctx.rope import extended, factor_for, parse_rope_scaling
+from longctx.schedule import check_length
 from longctx.supported import check_supported
 from longctx.tiny import TINY
 
@@ -277,6 +278,7 @@ def _check_values(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"--sp {settings['sp']} / --cp {settings['cp']}: a degree is at least 1.")
     if settings["max_length"] is not None and settings["max_length"] < 2:
         raise ValueError(f"--max_length {settings['max_length']} is below 2: a token needs one to predict.")
+    check_length(settings["max_steps"], settings["num_train_epochs"])
     if settings["profile_steps"] < 1:
         raise ValueError(f"--profile_steps {settings['profile_steps']} is below 1: there would be nothing to trace.")
     if settings["profile"] and 0 < settings["max_steps"] <= BEFORE:

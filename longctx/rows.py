@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.attention.support import head_size, num_heads
 from longctx.data import (
+    IGNORE_INDEX,
     DataError,
     DocumentStream,
     MixedStream,
@@ -92,15 +93,38 @@ def _prepare(
 ) -> TrainingRows | StreamedRows:
     prepare_split = _stream_of_split if settings["dataset_streaming"] else _rows_of_split
     training: TrainingRows | StreamedRows = prepare_split(settings, tokenizer, model_config)
+    if isinstance(training, TrainingRows):
+        _check_targets(training, settings, "train")
     if settings["eval_strategy"] == "no":
         return training
     evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
-    if not len(evaluation.rows):
-        raise ValueError(
-            f"--dataset_test_split {settings['dataset_test_split']} of {name_data(settings)} leaves no row to "
-            f"evaluate on: {evaluation.report}. Use --overlong split or truncate, or a longer --max_length."
-        )
+    _check_targets(evaluation, settings, "test")
     return replace(training, evaluation=evaluation)
+
+
+def _check_targets(part: TrainingRows, settings: Mapping[str, Any], split: str) -> None:
+    """Check that what --overlong does to long documents leaves at least one token with a label.
+
+    Documents are known to have one before they are cut, so nothing is read where none was too long.
+
+    Raises:
+        DataError: if no sequence is left, or none with a label.
+    """
+    if not part.report.too_long_documents or any(_has_target(part.rows[i]) for i in range(len(part.rows))):
+        return
+    left = "no token with a label" if len(part.rows) else "no sequence"
+    name = settings[f"dataset_{split}_split"]
+    raise DataError(
+        f"--dataset_{split}_split {name} of {name_data(settings)}: --overlong {settings['overlong']} leaves {left} to "
+        f"{'train' if split == 'train' else 'evaluate'} on: {part.report}. Use a longer --max_length, or --overlong "
+        "split."
+    )
+
+
+def _has_target(row: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether the loss counts any token of a sequence: the first one of each document is never a target."""
+    labels = row.get("labels", row["input_ids"])
+    return bool((labels[row["position_ids"] != 0] != IGNORE_INDEX).any())
 
 
 def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,7 @@ from longctx.profiling import ProfileSteps
 from longctx.resolved import Run
 from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.run_report import reported
+from longctx.schedule import check_learning_rates, check_training_steps
 from longctx.trainer import SequenceTrainer
 from longctx.turns import check_agreement, sharing, together
 from longctx.verify.reference import single_device_step
@@ -117,6 +118,8 @@ def prepare(run: Run) -> PreparedRun:
     if dist.is_initialized():
         check_agreement(together(partial(_decided, run, args)), args.device)
         _settle_output(args)
+    if args.max_steps > 0:
+        together(lambda: check_learning_rates(args, args.max_steps))
     together(lambda: _check_hub(args))
     if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
         args._n_gpu = 1
@@ -130,6 +133,7 @@ def prepare(run: Run) -> PreparedRun:
         )
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
+    together(lambda: check_training_steps(args, data.rows, run.dims.dp))
     files = compare_files(run.settings, run.model_config, data, args)
     run = _with_data(run, args, data)
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))

@@ -47,6 +47,7 @@ from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.progress import use_one_bar
 from longctx.regions import clock, region
+from longctx.schedule import add_defaults
 from longctx.shard import complete_position_ids, plan_batch
 from longctx.steps import MicroBatch, StepLoader, StepSampler, StepStream
 from longctx.turns import gathered
@@ -180,6 +181,10 @@ class SequenceTrainer(ResumableTrainer):
             zero.check_grad_overflow = True
         self.step_metrics.start()
         return prepared
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        add_defaults(self.optimizer)
+        return super().create_scheduler(*args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """On all ranks the same, and known before the weights change; DeepSpeed leaves the step out by itself."""

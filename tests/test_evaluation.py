@@ -262,7 +262,7 @@ def test_the_training_log_is_that_of_one_process(model, tmp_path):
                 "--dataset_test_split",
                 "test[2:3]",
             ],
-            ("test[2:3]", "no row to evaluate", "--overlong"),
+            ("test[2:3]", "leaves no sequence to evaluate on", "--overlong"),
         ),
     ],
 )

@@ -34,6 +34,7 @@ STAGES: list[tuple[str, ...]] = [
         "rows",
         "identity",
         "steps",
+        "schedule",
         "metrics",
         "checkpoint",
         "nonfinite",

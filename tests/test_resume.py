@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from longctx.turns import RefusedTogether, together
 from tests.small_model import save_small_model
@@ -226,6 +228,78 @@ def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_pa
         assert expected.keys() ^ other.keys() <= {"lm_head.weight"}  # tied: FSDP2 writes it by both of its names
         same = expected.keys() & other.keys()
         assert max((other[name] - expected[name]).abs().max() for name in same) <= 0.1 * rates, layout
+
+
+ADAPTERS = {
+    "LoRA": [],
+    "DoRA": ["--use_dora", "True", "--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"],
+    "rsLoRA": ["--use_rslora", "True", "--lora_target_modules", "all-linear", "--lora_r", "4"],
+    "embeddings and norms": ["--lora_modules_to_save", "embed_tokens", "norm"],
+}
+ENGINES = ["1 process", "ring on FSDP2", "ulysses on ZeRO-1", "ulysses on ZeRO-2", "ulysses on ZeRO-3"]
+EVERY_PAIR = list(itertools.product(ENGINES, ENGINES))
+SOME_PAIRS = {
+    "LoRA": [
+        ("ring on FSDP2", "ulysses on ZeRO-2"),
+        ("ulysses on ZeRO-2", "ring on FSDP2"),
+        ("ulysses on ZeRO-2", "1 process"),
+    ],
+    "DoRA": [("ulysses on ZeRO-3", "ulysses on ZeRO-3")],
+}
+
+
+def run_on_engines(cases):
+    """{case: (ZeRO stage or "", arguments)} -> {case: its log}; several engines in one process, one after the other."""
+    logs = {}
+    for case, (stage, arguments) in cases.items():
+        zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage} if stage else {}
+        os.environ.update(zero)
+        logs[case] = run_once(arguments)
+        for name in zero:
+            os.environ.pop(name, None)
+        unset_hf_deepspeed_config()  # else models of the next case are made as for ZeRO-3
+    return logs
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(SOME_PAIRS, id="some"),
+        *(pytest.param({name: EVERY_PAIR}, id=name, marks=pytest.mark.long) for name in ADAPTERS),
+    ],
+)
+def test_an_adapter_is_resumed_on_another_engine(pairs, tmp_path):
+    """As above, and the learning rates are the same numbers: schedule and parameter groups are this run's own.
+
+    Of LoRA's weights none is without weight decay; DeepSpeed drops such an empty group, and the others keep it.
+    """
+    model = save_small_model(tmp_path / "model", tie_word_embeddings=False)
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    schedule = ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", '{"min_lr": 1e-3}']
+    schedule += ["--weight_decay", "0.1", "--logging_steps", "1", "--use_peft", "True"]
+    cases: dict = {1: {}, 2: {}}
+    resumed: dict = {1: {}, 2: {}}
+    for adapter, engines in pairs.items():
+        for before in dict.fromkeys(before for before, _ in engines):
+            flags = [*flags_of(before, "fp32", data, {"GQA 4:2": model}), *schedule, *ADAPTERS[adapter]]
+            flags += ["--save_strategy", "steps", "--save_steps", "2", "--output_dir", f"{tmp_path}/{adapter}/{before}"]
+            cases[LAYOUTS[before][0]][adapter, before] = (before.partition("ZeRO-")[2], flags)
+        for before, after in engines:
+            flags = [*flags_of(after, "fp32", data, {"GQA 4:2": model}), *schedule, *ADAPTERS[adapter]]
+            flags += ["--resume_from_checkpoint", f"{tmp_path}/{adapter}/{before}/checkpoint-2"]
+            flags += ["--output_dir", f"{tmp_path}/resumed"]
+            resumed[LAYOUTS[after][0]][adapter, before, after] = (after.partition("ZeRO-")[2], flags)
+    logs = {}
+    for processes, group in ((1, cases[1]), (2, cases[2] | resumed[2]), (1, resumed[1])):
+        if group:
+            logs |= run_ranks(processes, f"{__name__}:run_on_engines", group, timeout=900)[0]
+    for adapter, before, after in [*resumed[1], *resumed[2]]:
+        expected, found = logs[adapter, before][:-1], logs[adapter, before, after][:-1]
+        assert len(expected) == len(found) == STEPS
+        for entry, other in zip(expected, found, strict=True):
+            assert other["learning_rate"] == entry["learning_rate"], (adapter, before, after)
+            assert other["loss"] == pytest.approx(entry["loss"], rel=1e-5), (adapter, before, after)
+            assert other["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-4), (adapter, before, after)
 
 
 def run_on_disks_of_their_own(flags, folder):

@@ -74,11 +74,13 @@ def update_working_weights(model: nn.Module, optimizer: Any) -> None:
     """After `weight` was written to: ZeRO's weights that layers compute with follow its fp32 ones. All ranks call."""
     optimizer = _innermost(optimizer)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        optimizer.checkpoint_event_prologue()  # small parameters, which every rank keeps whole, are let go of
+        optimizer.checkpoint_event_prologue()  # every parameter is partitioned, small ones too
         for _, parameter in _trained(model):
             group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
             parameter.ds_tensor.data.copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, numel))
-        optimizer.checkpoint_event_epilogue()  # and gathered again
+        # All stay partitioned, as in a run that begins: a layer that reads the weights of another one, as DoRA does, is
+        # only noticed by DeepSpeed when it finds them partitioned in the forward pass.
+        optimizer.invalidate_secondary_tensor()
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):
         optimizer.update_lp_params()
 

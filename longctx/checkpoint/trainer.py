@@ -321,7 +321,7 @@ class ResumableTrainer(SFTTrainer):
         with torch.no_grad():
             for piece in pieces(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars):
                 reader.fill(piece)
-        self._set_schedule(manifest.step)
+        self._set_learning_rates(manifest.step)
         with damage_named(folder / TRAINER_STATE_NAME):
             self._restore_callbacks()
         if self.args.process_index == 0:
@@ -330,15 +330,18 @@ class ResumableTrainer(SFTTrainer):
             self.add_callback(_Continued(self, manifest, folder / MANIFEST))
             self.restore_data_position(loader, manifest.position, manifest.step)
 
-    def _set_schedule(self, step: int) -> None:
-        """Set learning rates to those behind this step, which follow from the run's flags and the step alone.
+    def _set_learning_rates(self, step: int) -> None:
+        """Put the schedule and the optimizer's learning rates behind `step`.
 
-        A run that was made longer has those of its new length.
+        Both come from this run's flags, none of it from the checkpoint. Every schedule here depends on the step alone,
+        so a longer run continues along its new length. Parameter groups are those that this run's engine keeps:
+        DeepSpeed drops the group without weight decay where it is empty, as it is for LoRA, and other engines do not.
         """
         schedule: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         schedule.last_epoch, schedule._step_count = step, step + 1
-        factors = [factor(step) for factor in schedule.lr_lambdas]
-        schedule._last_lr = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+        schedule._last_lr = [
+            base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
         for group, rate in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
             group["lr"] = rate
 
