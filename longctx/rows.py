@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from longctx.data import (
 from longctx.data.cache import cache_key
 from longctx.model import is_template_file
 from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan
+from longctx.regular_files import check_file, files_below, matching_files
 from longctx.turns import first_rank_first, together
 
 logger = logging.getLogger(__name__)
@@ -242,8 +242,8 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
 def _template(path: str | None) -> str | None:
     """That of a file; another tokenizer's is in the tokenizer itself by now."""
     try:
-        return Path(path).read_text(encoding="utf-8") if path and is_template_file(path) else None
-    except (OSError, UnicodeDecodeError) as error:
+        return check_file(Path(path)).read_text(encoding="utf-8") if path and is_template_file(path) else None
+    except (OSError, ValueError) as error:
         raise DataError(f"--chat_template_path {path} cannot be read: {error}. Save it as UTF-8 text.") from error
 
 
@@ -319,9 +319,9 @@ def _files_identity(name: str) -> str | None:
     """Of a local file, folder or glob: a digest of all names and sizes, and of the first and last 64 KiB of each."""
     path = Path(name)
     folder = path if path.is_dir() else path.parent
-    found = folder.rglob("*") if path.is_dir() else map(Path, glob.glob(name, recursive=True))
+    found = files_below(folder) if path.is_dir() else matching_files(name)
     state, is_empty = xxhash.xxh3_128(), True
-    for file in sorted(file for file in found if file.is_file()):
+    for file in sorted(found):
         size, is_empty = file.stat().st_size, False
         state.update(f"{file.relative_to(folder) if path.is_dir() else file.name} {size}\n".encode())
         with file.open("rb") as opened:

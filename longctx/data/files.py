@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 from datasets import Dataset, Features, IterableDataset
 
 from longctx.data.cache import cache_key
-from longctx.data.errors import DataError, name_files, name_record, no_records, unreadable
+from longctx.data.errors import DataError, name_files, name_record, no_records, too_long, unreadable
 from longctx.data.json_records import JsonRecords
 from longctx.data.kinds import record_kind
+from longctx.data.memory import GROUP_MEMORY_BYTES, MemoryBound
 from longctx.data.text_files import STDLIB, TextFiles
 
 _CONTINUATION = b"\xff\xff\xff\xff"
@@ -154,9 +155,17 @@ def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dat
     """Load parquet or Arrow files into the cache of `datasets`."""
     filled = list(_filled_files(files, format_name, text_field))
     try:
-        return datasets.load_dataset(format_name, data_files=filled, split="train")
+        with MemoryBound(GROUP_MEMORY_BYTES):
+            return datasets.load_dataset(format_name, data_files=filled, split="train")
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise _too_large(name_files(files)) from error
         raise unlike_files(name_files(files), error.__cause__ or error) from error
+
+
+def _too_large(where: str) -> DataError:
+    remedy = "Write it anew in smaller ones (pyarrow's row_group_size or max_chunksize)."
+    return too_long(where, "a row group or record batch with an unpacked size", GROUP_MEMORY_BYTES, remedy)
 
 
 def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> IterableDataset:
@@ -202,8 +211,10 @@ def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, int]:
         if format_name == "parquet":
             metadata = pq.read_metadata(file)
             return metadata.schema.to_arrow_schema(), metadata.num_rows
-        with pa.memory_map(str(file)) as source:
+        with MemoryBound(GROUP_MEMORY_BYTES), pa.memory_map(str(file)) as source:
             return _inspect_arrow(source)
+    except MemoryError:
+        raise _too_large(str(file)) from None
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: not a readable {format_name} file ({error}). Write it anew, or correct its suffix."
