@@ -33,8 +33,8 @@ def _root() -> str:
 
 
 def _is_started_as_module() -> bool:
-    """Whether Python is looking for the module of `-m`, and that is one of longctx."""
+    """Whether Python is looking for the module of `-m`, and that is one of ours."""
     if sys.argv[:1] != ["-m"]:
         return False
     module = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
-    return module == "longctx" or module.startswith("longctx.")
+    return module.partition(".")[0] in ("longctx", "benchmarks")

@@ -125,7 +125,8 @@ def test_files_of_flags_are_regular(refusal, tmp_path):
     for name in ("run.yaml", "template.jinja"):
         os.mkfifo(tmp_path / name)
     assert "run.yaml is a pipe" in refusal("--config", str(tmp_path / "run.yaml"))
-    assert "template.jinja is no file" in refusal("--chat_template_path", str(tmp_path / "template.jinja"))
+    template = str(tmp_path / "template.jinja")
+    assert "template.jinja is no file" in refusal("--model_name_or_path", "tiny", "--chat_template_path", template)
 
 
 # What files unpack to
@@ -191,9 +192,9 @@ def test_an_array_is_parsed_one_record_at_a_time(tmp_path, monkeypatch):
 def test_control_characters_are_escaped(refusal, tmp_path):
     """In the name of a file, and in a key of JSON; the message stays one line."""
     name = "\x1b]0;owned\x07\nlongctx: done \u202e.jsonl"
-    error = refusal("--dataset_name", str(tmp_path / name))
+    error = refusal("--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / name))
     assert r"\x1b]0;owned\x07 longctx: done \u202e.jsonl" in error
     (tmp_path / "data.jsonl").write_text(json.dumps({"\x1b[2J": 1}))
-    error = refusal("--dataset_name", str(tmp_path / "data.jsonl"))
+    error = refusal("--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "data.jsonl"))
     assert not {character for character in error if not character.isprintable()} - {"\n"}
     assert error.count("\n") == 1
