@@ -106,7 +106,7 @@ def prepare(run: Run) -> PreparedRun:
         if run.use_cpu:
             start_on_cpu(run.engine, timeout)
         else:
-            start_on_gpu(timeout, settings["ddp_backend"])
+            start_on_gpu(timeout, settings.get("ddp_backend"))
     args = SFTConfig(**run.training_arguments() | _replicas(run))
     if dist.is_initialized():
         check_agreement(together(partial(_decided, run, args)), args.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ipaddress
 import json
@@ -18,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longctx.launch.store import listen_on_loopback, private_folder
+from longctx.launch.store import listen_on_loopback, meeting_point, private_folder, store_file
 from longctx.launch.terminal import tell
 
 SHADOWS = ["trl", "torch", "yaml", "psutil", "difflib", "accelerate", "tomllib"]
@@ -78,6 +79,34 @@ def _hold(pipe):
     with private_folder() as folder:
         pipe.send(str(folder))
         pipe.recv()  # it is killed here
+
+
+def _be_rank(folder, pipe):
+    atexit._clear()  # pytest's, which this process was forked from
+    meeting_point(store_file(Path(folder)) | {"RANK": "0", "WORLD_SIZE": "1"})
+    pipe.send(None)
+    pipe.recv()
+    atexit._run_exitfuncs()  # as Python does at the end of a process that multiprocessing has not made
+
+
+def test_the_last_rank_of_a_killed_launcher_removes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here, there = get_context("fork").Pipe()
+    launcher = get_context("fork").Process(target=_hold, args=(there,))
+    launcher.start()
+    ranks = []
+    folder = here.recv()
+    for _ in range(2):
+        pipe, other = get_context("fork").Pipe()
+        ranks.append((get_context("fork").Process(target=_be_rank, args=(folder, other)), pipe))
+        ranks[-1][0].start()
+        pipe.recv()
+    launcher.kill()
+    launcher.join()
+    for number, (rank, pipe) in enumerate(ranks):
+        pipe.send(None)
+        rank.join()
+        assert [str(path) for path in tmp_path.iterdir()] == [folder][number:]
 
 
 def test_what_a_killed_launcher_leaves_goes_with_the_next_run(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -31,7 +32,7 @@ _PREFIX = "longctx-run-"
 def private_folder() -> Iterator[Path]:
     """Make a folder of mode 0700 for a run's stores, and remove it at the end."""
     _remove_abandoned()
-    new = Path(tempfile.mkdtemp(prefix="longctx-new-"))
+    new = Path(tempfile.mkdtemp(prefix="longctx-new-", dir=_temporary_folder()))
     lock = _hold(new)
     folder = new.rename(new.with_name(_PREFIX + new.name.removeprefix("longctx-new-")))
     try:
@@ -72,6 +73,12 @@ def listen_on_loopback() -> dist.TCPStore:
         )
 
 
+def _temporary_folder() -> str:
+    """Return where folders are made: TMPDIR, unless torch would take a part of its name for the query of a URL."""
+    folder = tempfile.gettempdir()
+    return "/tmp" if re.search(r"[?#\s]", folder) else folder
+
+
 def _hold(folder: Path) -> int:
     """Take a share of the folder, which ends with this process or with the file descriptor returned."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -89,7 +96,7 @@ def _leave(folder: Path, lock: int) -> None:
 
 def _remove_abandoned() -> None:
     """Remove this user's folders that no process holds any more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in Path(_temporary_folder()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid == os.getuid():
                 _leave(folder, _hold(folder))
