@@ -47,6 +47,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from longctx.host import SavedOnHost
 from longctx.launch.engines import start_on_cpu
+from longctx.launch.network import choose_interface
+from longctx.launch.store import private_folder, store_file
 from longctx.memory.step import StepSettings, fake_process_group, fsdp2, row_of, trace_fake_step, trace_training_step
 from longctx.memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace, MemoryTracer
 from longctx.parallel import SequenceParallel, parallelize
@@ -464,23 +466,22 @@ def spawn(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any
     """Rank 0's result of a function that every rank of a gloo group calls."""
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    port = 20000 + os.getpid() % 20000
-    ranks = multiprocessing.spawn(
-        _on_rank, (world_size, port, queue, function, arguments), nprocs=world_size, join=False
-    )
-    while not ranks.join(timeout=1):
-        if not queue.empty():
-            break
-    result = queue.get()
-    while not ranks.join():
-        pass
+    with private_folder() as folder:
+        group = store_file(folder) | {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        ranks = multiprocessing.spawn(_on_rank, (group, queue, function, arguments), nprocs=world_size, join=False)
+        while not ranks.join(timeout=1):
+            if not queue.empty():
+                break
+        result = queue.get()
+        while not ranks.join():
+            pass
     return result
 
 
-def _on_rank(rank: int, world_size: int, port: int, queue: Any, function: Callable[..., Any], arguments: Any) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    os.environ |= {"DS_ACCELERATOR": "cpu"}
+def _on_rank(rank: int, group: dict[str, str], queue: Any, function: Callable[..., Any], arguments: Any) -> None:
+    os.environ |= group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    choose_interface(os.environ)
     warnings.simplefilter("ignore")
     start_on_cpu("deepspeed")
     result = function(*arguments)

@@ -1,6 +1,10 @@
 """Sequence-parallel fine-tuning of language models: exact, or refused, never silently wrong."""
 
-from typing import TYPE_CHECKING, Any
+from longctx.working_directory import leave_out_of_imports
+
+leave_out_of_imports()  # before the first import that a file of the working directory could stand for
+
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from longctx.parallel import parallelize

@@ -16,6 +16,7 @@ from transformers.hf_argparser import string_to_bool
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from longctx.methods import POINTER, methods_with
+from longctx.regular_files import check_file
 
 OLDER_NAMES = {"max_seq_length": "max_length", "torch_dtype": "dtype"}
 """Names that other versions of TRL and transformers give to today's flags."""
@@ -259,7 +260,7 @@ _OF_SEVERAL = {
 def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
     """{flag: value} of a YAML file; the variables of its `env:` block are set, as TRL does."""
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(check_file(Path(path)).read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):

@@ -6,6 +6,7 @@ import copy
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from longctx.model_files import check_config_values, check_no_adapter, check_weight_files
+from longctx.regular_files import check_folder
 from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
 
@@ -60,6 +62,7 @@ def load_config(
 
 
 def _read_config(name: str, *, revision: str | None, **kwargs: Any) -> PretrainedConfig:
+    check_folder(Path(name))
     with _config_errors(name):
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
         if not isinstance(values, dict):
@@ -118,6 +121,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     """
     if name == TINY:
         return tiny_tokenizer()
+    check_folder(Path(name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # damage shows as any error of the code that meets it
@@ -143,6 +147,7 @@ def take_chat_template(tokenizer: Tokenizer, name: str) -> None:
     Raises:
         ValueError: if there is no such tokenizer, it has no template, or tokens of it have no number here.
     """
+    check_folder(Path(name))
     try:
         source = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # damage shows as any error of the code that meets it

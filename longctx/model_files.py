@@ -16,6 +16,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from longctx.regular_files import check_file
+
 LARGEST_NUMBER = 1 << 31
 MOST_LAYERS = 1 << 12
 """Of whole numbers in config.json. Each layer is an object, which costs memory before any weight is read."""
@@ -149,7 +151,7 @@ def _weight_files(name: str, revision: str | None) -> list[Path]:
 def _indexed(index: Path) -> list[str]:
     """The files that an index names, all below its folder."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(check_file(index).read_text())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is no index of weights: {error}. Get it again.") from error
     for name in names:
@@ -186,9 +188,9 @@ def has_saved_buffers(config: PretrainedConfig) -> bool:
 
 
 def _regular(path: Path) -> Path:
-    if not path.is_file():  # a pipe would be waited for, without end
-        raise ValueError(f"{path} is missing, or no file. Complete the folder, or get it again.")
-    return path
+    if not path.exists():
+        raise ValueError(f"{path} is missing. Complete the folder, or get it again.")
+    return check_file(path)
 
 
 def _elements(path: Path) -> int:

@@ -36,6 +36,7 @@ from longctx.data import (
 from longctx.data.cache import cache_folder, cache_key
 from longctx.model import is_template_file
 from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan
+from longctx.regular_files import check_file
 from longctx.turns import first_rank_first, together
 
 logger = logging.getLogger(__name__)
@@ -263,8 +264,8 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
 def _template(path: str | None) -> str | None:
     """That of a file; another tokenizer's is in the tokenizer itself by now."""
     try:
-        return Path(path).read_text(encoding="utf-8") if path and is_template_file(path) else None
-    except (OSError, UnicodeDecodeError) as error:
+        return check_file(Path(path)).read_text(encoding="utf-8") if path and is_template_file(path) else None
+    except (OSError, ValueError) as error:
         raise DataError(f"--chat_template_path {path} cannot be read: {error}. Save it as UTF-8 text.") from error
 
 

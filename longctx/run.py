@@ -48,6 +48,7 @@ from longctx.launch.engines import (
     settle_deepspeed,
     settle_fsdp,
     start_on_cpu,
+    start_on_gpu,
     stay_on_cpu,
 )
 from longctx.launch.failures import FollowSteps
@@ -112,8 +113,12 @@ def prepare(run: Run) -> PreparedRun:
         offload_fsdp()
     if run.use_cpu:
         stay_on_cpu()
-        if run.has_group:
-            start_on_cpu(run.engine, timedelta(seconds=settings["ddp_timeout"]))
+    if run.has_group:
+        timeout = timedelta(seconds=settings["ddp_timeout"])
+        if run.use_cpu:
+            start_on_cpu(run.engine, timeout)
+        else:
+            start_on_gpu(timeout, settings.get("ddp_backend"))
     args = SFTConfig(**run.training_arguments() | _replicas(run))
     if dist.is_initialized():
         check_agreement(together(partial(_decided, run, args)), args.device)

@@ -106,6 +106,7 @@ class Watch:
         self._asked = 0
         self._has_waited = False
         self._others: dict[int, psutil.Process] = {}
+        self._met = 0
         self._thread = threading.Thread(target=self._beat, name="longctx-watch", daemon=True)
         self._thread.start()
         atexit.register(self.leave)
@@ -115,7 +116,8 @@ class Watch:
         me = psutil.Process()
         who = {"pid": me.pid, "host": socket.gethostname(), "created": me.create_time()}
         self.store.set(f"who/{self.rank}", json.dumps(who))
-        self.store.append(f"host/{who['host']}", f"{self.rank} ")  # type: ignore[attr-defined]
+        position = self.store.add(f"host/{who['host']}", 1)
+        self.store.set(f"host/{who['host']}/{position}", str(self.rank))
 
     def leave(self) -> None:
         """This rank ends in order; nobody is to miss it."""
@@ -223,9 +225,12 @@ class Watch:
 
     def _meet_others(self) -> None:
         """Find the processes of this machine: those that are here by number and time of birth."""
-        key = f"host/{socket.gethostname()}"
-        ranks = self.store.get(key).decode().split() if self.store.check([key]) else []
-        for rank in {int(rank) for rank in ranks} - {self.rank} - self._others.keys():
+        host = socket.gethostname()
+        while self.store.check([f"host/{host}/{self._met + 1}"]):
+            self._met += 1
+            rank = int(self.store.get(f"host/{host}/{self._met}"))
+            if rank == self.rank:
+                continue
             who = json.loads(self.store.get(f"who/{rank}"))
             with suppress(psutil.Error):
                 process = psutil.Process(who["pid"])

@@ -19,7 +19,7 @@ STAGES: list[tuple[str, ...]] = [
     ("packing",),  # lengths -> packs
     ("collate",),  # packs -> batches
     ("batch", "mesh", "shard"),  # batches -> one rank's part
-    ("host", "regions", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
+    ("host", "regular_files", "working_directory", "regions", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
     ("loss",),
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
     (
@@ -80,6 +80,8 @@ FILES = {_module_name(path): path for top in ("longctx", "benchmarks") for path 
 ANYWHERE = {
     "longctx.ring.plan",
     "longctx.host",
+    "longctx.regular_files",
+    "longctx.working_directory",
     *(name for name in FILES if name.startswith("longctx.attention.kernels")),
 }
 

@@ -6,15 +6,15 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
-import tempfile
 import time
 import traceback
 from multiprocessing import connection
 from pathlib import Path
 
 from benchmarks.max_length.processes import PRELOAD
+from longctx.launch.network import choose_interface
+from longctx.launch.store import meeting_point, private_folder, store_file
 
 
 def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300):
@@ -26,12 +26,9 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300):
     call = getattr(importlib.import_module(module), function)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)  # imported once: 6 s of a rank's life otherwise
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    group = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
+    group = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    with private_folder() as folder:
+        group |= store_file(folder)
         ranks = []
         for rank in range(world_size):
             environment = os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -69,7 +66,8 @@ def _be_rank(function, arguments, environment, path):
     torch.set_num_threads(1)
     code = 1
     try:
-        dist.init_process_group("gloo")
+        choose_interface(os.environ)
+        dist.init_process_group("gloo", **meeting_point(os.environ))
         path.with_suffix(".pkl").write_bytes(pickle.dumps(function(*arguments)))
         dist.barrier()
         dist.destroy_process_group()

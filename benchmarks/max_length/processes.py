@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from longctx.launch.store import private_folder, store_file
 
 PRELOAD = [
     "transformers.trainer",
@@ -83,19 +84,21 @@ def run_group(
     started = time.monotonic()
     receiver, sender = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("forkserver")
-    arguments = (processes, function, argument, dict(environment), str(folder), sender)
-    leader = context.Process(target=_lead, args=arguments)
-    leader.start()
-    sender.close()
-    try:
-        ended: list[tuple[int, int]] | None = receiver.recv() if connection.wait([receiver], timeout) else None
-        ending = _ending(ended, processes, folder)
-    except EOFError:
-        ending = Ending("fail", error="the process that leads the ranks has ended")
-    finally:
-        _kill(leader.pid)
-        leader.join()
-        receiver.close()
+    with private_folder() as meeting:
+        variables = dict(environment) | store_file(meeting)
+        arguments = (processes, function, argument, variables, str(folder), sender)
+        leader = context.Process(target=_lead, args=arguments)
+        leader.start()
+        sender.close()
+        try:
+            ended: list[tuple[int, int]] | None = receiver.recv() if connection.wait([receiver], timeout) else None
+            ending = _ending(ended, processes, folder)
+        except EOFError:
+            ending = Ending("fail", error="the process that leads the ranks has ended")
+        finally:
+            _kill(leader.pid)
+            leader.join()
+            receiver.close()
     return ending._replace(seconds=time.monotonic() - started)
 
 
@@ -152,12 +155,9 @@ def _lead(
     sweep = multiprocessing.parent_process()
     assert sweep is not None, "started by the sweep"
     context = multiprocessing.get_context("fork")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     os.environ.update(environment)
     ranks = [
-        context.Process(target=_be_rank, args=(rank, processes, port, function, argument, folder, os.getpid()))
+        context.Process(target=_be_rank, args=(rank, processes, function, argument, folder, os.getpid()))
         for rank in range(processes)
     ]
     for rank in ranks:
@@ -189,7 +189,6 @@ def _wait(ranks: Sequence[Any], sweep: Any) -> list[tuple[int, int]] | None:
 def _be_rank(
     rank: int,
     processes: int,
-    port: int,
     function: Callable[..., dict[str, Any]],
     argument: Any,
     folder: str,
@@ -198,7 +197,7 @@ def _be_rank(
     """A rank's environment, its output in a file, its report in another."""
     _end_with(leader)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(processes)}
     tempfile.tempdir = folder
     output = os.open(Path(folder, f"{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

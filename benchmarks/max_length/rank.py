@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import pyarrow.parquet
@@ -20,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 import longctx.run
 from longctx.config import resolve
 from longctx.flags import parse_flags
-from longctx.launch.engines import promote
+from longctx.launch.engines import promote, start_on_gpu
 from longctx.launch.profile import read_profile
 from longctx.memory.closed_form import MemorySetup
 from longctx.memory.report import PeakMemory
@@ -155,6 +156,7 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
         start_stock(engine, 3 if engine == "deepspeed" else None)
     else:
         promote(engine)
+        start_on_gpu(timedelta(minutes=30), None)
         os.environ["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] = "sdpa"
     args = SFTConfig(
         output_dir=os.path.dirname(task.data),

@@ -15,6 +15,8 @@ from typing import Any
 
 import xxhash
 
+from longctx.regular_files import check_folder
+
 MANIFEST = "longctx.json"
 FORMAT = 2
 PARTIAL, REPLACED = ".partial", ".replaced"
@@ -178,6 +180,10 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: where there is none that this version can read.
     """
     path = folder / MANIFEST
+    try:
+        check_folder(folder, subfolders=True)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     try:
         values = json.loads(path.read_text())
         if values["format"] != FORMAT:

@@ -17,9 +17,10 @@ from datasets import Dataset, Features, IterableDataset
 
 from longctx.data.cache import cache_key
 from longctx.data.contents import FileState, check_unchanged, content_digests, file_state
-from longctx.data.errors import DataError, name_files, name_record, no_records
+from longctx.data.errors import DataError, name_files, name_record, no_records, too_long
 from longctx.data.json_records import JsonRecords
 from longctx.data.kinds import record_kind
+from longctx.data.memory import GROUP_MEMORY_BYTES, MemoryBound
 from longctx.data.text_files import STDLIB, TextFiles
 
 _CONTINUATION = b"\xff\xff\xff\xff"
@@ -175,13 +176,23 @@ def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dat
     states = [file_state(file) for file in filled]
     fingerprint = cache_key(format_name, content_digests(filled))
     try:
-        loaded = datasets.load_dataset(format_name, name=fingerprint, data_files=list(map(str, filled)), split="train")
+        with MemoryBound(GROUP_MEMORY_BYTES):
+            loaded = datasets.load_dataset(
+                format_name, name=fingerprint, data_files=list(map(str, filled)), split="train"
+            )
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise _too_large(name_files(files)) from error
         raise unlike_files(name_files(files), error.__cause__ or error) from error
     for file, state in zip(filled, states, strict=True):
         check_unchanged(file, state)
     loaded._fingerprint = fingerprint
     return loaded
+
+
+def _too_large(where: str) -> DataError:
+    remedy = "Write it anew in smaller ones (pyarrow's row_group_size or max_chunksize)."
+    return too_long(where, "a row group or record batch with an unpacked size", GROUP_MEMORY_BYTES, remedy)
 
 
 def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> IterableDataset:
@@ -227,8 +238,10 @@ def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, int]:
         if format_name == "parquet":
             metadata = pq.read_metadata(file)
             return metadata.schema.to_arrow_schema(), metadata.num_rows
-        with pa.memory_map(str(file)) as source:
+        with MemoryBound(GROUP_MEMORY_BYTES), pa.memory_map(str(file)) as source:
             return _inspect_arrow(source)
+    except MemoryError:
+        raise _too_large(str(file)) from None
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: not a readable {format_name} file ({error}). Write it anew, or correct its suffix."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,14 @@ from longctx.data.kinds import (
     kind_columns,
     record_kind,
 )
+from longctx.data.memory import RECORD_MEMORY_BYTES, MemoryBound
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INT32_MAX = np.iinfo(np.int32).max
 
+_SPACE = re.compile(r"[ \t\n\r]*")
+SMALL_TEXT = 1 << 20
+"""Characters of JSON that cannot become much memory: an empty list takes two of them and 64 bytes."""
 _ARRAY_BYTES = 1 << 30
 """Of a file that is one JSON array."""
 
@@ -157,27 +163,75 @@ def _iterate_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _iterate_array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file, record n`, record) of a file that is one JSON array (this one form is read whole)."""
+    """Yield (`file, record n`, record) of a file that is one JSON array. Its text is read whole."""
     with path.open("rb") as file:
         data = file.read(_ARRAY_BYTES + 1)
     if len(data) > _ARRAY_BYTES:
         raise too_long(str(path), "a JSON array", _ARRAY_BYTES, "Write one object per line, which is read in turn.")
+    may_hold_surrogates = _holds_surrogates(data)
+    where = f"{path}, {name_record(0)}"
     try:
-        records = json.loads(data.decode("utf-8-sig"))
+        for number, record in enumerate(_elements(data.decode("utf-8-sig")), start=1):
+            yield where, _checked(record, where, may_hold_surrogates)
+            where = f"{path}, {name_record(number)}"
+    except DataError:
+        raise
+    except MemoryError:
+        raise _too_large(where) from None
     except (ValueError, RecursionError) as error:  # also a number of more than 4,300 digits
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(
             f"{path}{line}: malformed JSON ({error}). Expected an array of objects, or one object per line."
         ) from None
-    may_hold_surrogates = _holds_surrogates(data)
-    for number, record in enumerate(records):
-        where = f"{path}, {name_record(number)}"
-        yield where, _checked(record, where, may_hold_surrogates)
+
+
+def _elements(text: str) -> Iterator[Any]:
+    """Yield the elements of a JSON array, parsing one at a time.
+
+    Raises:
+        MemoryError: for an element that is too large once it is parsed.
+        ValueError: for malformed JSON.
+    """
+    decoder = json.JSONDecoder()
+    position, measured_at = _skip_space(text, _skip_space(text, 0) + 1), 0
+    bound = MemoryBound(RECORD_MEMORY_BYTES)
+    is_first = True
+    while not (is_first and text[position : position + 1] == "]"):
+        if position - measured_at > SMALL_TEXT:
+            bound, measured_at = MemoryBound(RECORD_MEMORY_BYTES), position
+        with bound:
+            element, position = decoder.raw_decode(text, position)
+        yield element
+        is_first = False
+        position = _skip_space(text, position)
+        if text[position : position + 1] == "]":
+            break
+        if text[position : position + 1] != ",":
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+        position = _skip_space(text, position + 1)
+    end = _skip_space(text, position + 1)
+    if end < len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+
+
+def _skip_space(text: str, position: int) -> int:
+    """Return the first position from this one on that is no white space."""
+    match = _SPACE.match(text, position)
+    assert match is not None, "matches nothing, too"
+    return match.end()
+
+
+def _too_large(where: str) -> DataError:
+    remedy = "Correct or remove the record."
+    return too_long(where, "a record with a parsed size", RECORD_MEMORY_BYTES, remedy)
 
 
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        with MemoryBound(RECORD_MEMORY_BYTES) if len(line) > SMALL_TEXT else nullcontext():
+            record = json.loads(line.decode("utf-8"))
+    except MemoryError:
+        raise _too_large(where) from None
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}). Save the file as UTF-8."

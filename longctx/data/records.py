@@ -19,7 +19,9 @@ from longctx.data.contents import content_digests
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, generated_loader
 from longctx.data.kinds import record_kind
+from longctx.data.memory import GROUP_MEMORY_BYTES, MemoryBound
 from longctx.data.text_files import STDLIB, TextFiles, stdlib_files
+from longctx.regular_files import check_folder, files_below, matching_files
 
 Records = TypeVar("Records", Dataset, IterableDataset)
 
@@ -115,7 +117,7 @@ def local_files(dataset_name: str) -> list[Path] | None:
         return _visible_files(path)
     if _local_splits(dataset_name, "text") is None:
         return None
-    return [path] if path.exists() else _matching_files(dataset_name)
+    return [path] if path.exists() else matching_files(str(path))
 
 
 def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader] | None:
@@ -139,18 +141,13 @@ def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
     if path.exists():
         return {"train": files_loader([path], text_field)}
     if glob.has_magic(name):
-        found = _matching_files(name)
+        found = matching_files(str(path))
         if not found:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
         return {"train": files_loader(found, text_field)}
     if _looks_like_a_path(name):
         raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
     return None
-
-
-def _matching_files(pattern: str) -> list[Path]:
-    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
-    return sorted(Path(match) for match in found if os.path.isfile(match))
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -169,6 +166,7 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
         raise DataError(f"{path}: the folder holds no files. Expected {FORMATS_HELP}.")
     if not all(file.suffix.lower() in DATA_SUFFIXES for file in files):
         return {"train": files_loader(files, text_field)}
+    check_folder(path, subfolders=True)  # `datasets` follows links to folders
     return {name: files_loader(part, text_field) for name, part in _split_files(path, files).items()}
 
 
@@ -194,11 +192,13 @@ def _loaded(dataset: Dataset, path: Path, folder: Path) -> Loader:
 
 def _load_saved(path: Path) -> Dataset | DatasetDict:
     try:
+        check_folder(path, subfolders=True)
         for state in [*path.glob("state.json"), *path.glob("*/state.json")]:
             for file in json.loads(state.read_text())["_data_files"]:
                 if Path(file["filename"]).name != file["filename"]:
                     raise ValueError(f"{state} names {file['filename']}, outside its folder")
-        return datasets.load_from_disk(str(path))
+        with MemoryBound(GROUP_MEMORY_BYTES):
+            return datasets.load_from_disk(str(path))
     except Exception as error:  # damage of state.json or dataset_info.json shows as any error of the code that meets it
         raise DataError(
             f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again."
@@ -209,9 +209,8 @@ def _visible_files(folder: Path) -> list[Path]:
     """Files below a folder, sorted by path, without hidden ones, caches and the notes beside data files."""
     files = [
         file
-        for file in folder.rglob("*")
-        if file.is_file()
-        and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
+        for file in files_below(folder)
+        if not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
     ]
     others = [file for file in files if file.name.lower() not in _COMPANION_FILES]
     if others and all(file.suffix.lower() in DATA_SUFFIXES for file in others):

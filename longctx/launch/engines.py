@@ -88,13 +88,32 @@ def start_on_cpu(engine: str, timeout: timedelta | None = None) -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    PartialState(cpu=True, backend="gloo", **({} if timeout is None else {"timeout": timeout}))
+    from longctx.launch.store import meeting_point
+
+    options = meeting_point(os.environ) | ({} if timeout is None else {"timeout": timeout})
+    PartialState(cpu=True, backend="gloo", **options)
     if engine == "deepspeed":
         _start_deepspeed_on_gloo()
         PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
     else:
         # A kind with an accelerator: accelerate promotes it to FSDP by itself, plug-in included.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+def start_on_gpu(timeout: timedelta, backend: str | None) -> None:
+    """Start the process group at the file store of our own launcher, which accelerate knows nothing of.
+
+    Other launchers leave it to accelerate. Called before TrainingArguments exist, which then find the group.
+
+    Args:
+        backend: --ddp_backend; accelerate's choice where None.
+    """
+    from longctx.launch.store import meeting_point
+
+    if meeting := meeting_point(os.environ):
+        from accelerate import PartialState
+
+        PartialState(timeout=timeout, **({} if backend is None else {"backend": backend}), **meeting)
 
 
 def _start_deepspeed_on_gloo() -> None:

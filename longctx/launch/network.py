@@ -1,4 +1,4 @@
-"""The address that a node's ranks give to those of other nodes."""
+"""The network interface that ranks listen on: the loopback on one machine, else one that other nodes reach."""
 
 from __future__ import annotations
 
@@ -10,25 +10,45 @@ import psutil
 
 
 def choose_interface(env: MutableMapping[str, str]) -> None:
-    """Set GLOO_SOCKET_IFNAME on a node whose own name stands for its loopback, as in Debian's /etc/hosts.
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, as far as the user has not.
 
-    gloo takes the address of that name and gives it to the other nodes, which then look for it on themselves.
+    Ranks of one machine meet on its loopback, which no other machine reaches. Between machines gloo gives others the
+    address of this machine's name, which in Debian's /etc/hosts stands for the loopback; another interface is chosen
+    then.
 
     Raises:
         ValueError: where several interfaces could be meant.
     """
-    world, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
-    if world == local or "GLOO_SOCKET_IFNAME" in env or not _is_loopback(host := socket.gethostname()):
+    if "LOCAL_WORLD_SIZE" not in env:
         return
+    if env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"]:
+        if loopback := _loopback():
+            env.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            env.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+    elif "GLOO_SOCKET_IFNAME" not in env and _is_loopback(host := socket.gethostname()):
+        env["GLOO_SOCKET_IFNAME"] = _interface_towards(env["MASTER_ADDR"], host)
+
+
+def _loopback() -> str | None:
+    """Return the name of the interface of 127.0.0.1, or None where none is up."""
+    states = psutil.net_if_stats()
+    for name, entries in psutil.net_if_addrs().items():
+        if states[name].isup and any(entry.address == "127.0.0.1" for entry in entries):
+            return name
+    return None
+
+
+def _interface_towards(address: str, host: str) -> str:
+    """Return the name of the interface by which this host reaches the address."""
     interfaces = _interfaces()
-    towards = _address_towards(env["MASTER_ADDR"])
+    towards = _address_towards(address)
     found = [name for name, addresses in interfaces.items() if towards in addresses] or list(interfaces)
     if len(found) != 1:
         raise ValueError(
             f"on {host}, that name stands for the loopback, which other nodes cannot reach; they could mean any of the "
             f"interfaces {', '.join(found) or '(none is up)'}. Set GLOO_SOCKET_IFNAME to the name of theirs."
         )
-    env["GLOO_SOCKET_IFNAME"] = found[0]
+    return found[0]
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from longctx.launch.failures import OWN_RUN, died
 from longctx.launch.profile import LaunchProfile
 from longctx.launch.slurm import Step, read_step
 from longctx.watch import FAILED
+from longctx.working_directory import without_working_directory
 
 
 def device_count() -> int:
@@ -48,17 +50,45 @@ def spawn(
     Args:
         advice: what to do when a process was killed.
     """
+    from longctx.launch.store import private_folder, store_file
+
+    variables = without_working_directory()
+    variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with "0" torch's agent listens on every interface
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(
+        max(1, (os.cpu_count() or 1) // num_processes)
+    )
+    with private_folder() as folder, _environment(variables | store_file(folder)):
+        return _run_agent(num_processes, folder, module, arguments, advice)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run_agent(num_processes: int, folder: Path, module: str, arguments: list[str], advice: Callable[[], str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
         run_id=f"{OWN_RUN}{uuid.uuid4().hex}",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=str(folder / "agent"),
+        rdzv_configs={"store_type": "file"},
+        local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.2,
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # a rank stops by itself on the others
@@ -116,6 +146,7 @@ def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train"
     machines |= {flag: flags.values[flag] for flag in MACHINE_FLAGS if flags.values[flag] is not None}
     if machines:  # else accelerate starts DeepSpeed's other nodes from the first one, by pdsh
         machines["deepspeed_multinode_launcher"] = "standard"
+    os.environ.update(without_working_directory())
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     launcher += [word for flag, value in machines.items() for word in (f"--{flag}", str(value))]
     sys.stdout.flush()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from longctx.regular_files import check_file
+
 _PARALLELISM = "PARALLELISM_CONFIG_"
 _HANDLED_HERE = (
     "ACCELERATE_USE_PARALLELISM_CONFIG",
@@ -174,7 +176,7 @@ def _deepspeed_file(env: MutableMapping[str, str]) -> dict:
     if not path or path == "none":
         return {}
     try:
-        values = json.loads(Path(path).read_text())
+        values = json.loads(check_file(Path(path)).read_text())
         for name, part in [("the file", values), *((name, values.get(name, {})) for name in _SECTIONS)]:
             if not isinstance(part, dict):
                 raise ValueError(f"{name} is {str(part)[:60]!r}, expected an object")

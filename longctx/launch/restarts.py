@@ -11,6 +11,8 @@ import os
 
 import torch.distributed as dist
 
+from longctx.launch.store import listen_on_loopback
+
 _SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 _server: dist.TCPStore | None = None  # lives as long as its process
 
@@ -35,11 +37,10 @@ def renew_store() -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get(_SHARED) != "True" or attempt == "0":
         return
-    address = os.environ["MASTER_ADDR"]
-    agents = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
+    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     key = f"longctx/port/{attempt}"
     if os.environ["RANK"] == "0":
-        _server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        _server = listen_on_loopback()
         agents.set(key, str(_server.port))
-    os.environ["MASTER_PORT"] = agents.get(key).decode()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", agents.get(key).decode()
     os.environ[_SHARED] = "False"

@@ -26,7 +26,7 @@ def quieten() -> None:
 def refuse(error: Exception) -> None:
     """Print an error as one line, once on each machine; the launcher prints what no first rank does."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    tell(str(error), prints=is_first, is_left=not is_first)
+    tell(" ".join(str(error).splitlines()), prints=is_first, is_left=not is_first)
 
 
 def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -> None:
@@ -39,9 +39,18 @@ def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -
         is_left: whether our own launcher is to print it.
         later: seconds by which the launcher is to take the failure for a later one.
     """
+    message = printable(message)
     if prints:
         print(f"longctx: error: {message}", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         extra = {"timestamp": str(int(time.time()) + later), "is_left": is_left}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        report = json.dumps({"message": {"message": message, "extraInfo": extra}})
+        whole = Path(f"{path}.{os.getpid()}")  # the launcher may read at any moment
+        whole.write_text(report)
+        os.replace(whole, path)
+
+
+def printable(message: str) -> str:
+    """Return the message with what a terminal would act on escaped, such as control characters in a file's name."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in message)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from longctx.regular_files import check_file
+
 Documents = Callable[[int], Sequence[int]]
 """Length of a row -> lengths of the documents in it."""
 
@@ -28,7 +30,7 @@ def drawn_from(path: Path) -> Documents:
         ValueError: for a file that is none.
     """
     try:
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        lines = [line for line in check_file(path).read_text().splitlines() if not line.startswith("#")]
         bins = [(int(row["low"]), int(row["high"]), float(row["documents"])) for row in csv.DictReader(lines)]
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(

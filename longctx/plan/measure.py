@@ -9,6 +9,7 @@ those within, since there is one node here.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,9 @@ from torch import nn
 from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, device_named, measure_link
 from longctx.attention.kernels.choose import choose_kernel
 from longctx.attention.kernels.entries import Entries
+from longctx.launch.network import choose_interface
 from longctx.launch.processes import device_count, spawn
+from longctx.launch.store import meeting_point
 from longctx.memory.machine import host_bytes
 from longctx.step_time import ADAMW_BYTES, Speeds
 from longctx.turns import gathered
@@ -218,7 +221,8 @@ def _seconds(work: Callable[[], object], *, device: torch.device, clock: Callabl
 
 
 def _main(result: str) -> None:
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    choose_interface(os.environ)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", **meeting_point(os.environ))
     try:
         speeds = measure_together()
         if dist.get_rank() == 0:

@@ -1,0 +1,102 @@
+"""Where the processes of one machine meet: a file in a folder that no other user can open.
+
+torch's stores have no passwords. Whoever reaches a TCPStore can read and set its keys, some of which torch unpickles.
+A file store is kept by the file system's permissions instead.
+
+A run's folder ends with the last process that holds it, be that the launcher or, after it was killed, a rank. What is
+left after all of them were killed is removed by the next run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+STORE_FILE = "LONGCTX_STORE_FILE"
+"""The environment variable that names the file to the ranks."""
+_PREFIX = "longctx-run-"
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a folder of mode 0700 for a run's stores, and remove it at the end."""
+    _remove_abandoned()
+    new = Path(tempfile.mkdtemp(prefix="longctx-new-", dir=_temporary_folder()))
+    lock = _hold(new)
+    folder = new.rename(new.with_name(_PREFIX + new.name.removeprefix("longctx-new-")))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def store_file(folder: Path) -> dict[str, str]:
+    """Return the environment of ranks that are to meet in this folder."""
+    return {STORE_FILE: str(folder / "store")}
+
+
+def meeting_point(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keywords of `init_process_group` for a rank: the file store it was given, else torch's defaults."""
+    if STORE_FILE not in env:
+        return {}
+    path = Path(env[STORE_FILE])
+    lock = _hold(path.parent)
+    atexit.register(_leave, path.parent, lock)
+    return {"init_method": f"file://{path}", "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
+
+
+def listen_on_loopback() -> dist.TCPStore:
+    """Start the server of a TCPStore that other machines cannot reach; torch's own listens on every interface."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _temporary_folder() -> str:
+    """Return where folders are made: TMPDIR, unless torch would take a part of its name for the query of a URL."""
+    folder = tempfile.gettempdir()
+    return "/tmp" if re.search(r"[?#\s]", folder) else folder
+
+
+def _hold(folder: Path) -> int:
+    """Take a share of the folder, which ends with this process or with the file descriptor returned."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _leave(folder: Path, lock: int) -> None:
+    """Give up a share, and remove the folder if nobody else has one."""
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _remove_abandoned() -> None:
+    """Remove this user's folders that no process holds any more."""
+    for folder in Path(_temporary_folder()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid == os.getuid():
+                _leave(folder, _hold(folder))

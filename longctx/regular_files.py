@@ -1,0 +1,95 @@
+"""Regular files only: a pipe, a socket or a device in a folder of unknown origin may be waited for or read without end.
+
+Links to regular files are followed, since the snapshots of the hub's cache consist of them. Links to folders are not,
+since they can form a loop.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def check_file(path: Path) -> Path:
+    """Return the path of a regular file, or of a link to one.
+
+    Raises:
+        ValueError: if it is anything else. A path where there is nothing is left to who opens it.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise ValueError(f"{path} cannot be opened: {error.strerror}. Correct the path or its permissions.") from error
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is {_kind(mode)}, expected a regular file. Remove it, or name another.")
+    return path
+
+
+def check_folder(folder: Path, *, subfolders: bool = False) -> None:
+    """Check that a folder holds regular files, links to such files, and folders, before a library opens any of them.
+
+    Args:
+        subfolders: whether the folders below it are checked too.
+
+    Raises:
+        ValueError: with the first entry that is none of these, by name.
+    """
+    if folder.is_dir():
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            path = Path(entry.path)
+            if not entry.is_dir():
+                check_file(path)
+            elif entry.is_symlink():
+                raise ValueError(
+                    f"{path} is a link to a folder, which may lead in a circle. Remove it, or put a copy of the folder "
+                    "in its place."
+                )
+            elif subfolders:
+                check_folder(path, subfolders=True)
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the regular files of a folder and of those below it, except through links to folders."""
+    for root, folders, names in os.walk(folder, followlinks=False):
+        folders.sort()
+        yield from (path for name in sorted(names) if (path := Path(root, name)).is_file())
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """Return the regular files that a glob matches, sorted; `**` does not go through links to folders.
+
+    Names with a leading dot are matched by a pattern with one only, as in a shell.
+    """
+    parts = Path(pattern).parts
+    first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = Path(*parts[:first])
+    wanted = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[first:]]
+    if not wanted:
+        return [root] if root.is_file() else []
+    if wanted[-1] == "**":
+        wanted.append("*")
+    dotted = [part for part in wanted if part.startswith(".")]
+    return sorted(
+        path
+        for path in root.glob("/".join(wanted))
+        if path.is_file() and not _is_hidden(path.relative_to(root), dotted)
+    )
+
+
+def _is_hidden(path: Path, dotted: list[str]) -> bool:
+    return any(
+        part.startswith(".") and not any(fnmatch.fnmatchcase(part, pattern) for pattern in dotted)
+        for part in path.parts
+    )
