@@ -15,9 +15,9 @@ import pytest
 
 from longctx.checkpoint.files import CheckpointError, read_manifest
 from longctx.data import DataError, load_records
+from longctx.identity import _data_files_identity
 from longctx.model import load_config, load_tokenizer
 from longctx.regular_files import matching_files
-from longctx.rows import _files_identity
 from tests.test_security import checkpoint, load, whole  # noqa: F401  (a fixture)
 
 MIB = 1 << 20
@@ -93,7 +93,7 @@ def test_folders_that_lead_in_circles(tmp_path):
         load_records(str(folder))
     assert matching_files(str(folder / "**")) == [folder / "part" / "train.jsonl"]
     assert len(load_records(str(folder / "**" / "*.jsonl"))) == 1
-    assert _files_identity(str(folder / "**" / "*.jsonl")) is not None
+    assert _data_files_identity(str(folder / "**" / "*.jsonl")) is not None
 
 
 def test_globs_match_what_they_did(tmp_path):
