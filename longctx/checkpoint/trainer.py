@@ -72,7 +72,7 @@ class ResumableTrainer(SFTTrainer):
         """Behind the last step, in data that is a stream: the same on every rank, plain values."""
         return None
 
-    _nonfinite_from_start: list[str] = []
+    _nonfinite_from_start: Sequence[str] = ()
     """Trained parameters that the base model has NaN or infinite values in, such as rows of words that do not occur."""
 
     may_skip_steps = False
