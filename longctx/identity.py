@@ -34,7 +34,9 @@ class FilesIdentity:
     """The contents of the files that are read besides tokenised documents."""
 
     model: str | None = None
-    """Of the model's folder; None where it does not matter."""
+    """Of the model's folder; None where a checkpoint has all of the model and there are no nodes to compare."""
+    is_base: bool = False
+    """Whether the model has weights or buffers that are not trained, which no checkpoint is resumed with."""
     streams: tuple[str | None, ...] = ()
     """Of each data set that is streamed; None for one on the hub."""
 
@@ -44,15 +46,16 @@ def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, 
 
     Args:
         settings: every flag's value.
-        with_model: whether to read the model's files although a checkpoint would have all of the model.
+        with_model: whether to read the model's files although a checkpoint has all of the model.
 
     Raises:
         ValueError: if a file cannot be read.
     """
-    with_model = with_model or settings["use_peft"] or has_saved_buffers(model_config)
+    is_base = settings["use_peft"] or has_saved_buffers(model_config)
     names = [source.path for source in settings["datasets"] or ()] or [settings["dataset_name"]]
     return FilesIdentity(
-        model=model_identity(settings["model_name_or_path"], model_config) if with_model else None,
+        model=model_identity(settings["model_name_or_path"], model_config) if with_model or is_base else None,
+        is_base=is_base,
         streams=tuple(map(_data_files_identity, names)) if settings["dataset_streaming"] else (),
     )
 
@@ -122,7 +125,7 @@ def data_identity(
     order |= {name: settings[name] for name in ("dataloader_drop_last", "dtype")}
     order["seed"] = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
     order["model_config"] = _config_values(model_config)
-    if files.model is not None:
+    if files.is_base:
         order["base_model"] = files.model
     if settings["use_peft"]:
         order |= {name: settings.get(name) for name in _ADAPTER_FLAGS}

@@ -242,8 +242,8 @@ def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, A
         among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
         try:
             manifest = together(partial(read_manifest, folder))
-            together(partial(check_side_files, folder, manifest, args.process_index))
             together(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
+            together(partial(check_side_files, folder, manifest, args.process_index))
             if dist.is_initialized():
                 check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest}, args.device)
         except ValueError as error:

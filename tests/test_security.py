@@ -164,28 +164,30 @@ def test_numbers_that_no_model_has_are_refused_by_name(folder, key, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "message"),
+    ("values", "key"),
     [
-        ("config.json", {"save_pretrained": 1}, "config.json sets save_pretrained, which is a function"),
-        ("config.json", {"rope_parameters": {"to_dict": {}}}, "config.json sets to_dict, which is a function"),
-        ("config.json", {"to_diff_dict": "x"}, "config.json sets to_diff_dict, which is a function"),
-        ("generation_config.json", {"save_pretrained": 1}, "its GenerationConfig cannot be saved"),
-        ("generation_config.json", {"to_diff_dict": 1}, "its GenerationConfig cannot be saved"),
+        ({"save_pretrained": 1}, "save_pretrained"),
+        ({"rope_parameters": {"to_dict": {}}}, "to_dict"),
+        ({"to_diff_dict": "x"}, "to_diff_dict"),
     ],
 )
-def test_a_model_that_could_not_be_saved_is_refused_before_it_is_trained(
-    folder, tmp_path, capsys, monkeypatch, name, values, message
-):
+def test_a_configuration_that_hides_a_function_is_refused(folder, values, key):
+    """The model could be trained, and not be saved."""
+    change(folder, **values)
+    with pytest.raises(ValueError, match=rf"config\.json sets {key}, which is a function"):
+        load_config(str(folder))
+
+
+def test_a_model_that_could_not_be_saved_is_refused_before_it_is_trained(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("longctx.run.fit", lambda *_: pytest.fail("it was trained"))
-    path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text() if path.exists() else "{}") | values))
+    (folder / "generation_config.json").write_text(json.dumps({"save_pretrained": 1}))
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"input_ids": [5, 6, 7, 8]}) + "\n")
     given = ["--model_name_or_path", str(folder), "--dataset_name", str(data), "--max_length", "64", "--max_steps", "1"]
     assert main([*given, "--output_dir", str(tmp_path / "out"), "--use_cpu", "--report_to", "none"]) == 2
     error = capsys.readouterr().err
     assert error.count("longctx: error: ") == 1
-    assert message in error
+    assert "its GenerationConfig cannot be saved, and neither could the trained model" in error
 
 
 def test_a_model_larger_than_its_files_takes_no_memory(folder):

@@ -113,12 +113,13 @@ _STATE_TYPES: Mapping[str, Any] = {
 _LOGGED = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
 
 
-def nonfinite_weight(model: nn.Module) -> str | None:
-    """Return the name of a trained parameter that is NaN or infinite in what this rank holds of it, if there is one."""
+def nonfinite_weights(model: nn.Module) -> list[str]:
+    """Return the names of the trained parameters that are NaN or infinite in what this rank holds of them."""
+    found = []
     for name, parameter in model.named_parameters():
         held = getattr(parameter, "ds_tensor", parameter.data) if parameter.requires_grad else None
         if isinstance(held, DTensor):
             held = held.to_local()
         if held is not None and held.numel() and not torch.isfinite(torch.linalg.vector_norm(held, math.inf)):
-            return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
-    return None
+            found.append(name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""))
+    return found

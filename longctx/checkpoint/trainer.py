@@ -43,7 +43,7 @@ from longctx.checkpoint.pieces import WEIGHT, pieces, trained_shapes, update_wor
 from longctx.checkpoint.random_state import random_file, random_state, read_random_state, set_random_state
 from longctx.checkpoint.soundness import (
     check_kinds,
-    nonfinite_weight,
+    nonfinite_weights,
 )
 from longctx.checkpoint.states import StateReader, write_states
 from longctx.nonfinite import NonFiniteError
@@ -72,6 +72,9 @@ class ResumableTrainer(SFTTrainer):
         """Behind the last step, in data that is a stream: the same on every rank, plain values."""
         return None
 
+    _nonfinite_from_start: Sequence[str] = ()
+    """Trained parameters that the base model has NaN or infinite values in, such as rows of words that do not occur."""
+
     may_skip_steps = False
     """Whether steps may be left out, so that an optimizer may have no states after some."""
 
@@ -92,16 +95,17 @@ class ResumableTrainer(SFTTrainer):
     # Saving
 
     def _check_weights(self) -> None:
-        """Check, on all ranks together, that what is about to be saved is finite.
+        """Check, on all ranks together, that what is about to be saved is finite, but for what was not from the start.
 
         A finite gradient does not see to that: a learning rate that is too high makes weights infinite in one step.
 
         Raises:
             NonFiniteError: on every rank, with the parameter.
         """
-        if name := next(filter(None, gathered(nonfinite_weight(self.model_wrapped))), None):
+        spoilt = [name for name in nonfinite_weights(self.model_wrapped) if name not in self._nonfinite_from_start]
+        if names := [name for rank in gathered(spoilt) for name in rank]:
             raise NonFiniteError(
-                f"{name} is NaN or infinite after step {self.state.global_step}, so the model is not saved. Lower "
+                f"{names[0]} is NaN or infinite after step {self.state.global_step}, so the model is not saved. Lower "
                 "--learning_rate, and resume from an earlier checkpoint."
             )
 
@@ -296,6 +300,7 @@ class ResumableTrainer(SFTTrainer):
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._nonfinite_from_start = nonfinite_weights(self.model_wrapped)
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
             best = folder.with_name(checkpoint_name(self.state.best_global_step or 0))
