@@ -138,7 +138,7 @@ def _entry(states: Sequence[FileState]) -> tuple[Path, str]:
 
 
 def _recall(states: Sequence[FileState]) -> list[str] | None:
-    """Return the digests that were remembered for files in these states; None if there are none, or they are damaged."""
+    """Return the digests that were remembered for files in these states; None if there are none that are whole."""
     path, key = _entry(states)
     try:
         entry = json.loads(path.read_text())

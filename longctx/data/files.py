@@ -175,9 +175,7 @@ def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dat
     states = [file_state(file) for file in filled]
     fingerprint = cache_key(format_name, content_digests(filled))
     try:
-        loaded = datasets.load_dataset(
-            format_name, name=fingerprint, data_files=list(map(str, filled)), split="train"
-        )
+        loaded = datasets.load_dataset(format_name, name=fingerprint, data_files=list(map(str, filled)), split="train")
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, OSError, ValueError) as error:
         raise unlike_files(name_files(files), error.__cause__ or error) from error
     for file, state in zip(filled, states, strict=True):
