@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
