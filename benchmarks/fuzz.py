@@ -464,7 +464,6 @@ def _write_checkpoint(folder: Path, draw: random.Random, *, target: str) -> Path
         parameters={"w": [4, 3]},
         data={"contents": "abc"},
         progress={"ranks": [{"loss": 1.5, "last_logged": 2, "total_loss": 4.5}]},
-        scheduler={"last_epoch": 3, "_last_lr": [1e-4]},
         files=known,
     )
     write_manifest(checkpoint, manifest)
@@ -488,7 +487,9 @@ def _read_checkpoint(path: Path, folder: Path) -> str | None:
         kinds = dict.fromkeys([*reader.kinds(scalars=False), "weight"])
         reader.fill(Piece(name="w", shape=(4, 3), start=0, states={kind: torch.zeros(12) for kind in kinds}))
     check_files(checkpoint, manifest)
-    check_same(manifest, checkpoint, sequences_per_step=4, data={"contents": "abc"}, settings={"optim": "adamw_torch"})
+    check_same(
+        manifest, checkpoint, sequences_per_step=4, data={"contents": "abc"}, optimization={"optim": "adamw_torch"}
+    )
     if path.suffix != ".json" or signed:
         return None
     changed = json.loads(path.read_text()) != json.loads((folder / "written.json").read_text())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.utils import cached_file
 
 from longctx.confined import Bounds, OutOfBounds, confined
@@ -67,7 +67,7 @@ def read_config_file(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def check_config_values(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse keys that change more than the model's sizes, and numbers that no model has.
+    """Refuse keys that change more than the model's sizes or are functions, and numbers that no model has.
 
     Args:
         values: The contents of config.json.
@@ -78,6 +78,11 @@ def check_config_values(name: str, values: Mapping[str, Any]) -> None:
     for key, value in _items(values):
         if key in _REFUSED and value is not None:
             raise ValueError(f"--model_name_or_path {name}: its config.json has a {key}, and {_REFUSED[key]}")
+        if callable(getattr(PretrainedConfig, key, None)):
+            raise ValueError(
+                f"--model_name_or_path {name}: its config.json sets {key}, which is a function of transformers' "
+                "configurations: the model could not be saved. Remove the key, or get the file again."
+            )
         if isinstance(value, int) and not isinstance(value, bool):
             _check_number(name, key, value)
 

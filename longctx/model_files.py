@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +21,28 @@ from longctx.confined import OutOfBounds, confined
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
+
+
+def check_savable(name: str, parts: Iterable[Any]) -> None:
+    """Save a model's configuration, generation configuration and tokenizer for trial, before time goes into training.
+
+    Args:
+        parts: objects with `save_pretrained`; None is passed over.
+
+    Raises:
+        ValueError: if one of them cannot be saved.
+    """
+    for part in parts:
+        with TemporaryDirectory(prefix="longctx-") as folder:
+            try:
+                if part is not None:
+                    part.save_pretrained(folder)
+            except Exception as error:  # whatever transformers' own code makes of such values
+                raise ValueError(
+                    f"--model_name_or_path {name}: its {type(part).__name__} cannot be saved, and neither could the "
+                    f"trained model: {' '.join(str(error).split())} ({type(error).__name__}). Correct the file that it "
+                    "comes from (config.json, generation_config.json, tokenizer_config.json)."
+                ) from error
 
 
 def check_no_adapter(name: str, revision: str | None) -> None:
@@ -76,6 +101,30 @@ def _indexed(index: Path) -> list[str]:
                 f"{index} names the file {str(name)[:80]!r}, which is none in its folder. Get the folder again."
             )
     return names
+
+
+_READ_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
+"""Of configurations, tokenizers and chat templates, beside the weights."""
+
+
+def files_read(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that transformers may read, sorted by path.
+
+    These are the weights in one format, the configurations and the tokenizer's files. Other formats of the weights,
+    and folders such as the checkpoints of a run, are left out.
+
+    Raises:
+        ValueError: if a file that an index of weights names is missing.
+    """
+    others = (path for path in folder.iterdir() if path.suffix in _READ_SUFFIXES and path.is_file())
+    templates = (path for path in folder.glob("additional_chat_templates/*.jinja") if path.is_file())
+    return sorted({*_weight_files(str(folder), None), *others, *templates})
+
+
+def has_saved_buffers(config: PretrainedConfig) -> bool:
+    """Return whether the model keeps tensors that are not trained beside its parameters, such as a router's biases."""
+    model = without_weights(config)
+    return not {*model.state_dict()} <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def _regular(path: Path) -> Path:

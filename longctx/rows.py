@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -244,117 +242,6 @@ def _template(path: str | None) -> str | None:
         return Path(path).read_text(encoding="utf-8") if path and is_template_file(path) else None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--chat_template_path {path} cannot be read: {error}. Save it as UTF-8 text.") from error
-
-
-def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides which tokens each step trains on, by name, to tell whether a run goes on with the same.
-
-    Of a stream, which cannot be read beforehand, what it is called, its files' names, sizes and ends, and how it is
-    packed. An adapter's base model, which no checkpoint holds, is known in the same way.
-    """
-    order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
-    order["seed"] = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
-    if settings.get("rope_scaling") is not None:
-        order["rope_scaling"] = settings["rope_scaling"]
-    if settings["use_peft"]:
-        base = settings["model_name_or_path"]
-        order |= {"use_peft": True, "base_model": _files_identity(base) or base}
-        if settings.get("load_in_4bit"):
-            order |= {name: settings[name] for name in ("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")}
-    if settings["datasets"]:
-        order["mixture"] = _mixture_identity(Mixture.of_settings(settings))
-    if isinstance(data, StreamedRows) and settings["datasets"]:
-        names = ("path", "name", "split", "columns")
-        files = [_files_identity(source.path) for source in settings["datasets"]]
-        sources = [{name: getattr(source, name) for name in names} for source in settings["datasets"]]
-        return {"datasets": sources, "files": files, "dataset_text_field": settings["dataset_text_field"]} | order
-    if isinstance(data, StreamedRows):
-        names = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field")
-        return {name: settings[name] for name in names} | {"files": _files_identity(settings["dataset_name"])} | order
-    return {
-        "documents": len(data.documents),
-        "contents": digest(column_arrays(data.documents)),
-        "rows": len(data.rows),
-        "plan": digest(_plan_arrays(data)),
-        "balanced": data.costs is not None,
-        **order,
-    }
-
-
-def _mixture_identity(mixture: Mixture) -> dict[str, Any]:
-    """What decides which documents are drawn, besides the data sets; as JSON gives it back."""
-    of_weights = {"stopping_strategy": mixture.stopping_strategy} if mixture.weights else {}
-    shares = {name: list(values) for name in ("weights", "fractions") if (values := getattr(mixture, name))}
-    return {**shares, **of_weights, "seed": mixture.seed, "test_split_size": mixture.test_size}
-
-
-def sampled_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells one node's data and model from another's without reading all of them: the plan and a few rows, and
-    where they are local, the ends of the model's files and of a stream's.
-    """
-    known: dict[str, Any] = {"model": _files_identity(settings["model_name_or_path"])}
-    if isinstance(data, StreamedRows):
-        paths = [source.path for source in settings["datasets"] or ()] or [settings["dataset_name"]]
-        return known | {"data": [_files_identity(path) for path in paths]}
-    for name, part in {"data": data, "evaluation data": data.evaluation}.items():
-        if part is None:
-            continue
-        sampled = np.linspace(0, len(part.rows) - 1, _SAMPLED_ROWS).astype(int) if len(part.rows) else ()
-        columns = (np.asarray(column) for row in sampled for _, column in sorted(part.rows[int(row)].items()))
-        known |= {name: digest([*_plan_arrays(part), *columns]), f"rows of {name}": len(part.rows)}
-    return known
-
-
-_SAMPLED_ROWS = 8
-
-
-def _plan_arrays(data: TrainingRows) -> list[NDArray[Any]]:
-    packing = data.rows.packing
-    plan = (packing.indices, packing.offsets, packing.starts, packing.stops)
-    return [array for array in plan if array is not None]
-
-
-def _files_identity(name: str) -> str | None:
-    """Of a local file, folder or glob: a digest of all names and sizes, and of the first and last 64 KiB of each."""
-    path = Path(name)
-    folder = path if path.is_dir() else path.parent
-    found = folder.rglob("*") if path.is_dir() else map(Path, glob.glob(name, recursive=True))
-    state, is_empty = xxhash.xxh3_128(), True
-    for file in sorted(file for file in found if file.is_file()):
-        size, is_empty = file.stat().st_size, False
-        state.update(f"{file.relative_to(folder) if path.is_dir() else file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            state.update(opened.read(_ENDS_BYTES))
-            opened.seek(max(size - _ENDS_BYTES, 0))
-            state.update(opened.read(_ENDS_BYTES))
-    return None if is_empty else state.hexdigest()
-
-
-_ENDS_BYTES = 64 << 10
-"""Of a file's start and of its end that are read to know it by."""
-
-
-def column_arrays(documents: Dataset) -> Iterator[NDArray[Any]]:
-    """The tokens and labels of all documents, and where each ends, chunk by chunk."""
-    table = documents.with_format("arrow")
-    for column in ("input_ids", "labels"):
-        if column in documents.column_names:
-            for start in range(0, len(documents), _HASHED_DOCUMENTS):
-                lists = table[start : start + _HASHED_DOCUMENTS][column].combine_chunks()
-                yield lists.value_lengths().to_numpy()
-                yield lists.flatten().to_numpy()
-
-
-_HASHED_DOCUMENTS = 10_000
-"""Read at a time."""
-
-
-def digest(arrays: Iterable[NDArray[Any]]) -> str:
-    """xxh3 of their bytes, as int64 and one after the other."""
-    state = xxhash.xxh3_128()
-    for array in arrays:
-        state.update(np.ascontiguousarray(array, dtype=np.int64).data)
-    return state.hexdigest()
 
 
 def linear_cost(config: PretrainedConfig) -> float:

@@ -27,10 +27,20 @@ from longctx.adapter import add_adapter, changes_base, quantization_of
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.support import kernel_of
-from longctx.checkpoint import MANIFEST, Manifest, candidates, check_files, check_same, read_manifest
+from longctx.checkpoint import (
+    MANIFEST,
+    Manifest,
+    candidates,
+    check_files,
+    check_same,
+    check_side_files,
+    optimization_flags,
+    read_manifest,
+)
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.host import SavedOnHost
+from longctx.identity import compare_files, data_identity
 from longctx.launch.engines import (
     load_on_every_rank,
     offload_fsdp,
@@ -52,10 +62,11 @@ from longctx.model import (
     load_tokenizer,
     take_chat_template,
 )
+from longctx.model_files import check_savable
 from longctx.parallel import parallelize
 from longctx.profiling import ProfileSteps
 from longctx.resolved import Run
-from longctx.rows import StreamedRows, TrainingRows, data_identity, prepare_rows, sampled_identity
+from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.run_report import reported
 from longctx.trainer import SequenceTrainer
 from longctx.turns import check_agreement, sharing, together
@@ -119,10 +130,9 @@ def prepare(run: Run) -> PreparedRun:
         )
     tokenizer = together(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
-    if dist.is_initialized():
-        check_agreement(sampled_identity(data, settings), args.device)
+    files = compare_files(run.settings, run.model_config, data, args)
     run = _with_data(run, args, data)
-    identity = cache(partial(data_identity, data, run.settings))
+    identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
     return PreparedRun(
         run=run,
         args=args,
@@ -223,6 +233,7 @@ def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, A
         among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
         try:
             manifest = together(partial(read_manifest, folder))
+            together(partial(check_side_files, folder, manifest, args.process_index))
             together(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
             if dist.is_initialized():
                 check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest}, args.device)
@@ -244,8 +255,8 @@ def _check_same(
     if args.process_index != 0:
         return
     sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
-    settings = {name: getattr(value, "value", value) for name, value in run.settings.items()}
-    check_same(manifest, folder, sequences_per_step=sequences, data=identity(), settings=settings)
+    flags = optimization_flags(args)
+    check_same(manifest, folder, sequences_per_step=sequences, data=identity(), optimization=flags)
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:
@@ -310,18 +321,22 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     """Read the weights, on all ranks together.
 
     Raises:
-        ValueError: if they cannot be read.
+        ValueError: if they cannot be read, or the model could not be saved after training.
     """
     settings = prepared.run.settings
-    return together(
+    name = settings["model_name_or_path"]
+    model = together(
         lambda: load_model(
-            settings["model_name_or_path"],
+            name,
             prepared.run.model_config,
             dtype=settings["dtype"],
             revision=settings["model_revision"],
             quantization=quantization_of(settings),
         )
     )
+    parts = [model.config, model.generation_config, prepared.tokenizer] if prepared.args.should_save else []
+    together(lambda: check_savable(name, parts))
+    return model
 
 
 def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:

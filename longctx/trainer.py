@@ -157,9 +157,15 @@ class SequenceTrainer(ResumableTrainer):
         source = self.rows.source
         return source.reports(self.stream_read.position["stream"]["source"]) if isinstance(source, MixedStream) else ()
 
-    def restore_data_position(self, loader: DataLoader, position: dict[str, Any], step: int) -> None:
-        assert isinstance(loader.dataset, StepStream), "rows with numbers have no position"
-        loader.dataset.go_on_from(step, position)
+    @property
+    def may_skip_steps(self) -> bool:  # type: ignore[override]
+        return self.on_nonfinite == "skip"
+
+    def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
+        if isinstance(loader.dataset, StepStream) != (position is not None):
+            raise ValueError("a stream needs a position, and only a stream has one")
+        if isinstance(loader.dataset, StepStream) and position is not None:
+            loader.dataset.go_on_from(step, position)
 
     def progress(self) -> dict[str, Any]:
         return {"metrics": self.step_metrics.state_dict()}

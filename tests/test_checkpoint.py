@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from longctx.checkpoint.files import (
     CheckpointError,
     _digest_of,
     candidates,
     checkpoints,
+    describe_files,
     make_partial,
     rotate,
     writing,
@@ -169,7 +171,7 @@ def test_auto_passes_over_a_damaged_one_and_a_path_does_not(file, copied, models
         (lambda folder: os.truncate(folder / "model.safetensors", 100), "has 100 bytes, and was written with"),
         (lambda folder: (folder / "longctx.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "longctx.json").unlink(), "has no longctx.json"),
-        (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 1"),
+        (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 2"),
         (lambda folder: _edit(folder, files={"../../passwd": {"bytes": 1, "xxh3": ""}}), "outside its folder"),
     ],
 )
@@ -186,7 +188,7 @@ def _edit(folder, **values):
     known = json.loads(path.read_text())
     del known["xxh3"]
     for name, value in values.items():
-        known[name] = known[name] | value if isinstance(value, dict) else value
+        known[name] = known[name] | value if isinstance(known[name], dict) else value
     path.write_text(json.dumps(known | {"xxh3": _digest_of(known)}))
 
 
@@ -199,7 +201,13 @@ def _edit(folder, **values):
         (["--overlong", "drop"], "overlong: raise then, drop now"),
         (["--learning_rate", "1e-4"], "learning_rate: 0.005 then, 0.0001 now"),
         (["--use_peft", "True"], "use_peft: None then, True now"),
-        (["--model_name_or_path", "MQA 4:1"], "is of another model: "),
+        (["--model_name_or_path", "MQA 4:1"], "model_config num_key_value_heads: 2 then, 1 now"),
+        (["--model_init_kwargs", '{"rms_norm_eps": 1e-3}'], "model_config rms_norm_eps: 1e-06 then, 0.001 now"),
+        (["--dtype", "bfloat16"], "dtype: float32 then, bfloat16 now"),
+        (["--dataloader_drop_last", "True"], "dataloader_drop_last: False then, True now"),
+        (["--warmup_steps", "2"], "warmup_steps: 0 then, 2.0 now"),
+        (["--max_grad_norm", "7"], "max_grad_norm: 1.0 then, 7.0 now"),
+        (["--label_smoothing_factor", "0.1"], "label_smoothing_factor: 0.0 then, 0.1 now"),
         (["--resume_from_checkpoint", "nowhere"], "nowhere is no folder"),
     ],
 )
@@ -209,6 +217,152 @@ def test_another_run_does_not_go_on(more, message, copied, models, capsys):
     more = [models.get(part, part) for part in more]
     assert resumed(models, data, output_dir, "--resume_from_checkpoint", folder, *more) == 2
     assert message in capsys.readouterr().err
+
+
+def _sign(folder):
+    """Give a checkpoint digests that fit what is in it now, as an attacker would."""
+    names = [name for name in json.loads((folder / "longctx.json").read_text())["files"] if (folder / name).is_file()]
+    _edit(folder, files=describe_files(folder, [folder / name for name in names]))
+
+
+def _edit_states(folder, kind, change):
+    path = folder / "states-00000-000.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.startswith(f"{kind}|")]:
+        found = change(tensors.pop(name).clone())
+        tensors |= {} if found is None else {name: found}
+    save_file(tensors, path)
+
+
+def _edit_json(name, **values):
+    def edit(folder):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return edit
+
+
+def _last(value):
+    def change(tensor):
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    return change
+
+
+STATES = "states-00000-000.safetensors: "
+FORGED = {
+    "a negative second moment": (
+        lambda folder: _edit_states(folder, "exp_avg_sq", _last(-1e-3)),
+        f"{STATES}exp_avg_sq",
+    ),
+    "a NaN moment": (lambda folder: _edit_states(folder, "exp_avg", _last(float("nan"))), "holds a value of nan"),
+    "an infinite weight": (lambda folder: _edit_states(folder, "weight", _last(float("inf"))), "holds a value of inf"),
+    "a negative step": (lambda folder: _edit_states(folder, "step", _last(-1.0)), "holds a value of -1, below 0"),
+    "a step to come": (
+        lambda folder: _edit_states(folder, "step", _last(1e6)),
+        "1e+06, and the checkpoint is of step 4",
+    ),
+    "no second moments": (
+        lambda folder: _edit_states(folder, "exp_avg_sq", lambda tensor: None),
+        "holds the optimizer",
+    ),
+    "no optimizer": (
+        lambda folder: [_edit_states(folder, kind, lambda tensor: None) for kind in ("exp_avg", "exp_avg_sq", "step")],
+        "holds the optimizer states of no kind, and --optim adamw_torch",
+    ),
+    "a matrix": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor[None]), "expected a flat range"),
+    "whole numbers": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor.int()), "of type I32"),
+    "a step of two": (
+        lambda folder: _edit_states(folder, "step", lambda tensor: tensor.repeat(2)),
+        "holds the optimizer",
+    ),
+    "another step": (
+        _edit_json("trainer_state.json", global_step=2),
+        "trainer_state.json is damaged: global_step is 2",
+    ),
+    "no log": (
+        _edit_json("trainer_state.json", log_history=None),
+        "trainer_state.json is damaged: log_history is None",
+    ),
+    "a loss in words": (
+        _edit_json("trainer_state.json", log_history=[{"step": 1, "loss": "low"}]),
+        "trainer_state.json is damaged: log_history has an entry",
+    ),
+    "an unknown field": (_edit_json("trainer_state.json", more=1), "trainer_state.json is damaged: "),
+    "no JSON": (lambda folder: (folder / "trainer_state.json").write_text("{"), "trainer_state.json is damaged: "),
+    "no state": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json is missing"),
+    "a callback": (
+        _edit_json("trainer_state.json", stateful_callbacks={"TrainerControl": 1}),
+        "trainer_state.json is damaged: ",
+    ),
+    "random numbers": (_edit_json("random-00000.json", torch=[1, 2]), "random-00000.json is damaged: "),
+    "a generator": (_edit_json("random-00000.json", numpy=["MT19937", "x"]), "random-00000.json is damaged: "),
+    "no progress": (lambda folder: _edit(folder, progress={"ranks": []}), "longctx.json is damaged: "),
+    "infinite progress": (
+        lambda folder: _edit(folder, progress={"ranks": [{"loss": float("inf"), "last_logged": 0, "total_loss": 0}]}),
+        "longctx.json is damaged: ",
+    ),
+    "no sums": (
+        lambda folder: _edit(folder, progress={"ranks": [{"loss": 0.0, "last_logged": 0, "total_loss": 0.0}]}),
+        "longctx.json is damaged: 'metrics'",
+    ),
+    "a position": (lambda folder: _edit(folder, position={"document": 1}), "only a stream has one"),
+    "parameters": (lambda folder: _edit(folder, parameters={"lm_head.weight": "wide"}), "is of another model: "),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_checkpoint_is_refused_by_the_file(case, copied, models, capsys):
+    """Whoever writes a checkpoint can give it digests that fit. One that cannot be gone on from ends in one line."""
+    forge, message = FORGED[case]
+    data, output_dir = copied
+    folder = output_dir / "checkpoint-4"
+    forge(folder)
+    _sign(folder)
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", str(folder)) == 2
+    error = capsys.readouterr().err
+    assert error.count("longctx: error: ") == 1
+    assert message in error
+
+
+def test_a_checkpoint_has_no_learning_rates_of_its_own(saved):
+    """They follow from the step and the flags of the run that goes on."""
+    manifest = json.loads((saved[1] / "checkpoint-4" / "longctx.json").read_text())
+    assert "base_lrs" not in json.dumps(manifest)
+    assert manifest["optimization"]["learning_rate"] == LEARNING_RATE
+
+
+def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, capsys):
+    """In the last step nothing looks at the loss of the weights that it leaves; the exit code says it."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    more = ["--max_steps", "1", "--learning_rate", "3e38", "--save_strategy", "no", "--optim", "sgd"]
+    more += ["--lr_scheduler_type", "constant", "--weight_decay", "1000"]
+    assert main([*flags(models, data, tmp_path / "out"), *more]) == 1
+    assert "is NaN or infinite after step 1, so the model is not saved" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_base_model_changed_in_its_middle_is_refused(models, tmp_path, capsys):
+    """With its size, its ends and its times as they were."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    shutil.copytree(models["GQA 4:2"], tmp_path / "base")
+    common = [*flags(models, data, tmp_path / "out"), "--model_name_or_path", str(tmp_path / "base")]
+    common += ["--use_peft", "True"]
+    assert main(common) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    common += ["--resume_from_checkpoint", "auto"]
+    assert main([*common, "--lora_alpha", "7"]) == 2
+    assert "lora_alpha: 32 then, 7 now" in capsys.readouterr().err
+    weights = tmp_path / "base" / "model.safetensors"
+    content, before = bytearray(weights.read_bytes()), weights.stat()
+    middle = len(content) // 2
+    assert len(content) > 2 * ((64 << 10) + 4000), "the ends are not the middle"
+    content[middle : middle + 4000] = bytes(4000)
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert main(common) == 2
+    assert "(base_model: " in capsys.readouterr().err
 
 
 def last_state(output_dir):

@@ -34,6 +34,7 @@ STAGES: list[tuple[str, ...]] = [
         "watch",
         "turns",
         "rows",
+        "identity",
         "steps",
         "metrics",
         "checkpoint",

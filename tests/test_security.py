@@ -29,6 +29,7 @@ from longctx.checkpoint.files import (
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.model import load_config, load_model, load_tokenizer
 from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.train import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -161,6 +162,31 @@ def test_numbers_that_no_model_has_are_refused_by_name(folder, key, value):
         load_config(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("config.json", {"save_pretrained": 1}, "config.json sets save_pretrained, which is a function"),
+        ("config.json", {"rope_parameters": {"to_dict": {}}}, "config.json sets to_dict, which is a function"),
+        ("config.json", {"to_diff_dict": "x"}, "config.json sets to_diff_dict, which is a function"),
+        ("generation_config.json", {"save_pretrained": 1}, "its GenerationConfig cannot be saved"),
+        ("generation_config.json", {"to_diff_dict": 1}, "its GenerationConfig cannot be saved"),
+    ],
+)
+def test_a_model_that_could_not_be_saved_is_refused_before_it_is_trained(
+    folder, tmp_path, capsys, monkeypatch, name, values, message
+):
+    monkeypatch.setattr("longctx.run.fit", lambda *_: pytest.fail("it was trained"))
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text() if path.exists() else "{}") | values))
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"input_ids": [5, 6, 7, 8]}) + "\n")
+    given = ["--model_name_or_path", str(folder), "--dataset_name", str(data), "--max_length", "64", "--max_steps", "1"]
+    assert main([*given, "--output_dir", str(tmp_path / "out"), "--use_cpu", "--report_to", "none"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("longctx: error: ") == 1
+    assert message in error
+
+
 def test_a_model_larger_than_its_files_takes_no_memory(folder):
     change(folder, hidden_size=200_000, intermediate_size=10**6)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -189,7 +215,7 @@ def checkpoint(folder: Path, files: dict) -> Path:
     folder.mkdir()
     save_file({"weight|0|w": torch.ones(4)}, folder / "states-00000-000.safetensors")
     known = describe_files(folder, [folder / "states-00000-000.safetensors"]) | files
-    parts = {name: {} for name in ("layout", "optimization", "parameters", "data", "progress", "scheduler")}
+    parts = {name: {} for name in ("layout", "optimization", "parameters", "data", "progress")}
     write_manifest(folder, Manifest(step=1, files=known, **parts))
     return folder
 

@@ -11,7 +11,8 @@ from longctx.checkpoint.files import (
     read_manifest,
 )
 from longctx.checkpoint.signals import RESUMABLE, StopOnSignal
-from longctx.checkpoint.trainer import ResumableTrainer
+from longctx.checkpoint.soundness import check_side_files
+from longctx.checkpoint.trainer import ResumableTrainer, optimization_flags
 
 __all__ = [
     "MANIFEST",
@@ -24,5 +25,7 @@ __all__ = [
     "candidates",
     "check_files",
     "check_same",
+    "check_side_files",
+    "optimization_flags",
     "read_manifest",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 MANIFEST = "longctx.json"
-FORMAT = 1
+FORMAT = 2
 PARTIAL, REPLACED = ".partial", ".replaced"
 """Of a folder that is being written, and of one whose name another is about to take."""
 _NAME = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
@@ -29,6 +29,28 @@ class CheckpointError(ValueError):
 
 class NotSavedError(OSError):
     """A checkpoint that could not be written, and which one there is instead."""
+
+
+_DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turn the error of code that meets unexpected values of this file into one that names the file.
+
+    Raises:
+        CheckpointError: in the place of any other error of such code.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing. Resume from an earlier checkpoint.") from error
+    except (*_DAMAGE, OSError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error} ({type(error).__name__}). Resume from an earlier checkpoint."
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +69,6 @@ class Manifest:
     """What the rows were made from, by name."""
     progress: dict[str, Any]
     """Of the log: sums since its last entry, tokens so far."""
-    scheduler: dict[str, Any]
     position: dict[str, Any] | None = None
     """In data without row numbers; None: it is read again from its start."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -187,13 +208,13 @@ def _check_types(manifest: Manifest) -> None:
         TypeError: with what is of another type than `write_manifest` leaves.
     """
     expected: dict[str, type] = {"step": int, "files": dict, "layout": dict, "optimization": dict, "parameters": dict}
-    expected |= {"data": dict, "progress": dict, "scheduler": dict}
+    expected |= {"data": dict, "progress": dict}
     held = {name: getattr(manifest, name) for name in expected}
     for name, known in held["files"].items() if isinstance(held["files"], dict) else ():
         held |= {f"bytes of {name}": known["bytes"], f"xxh3 of {name}": known["xxh3"]}
         expected.update({f"bytes of {name}": int, f"xxh3 of {name}": str})
     for name, kind in expected.items():
-        if not isinstance(held[name], kind):
+        if not isinstance(held[name], kind) or isinstance(held[name], bool):
             raise TypeError(f"{name} is {str(held[name])[:60]!r}, expected {kind.__name__}")
 
 
@@ -255,12 +276,18 @@ def candidates(asked: str, output_dir: Path) -> list[Path]:
 
 
 def check_same(
-    manifest: Manifest, folder: Path, *, sequences_per_step: int, data: Mapping[str, Any], settings: Mapping[str, Any]
+    manifest: Manifest,
+    folder: Path,
+    *,
+    sequences_per_step: int,
+    data: Mapping[str, Any],
+    optimization: Mapping[str, Any],
 ) -> None:
-    """That a run can go on from the checkpoint.
+    """Check that a run can go on from the checkpoint.
 
     Args:
-        settings: every flag's value.
+        data: what decides tokens and model, by name.
+        optimization: the flags that a resumed run has as they were.
 
     Raises:
         CheckpointError: with what differs.
@@ -274,11 +301,11 @@ def check_same(
         )
     if changes := _changes(manifest.data, data):
         raise CheckpointError(
-            f"the data, or the model under an adapter, has changed since {folder} was written, so that the run would "
-            f"be another, with tokens repeated or lost ({changes}). "
+            f"the data or the model has changed since {folder} was written, so that the run would be another, such as "
+            f"one with tokens repeated or lost ({changes}). "
             "Give the same data and flags, or start anew from its weights with --model_name_or_path."
         )
-    if changes := _changes(manifest.optimization, {name: settings.get(name) for name in manifest.optimization}):
+    if changes := _changes(manifest.optimization, optimization):
         raise CheckpointError(
             f"the optimizer's states in {folder} belong to other flags ({changes}). Give the same, or start anew from "
             "its weights with --model_name_or_path."
@@ -286,8 +313,16 @@ def check_same(
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return "; ".join(f"{name}: {before.get(name)} then, {now.get(name)} now" for name in names)
+    found = []
+    for name in {**before, **now}:
+        then, today = before.get(name), now.get(name)
+        if name == "model_config" and isinstance(then, Mapping) and isinstance(today, Mapping):
+            shared = [key for key in today if key in then]  # releases of transformers know other keys
+            parts = _changes({key: then[key] for key in shared}, {key: today[key] for key in shared})
+            found += [f"{name} {parts}"] if parts else []
+        elif then != today:
+            found.append(f"{name}: {then} then, {today} now")
+    return "; ".join(found)
 
 
 def check_writable(output_dir: Path) -> None:

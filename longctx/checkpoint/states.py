@@ -10,11 +10,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longctx.checkpoint.files import CheckpointError
+from longctx.checkpoint.files import CheckpointError, damage_named
 from longctx.checkpoint.pieces import Piece
+from longctx.checkpoint.soundness import check_values
 
 FILE_BYTES = 2 << 30
 """Of a file, and so of what is copied to host memory at a time."""
+
+
+_DTYPES = ("F32", "BF16", "F16", "F64")
 
 
 def write_states(folder: Path, held: Iterable[Piece], rank: int, *, file_bytes: int = FILE_BYTES) -> list[Path]:
@@ -61,18 +65,27 @@ class StateReader:
     """The ranges in a folder's files, whoever wrote them.
 
     Raises:
-        CheckpointError: for a file that cannot be read, with its name.
+        CheckpointError: for a file that cannot be read, or that does not hold ranges, with its name.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *, last_step: int | None = None):
+        """
+        Args:
+            last_step: the step of the checkpoint, which bounds the optimizer's counts of steps.
+        """
+        self.folder, self.last_step = folder, last_step
         self._ranges: dict[tuple[str, str], list[_Range]] = {}
         self._open: dict[Path, safe_open] = {}
         for path in sorted(folder.glob("states-*.safetensors")):
             file = self._file(path)
             for key in file.keys():  # noqa: SIM118  (no mapping)
                 kind, start, name = _parts(path, key)
-                shape = file.get_slice(key).get_shape()
+                shape, dtype = file.get_slice(key).get_shape(), file.get_slice(key).get_dtype()
+                if len(shape) > 1 or dtype not in _DTYPES:
+                    raise CheckpointError(
+                        f"{path} holds {key!r} of type {dtype} and shape {shape}; expected a flat range of "
+                        f"{', '.join(_DTYPES)}. Resume from an earlier checkpoint."
+                    )
                 stop = int(start) + (shape[0] if shape else 0)
                 self._ranges.setdefault((name, kind), []).append(_Range(int(start), stop, path, key))
         for ranges in self._ranges.values():
@@ -97,14 +110,14 @@ class StateReader:
         ranges = self._ranges.get((piece.name, kind), [])
         if not target.dim():
             if ranges:
-                target.copy_(self._file(ranges[0].path).get_tensor(ranges[0].key))
+                target.copy_(self._checked(piece.name, kind, ranges[0], slice(None)))
             return
         at, stop = piece.start, piece.start + len(target)
         for found in ranges:
             if found.stop <= at or found.start >= stop or found.start > at:
                 continue
             upto = min(found.stop, stop)
-            values = self._file(found.path).get_slice(found.key)[at - found.start : upto - found.start]
+            values = self._checked(piece.name, kind, found, slice(at - found.start, upto - found.start))
             target[at - piece.start : upto - piece.start].copy_(values)
             at = upto
         if at < stop:
@@ -112,6 +125,21 @@ class StateReader:
                 f"{self.folder} lacks elements {at} to {stop} of {kind} of {piece.name}: it is of another model, or "
                 "not all of its files are here."
             )
+
+    def _checked(self, name: str, kind: str, found: _Range, part: slice) -> Tensor:
+        """Read values, all of which training can go on from.
+
+        Raises:
+            CheckpointError: where one is none, and for a range where a single value belongs or the other way round.
+        """
+        with damage_named(found.path):
+            is_scalar = found.start == found.stop
+            file = self._file(found.path)
+            values: Tensor = file.get_tensor(found.key) if is_scalar else file.get_slice(found.key)[part]
+            if is_scalar and values.numel() != 1:
+                raise ValueError(f"{found.key!r} has {values.numel()} values")
+        check_values(kind, values, name=name, path=found.path, last_step=self.last_step)
+        return values
 
     def _file(self, path: Path) -> safe_open:
         if path not in self._open:

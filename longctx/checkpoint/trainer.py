@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import random
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub import upload_folder
 from safetensors import SafetensorError
@@ -23,12 +22,14 @@ from transformers.trainer_callback import ExportableState
 from trl import SFTConfig, SFTTrainer
 
 from longctx.checkpoint.files import (
+    MANIFEST,
     CheckpointError,
     Manifest,
     NotSavedError,
     check_files,
     checkpoint_name,
     checkpoints,
+    damage_named,
     describe_files,
     make_partial,
     read_manifest,
@@ -39,7 +40,13 @@ from longctx.checkpoint.files import (
     writing,
 )
 from longctx.checkpoint.pieces import WEIGHT, pieces, trained_shapes, update_working_weights
+from longctx.checkpoint.random_state import random_file, random_state, read_random_state, set_random_state
+from longctx.checkpoint.soundness import (
+    check_kinds,
+    nonfinite_weight,
+)
 from longctx.checkpoint.states import StateReader, write_states
+from longctx.nonfinite import NonFiniteError
 from longctx.turns import gathered, together
 
 logger = logging.getLogger(__name__)
@@ -65,8 +72,15 @@ class ResumableTrainer(SFTTrainer):
         """Behind the last step, in data that is a stream: the same on every rank, plain values."""
         return None
 
-    def restore_data_position(self, loader: DataLoader, position: dict[str, Any], step: int) -> None:
-        """Make the loader go on behind this step."""
+    may_skip_steps = False
+    """Whether steps may be left out, so that an optimizer may have no states after some."""
+
+    def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
+        """Make the loader go on behind this step.
+
+        Raises:
+            ValueError: for a stream without a position, and for a position in what is no stream.
+        """
 
     def progress(self) -> dict[str, Any]:
         """Of this rank, since the last entry of the log. Called by all ranks together."""
@@ -77,7 +91,22 @@ class ResumableTrainer(SFTTrainer):
 
     # Saving
 
+    def _check_weights(self) -> None:
+        """Check, on all ranks together, that what is about to be saved is finite.
+
+        A finite gradient does not see to that: a learning rate that is too high makes weights infinite in one step.
+
+        Raises:
+            NonFiniteError: on every rank, with the parameter.
+        """
+        if name := next(filter(None, gathered(nonfinite_weight(self.model_wrapped))), None):
+            raise NonFiniteError(
+                f"{name} is NaN or infinite after step {self.state.global_step}, so the model is not saved. Lower "
+                "--learning_rate, and resume from an earlier checkpoint."
+            )
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._check_weights()
         self.store_flos()
         folder = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
         progress = self._all_progress()
@@ -101,8 +130,10 @@ class ResumableTrainer(SFTTrainer):
         """The model and the trainer's state in output_dir: each file whole, or as it was. Called by all ranks together.
 
         Raises:
+            NonFiniteError: if a weight is NaN or infinite.
             NotSavedError, RefusedTogether: on the rank that could not write, and on the others.
         """
+        self._check_weights()
         output_dir = Path(self.args.output_dir)
         if self.args.push_to_hub:
             self._push(self._finish_current_push)  # before the files that it reads are replaced
@@ -198,8 +229,8 @@ class ResumableTrainer(SFTTrainer):
             return {}
         rank = self.args.process_index
         files = write_states(folder, pieces(self.model_wrapped, self.optimizer), rank)
-        files.append(folder / _random_file(rank))
-        files[-1].write_text(json.dumps(_random_state()))
+        files.append(random_file(folder, rank))
+        files[-1].write_text(json.dumps(random_state()))
         return describe_files(folder, files)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -230,15 +261,13 @@ class ResumableTrainer(SFTTrainer):
             return None
         for part in files:
             known |= part
-        scheduler = {key: value for key, value in self.lr_scheduler.state_dict().items() if _is_plain(value)}
         return Manifest(
             step=self.state.global_step,
             layout=self.layout(),
-            optimization={name: _plain(getattr(self.args, name)) for name in OPTIMIZATION},
+            optimization=optimization_flags(self.args),
             parameters=trained_shapes(self.model_wrapped),
             data=self.data_identity(),
             progress={"ranks": progress, "max_steps": self.state.max_steps},
-            scheduler=scheduler,
             position=self.data_position(),
             files=known,
         )
@@ -277,7 +306,8 @@ class ResumableTrainer(SFTTrainer):
         return model, loader
 
     def _restore(self, folder: Path, loader: DataLoader) -> None:
-        reader, manifest = StateReader(folder), read_manifest(folder)
+        manifest = read_manifest(folder)
+        reader = StateReader(folder, last_step=manifest.step)
         here = trained_shapes(self.model_wrapped)
         if manifest.parameters != here:
             name = next(n for n in {**manifest.parameters, **here} if manifest.parameters.get(n) != here.get(n))
@@ -286,30 +316,42 @@ class ResumableTrainer(SFTTrainer):
                 f"{here.get(name)} here. Give the same model and adapter flags."
             )
         kinds = [kind for kind in reader.kinds(scalars=False) if kind != WEIGHT]
+        scalars = reader.kinds(scalars=True)
+        check_kinds(folder, _plain(self.args.optim), {*kinds}, {*scalars}, may_be_empty=self.may_skip_steps)
         with torch.no_grad():
-            for piece in pieces(self.model_wrapped, self.optimizer, kinds=kinds, scalars=reader.kinds(scalars=True)):
+            for piece in pieces(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars):
                 reader.fill(piece)
-        self.lr_scheduler.load_state_dict(self.lr_scheduler.state_dict() | manifest.scheduler)
-        # All schedules here follow the step alone; those of a run that was made longer go on along its new length.
+        self._set_schedule(manifest.step)
+        with damage_named(folder / TRAINER_STATE_NAME):
+            self._restore_callbacks()
+        if self.args.process_index == 0:
+            self._say_what_is_left(folder, manifest)
+        with damage_named(folder / MANIFEST):
+            self.add_callback(_Continued(self, manifest, folder / MANIFEST))
+            self.restore_data_position(loader, manifest.position, manifest.step)
+
+    def _set_schedule(self, step: int) -> None:
+        """Set learning rates to those behind this step, which follow from the run's flags and the step alone.
+
+        A run that was made longer has those of its new length.
+        """
         schedule: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        schedule.last_epoch, schedule._step_count = step, step + 1
+        factors = [factor(step) for factor in schedule.lr_lambdas]
         schedule._last_lr = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
             group["lr"] = rate
-        self._restore_callbacks()
-        if self.args.process_index == 0:
-            self._say_what_is_left(folder, manifest)
-        self.add_callback(_Continued(self, manifest))
-        if manifest.position is not None:
-            self.restore_data_position(loader, manifest.position, manifest.step)
 
     def _restore_callbacks(self) -> None:
         """What they have counted; how they are set up is up to this run."""
         for callback in self.callback_handler.callbacks:
             held = self.state.stateful_callbacks.get(type(callback).__name__)
             if isinstance(callback, ExportableState) and isinstance(held, dict):
-                for name in callback.state()["attributes"].keys() & held["attributes"].keys():
-                    setattr(callback, name, held["attributes"][name])
+                for name, value in callback.state()["attributes"].items():
+                    found = held["attributes"].get(name, value)
+                    if type(found) is not type(value):
+                        raise TypeError(f"{name} is {found!r}, expected a {type(value).__name__}")
+                    setattr(callback, name, found)
 
     @property
     def has_stopped_early(self) -> bool:
@@ -349,9 +391,9 @@ class ResumableTrainer(SFTTrainer):
         """Everything is read in `_prepare_for_training`, whatever the engine."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        path = Path(checkpoint, _random_file(self.args.process_index)) if checkpoint else None
+        path = random_file(Path(checkpoint), self.args.process_index) if checkpoint else None
         if path is not None and path.is_file():
-            _set_random_state(json.loads(path.read_text()))
+            set_random_state(read_random_state(path))
 
     def _run_epoch(self, **kwargs: Any) -> None:
         """The Trainer would take one more step where the last one was not an epoch's last."""
@@ -378,25 +420,46 @@ class ResumableTrainer(SFTTrainer):
                 reader.fill(piece, only=(WEIGHT,))
 
 
-OPTIMIZATION = (
+_OPTIMIZATION = (
     "optim",
     "learning_rate",
     "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
     "adam_epsilon",
+    "label_smoothing_factor",
+    "bf16",
 )
-"""Flags that a resumed run has as they were, since optimizer and schedule bring their own along."""
+
+
+def optimization_flags(args: SFTConfig) -> dict[str, Any]:
+    """Return the flags that a resumed run has as they were, by name and as JSON gives them back.
+
+    Optimizer states, loss and schedule belong to them. The engines have two values for no clipping, 0 and infinity.
+    """
+    flags = {name: _plain(getattr(args, name)) for name in _OPTIMIZATION}
+    clipping = args.max_grad_norm or 0.0
+    flags["max_grad_norm"] = clipping if math.isfinite(clipping) else 0.0
+    return json.loads(json.dumps(flags))
 
 
 class _Continued(TrainerCallback):
     """Puts the log's sums back, which the Trainer sets to nothing when it begins."""
 
-    def __init__(self, trainer: ResumableTrainer, manifest: Manifest):
-        self.trainer, self.ranks = trainer, manifest.progress["ranks"]
+    def __init__(self, trainer: ResumableTrainer, manifest: Manifest, path: Path):
+        self.trainer, self.ranks, self.path = trainer, manifest.progress["ranks"], path
+        for rank in self.ranks:
+            if not all(math.isfinite(rank[name]) for name in ("loss", "last_logged", "total_loss")):
+                raise ValueError(f"a rank's progress is {str(rank)[:60]}")
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        with damage_named(self.path):
+            self._restore(args)
+
+    def _restore(self, args: SFTConfig) -> None:
         trainer, ranks = self.trainer, self.ranks
         same = len(ranks) == args.world_size
         loss = ranks[args.process_index]["loss"] if same else sum(rank["loss"] for rank in ranks) / len(ranks)
@@ -407,41 +470,6 @@ class _Continued(TrainerCallback):
 
 
 _OF_RANKS = ("states-", "random-")
-
-
-def _random_file(rank: int) -> str:
-    return f"random-{rank:05d}.json"
-
-
-def _random_state() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    state = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().tolist()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _plain(value: Any) -> Any:

@@ -101,6 +101,22 @@ def record_place(
     raise AssertionError(f"record {record} beyond the end of {dataset_name}")
 
 
+def local_files(dataset_name: str) -> list[Path] | None:
+    """Return the files of a local or built-in data set in the order in which they are read; None for one of the hub.
+
+    Raises:
+        DataError: as `load_records`, for a name that leads to no file.
+    """
+    if dataset_name == STDLIB:
+        return stdlib_files()
+    path = Path(dataset_name).expanduser()
+    if path.is_dir():
+        return _visible_files(path)
+    if _local_splits(dataset_name, "text") is None:
+        return None
+    return [path] if path.exists() else _matching_files(dataset_name)
+
+
 def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader] | None:
     """The same as `_local_splits`, which have no configurations."""
     splits = _local_splits(name, text_field)
@@ -122,7 +138,7 @@ def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
     if path.exists():
         return {"train": files_loader([path], text_field)}
     if glob.has_magic(name):
-        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+        found = _matching_files(name)
         if not found:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
         _check_links(found, _folder_of_glob(path))
@@ -135,6 +151,11 @@ def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
 def _folder_of_glob(pattern: Path) -> Path:
     """Return the folder that a pattern names before its first wildcard."""
     return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+
+
+def _matching_files(pattern: str) -> list[Path]:
+    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    return sorted(Path(match) for match in found if os.path.isfile(match))
 
 
 def _looks_like_a_path(name: str) -> bool:

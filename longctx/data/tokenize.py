@@ -239,9 +239,13 @@ _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 def _fingerprint(dataset: Dataset, encoder: Encoder) -> str:
     """Cache key. `datasets` would pickle the tokenizer, whose state changes when it is first called."""
+    return cache_key([version(package) for package in _PACKAGES], dataset._fingerprint, encoder_key(encoder))
+
+
+def encoder_key(encoder: Encoder) -> str:
+    """Return a digest of what makes documents of records: the kind of records, the options and the tokenizer."""
     tokenizer = [] if encoder.tokenizer is None else [_tokenizer_state(encoder.tokenizer)]
-    versions = [version(package) for package in _PACKAGES]
-    return cache_key(versions, type(encoder).__name__, dataset._fingerprint, encoder.options(), *tokenizer)
+    return cache_key(type(encoder).__name__, encoder.options(), *tokenizer)
 
 
 def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
