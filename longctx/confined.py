@@ -34,7 +34,7 @@ _SECONDS_PER_CHARACTER = 50e-6
 _BYTES_PER_CHARACTER = 512
 """A fast tokenizer needs up to 200 bytes for each token meanwhile, and a character can be a token."""
 
-_WAITED_PER_SECOND = 20
+_WAITED_PER_SECOND = 60
 """Seconds that are waited for a second of CPU time, on a machine that is busy with other work."""
 
 _STATM = Path("/proc/self/statm")
