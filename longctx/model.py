@@ -6,6 +6,7 @@ import copy
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,7 +24,16 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from longctx.model_files import check_config_values, check_no_adapter, check_weight_files
+from longctx.config_file import (
+    check_config_values,
+    check_links,
+    check_own_code,
+    check_tokenizer_files,
+    read_config_file,
+    try_config,
+    try_tokenizer,
+)
+from longctx.model_files import check_no_adapter, check_weight_files
 from longctx.regular_files import check_folder
 from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
@@ -53,23 +63,21 @@ def load_config(
         config.name_or_path = name
     elif overrides:  # from the start, so that the config's own checks see them
         config = _read_config(name, revision=revision, trust_remote_code=trust_remote_code, **overrides)
-    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
-        raise ValueError(
-            f"--trust_remote_code True runs the code in {name}, which is not known to be exact. Leave the flag out if "
-            f"transformers has the model type {config.model_type!r}, or choose another model."
-        )
     return config
 
 
-def _read_config(name: str, *, revision: str | None, **kwargs: Any) -> PretrainedConfig:
+def _read_config(name: str, *, revision: str | None, trust_remote_code: bool, **overrides: Any) -> PretrainedConfig:
+    """Read config.json, of which nothing is acted on before it has been checked."""
     check_folder(Path(name))
+    check_links(name)
     with _config_errors(name):
-        values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
-        if not isinstance(values, dict):
-            raise ValueError(f"config.json holds a {type(values).__name__}, expected an object")
+        values = read_config_file(name, revision)
+    if trust_remote_code:
+        check_own_code(name, values)
     check_config_values(name, values)
+    try_config(name, values)
     with _config_errors(name):
-        config = AutoConfig.from_pretrained(name, revision=revision, **kwargs)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False, **overrides)
     config._attn_implementation = config._experts_implementation = None  # a file may name code on the hub there
     return config
 
@@ -122,8 +130,9 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     if name == TINY:
         return tiny_tokenizer()
     check_folder(Path(name))
+    check_links(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # damage shows as any error of the code that meets it
         raise ValueError(
             f"--model_name_or_path {name} has no tokenizer that can be loaded. Put the tokenizer's files "
@@ -132,6 +141,14 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _read_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+    """Load a tokenizer, once it is known that this comes to an end."""
+    check_tokenizer_files(name, revision)
+    load = partial(AutoTokenizer.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
+    try_tokenizer(load)
+    return load()
 
 
 def is_template_file(path: str) -> bool:
@@ -148,8 +165,9 @@ def take_chat_template(tokenizer: Tokenizer, name: str) -> None:
         ValueError: if there is no such tokenizer, it has no template, or tokens of it have no number here.
     """
     check_folder(Path(name))
+    check_links(name, "--chat_template_path")
     try:
-        source = AutoTokenizer.from_pretrained(name)
+        source = _read_tokenizer(name)
     except Exception as error:  # damage shows as any error of the code that meets it
         raise ValueError(
             f"--chat_template_path {name} is no tokenizer that can be loaded. Name a .jinja file, or a tokenizer's "
@@ -176,7 +194,6 @@ def load_model(
     *,
     dtype: str = "float32",
     revision: str | None = None,
-    trust_remote_code: bool = False,
     quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """The weights, for training, with a configuration of their own. Attention is put in place afterwards.
@@ -197,7 +214,6 @@ def load_model(
             config=config,
             dtype=dtype,
             revision=revision,
-            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             **({} if quantization is None else {"quantization_config": quantization}),
         )

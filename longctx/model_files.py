@@ -1,11 +1,11 @@
-"""What a model's folder says of itself, looked at before transformers acts on it, since it may be anybody's."""
+"""The files of weights in a model's folder, looked at before transformers acts on it, since it may be anybody's."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,71 +16,12 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from longctx.config_file import BOUNDS
+from longctx.confined import OutOfBounds, confined
 from longctx.regular_files import check_file
 
-LARGEST_NUMBER = 1 << 31
-MOST_LAYERS = 1 << 12
-"""Of whole numbers in config.json. Each layer is an object, which costs memory before any weight is read."""
-
-_AT_LEAST_ONE = {
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "vocab_size",
-}
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
-
-
-def check_config_values(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse numbers that no model has, keys in the place of functions, and quantised weights.
-
-    Args:
-        values: of config.json, as they are.
-
-    Raises:
-        ValueError: with the key, its value and the limit.
-    """
-    if values.get("quantization_config") is not None:
-        raise ValueError(
-            f"--model_name_or_path {name}: its config.json has a quantization_config, and training on quantised "
-            "weights is not compared with one device. Name the model that they were made from."
-        )
-    if shadowing := sorted(key for key in _keys(values) if callable(getattr(PretrainedConfig, key, None))):
-        raise ValueError(
-            f"--model_name_or_path {name}: its config.json sets {shadowing[0]}, which is a function of transformers' "
-            "configurations: the model could not be saved. Remove the key, or get the file again."
-        )
-    for key, number in _whole_numbers(values):
-        largest = MOST_LAYERS if "layer" in key else LARGEST_NUMBER
-        least = 1 if key in _AT_LEAST_ONE else -LARGEST_NUMBER
-        if not least <= number <= largest:
-            shown = f"{number:,}" if abs(number) < 10**20 else "a number of more than 20 digits"
-            raise ValueError(
-                f"--model_name_or_path {name}: its config.json sets {key} to {shown}; expected {least:,} to "
-                f"{largest:,}. Correct the file, or get it again."
-            )
-
-
-def _keys(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys, and those of parts such as text_config."""
-    for key, value in values.items():
-        yield key
-        if isinstance(value, dict):
-            yield from _keys(value)
-
-
-def _whole_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """(key, number), from parts such as text_config too."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _whole_numbers(value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            yield key, value
 
 
 def check_savable(name: str, parts: Iterable[Any]) -> None:
@@ -203,9 +144,38 @@ def _elements(path: Path) -> int:
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model that the configuration describes, on the meta device: all parameters, no memory."""
+    """The causal language model that the configuration describes, on the meta device: all parameters, no memory.
+
+    It is made in a process of its own first: a configuration may describe billions of modules.
+
+    Raises:
+        ValueError: That takes more time or memory than any model, or buffers are larger than any model's.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        largest = confined(lambda: _largest_buffer(model_class, config), BOUNDS)
+    except OutOfBounds as error:
+        raise ValueError(f"no model can be made of this config.json: {error}. Correct it, or get it again.") from error
+    if largest > _MOST_IN_A_BUFFER:
+        raise ValueError(
+            f"this config.json describes a buffer of {largest:,} numbers, and the limit is {_MOST_IN_A_BUFFER:,}. "
+            "Correct it, or get it again."
+        )
+    return _on_meta(model_class, config)
+
+
+_MOST_IN_A_BUFFER = 1 << 28
+"""Numbers. Buffers are made when the model is, from sizes such as max_position_embeddings, and are in no file."""
+
+
+def _on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
+        return model_class(copy.deepcopy(config))
+
+
+def _largest_buffer(model_class: type[PreTrainedModel], config: PretrainedConfig) -> int:
+    torch.set_num_threads(1)  # those of the process that was forked are not there
+    return max((buffer.numel() for buffer in _on_meta(model_class, config).buffers()), default=0)
 
 
 def _parameters(name: str, config: PretrainedConfig) -> int:

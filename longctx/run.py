@@ -340,7 +340,6 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
             prepared.run.model_config,
             dtype=settings["dtype"],
             revision=settings["model_revision"],
-            trust_remote_code=settings["trust_remote_code"],
             quantization=quantization_of(settings),
         )
     )

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 # The one place where the order is stated. A module or folder of longctx/ stands under its own name.
 STAGES: list[tuple[str, ...]] = [
+    ("confined", "links"),  # what input of unknown origin is given to
     ("data",),  # names and files -> tokenised documents
     ("packing",),  # lengths -> packs
     ("collate",),  # packs -> batches
@@ -27,6 +28,7 @@ STAGES: list[tuple[str, ...]] = [
         "model",
         "model_card",
         "model_files",
+        "config_file",
         "rope",
         "adapter",
         "watch",

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from longctx.data.bounds import bounded
+from longctx.confined import Bounds, OutOfBounds, confined
 from longctx.data.columns import IGNORE_INDEX
 from longctx.data.encoders import Encoder, mask_prompt
 from longctx.data.errors import DataError, name_record
@@ -33,6 +33,7 @@ class ChatEncoder(Encoder):
     """Conversations: messages, or prompt and completion as messages."""
 
     tokenizer: PreTrainedTokenizerBase
+    runs = "chat template or tokenizer"
 
     def __init__(
         self,
@@ -101,15 +102,14 @@ class ChatEncoder(Encoder):
         return {"chat_template": self.chat_template, "tools": tools, **keywords}
 
     def _apply(self, chat: list, index: int, options: dict[str, Any], assistant_mask: bool) -> Mapping[str, Any]:
-        """Rendered with bounds on time and memory, and tokenised without, which may take longer.
+        """Render a conversation, and tokenise the text.
 
         The assistant's tokens are known to `apply_chat_template` alone, which renders once more for them.
         """
         from jinja2 import TemplateError
 
         try:
-            with bounded():
-                text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
             _check_tools(chat, options["tools"], text, index)
             if not assistant_mask:
                 return self.tokenizer(text, add_special_tokens=False, verbose=False)
@@ -123,11 +123,6 @@ class ChatEncoder(Encoder):
             )
         except DataError:
             raise
-        except (MemoryError, TimeoutError) as error:
-            raise DataError(
-                f"{name_record(index)}: the chat template does not come to an end ({error}). Use another template "
-                "(--chat_template_path), or remove the record."
-            ) from error
         except (
             TemplateError,
             ArithmeticError,
@@ -204,7 +199,15 @@ def _known_training_template(tokenizer: PreTrainedTokenizerBase, chat_template: 
 def _warn_if_stop_token_is_masked(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
     from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-    if not is_chat_template_stop_token_trained(tokenizer, chat_template=chat_template):
+    try:
+        is_trained = confined(
+            lambda: is_chat_template_stop_token_trained(tokenizer, chat_template=chat_template), Bounds.of_text(0)
+        )
+    except OutOfBounds as error:
+        raise DataError(
+            f"the chat template cannot be rendered: {error}. Use another one (--chat_template_path)."
+        ) from error
+    if not is_trained:
         logger.warning(
             "The chat template leaves the assistant's end-of-turn token out of the loss: the model may not "
             "learn to stop. Move the token into {% generation %} … {% endgeneration %}, or use every token."

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from longctx.confined import Bounds, Confined
 from longctx.data.columns import IGNORE_INDEX, list_array
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import CHECKED_COLUMNS, check_text, kind_columns
@@ -21,7 +22,9 @@ from longctx.data.kinds import CHECKED_COLUMNS, check_text, kind_columns
 logger = logging.get_logger(__name__)
 
 _INT32_MAX = np.iinfo(np.int32).max
-_TOKENIZER_CHARACTERS = 1 << 20
+_CHARACTERS_AT_A_TIME = 1 << 20
+"""Of records that are encoded in one call, where one alone does not have more: the tokenizer needs over 100 bytes for
+each token meanwhile."""
 _SPLIT_PROMPT_WARNING = (
     "The tokens of a prompt are not the first tokens of prompt+completion; its completion starts where they "
     "differ, so training sees another context than inference. End prompts at a token boundary to avoid it."
@@ -29,13 +32,19 @@ _SPLIT_PROMPT_WARNING = (
 
 
 class Encoder:
-    """Batch of records -> Arrow table of documents. Called by `Dataset.map` with the records' numbers."""
+    """Batch of records -> Arrow table of documents. Called by `Dataset.map` with the records' numbers.
+
+    A tokenizer, and a template that comes with it, run in a process of their own, with bounds on time and memory.
+    """
 
     masked: bool
     """Whether the documents have labels."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """None where the tokens come ready made."""
     vocab_size: int | None = None
+    runs = "tokenizer"
+    """What `encode` runs that may be anybody's, for error messages."""
+    _process: Confined | None = None
 
     def options(self) -> dict[str, Any]:
         """What the result depends on, besides the records and the tokenizer."""
@@ -49,7 +58,8 @@ class Encoder:
     def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int], first_record: int = 0) -> pa.Table:
         """Documents of a batch; `indices` are the records' numbers in a part that begins with `first_record`."""
         indices = [first_record + index for index in indices]
-        input_ids, labels = self.encode(batch, indices)
+        encode = self.encode if self.tokenizer is None else self._encode_confined
+        input_ids, labels = encode(batch, indices)
         for ids, index in zip(input_ids, indices, strict=True):
             if len(ids) == 0:
                 raise DataError(f"{name_record(index)}: 'input_ids' is empty, 0 tokens. Remove the record.")
@@ -60,6 +70,63 @@ class Encoder:
                 _check_ids(ids[ids != IGNORE_INDEX], self.vocab_size, "labels", index)
             columns["labels"] = _rows_array(labels)
         return pa.table(columns)
+
+    def _encode_confined(self, batch: Mapping[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
+        """The result of `encode`, made in another process, about a million characters at a time."""
+        input_ids: list[np.ndarray] = []
+        labels: list[np.ndarray] = []
+        columns = {name: list(batch[name]) for name in batch}
+        sizes = [sum(map(_characters, record)) for record in zip(*columns.values(), strict=True)]
+        for part in _spans(sizes, _CHARACTERS_AT_A_TIME):
+            values = {name: column[part] for name, column in columns.items()}
+            more_ids, more_labels = self._encode_part(values, indices[part], sizes[part])
+            input_ids += more_ids
+            labels += more_labels or []
+        return input_ids, labels if self.masked else None
+
+    def _encode_part(
+        self, batch: dict[str, list[Any]], indices: Sequence[int], sizes: list[int]
+    ) -> tuple[list, list | None]:
+        """Where it fails with several records, each is tried alone: the one that fails then is named.
+
+        Args:
+            sizes: Characters of each record.
+        """
+        try:
+            return self.start().call(Bounds.of_text(sum(sizes)), batch, indices)
+        except DataError:
+            raise
+        except Exception as error:
+            self.close()
+            if len(indices) == 1:
+                raise DataError(
+                    f"{name_record(indices[0])}: the {self.runs} cannot encode it: {error}. Shorten or remove the "
+                    f"record, or use another {self.runs}."
+                ) from error
+        parts = [
+            self._encode_part({name: [column[row]] for name, column in batch.items()}, [index], [size])
+            for row, (index, size) in enumerate(zip(indices, sizes, strict=True))
+        ]
+        return [ids for part, _ in parts for ids in part], [ids for _, part in parts for ids in part or ()]
+
+    def start(self) -> Confined:
+        """Start the process that encodes, where it does not run yet.
+
+        A fork keeps a copy of every page that this process writes to later, so it is best made before weights are read.
+        """
+        if self._process is None or not self._process.is_ours:
+            self._process = Confined(self.encode)
+        return self._process
+
+    def close(self) -> None:
+        """End the process that encodes; the next call starts another."""
+        if self._process is not None:
+            self._process.close()
+            del self._process
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the process, which belongs to the one that started it."""
+        return {name: value for name, value in vars(self).items() if name != "_process"}
 
 
 class TextEncoder(Encoder):
@@ -92,12 +159,8 @@ class TextEncoder(Encoder):
         return text if text.endswith(eos_token) else text + eos_token
 
     def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokenise a million characters at a time: the tokenizer needs over 100 bytes per token meanwhile."""
-        input_ids: list[np.ndarray] = []
-        for part in _by_characters(texts, _TOKENIZER_CHARACTERS):
-            encoded = self.tokenizer(part, verbose=False, return_attention_mask=False, return_token_type_ids=False)
-            input_ids.extend(np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"])
-        return input_ids
+        encoded = self.tokenizer(texts, verbose=False, return_attention_mask=False, return_token_type_ids=False)
+        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
 
 class PretokenizedEncoder(Encoder):
@@ -204,18 +267,32 @@ def mask_prompt(ids: np.ndarray, prompt: np.ndarray) -> np.ndarray:
     return labels
 
 
-def _by_characters(texts: list[str], limit: int) -> Iterator[list[str]]:
-    """Cut a list into runs of at most `limit` characters (or one text)."""
-    part: list[str] = []
-    size = 0
-    for text in texts:
-        if part and size + len(text) > limit:
-            yield part
-            part, size = [], 0
-        part.append(text)
-        size += len(text)
-    if part:
-        yield part
+def _characters(value: object) -> int:
+    """The characters of all strings in a value of JSON; a number counts as a few."""
+    total, waiting = 0, [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, Mapping):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, list):
+            waiting += part
+        else:
+            total += 8
+    return total
+
+
+def _spans(sizes: Sequence[int], limit: int) -> Iterator[slice]:
+    """Cut a list, whose items have these sizes, into runs of at most `limit` (or one item)."""
+    start = size = 0
+    for index, more in enumerate(sizes):
+        if index > start and size + more > limit:
+            yield slice(start, index)
+            start, size = index, 0
+        size += more
+    if start < len(sizes):
+        yield slice(start, len(sizes))
 
 
 def _rows_array(rows: Sequence[np.ndarray]) -> pa.ListArray:

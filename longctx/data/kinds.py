@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-from datasets import Features, Json, List, Value
+from datasets import ClassLabel, Features, Json, LargeList, List, Value
 
 from longctx.data.columns import is_list_type
 from longctx.data.errors import DataError
@@ -81,6 +81,9 @@ def check_column_types(features: Features, kind: str) -> None:
             "the column 'label' says which completions are desirable (KTO), and all of them would be learnt alike. "
             "Keep the desirable ones and remove the column, or use TRL's KTOTrainer."
         )
+    for column in (*kind_columns(kind), *CONVERSATION_EXTRAS):
+        if column in features:
+            _check_read_types(features[column], column)
     for column in kind_columns(kind):
         arrow_type = features.arrow_schema.field(column).type
         fits = is_list_type(arrow_type) or isinstance(features[column], Json)
@@ -93,6 +96,20 @@ def check_column_types(features: Features, kind: str) -> None:
                 f"column '{column}' has the type {arrow_type}; expected {_LIST_KINDS.get(kind, 'strings')}. "
                 "Convert the column (Dataset.cast_column), or name another one with --dataset_text_field."
             )
+
+
+def _check_read_types(feature: Any, column: str) -> None:
+    """Refuse features that `datasets` decodes by opening what a record names: files, and addresses on the network."""
+    if isinstance(feature, List | LargeList):
+        _check_read_types(feature.feature, column)
+    elif isinstance(feature, Mapping):
+        for part in feature.values():
+            _check_read_types(part, column)
+    elif not isinstance(feature, Value | ClassLabel | Json):
+        raise DataError(
+            f"column '{column}' holds the type {type(feature).__name__}; expected text, numbers, and lists or objects "
+            "of them. Convert the column, or remove that part of it."
+        )
 
 
 def check_text(value: object, column: str, where: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -12,15 +11,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import datasets
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, IterableDataset
 
-from longctx.data.cache import cache_key
-from longctx.data.contents import content_digests
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, generated_loader
 from longctx.data.kinds import record_kind
-from longctx.data.memory import GROUP_MEMORY_BYTES, MemoryBound
+from longctx.data.saved import is_saved, saved_splits
 from longctx.data.text_files import STDLIB, TextFiles, stdlib_files
+from longctx.links import leads_outside
 from longctx.regular_files import check_folder, files_below, matching_files
 
 Records = TypeVar("Records", Dataset, IterableDataset)
@@ -144,10 +142,16 @@ def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
         found = matching_files(str(path))
         if not found:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
+        _check_links(found, _folder_of_glob(path))
         return {"train": files_loader(found, text_field)}
     if _looks_like_a_path(name):
         raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
     return None
+
+
+def _folder_of_glob(pattern: Path) -> Path:
+    """Return the folder that a pattern names before its first wildcard."""
+    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -156,53 +160,25 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        saved = _load_saved(path)
-        parts = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
-        folders = {name: path / str(name) if isinstance(saved, DatasetDict) else path for name in parts}
-        return {str(name): _loaded(part, path, folders[name]) for name, part in parts.items()}
+    if is_saved(path):
+        return saved_splits(path)
     files = _visible_files(path)
     if not files:
         raise DataError(f"{path}: the folder holds no files. Expected {FORMATS_HELP}.")
+    _check_links(files, path)
     if not all(file.suffix.lower() in DATA_SUFFIXES for file in files):
         return {"train": files_loader(files, text_field)}
     check_folder(path, subfolders=True)  # `datasets` follows links to folders
     return {name: files_loader(part, text_field) for name, part in _split_files(path, files).items()}
 
 
-def _loaded(dataset: Dataset, path: Path, folder: Path) -> Loader:
-    """
-    Args:
-        path: the data set or the dictionary of several, for messages.
-        folder: of this one.
-    """
-
-    def load() -> Dataset:
-        files = sorted(file for file in folder.iterdir() if file.is_file())
-        # state.json has a fingerprint of its own, which is what it was when the folder was written.
-        dataset._fingerprint = cache_key("saved", [file.name for file in files], content_digests(files))
-        return dataset
-
-    return Loader(
-        load=load,
-        stream=lambda: dataset.with_format(None).to_iterable_dataset(),
-        places=lambda: (f"{path}, {name_record(row)}" for row in range(len(dataset))),
-    )
-
-
-def _load_saved(path: Path) -> Dataset | DatasetDict:
-    try:
-        check_folder(path, subfolders=True)
-        for state in [*path.glob("state.json"), *path.glob("*/state.json")]:
-            for file in json.loads(state.read_text())["_data_files"]:
-                if Path(file["filename"]).name != file["filename"]:
-                    raise ValueError(f"{state} names {file['filename']}, outside its folder")
-        with MemoryBound(GROUP_MEMORY_BYTES):
-            return datasets.load_from_disk(str(path))
-    except Exception as error:  # damage of state.json or dataset_info.json shows as any error of the code that meets it
-        raise DataError(
-            f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again."
-        ) from error
+def _check_links(files: Sequence[Path], folder: Path) -> None:
+    """Refuse texts that are links out of their folder: a private file could be learnt from, and published."""
+    for file in files:
+        if file.suffix.lower() not in DATA_SUFFIXES and leads_outside(file, folder):
+            raise DataError(
+                f"{file} is a link to {file.resolve()}, outside {folder}. Copy the file there, or name it itself."
+            )
 
 
 def _visible_files(folder: Path) -> list[Path]:

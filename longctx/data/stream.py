@@ -104,4 +104,7 @@ def tokenize_stream(
         DataError: columns of no known kind or type, or an option that does not apply to it; the rest shows when
             the documents are read.
     """
-    return DocumentStream(*choose_encoder(records, tokenizer, **options), place)
+    records, encoder = choose_encoder(records, tokenizer, **options)
+    if encoder.tokenizer is not None:
+        encoder.start()
+    return DocumentStream(records, encoder, place)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, Json, Value
 from transformers import PreTrainedTokenizerBase
 
-from longctx.data.cache import cache_key
+from longctx.data.cache import cache_folder, cache_key
 from longctx.data.chat import ChatEncoder, training_template
 from longctx.data.columns import IGNORE_INDEX, document_lengths
 from longctx.data.encoders import Encoder, PretokenizedEncoder, TextEncoder, one_chunk
@@ -176,6 +176,8 @@ def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset
             f"{_undecodable(dataset)}: a text column holds bytes that are not UTF-8 ({error}). Write the file again "
             "with valid UTF-8."
         ) from error
+    finally:
+        encoder.close()
     return tokenized.with_format(None)
 
 
@@ -204,13 +206,25 @@ def _map_in_parts(dataset: Dataset, encoder: Encoder, fingerprint: str, options:
                 encoder,
                 **options,
                 fn_kwargs={"first_record": start},
-                new_fingerprint=cache_key(fingerprint, start, size),
+                new_fingerprint=(key := cache_key(fingerprint, start, size)),
+                cache_file_name=_cache_file(dataset, key),
                 desc="Tokenizing" if len(starts) == 1 else f"Tokenizing, part {number} of {len(starts)}",
             )
         )
     whole = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     whole._fingerprint = fingerprint
     return whole
+
+
+def _cache_file(dataset: Dataset, key: str) -> str | None:
+    """The file that keeps the tokens. `datasets` would look for it beside the data, which may be anybody's folder.
+
+    None for records in memory, whose tokens are kept in a temporary folder for as long as the process runs.
+    """
+    if not dataset.cache_files:
+        return None
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    return str(cache_folder() / f"tokens-{key}.arrow")
 
 
 def _records_of(num_bytes: int, dataset: Dataset, *, limit: int) -> int:

@@ -1,0 +1,218 @@
+"""Run code on input that may be anybody's in a forked process, which the kernel ends at a bound on time or memory.
+
+Chat templates, tokenizers and configurations can loop without end or ask for all memory, in compiled code that no
+exception or timer of Python's interrupts. A fork shares what this process has loaded, so it starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import math
+import os
+import pickle
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Generic, Never, ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+SECONDS = 30.0
+MEMORY_BYTES = 2 << 30
+_SECONDS_PER_CHARACTER = 50e-6
+"""A slow tokenizer, written in Python, needs half of this."""
+_BYTES_PER_CHARACTER = 512
+"""A fast tokenizer needs up to 200 bytes for each token meanwhile, and a character can be a token."""
+
+_WAITED_PER_SECOND = 60
+"""Seconds that are waited for a second of CPU time, on a machine that is busy with other work."""
+
+_STATM = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one call may take."""
+
+    seconds: float
+    """Of CPU time, of all threads together."""
+    memory_bytes: int
+    """Besides what the process starts with; on Linux alone."""
+
+    @classmethod
+    def of_text(cls, characters: int) -> Bounds:
+        """Bounds that no tokenizer comes near with a text of this length."""
+        return cls(SECONDS + characters * _SECONDS_PER_CHARACTER, MEMORY_BYTES + characters * _BYTES_PER_CHARACTER)
+
+
+class OutOfBounds(Exception):
+    """The call was ended, or its process ended itself; the message says why, as a clause whose subject is "it"."""
+
+
+class Confined(Generic[Parameters, Result]):
+    """A process that calls one function again and again, within bounds."""
+
+    def __init__(self, function: Callable[Parameters, Result]) -> None:
+        """Fork. The function, and all that it refers to, is the process's own copy from here on."""
+        self._connection, theirs = Pipe()
+        self._owner = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking where there are threads, from Python 3.12
+            self._pid = os.fork()
+        if self._pid == 0:
+            self._connection.close()
+            _serve(function, theirs)
+        theirs.close()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it; one that was forked afterwards has a copy of the pipe, and must not use it."""
+        return self._owner == os.getpid()
+
+    def call(self, bounds: Bounds, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        """The function's result, or the exception that it raised; what it logged is logged here.
+
+        Raises:
+            OutOfBounds: The process is gone, and this object is of no further use.
+        """
+        try:
+            self._connection.send((bounds, args, kwargs))
+            if not self._connection.poll(_WAITED_PER_SECOND * bounds.seconds):
+                raise OutOfBounds(f"it gave no answer within {_WAITED_PER_SECOND * bounds.seconds:,.0f} s")
+            logged, result, error = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise OutOfBounds(self._reason(bounds)) from None
+        except BaseException:
+            self.close()
+            raise
+        for record in logged:
+            logging.getLogger(record.name).handle(record)
+        if isinstance(error, OutOfBounds):
+            self.close()
+        if error is not None:
+            raise error
+        return result
+
+    def _reason(self, bounds: Bounds) -> str:
+        """Why the process ended by itself."""
+        try:
+            _, status = os.waitpid(self._pid, 0)
+        except ChildProcessError:  # somebody else has waited for it
+            status = 0
+        self._pid = 0
+        self.close()
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if number == signal.SIGXCPU:
+            return f"it ran for more than {bounds.seconds:,.0f} s of CPU time"
+        if number in (signal.SIGABRT, signal.SIGKILL):
+            return f"{_too_much_memory(bounds)}, or failed ({signal.Signals(number).name})"
+        return f"it crashed ({signal.Signals(number).name if number else f'exit code {status >> 8}'})"
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        if self._pid and self.is_ours:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+            self._pid = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pid"):
+            self.close()
+
+
+def confined(function: Callable[[], Result], bounds: Bounds) -> Result:
+    """Call a function once, in a process of its own.
+
+    Raises:
+        OutOfBounds: It did not end within the bounds, or ended its process.
+    """
+    process = Confined(function)
+    try:
+        return process.call(bounds)
+    finally:
+        process.close()
+
+
+def _serve(function: Callable[..., Any], connection: Connection) -> Never:
+    """Answer calls until the other end of the pipe is closed."""
+    try:
+        gc.freeze()
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's panics print a hundred lines, which repeat the record
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # a terminal and SLURM send them to all; this one ends with its owner
+        _lower(resource.RLIMIT_CORE, 0)
+        logged: list[logging.LogRecord] = []
+        logging.Logger.callHandlers = lambda self, record: logged.append(record)  # type: ignore[method-assign]
+        held = _data_bytes()
+        while True:
+            bounds, args, kwargs = connection.recv()
+            _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + bounds.seconds))
+            if held is not None:
+                _lower(resource.RLIMIT_DATA, held + bounds.memory_bytes)
+            result, error = _outcome(function, bounds, args, kwargs)
+            connection.send((list(map(_portable_record, logged)), result, error))
+            logged.clear()
+            del result, error
+    except MemoryError:
+        os.abort()
+    finally:
+        os._exit(0)
+
+
+def _outcome(
+    function: Callable[..., Any], bounds: Bounds, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Exception | None]:
+    try:
+        return function(*args, **kwargs), None
+    except MemoryError:
+        return None, OutOfBounds(_too_much_memory(bounds))
+    except Exception as error:
+        return None, _portable(error)
+    except BaseException as error:  # a panic of Rust code is none of Python's exceptions
+        return None, OutOfBounds(f"it failed ({type(error).__name__}: {str(error)[:200]})")
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _portable_record(record: logging.LogRecord) -> logging.LogRecord:
+    record.msg, record.args, record.exc_info = record.getMessage(), None, None
+    return record
+
+
+def _too_much_memory(bounds: Bounds) -> str:
+    return f"it asked for more than {bounds.memory_bytes >> 20:,} MiB of memory"
+
+
+def _data_bytes() -> int | None:
+    """Private memory of this process that can be written to, which RLIMIT_DATA bounds; None where that is not known.
+
+    Other than RLIMIT_AS, this leaves out what is only reserved: 64 MiB for each thread, and all memory of GPUs.
+    """
+    if not _STATM.exists():
+        return None
+    return int(_STATM.read_text().split()[5]) * resource.getpagesize()
+
+
+def _lower(limit: int, value: int) -> None:
+    """Set the soft limit, as far as the hard one allows."""
+    _, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
