@@ -97,7 +97,13 @@ def _prepare(
     training: TrainingRows | StreamedRows = prepare_split(settings, tokenizer, model_config)
     if settings["eval_strategy"] == "no":
         return training
-    evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
+    try:
+        evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
+    except DataError as error:
+        raise DataError(
+            f"--dataset_test_split {settings['dataset_test_split']} cannot be evaluated on. {error} To train without "
+            "evaluation, leave out --eval_strategy."
+        ) from error
     if not len(evaluation.rows):
         raise ValueError(
             f"--dataset_test_split {settings['dataset_test_split']} of {name_data(settings)} leaves no row to "
