@@ -181,7 +181,8 @@ class SequenceTrainer(ResumableTrainer):
 
     def _wrapping(self) -> AbstractContextManager[None]:
         """The context in which the engine may wrap the model."""
-        if not self.is_fsdp_enabled or isinstance(self.model, FSDPModule):
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or plugin.fsdp_version != 2 or isinstance(self.model, FSDPModule):
             return nullcontext()
         return saved_buffers_handed_on(self.model, self.accelerator.device)
 

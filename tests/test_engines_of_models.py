@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from longctx.attention.support import GATED_DELTA_MODELS
 from longctx.launch.engines import ENGINE_ENVIRONMENT
@@ -94,6 +95,7 @@ def run_cases(cases):
     environment, results = dict(os.environ), {}
     for case, (arguments, zero_stage) in cases.items():
         AcceleratorState._reset_state()
+        unset_hf_deepspeed_config()  # else FSDP2 after ZeRO-3 would load a part of the weights
         os.environ.clear()
         os.environ.update(environment)
         if zero_stage is not None:

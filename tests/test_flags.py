@@ -284,7 +284,7 @@ FLOATS = [
     field.name
     for arguments in (SequenceArguments, DatasetMixtureConfig, SFTConfig, ModelConfig)
     for field in fields(arguments)
-    if field.init and str(field.type).partition(" | ")[0] == "float"
+    if field.init and "float" in str(field.type)
 ]
 
 
@@ -311,7 +311,6 @@ def test_the_flags_that_take_numbers_are_known():
         ("max_grad_norm", -1.0, "of at least 0.* Use 0 for no clipping"),
         ("warmup_steps", -2.0, "of at least 0"),
         ("num_train_epochs", -1.0, "of at least 0"),
-        ("lr_scheduler_kwargs", '{"min_lr": NaN}', "that is finite"),
     ],
 )
 def test_numbers_out_of_range_are_refused(name, value, expected):

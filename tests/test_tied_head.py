@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from longctx.launch.engines import ENGINE_ENVIRONMENT
 from longctx.model import load_config, load_model
@@ -50,6 +51,7 @@ def run_stages(cases):
     """Run cases one after the other; those with ZeRO-2 in their name at that stage, as a profile would ask for it."""
     environment, results = dict(os.environ), {}
     for case, arguments in cases.items():
+        unset_hf_deepspeed_config()  # else FSDP2 after ZeRO-3 would load a part of the weights
         os.environ.clear()
         os.environ.update(environment)
         if "ZeRO-2" in case:
