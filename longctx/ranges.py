@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 
-class _Range(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Range:
     """Numbers of at least 0, up to a limit."""
 
     most: float = math.inf
