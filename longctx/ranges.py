@@ -53,7 +53,7 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         for number in _floats(value):
             if not math.isfinite(number):
-                raise _out_of_range(name, value, _RANGES.get(name, "that is finite"))
+                raise _out_of_range(name, value, _RANGES.get(name, ""))
         if name in _RANGES and value is not None and value not in _RANGES[name]:
             raise _out_of_range(name, value, _RANGES[name])
 
@@ -71,4 +71,4 @@ def _floats(value: Any) -> Iterator[float]:
 
 def _out_of_range(name: str, value: Any, expected: _Range | str) -> ValueError:
     remedy = f" {expected.remedy}." if isinstance(expected, _Range) and expected.remedy else ""
-    return ValueError(f"--{name} {value} is out of range: expected a number {expected}.{remedy}")
+    return ValueError(f"--{name} {value} is out of range: expected a finite number {expected}".rstrip() + f".{remedy}")

@@ -275,7 +275,7 @@ def test_a_reason_of_ones_own_takes_the_place_of_the_general_one(name, tmp_path)
 @pytest.mark.parametrize("factor", ["-0.1", "1.5"])
 def test_smoothing_is_a_part(factor):
     with pytest.raises(
-        ValueError, match=f"--label_smoothing_factor {factor} is out of range: expected a number from 0 to 1"
+        ValueError, match=f"--label_smoothing_factor {factor} is out of range: expected a finite number from 0 to 1"
     ):
         resolved("--label_smoothing_factor", factor)
 
@@ -291,7 +291,7 @@ FLOATS = [
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("name", FLOATS)
 def test_numbers_that_are_not_finite_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"--{name} {value} is out of range: expected a number"):
+    with pytest.raises(ValueError, match=f"--{name} {value} is out of range: expected a finite number"):
         resolved(f"--{name}={value}")
 
 
@@ -314,7 +314,7 @@ def test_the_flags_that_take_numbers_are_known():
     ],
 )
 def test_numbers_out_of_range_are_refused(name, value, expected):
-    with pytest.raises(ValueError, match=rf"--{name} .* is out of range: expected a number {expected}"):
+    with pytest.raises(ValueError, match=rf"--{name} .* is out of range: expected a finite number {expected}"):
         resolved(f"--{name}={value}")
 
 
