@@ -33,6 +33,7 @@ def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, e
             "configs/fsdp2.yaml)."
         )
     model = without_weights(model_config)
+    _check_tied(model, settings["lora_modules_to_save"] or [])
     with torch.device("meta"):
         try:
             adapted = _adapted(model, settings)
@@ -163,20 +164,27 @@ def _check_layers(adapted: Any) -> None:
             )
 
 
+def _check_tied(model: PreTrainedModel, modules_to_save: Sequence[str]) -> None:
+    """Refuse to train a copy of one of two tied matrices, which peft itself refuses by other words, or ties again."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return
+    tied = model.get_input_embeddings(), model.get_output_embeddings()
+    for path, layer in model.named_modules():
+        if layer in tied and any(f".{path}".endswith(f".{name}") for name in modules_to_save):
+            raise ValueError(
+                f"--lora_modules_to_save trains {path}, and this model's embeddings are tied to its head: the trained "
+                "copy would be tied to the other again. Leave it out, or train all weights (without --use_peft)."
+            )
+
+
 def _check_modules_to_save(adapted: Any, names: Sequence[str], engine: str) -> None:
     from peft.utils import ModulesToSaveWrapper
 
     model = adapted.base_model.model
     saved = {name: layer for name, layer in model.named_modules() if isinstance(layer, ModulesToSaveWrapper)}
     _check_names("lora_modules_to_save", names, list(saved))
-    is_tied = model.config.get_text_config().tie_word_embeddings
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
     for name, layer in saved.items():
-        if is_tied and layer in (head, embeddings):
-            raise ValueError(
-                f"--lora_modules_to_save trains {name}, and this model's embeddings are tied to its head: the trained "
-                "copy would be tied to the other again. Leave it out, or train all weights (without --use_peft)."
-            )
         if layer is head and engine == "fsdp2":
             raise ValueError(
                 f"--lora_modules_to_save trains {name}, whose gradients the fused loss would take from one rank alone "

@@ -32,11 +32,14 @@ from longctx.mesh import ParallelDims
 from longctx.mixture_flags import take_mixture
 from longctx.model import is_template_file, load_config
 from longctx.profiling import BEFORE
+from longctx.ranges import check_numbers
 from longctx.resolved import Run, arrange, given_multiple, pad_multiple, row_length
 from longctx.rope import extended, factor_for, parse_rope_scaling
 from longctx.schedule import check_length
 from longctx.supported import check_supported
+from longctx.tied_head import untie_as_stored
 from longctx.tiny import TINY
+from longctx.ulysses import ulysses_remedy
 
 DEMO = {
     "model_name_or_path": TINY,
@@ -115,6 +118,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     _check_profile(profile)
     _check_machine_flags(flags)
     settings, filled, is_demo = _defaults(flags)
+    check_numbers(settings)
     notes: list[str] = []
     notes += check_supported(flags, settings)
     if settings["early_stopping_patience"] is not None and settings["metric_for_best_model"] is None:
@@ -129,7 +133,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     if settings["dataset_streaming"]:
         notes += _take_streaming(flags, settings)
     settings["rope_scaling"] = parse_rope_scaling(settings["rope_scaling"])
-    model_config = _model_config(settings)
+    model_config = _model_config(settings, notes)
     notes += _rope_notes(settings, model_config)
     if changes_base(settings):
         notes.append(
@@ -143,6 +147,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     world_size = _world_size(flags, profile, env, sp=sp, dp_replicate=dp_replicate, use_cpu=needs_no_gpu)
     settings["bf16"] = _precision(flags, profile, use_cpu)
     _take_from_profile(flags, profile, settings, notes)
+    check_numbers(settings)  # those of the profile, too
     _check_counts(settings)
     settings["max_length"] = _max_length(settings, model_config, notes)
     setup = _setup(settings, model_config, sp, world_size, env, use_cpu)
@@ -326,7 +331,7 @@ def _take_streaming(flags: Flags, settings: dict[str, Any]) -> list[str]:
     ]
 
 
-def _model_config(settings: Mapping[str, Any]) -> PretrainedConfig:
+def _model_config(settings: Mapping[str, Any], notes: list[str]) -> PretrainedConfig:
     """The model's configuration, if it is one of those known to be exact."""
     overrides = _model_init_kwargs(settings["model_init_kwargs"])
     config = load_config(
@@ -335,6 +340,11 @@ def _model_config(settings: Mapping[str, Any]) -> PretrainedConfig:
         trust_remote_code=settings["trust_remote_code"],
         **overrides,
     )
+    if untie_as_stored(config, settings["model_name_or_path"], revision=settings["model_revision"]):
+        notes.append(
+            "the head is not tied to the embeddings: the configuration says tie_word_embeddings true, but the model's "
+            "files hold a head with other values, which is trained and saved as it is"
+        )
     if settings["rope_scaling"] is not None:
         if twice := sorted(overrides.keys() & {"rope_parameters", "rope_scaling", "max_position_embeddings"}):
             raise ValueError(f"--rope_scaling and {twice[0]} in --model_init_kwargs set the same. Keep one of them.")
@@ -555,14 +565,25 @@ def _choose_backend(
             pad_to_multiple_of=given_multiple(flags),
         )
 
+    chunk_size = levers.get("sequence_chunk_size")
+    if chunk_size is not None and setup.num_linear_heads is None:
+        _check_chunks(chunk_size, wanted, setup)
     chunks = prefers_ulysses(settings["memory"], levers) and not setup.num_linear_heads
-    if wanted == "auto" and setup.sp > 1 and chunks:
-        try:
-            return "ulysses", replace(choose("ulysses"), reason="auto: the sequence-chunked step runs on it")
-        except ValueError:
-            if levers.get("sequence_chunk_size") is not None:
-                raise
+    if wanted == "auto" and setup.sp > 1 and chunks and setup.num_heads % setup.sp == 0:
+        return "ulysses", replace(choose("ulysses"), reason="auto: the sequence-chunked step runs on it")
     return wanted, choose(wanted)
+
+
+def _check_chunks(size: int, backend: str, setup: Setup) -> None:
+    """Check that a sequence-chunked step has a backend that it can run on."""
+    remedy = ulysses_remedy(setup.num_heads, setup.sp)
+    if setup.sp > 1 and backend not in ("auto", "ulysses"):
+        raise ValueError(
+            f"--sequence_chunk_size {size} with --sp_backend {backend}: chunks that wait in host memory do not travel "
+            f"round a ring. {remedy}"
+        )
+    if setup.num_heads % setup.sp:
+        raise ValueError(f"--sequence_chunk_size {size} with --sp {setup.sp}: {remedy}")
 
 
 def _check_counts(settings: Mapping[str, Any]) -> None:
@@ -573,8 +594,6 @@ def _check_counts(settings: Mapping[str, Any]) -> None:
 
 def _max_grad_norm(value: float | None, engine: str) -> float:
     """0 is no clipping. The Trainer then measures no norm either, except on DeepSpeed: an infinite bound does both."""
-    if value is not None and value < 0:
-        raise ValueError(f"--max_grad_norm {value} is below 0. Use 0 for no clipping.")
     return value or (0.0 if engine == "deepspeed" else math.inf)
 
 

@@ -309,11 +309,6 @@ def _check_asked(asked: Mapping[str, Any], place: Place) -> None:
         raise ValueError(
             f"--tiled_mlp_num_shards {asked['tiled_mlp_num_shards']} contradicts --tiled_mlp False. Leave out one."
         )
-    if "sequence_chunk_size" in asked and place.backend not in ("local", "ulysses"):
-        raise ValueError(
-            f"--sequence_chunk_size {asked['sequence_chunk_size']} with --sp_backend {place.backend}: chunks that wait "
-            "in host memory do not travel round a ring. Use --sp_backend ulysses, or leave it out."
-        )
     if "sequence_chunk_size" in asked and place.has_linear_attention:
         raise ValueError(
             f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's linear attention carries a state "

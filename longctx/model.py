@@ -35,6 +35,7 @@ from longctx.config_file import (
 )
 from longctx.model_files import check_no_adapter, check_weight_files
 from longctx.regular_files import check_folder
+from longctx.tied_head import untie_as_stored
 from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
 
@@ -52,12 +53,12 @@ def load_config(
     """
     if name == TINY:
         config = tiny_config()
-        _check_keys(config, overrides)
+        overrides = _checked(config, overrides)
         config.update(overrides)
         return config
     config = _read_config(name, revision=revision, trust_remote_code=trust_remote_code)
     text = _text_alone(config)
-    _check_keys(text or config, overrides)
+    overrides = _checked(text or config, overrides)
     if text is not None:
         config = type(text).from_dict(text.to_dict() | overrides)
         config.name_or_path = name
@@ -110,7 +111,12 @@ def _text_alone(config: PretrainedConfig) -> PretrainedConfig | None:
     return config.get_text_config() if getattr(model_class, "config_class", None) is text_class else None
 
 
-def _check_keys(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
+def _checked(config: PretrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys to set, with those that follow from them: fewer layers are the model's first ones.
+
+    Raises:
+        ValueError: for a key that the configuration does not have, and for more layers than the model has.
+    """
     for key in overrides:
         if not hasattr(config, key):
             close = difflib.get_close_matches(key, vars(config), n=3)
@@ -119,6 +125,27 @@ def _check_keys(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
                 f"--model_init_kwargs sets {key}, which a {config.model_type} configuration does not have.{meant} "
                 "Only keys of the model's config.json can be set."
             )
+    num_layers = overrides.get("num_hidden_layers")
+    return {**({} if num_layers is None else first_layers(config, num_layers)), **overrides}
+
+
+PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""The keys of a configuration that are lists with one value for each layer."""
+
+
+def first_layers(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
+    """Return the keys, with their values, that reduce a decoder's configuration to its first layers.
+
+    Raises:
+        ValueError: unless the model has at least so many layers.
+    """
+    if not isinstance(num_layers, int) or not 1 <= num_layers <= config.num_hidden_layers:
+        raise ValueError(
+            f"num_hidden_layers is set to {num_layers!r}, and the model has weights for {config.num_hidden_layers} "
+            f"layers. Use 1 to {config.num_hidden_layers}."
+        )
+    lists = {key: getattr(config, key, None) for key in PER_LAYER_KEYS}
+    return {"num_hidden_layers": num_layers} | {key: values[:num_layers] for key, values in lists.items() if values}
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
@@ -209,6 +236,7 @@ def load_model(
     check_no_adapter(name, revision)
     check_weight_files(name, config, revision=revision)
     try:
+        untie_as_stored(config, name, revision=revision, load=True)
         model, found = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
@@ -233,12 +261,22 @@ def load_model(
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"--model_name_or_path {name} has no weights for {len(missing)} parameters of a {config.model_type} model, "
-            f"such as {missing[0]}; they would start at random. Complete the folder, or get it again."
+            f"such as {missing[0]}; they would start at random. {_remedy_for_missing(model, missing)}"
         )
+    model.tie_weights()  # FSDP2's ranks but the first have compared no values, and left apart what the first has tied
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' 4-bit layers, on CPUs that have it:
             module.support_avx512bf16_for_cpu = False  # an evaluation would round them to bf16, and leave them so
     return model
+
+
+def _remedy_for_missing(model: PreTrainedModel, missing: list[str]) -> str:
+    if set(missing) <= (model._tied_weights_keys or {}).keys():
+        return (
+            "If the model's head is tied to its embeddings, pass --model_init_kwargs "
+            "'{\"tie_word_embeddings\": true}' or set it in config.json."
+        )
+    return "Complete the folder, or get it again."
 
 
 def count_parameters(model: torch.nn.Module) -> int:

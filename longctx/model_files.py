@@ -65,7 +65,7 @@ def check_weight_files(name: str, config: PretrainedConfig, *, revision: str | N
     Raises:
         ValueError: with the file, or the two sizes.
     """
-    files = _weight_files(name, revision)
+    files = weight_files(name, revision)
     if not files or files[0].suffix != ".safetensors":
         return
     held, expected = sum(map(_elements, files)), _parameters(name, config)
@@ -76,17 +76,30 @@ def check_weight_files(name: str, config: PretrainedConfig, *, revision: str | N
         )
 
 
-def _weight_files(name: str, revision: str | None) -> list[Path]:
-    """Those of a folder; none of a hub model, whose index alone is looked at."""
+def weight_files(name: str, revision: str | None, *, download: bool = False) -> list[Path]:
+    """Return the files that hold the weights, of which safetensors files are preferred.
+
+    Args:
+        download: whether to download the files of a hub model. Otherwise only its index is, and it has no files here.
+    """
     folder = Path(name) if Path(name).is_dir() else None
     for weights, index in zip(_WEIGHTS, _INDEXES, strict=True):
         if folder is not None and (folder / weights).exists():
             return [_regular(folder / weights)]
-        path = cached_file(name, index, revision=revision, _raise_exceptions_for_missing_entries=False)
-        if path is not None:
-            names = _indexed(Path(path))
-            return [_regular(folder / part) for part in names] if folder is not None else []
+        if folder is None and download and (path := _of_hub(name, weights, revision)) is not None:
+            return [path]
+        if (path := _of_hub(name, index, revision)) is not None:
+            names = _indexed(path)
+            if folder is not None:
+                return [_regular(folder / part) for part in names]
+            return [file for part in names if download and (file := _of_hub(name, part, revision)) is not None]
     return []
+
+
+def _of_hub(name: str, file: str, revision: str | None) -> Path | None:
+    """Return the path of a file of a model, downloaded where it is not in a folder; None if there is none."""
+    path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
 
 
 def _indexed(index: Path) -> list[str]:

@@ -33,6 +33,7 @@ from longctx.shard import (
     unshard_tokens,
 )
 from longctx.tiled_mlp import install_tiled_mlp
+from longctx.ulysses import ulysses_remedy
 from longctx.ulysses.head_chunks import check_stride
 
 
@@ -219,6 +220,7 @@ def parallelize(
             heads do not fit the backend; or for a chunk size that the model or a ring cannot have.
     """
     check_model(model.config)
+    _say_whether_tied(model)
     if heads_k_stride is not None:
         check_stride(heads_k_stride)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -245,11 +247,21 @@ def parallelize(
         if dims.ring > 1:
             raise ValueError(
                 f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}: keys and values that wait "
-                "in host memory do not travel round a ring. Use sp_backend ulysses, or leave it out."
+                f"in host memory do not travel round a ring. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
             )
         install_chunked(model, sequence_chunk_size, device, keep_attention=selective_checkpointing)
     backend = partial(BACKENDS[choice.name], heads_k_stride=heads_k_stride)
     return model, SequenceParallel(dims, backend, sequence_groups(dims, device.type), device)
+
+
+def _say_whether_tied(model: PreTrainedModel) -> None:
+    """Have the configuration say whether the head is the embeddings, since wrappers would tie them again by its word.
+
+    transformers leaves them apart where a model's files hold both with different values, whatever config.json says.
+    """
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None:
+        model.config.tie_word_embeddings = head.weight is embeddings.weight
 
 
 def _documents(model: PreTrainedModel, lengths: Sequence[int] | None) -> Documents:

@@ -98,7 +98,13 @@ def _prepare(
         _check_targets(training, settings, "train")
     if settings["eval_strategy"] == "no":
         return training
-    evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
+    try:
+        evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
+    except DataError as error:
+        raise DataError(
+            f"--dataset_test_split {settings['dataset_test_split']} cannot be evaluated on. {error} To train without "
+            "evaluation, leave out --eval_strategy."
+        ) from error
     _check_targets(evaluation, settings, "test")
     return replace(training, evaluation=evaluation)
 

@@ -5,7 +5,6 @@ A flag is in one table. What no table knows, such as a field of a newer TRL, is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -187,8 +186,6 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
         value = settings.get(name, allowed[0])
         if getattr(value, "value", value) not in allowed:
             raise ValueError(f"--{name} {value} is refused: {_reason(name, allowed)}.")
-    if not 0 <= settings["label_smoothing_factor"] <= 1:
-        raise ValueError(f"--label_smoothing_factor {settings['label_smoothing_factor']} is not between 0 and 1.")
     _check_evaluation(settings)
     ours = {field.name for field in fields(SequenceArguments)}
     known = {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE, *ACTS_WITH}
@@ -255,13 +252,9 @@ def _check_best_model(settings: Mapping[str, Any]) -> None:
 
 
 def _check_early_stopping(settings: Mapping[str, Any]) -> None:
-    patience, threshold = settings["early_stopping_patience"], settings["early_stopping_threshold"]
+    patience = settings["early_stopping_patience"]
     if patience is not None and patience < 1:
         raise ValueError(
             f"--early_stopping_patience {patience} is below 1: it is a number of evaluations. Leave it out to train to "
             "the end."
-        )
-    if not 0 <= threshold < math.inf:
-        raise ValueError(
-            f"--early_stopping_threshold {threshold} is no improvement of 0 or more, in the metric's unit."
         )

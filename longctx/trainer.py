@@ -8,6 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from transformers import (
@@ -47,6 +49,7 @@ from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.progress import use_one_bar
 from longctx.regions import clock, region
+from longctx.saved_buffers import saved_buffers_handed_on
 from longctx.schedule import add_defaults
 from longctx.shard import complete_position_ids, plan_batch
 from longctx.steps import MicroBatch, StepLoader, StepSampler, StepStream
@@ -175,7 +178,8 @@ class SequenceTrainer(ResumableTrainer):
         self.step_metrics.load_state_dicts([rank["metrics"] for rank in progress], rank=self.sequence.rank)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)
+        with self._wrapping():
+            prepared = super()._prepare_for_training(*args, **kwargs)
         zero: Any = getattr(self.model_wrapped, "optimizer", None)
         if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would do without in fp32; ZeRO-3 always looks
             zero.check_grad_overflow = True
@@ -185,6 +189,18 @@ class SequenceTrainer(ResumableTrainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         add_defaults(self.optimizer)
         return super().create_scheduler(*args, **kwargs)
+
+    def _wrapping(self) -> AbstractContextManager[None]:
+        """The context in which the engine may wrap the model."""
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or plugin.fsdp_version != 2 or isinstance(self.model, FSDPModule):
+            return nullcontext()
+        return saved_buffers_handed_on(self.model, self.accelerator.device)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; before any training, this wraps the model."""
+        with self._wrapping():
+            return super().evaluation_loop(*args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """On all ranks the same, and known before the weights change; DeepSpeed leaves the step out by itself."""

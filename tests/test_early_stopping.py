@@ -82,8 +82,8 @@ def test_what_stopped_is_said(models, tmp_path, capsys):
     [
         (["--early_stopping_patience", "1"], "--early_stopping_patience needs evaluation data: add --eval_strategy"),
         ([*EVALUATES, "--early_stopping_patience", "0"], "--early_stopping_patience 0 is below 1"),
-        ([*EVALUATES, "--early_stopping_threshold", "-1"], "--early_stopping_threshold -1.0 is no improvement"),
-        ([*EVALUATES, "--early_stopping_threshold", "nan"], "--early_stopping_threshold nan is no improvement"),
+        ([*EVALUATES, "--early_stopping_threshold", "-1"], "--early_stopping_threshold -1.0 is out of range"),
+        ([*EVALUATES, "--early_stopping_threshold", "nan"], "--early_stopping_threshold nan is out of range"),
     ],
 )
 def test_bad_input(flags, words, capsys):

@@ -272,6 +272,17 @@ def test_bad_input(flags, parts, model, data, capsys):
     assert all(part in error for part in parts), error
 
 
+def test_a_split_without_labels(model, tmp_path, capsys):
+    """The message names the split and what it holds, and both ways out."""
+    write_jsonl(tmp_path / "train.jsonl", TRAIN)
+    write_jsonl(tmp_path / "test.jsonl", [([5, 6, 7], [-100] * 3), ([8, 9], [8, -100])])
+    flags = ["--dataset_name", str(tmp_path), "--eval_strategy", "steps", "--max_length", "128"]
+    assert main(["--model_name_or_path", model, *flags]) == 2
+    error = capsys.readouterr().err
+    for part in ("--dataset_test_split test", "in 2 documents with 5 tokens", "every label is -100", "--eval_strategy"):
+        assert part in error, error
+
+
 def test_rows_that_cannot_be_evaluated(model, data, tmp_path):
     from datasets import Dataset
 

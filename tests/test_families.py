@@ -85,6 +85,13 @@ def test_key_heads_that_do_not_fit():
         choose_backend("ulysses", setup_of(uneven, 3))
 
 
+@pytest.mark.parametrize("backend", ["ring", "ulysses"])
+def test_key_heads_that_no_two_ranks_can_share(backend):
+    alone = hybrid_config(linear_num_key_heads=1)
+    with pytest.raises(ValueError, match=r"1 linear key heads\. Use --sp 1\.$"):
+        choose_backend(backend, setup_of(alone, 2))
+
+
 def test_auto_takes_ulysses_or_says_why_not():
     documents = Documents(rows=[np.array([64])], source="one document")
     choice = choose_backend("auto", setup_of(hybrid_config(), 2), documents)

@@ -274,8 +274,48 @@ def test_a_reason_of_ones_own_takes_the_place_of_the_general_one(name, tmp_path)
 
 @pytest.mark.parametrize("factor", ["-0.1", "1.5"])
 def test_smoothing_is_a_part(factor):
-    with pytest.raises(ValueError, match=f"--label_smoothing_factor {factor} is not between 0 and 1"):
+    with pytest.raises(
+        ValueError, match=f"--label_smoothing_factor {factor} is out of range: expected a finite number from 0 to 1"
+    ):
         resolved("--label_smoothing_factor", factor)
+
+
+FLOATS = [
+    field.name
+    for arguments in (SequenceArguments, DatasetMixtureConfig, SFTConfig, ModelConfig)
+    for field in fields(arguments)
+    if field.init and "float" in str(field.type)
+]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("name", FLOATS)
+def test_numbers_that_are_not_finite_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"--{name} {value} is out of range: expected a finite number"):
+        resolved(f"--{name}={value}")
+
+
+def test_the_flags_that_take_numbers_are_known():
+    """Else the test above would compare nothing."""
+    assert {"learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "early_stopping_threshold"} <= {*FLOATS}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("learning_rate", -1e-3, "of at least 0"),
+        ("weight_decay", -0.1, "of at least 0"),
+        ("adam_beta1", 1.0, "of at least 0 and below 1"),
+        ("adam_beta2", -0.5, "of at least 0 and below 1"),
+        ("adam_epsilon", -1e-8, "of at least 0"),
+        ("max_grad_norm", -1.0, "of at least 0.* Use 0 for no clipping"),
+        ("warmup_steps", -2.0, "of at least 0"),
+        ("num_train_epochs", -1.0, "of at least 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(name, value, expected):
+    with pytest.raises(ValueError, match=rf"--{name} .* is out of range: expected a finite number {expected}"):
+        resolved(f"--{name}={value}")
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)

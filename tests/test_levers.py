@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,6 +202,18 @@ def test_buckets_of_a_plain_run_hold_a_layer():
     settle_deepspeed(config, resolved(*ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
     assert config["zero_optimization"]["reduce_bucket_size"] == sizes.layer_parameters
     assert config.keys() == {"zero_optimization"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("memory", ["balanced", "longest"])
+def test_buckets_are_even(memory, stage):
+    """ZeRO-1 and 2 refuse odd ones; a layer of gpt-oss with 3 heads has an odd number of parameters."""
+    sizes = replace(ModelSizes.of_config(tiny_config()), layer_parameters=7, hidden_size=3)
+    config = {"zero_optimization": {"stage": stage}}
+    settle_deepspeed(config, resolved("--memory", memory, *ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
+    buckets = [size for name, size in config["zero_optimization"].items() if name.endswith("bucket_size")]
+    assert buckets
+    assert set(buckets) <= {8, 10}
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -195,8 +195,10 @@ def test_adapters_that_are_refused(case, folder, refusal):
     assert all(part in error for part in parts), error
 
 
-def test_tied_embeddings_are_not_trained_apart(refusal):
-    error = refusal("--model_name_or_path", "tiny", "--lora_modules_to_save", "lm_head")
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens", "model.embed_tokens"])
+def test_tied_embeddings_are_not_trained_apart(module, refusal):
+    error = refusal("--model_name_or_path", "tiny", "--lora_modules_to_save", module)
+    assert f"--lora_modules_to_save trains {'lm_head' if module == 'lm_head' else 'model.embed_tokens'}" in error
     assert "tied to its head" in error
 
 

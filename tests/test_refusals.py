@@ -147,6 +147,16 @@ def test_ulysses_lists_the_legal_sizes_where_heads_do_not_fit(refused):
     refused("--sp", "3", "--sp_backend", "ulysses", parts=("4 ", "--sp 1, 2, 4", "--sp_backend ring"))
 
 
+@pytest.mark.parametrize("backend", ["ring", "gather", "hybrid", "ulysses", "auto"])
+def test_a_remedy_is_one_that_works(backend, refused):
+    """Chunks run on Ulysses alone: it is recommended where it divides the heads, and a ring never."""
+    given = ["--sequence_chunk_size", "64", "--sp_backend", backend, "--sp"]
+    error = refused(*given, "3", parts=("--sequence_chunk_size 64", "4 heads", "sp 3", "Use one of --sp 1, 2, 4"))
+    assert "--sp_backend ring, which" not in error
+    if backend not in ("ulysses", "auto"):
+        refused(*given, "2", parts=(f"--sp_backend {backend}", "Use --sp_backend ulysses, or leave it out"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -301,11 +311,13 @@ class FullDisk:
         ('{"hidden": 5}', ("hidden", "qwen3", "hidden_size")),
         ('{"dtype": "bfloat16"}', ("dtype bfloat16", "--dtype")),
         ('{"a": ', ("no JSON object",)),
+        ('{"num_hidden_layers": 3}', ("num_hidden_layers is set to 3", "2 layers", "Use 1 to 2")),
+        ('{"num_hidden_layers": 0}', ("num_hidden_layers is set to 0", "Use 1 to 2")),
         ('["a"]', ("no JSON object",)),
     ],
 )
 def test_model_init_kwargs_that_would_not_act(kwargs, parts, refused):
-    refused("--model_init_kwargs", kwargs, parts=("--model_init_kwargs", *parts))
+    refused("--model_init_kwargs", kwargs, parts=parts)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.reference import train_reference
 from tests.small_model import HEADS
@@ -116,6 +118,26 @@ def test_training_equals_one_process(backends, sp, models, tmp_path, parity_tabl
         references[case] = train_reference(models[heads_name], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in run_ranks(sp, f"{__name__}:run_cases", cases)[0].items():
         check(results, references[case], case, "torchrun", parity_table)
+
+
+def test_the_first_layers_of_a_model_are_trained_alone(models, tmp_path, parity_table):
+    """As stock transformers loads them with the same key; what is saved is a model of one layer."""
+    lengths, flags = SHAPES["packed"]
+    documents = make_documents(lengths)
+    arguments = [*COMMON, *flags, "--sp", "2", "--dataset_name", write_jsonl(tmp_path / "data.jsonl", documents)]
+    arguments += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
+    arguments += ["--model_init_kwargs", '{"num_hidden_layers": 1}']
+    stock = AutoModelForCausalLM.from_pretrained(models["GQA 4:2"], num_hidden_layers=1, attn_implementation="eager")
+    reference = train_reference(
+        models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE, adapt=lambda _: stock
+    )
+    results = run_ranks(2, f"{__name__}:run_cases", {"first layer": arguments})[0]["first layer"]
+    check(results, reference, "ring sp 2, first layer", "torchrun", parity_table)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert saved.config.layer_types == ["full_attention"]
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():  # five AdamW steps, as above
+        torch.testing.assert_close(saved(input_ids=ids).logits, stock(input_ids=ids).logits, rtol=1e-3, atol=1e-4)
 
 
 def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):

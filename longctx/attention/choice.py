@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup, modelled_seconds
 from longctx.mesh import ParallelDims
-from longctx.ulysses import heads_message, legal_sizes
+from longctx.ulysses import heads_message, usable_sizes
 
 ASSUMED_MEAN_LENGTH = 2000
 ASSUMED_SIGMA = 1.5
@@ -202,11 +202,12 @@ def _asked_for(name: str, setup: Setup, ring_size: int | None) -> Arrangement:
 
 def _linear_message(name: str, setup: Setup) -> str:
     """Why linear-attention layers cannot run on a backend, and on what they can."""
-    sizes = legal_sizes(math.gcd(setup.num_heads, setup.num_linear_heads or 0))
+    common = math.gcd(setup.num_heads, setup.num_linear_heads or 0)
+    remedy = f"--sp_backend ulysses with {usable_sizes(common)}" if common > 1 else "--sp 1"
     return (
         f"--sp_backend {name} with --sp {setup.sp} cannot run this model: its linear-attention layers carry a state "
         f"through all tokens of a document, so every rank takes whole heads, and there are {setup.num_heads} attention "
-        f"heads and {setup.num_linear_heads} linear key heads. Use --sp_backend ulysses with one of --sp {sizes}."
+        f"heads and {setup.num_linear_heads} linear key heads. Use {remedy}."
     )
 
 

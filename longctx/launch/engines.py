@@ -165,6 +165,7 @@ def _bucket_sizes(levers: Levers, model: ModelSizes, zero_stage: int) -> Mapping
     """
     layer = model.layer_parameters
     bucket = min(layer, model.hidden_size**2) if levers.small_buckets else layer
+    bucket += bucket % 2  # ZeRO-1 and 2 start messages at multiples of 4 bytes, which are 2 elements in half precision
     sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if zero_stage == 3 and levers.small_buckets:
         sizes |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * layer}

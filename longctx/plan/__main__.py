@@ -104,8 +104,10 @@ def _plan(options: argparse.Namespace) -> int:
     from longctx.plan.candidates import candidates, outlook, recommend
     from longctx.plan.documents import drawn_from, one_document
     from longctx.rope import extended, parse_rope_scaling
+    from longctx.tied_head import untie_as_stored
 
     config = load_config(options.model_name_or_path, revision=options.model_revision)
+    untie_as_stored(config, options.model_name_or_path, revision=options.model_revision)
     if scaling := parse_rope_scaling(options.rope_scaling):
         config = extended(config, scaling)
     check_model(config)

@@ -19,6 +19,11 @@ def legal_sizes(num_heads: int) -> str:
     return ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
 
 
+def usable_sizes(num_heads: int) -> str:
+    """The settings of --sp with which Ulysses divides the query heads, for messages: `one of --sp 1, 2, 4`."""
+    return f"one of --sp {legal_sizes(num_heads)}" if num_heads > 1 else "--sp 1"
+
+
 def key_value_copies(num_heads: int, num_key_value_heads: int, world_size: int) -> int:
     """How often each key/value head is repeated so that every rank gets those its query heads use.
 
@@ -101,5 +106,15 @@ def heads_message(num_heads: int, sp: int) -> str:
     """Why Ulysses cannot spread this many heads, and what it can do."""
     return (
         f"Ulysses gives every rank whole attention heads, and {num_heads} heads cannot be divided by sp {sp}. "
-        f"Use one of --sp {legal_sizes(num_heads)}, or --sp_backend ring, which works with any number of heads."
+        f"Use {usable_sizes(num_heads)}, or --sp_backend ring, which works with any number of heads."
+    )
+
+
+def ulysses_remedy(num_heads: int, sp: int) -> str:
+    """Return what to do about a setting that runs on Ulysses alone, on another backend or with these heads."""
+    if num_heads % sp == 0:
+        return "Use --sp_backend ulysses, or leave it out."
+    return (
+        f"Ulysses alone runs it, and {num_heads} heads cannot be divided by sp {sp}. Use {usable_sizes(num_heads)}, or "
+        "leave it out."
     )

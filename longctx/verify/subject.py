@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from longctx.data import name_data
 from longctx.flags import Flags
 from longctx.launch.profile import LaunchProfile
+from longctx.model import first_layers
 from longctx.packing import PackedDataset
 from longctx.resolved import Run
 from longctx.rows import TrainingRows
@@ -116,11 +117,9 @@ def few_layers(run: Run, num_layers: int | None) -> Run:
             f"Use 1 to {text.num_hidden_layers}."
         )
     config = copy.deepcopy(run.model_config)
-    text, all_layers = config.get_text_config(), text.num_hidden_layers
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == all_layers:  # layer_types, no_rope_layers
-            setattr(text, name, value[:num_layers])
-    text.num_hidden_layers = num_layers
+    text = config.get_text_config()
+    for name, value in first_layers(text, num_layers).items():
+        setattr(text, name, value)
     return replace(run, model_config=config)
 
 
