@@ -90,7 +90,9 @@ class RefusalsMet:
     def missed(self):
         """Refusals that the test they have in the table ran through without meeting them."""
         whole = {test for test, count in self.collected.items() if self.passed[test] == count} - self.partial
-        return [(row, test) for row, test in refusals.read_table().items() if test in whole and not self._has(row, test)]
+        return [
+            (row, test) for row, test in refusals.read_table().items() if test in whole and not self._has(row, test)
+        ]
 
     def _has(self, refusal, test):
         file, first, last = refusals.refusals().get(refusal, ("", 0, 0))
