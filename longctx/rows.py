@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from longctx.data import (
     Mixture,
     SourceReport,
     document_lengths,
+    encoder_key,
     load_records,
     mix,
     name_data,
@@ -250,16 +252,18 @@ def _template(path: str | None) -> str | None:
 def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which tokens each step trains on, by name, to tell whether a run goes on with the same.
 
-    Of a stream, which cannot be read beforehand, what it is called, its files' names, sizes and ends, and how it is
-    packed. An adapter's base model, which no checkpoint holds, is known in the same way.
+    Of a stream, which cannot be read beforehand, what it is called, its files' names, sizes and ends, how its records
+    become tokens and how it is packed. An adapter's base model, which no checkpoint holds, is known in the same way.
     """
     order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
     order["seed"] = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
-    if settings.get("rope_scaling") is not None:
-        order["rope_scaling"] = settings["rope_scaling"]
+    order |= {name: settings[name] for name in _WHERE_SET if settings.get(name)}
+    if isinstance(order.get("model_init_kwargs"), str):  # however it is spelled
+        order["model_init_kwargs"] = json.loads(order["model_init_kwargs"])
     if settings["use_peft"]:
         base = settings["model_name_or_path"]
         order |= {"use_peft": True, "base_model": _files_identity(base) or base}
+        order |= {name: settings[name] for name in ("lora_alpha", "use_rslora")}
         if settings.get("load_in_4bit"):
             order |= {name: settings[name] for name in ("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")}
     if settings["datasets"]:
@@ -268,10 +272,12 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
         names = ("path", "name", "split", "columns")
         files = [_files_identity(source.path) for source in settings["datasets"]]
         sources = [{name: getattr(source, name) for name in names} for source in settings["datasets"]]
-        return {"datasets": sources, "files": files, "dataset_text_field": settings["dataset_text_field"]} | order
+        named = {"datasets": sources, "files": files, "dataset_text_field": settings["dataset_text_field"]}
+        return named | {"encoding": _encoder_keys(data)} | order
     if isinstance(data, StreamedRows):
         names = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field")
-        return {name: settings[name] for name in names} | {"files": _files_identity(settings["dataset_name"])} | order
+        named = {name: settings[name] for name in names} | {"files": _files_identity(settings["dataset_name"])}
+        return named | {"encoding": _encoder_keys(data)} | order
     return {
         "documents": len(data.documents),
         "contents": digest(column_arrays(data.documents)),
@@ -280,6 +286,16 @@ def data_identity(data: TrainingRows | StreamedRows, settings: Mapping[str, Any]
         "balanced": data.costs is not None,
         **order,
     }
+
+
+_WHERE_SET = ("dataloader_drop_last", "model_init_kwargs", "rope_scaling")
+"""Settings that identify a run only where they are set, so that checkpoints from before they counted still resume."""
+
+
+def _encoder_keys(data: StreamedRows) -> list[str]:
+    """Of each stream, how its records become tokens and labels."""
+    source: Any = data.rows.source
+    return [encoder_key(stream.encoder) for stream in (source.sources if isinstance(source, MixedStream) else [source])]
 
 
 def _mixture_identity(mixture: Mixture) -> dict[str, Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from longctx.data.records import load_records, record_place, stream_records
     from longctx.data.stream import DocumentStream, tokenize_stream
     from longctx.data.text_files import STDLIB, stdlib_files
-    from longctx.data.tokenize import tokenize_records
+    from longctx.data.tokenize import encoder_key, tokenize_records
 
 __all__ = [
     "IGNORE_INDEX",
@@ -35,6 +35,7 @@ __all__ = [
     "Mixture",
     "SourceReport",
     "document_lengths",
+    "encoder_key",
     "load_records",
     "mix",
     "name_data",
@@ -52,6 +53,7 @@ _LOADED_WHEN_USED = {
     "MixedStream": "mixing",
     "STDLIB": "text_files",
     "SourceReport": "mixing",
+    "encoder_key": "tokenize",
     "load_records": "records",
     "mix": "mixing",
     "record_place": "records",

@@ -227,6 +227,12 @@ def _fingerprint(dataset: Dataset, encoder: Encoder) -> str:
     )
 
 
+def encoder_key(encoder: Encoder) -> str:
+    """A digest of everything that documents depend on besides their records: options, chat template and tokenizer."""
+    tokenizer = None if encoder.tokenizer is None else _tokenizer_state(encoder.tokenizer)
+    return cache_key(type(encoder).__name__, encoder.options(), tokenizer)
+
+
 def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
