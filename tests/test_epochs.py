@@ -149,6 +149,26 @@ NUM_DOCUMENTS = 11
 """Of one sequence each, in steps of four: epochs of three steps, the last of which is not full."""
 
 
+def built_trainer(flags):
+    """A trainer of this process as `longctx train` makes it, and its model."""
+    from accelerate.state import AcceleratorState
+
+    from longctx.config import resolve
+    from longctx.flags import parse_flags
+    from longctx.launch.profile import read_profile
+    from longctx.run import build_trainer, load, prepare
+
+    AcceleratorState._reset_state(True)
+    environment = dict(os.environ)
+    try:
+        prepared = prepare(resolve(parse_flags(flags), read_profile({}), {}))
+        trainer = build_trainer(prepared, load(prepared))
+    finally:
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+    return trainer, trainer.model
+
+
 def train(flags, resume_from=None, num_steps=None):
     """Train in this process: of each step its sequences, as numbers; what the trainer says they are; and its epoch.
 
