@@ -132,7 +132,7 @@ def files_read(folder: Path) -> list[Path]:
     """
     others = (path for path in folder.iterdir() if path.suffix in _READ_SUFFIXES and path.is_file())
     templates = (path for path in folder.glob("additional_chat_templates/*.jinja") if path.is_file())
-    return sorted({*_weight_files(str(folder), None), *others, *templates})
+    return sorted({*weight_files(str(folder), None), *others, *templates})
 
 
 def has_saved_buffers(config: PretrainedConfig) -> bool:

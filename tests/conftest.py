@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_model import HEADS, save_small_model
+from tests import refusals
+
+refusals.install()  # before anything imports longctx
+
+from tests.small_model import HEADS, save_small_model  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -49,7 +53,22 @@ def parity_table():
     return _rows
 
 
+_refusals_met = refusals.RefusalsMet()
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(_refusals_met)
+
+
+def pytest_sessionfinish(session):
+    if session.config.getoption("--record-refusals"):
+        _refusals_met.record()
+    elif _refusals_met.missed() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_addoption(parser):
+    parser.addoption("--record-refusals", action="store_true", help="enter into tests/refusals.tsv what this run met")
     parser.addoption("--support-matrix", type=Path, help="write what this run has shown into the support matrix")
 
 
@@ -59,6 +78,10 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if missed := _refusals_met.missed():
+        terminalreporter.section("refusals that their tests in tests/refusals.tsv no longer meet", red=True)
+        for row, test in missed:
+            terminalreporter.write_line(f"{test}: {row.file} {row.function}: {row.message}")
     if path := config.getoption("--support-matrix"):
         _write_support_matrix(terminalreporter, path)
     if not _rows:
