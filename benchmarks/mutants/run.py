@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -98,6 +99,7 @@ class _Running:
     limit: float
 
 
+@functools.cache
 def control(tests: tuple[str, ...]) -> Job:
     """The tests on the code as it is: only where they pass does a failure tell of a mutant."""
     sources = sorted((ROOT / "longctx").rglob("*.py"))
