@@ -60,11 +60,15 @@ def _line(cells: Sequence[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 1 if a mutant survives that should not, or tests fail without one."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mutants", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--list", action="store_true", help="Print the mutants by class, and stop.")
-    parser.add_argument("--only", nargs="+", metavar="CLASS", help="Classes, or parts of a mutant's description or file.")
+    parser.add_argument("--only", nargs="+", metavar="CLASS", help="Or parts of mutants' descriptions or files.")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="At a time. Default: 1.")
-    parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"), help="Kept here. Default: mutants.jsonl.")
+    parser.add_argument(
+        "--results", type=Path, default=Path("mutants.jsonl"), help="Kept here. Default: mutants.jsonl."
+    )
     parser.add_argument("--output", type=Path, help="Also write the table here.")
     options = parser.parse_args(arguments)
     mutants = [m for m in load() if not options.only or any(_matches(m, wanted) for wanted in options.only)]
@@ -78,12 +82,15 @@ def main(arguments: list[str] | None = None) -> int:
             failed += outcome.status == "failed"
             what = job.mutant.wrong if job.mutant else f"without a mutant: {' '.join(job.tests)}"
             by = f" ({outcome.test}: {outcome.reason})" if outcome.status == "failed" else f" by {outcome.test}"
-            print(f"{number:4} {outcome.seconds:6.1f} s  {outcome.status}: {what}{by if outcome.test else ''}", flush=True)
+            print(
+                f"{number:4} {outcome.seconds:6.1f} s  {outcome.status}: {what}{by if outcome.test else ''}", flush=True
+            )
     lines = table(mutants, results.outcomes)
     print("", *lines, sep="\n")
     if options.output:
         options.output.write_text("\n".join([*_head(arguments), *lines]) + "\n")
-    survived = any(results.outcomes[m.key()].status == "survived" and not m.survives for m in mutants if m.key() in results.outcomes)
+    known = [(mutant, results.outcomes.get(mutant.key())) for mutant in mutants]
+    survived = any(found is not None and found.status == "survived" and not m.survives for m, found in known)
     return int(bool(failed) or survived)
 
 

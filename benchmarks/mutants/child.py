@@ -35,8 +35,9 @@ def import_libraries() -> None:
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu", TOKENIZERS_PARALLELISM="false")
     for name in LIBRARIES:
         importlib.import_module(name)
-    import torch
     from multiprocessing import resource_tracker
+
+    import torch
 
     torch.set_num_threads(1)
     resource_tracker.ensure_running()

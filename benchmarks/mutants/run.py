@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -190,14 +191,10 @@ def _has_ended(task: _Running) -> bool:
 def _kill(process: int, *, is_alive: bool) -> None:
     descendants = psutil.Process(process).children(recursive=True) if is_alive else []
     for found in descendants:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             found.kill()
-        except psutil.NoSuchProcess:
-            continue
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)  # the group outlives its leader
-    except ProcessLookupError:
-        pass
     if is_alive:
         os.waitpid(process, 0)
 
