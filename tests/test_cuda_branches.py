@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from longctx import regions
 from longctx.attention.kernels import DenseKernel, block_backward, choose
 from longctx.attention.kernels.check import make_entries, make_inputs
 from longctx.attention.kernels.entries import Entries
@@ -112,3 +113,46 @@ def test_copies_to_the_host_are_waited_for_on_a_gpu(monkeypatch):
     assert not waited
     settle(torch.device("cuda"))
     assert len(waited) == 1
+
+
+class Event:
+    """A CUDA event on a device that takes as long as the test says, in milliseconds."""
+
+    now = 0.0
+
+    def record(self):
+        self.at = Event.now
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def a_clock(monkeypatch):
+    clock = regions.Clock()
+    monkeypatch.setattr(clock, "_event", Event)
+    Event.now = 0.0
+    clock.start(torch.device("cuda"))
+    return clock
+
+
+def test_parts_of_a_step_on_a_gpu_are_seconds(monkeypatch):
+    clock = a_clock(monkeypatch)
+    Event.now += 500
+    assert clock.switch("attention") == "rest"
+    Event.now += 2000
+    clock.switch("rest")
+    Event.now += 250
+    assert clock.read() == {"data": 0, "attention": 2.0, "communication": 0, "saving": 0, "rest": 0.75}
+
+
+def test_what_is_paused_is_in_no_part_of_a_step(monkeypatch):
+    clock = a_clock(monkeypatch)
+    Event.now += 500
+    with clock.paused():
+        clock.switch("attention")
+        Event.now += 3000
+    Event.now += 100
+    assert clock.read() == {"data": 0, "attention": 0, "communication": 0, "saving": 0, "rest": 0.6}

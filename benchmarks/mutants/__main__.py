@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="Also write the table here.")
     options = parser.parse_args(arguments)
-    mutants = [m for m in load() if not options.only or any(_matches(m, wanted) for wanted in options.only)]
+    mutants = _chosen(load(), options.only)
     if options.list:
         for kind in dict.fromkeys(mutant.kind for mutant in mutants):
             print(f"{kind}:", *(f"  {m.file}: {m.wrong}" for m in mutants if m.kind == kind), "", sep="\n")
@@ -94,8 +94,15 @@ def main(arguments: list[str] | None = None) -> int:
     return int(bool(failed) or survived)
 
 
-def _matches(mutant: Mutant, wanted: str) -> bool:
-    return wanted == mutant.kind or wanted in mutant.wrong or wanted in mutant.file
+def _chosen(mutants: Sequence[Mutant], only: Sequence[str] | None) -> list[Mutant]:
+    """Those of the classes named; what names no class is a part of a description or of a file's path."""
+    kinds = {mutant.kind for mutant in mutants}
+    return [
+        mutant
+        for mutant in mutants
+        if not only
+        or any(mutant.kind == name if name in kinds else name in f"{mutant.file} {mutant.wrong}" for name in only)
+    ]
 
 
 def _head(arguments: list[str] | None) -> list[str]:
