@@ -19,8 +19,8 @@ from tests.test_loss import dense
 from tests.test_rounding import host_attention
 
 LENGTHS = [20, 1, 11]
-TOLERANCE = 2e-3
-"""fp32 numbers near 10,000, such as these log-sum-exps, are 1e-3 apart, and weights are as much off. A term that
+TOLERANCE = 0.03
+"""fp32 numbers near 10,000, such as these log-sum-exps, are 1e-3 apart; weights are as much off, and gradients up to twenty times. A term that
 overflows or vanishes is off by 1 or is not finite."""
 CU_SEQLENS = np.cumsum([0, *LENGTHS])
 SCALES = {"around 0": 0, "far above 0": 10_000, "far below 0": -10_000}
