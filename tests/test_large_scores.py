@@ -20,8 +20,8 @@ from tests.test_rounding import host_attention
 
 LENGTHS = [20, 1, 11]
 TOLERANCE = 0.03
-"""fp32 numbers near 10,000, such as these log-sum-exps, are 1e-3 apart; weights are as much off, and gradients up to twenty times. A term that
-overflows or vanishes is off by 1 or is not finite."""
+"""fp32 numbers near 10,000, such as these log-sum-exps, are 1e-3 apart: weights are as much off, and gradients, which
+queries of up to 100 multiply, twenty times. A term that overflows or vanishes is off by 1 or is not finite."""
 CU_SEQLENS = np.cumsum([0, *LENGTHS])
 SCALES = {"around 0": 0, "far above 0": 10_000, "far below 0": -10_000}
 LOG_SUM_EXPS = (-10_000.0, -200.0, -88.0, -1.0, 0.0, 1.0, 88.0, 89.0, 200.0, 10_000.0)
