@@ -16,6 +16,8 @@ from longctx.attention.operator import varlen_attention
 from longctx.batch import AttentionContext, BatchLayout
 from longctx.guards import LARGEST_INT32, check_row_length
 from longctx.shard import complete_position_ids
+from longctx.tiny import tiny_config
+from longctx.trainer import SequenceTrainer
 from tests.test_attention import KINDS, dense_attention, make_inputs, relative_error, sharded_case, subgroups
 from tests.workers import run_ranks
 
@@ -150,3 +152,18 @@ def test_layers_that_are_no_plain_causal_attention_are_refused(keywords, named):
     module = SimpleNamespace(is_causal=keywords.get("is_causal", True))
     with pytest.raises(ValueError, match=f"asks for .*{named}"):
         longctx_attention(module, q, q, q, **given | {k: v for k, v in keywords.items() if k != "is_causal"})
+
+
+@pytest.mark.parametrize("missing", [1, -1])
+def test_layers_that_bypass_our_attention_stop_the_first_step(missing):
+    """One layer too few that was counted, or one too many: every rank would see its own tokens alone in it."""
+    config, context = tiny_config(), a_context(8)
+    trainer = SimpleNamespace(_layers_checked=False, model=SimpleNamespace(config=config))
+    layout = BatchLayout(shape=(1, 8), cu_seqlens=np.array([0, 8]), sp=1, plan=None)
+    shard = SimpleNamespace(context=context, layout=layout)
+    context.calls = config.num_hidden_layers - missing
+    with pytest.raises(AssertionError, match=f"{context.calls} of {config.num_hidden_layers} attention layers"):
+        SequenceTrainer._check_shard_length(trainer, shard, torch.zeros(1, 8))
+    context.calls = config.num_hidden_layers
+    SequenceTrainer._check_shard_length(trainer, shard, torch.zeros(1, 8))
+    assert trainer._layers_checked
