@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.mutants.catalogue import Mutant, load
-from benchmarks.mutants.run import Outcome, Results, run
+from .catalogue import ROOT, Mutant, load
+from .run import Outcome, Results, run
 
 HEADER = ("class", "mutants", "killed", "of these by time-out", "survived, explained", "survived")
 
@@ -71,6 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="Also write the table here.")
     options = parser.parse_args(arguments)
+    if not (ROOT / "tests").is_dir():
+        parser.error(f"{ROOT} has no tests: run it from a checkout of the repository, which has the list, too")
     mutants = _chosen(load(), options.only)
     if options.list:
         for kind in dict.fromkeys(mutant.kind for mutant in mutants):
@@ -108,7 +110,7 @@ def _chosen(mutants: Sequence[Mutant], only: Sequence[str] | None) -> list[Mutan
 def _head(arguments: list[str] | None) -> list[str]:
     from importlib.metadata import version
 
-    from benchmarks.packing import device
+    from ..packing import device
 
     given = sys.argv[1:] if arguments is None else arguments
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "deepspeed"))

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.mutants import child
-from benchmarks.mutants.catalogue import ROOT, Mutant, digest, test_files
+from . import child
+from .catalogue import ROOT, Mutant, digest, test_files
 
 COPIED = ("longctx", "benchmarks", "configs", "docs", "examples", "tests")
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "MANIFEST.in", "mkdocs.yml")
