@@ -24,7 +24,8 @@ FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICE
 LEAST_SECONDS = 90.0
 TIMES_LONGER = 6.0
 """Tests of a mutant may take this many times as long as without it, and at least LEAST_SECONDS."""
-_SOME_TESTS_FAILED, _INTERRUPTED = 1, 2  # pytest's exit codes; the second is for modules that cannot be imported
+_SOME_TESTS_FAILED = 1
+"""pytest's exit code."""
 
 
 class Outcome(NamedTuple):
@@ -202,20 +203,19 @@ def _kill(process: int, *, is_alive: bool) -> None:
 def _outcome(task: _Running) -> Outcome:
     """
     Raises:
-        RuntimeError: if the tests could not be run, with the end of their output.
+        RuntimeError: if the tests could not be run without a mutant, with the end of their output.
     """
-    seconds = round(time.monotonic() - task.begun, 1)
+    key, seconds = task.job.key, round(time.monotonic() - task.begun, 1)
     path = task.scratch / "result.json"
-    if not path.exists():
-        if seconds < task.limit:
-            raise RuntimeError(f"{task.job.tests} could not be run:\n{_end_of_log(task)}")
-        return Outcome(task.job.key, "failed" if task.job.mutant is None else "time-out", seconds)
-    found: dict[str, Any] = json.loads(path.read_text())
-    failed = found["code"] in (_SOME_TESTS_FAILED, _INTERRUPTED) and bool(found["test"])
-    if not failed and found["code"] != 0:
+    if not path.exists() and seconds >= task.limit:
+        return Outcome(key, "failed" if task.job.mutant is None else "time-out", seconds)
+    ended = {"code": -1, "test": task.job.tests[0], "reason": "the process was killed"}  # as by a SIGFPE
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else ended
+    if task.job.mutant is not None:
+        return Outcome(key, "killed" if found["code"] else "survived", seconds, found["test"], found["reason"])
+    if found["code"] not in (0, _SOME_TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {found['code']} on {task.job.tests}:\n{_end_of_log(task)}")
-    status = ("failed" if failed else "passed") if task.job.mutant is None else ("killed" if failed else "survived")
-    return Outcome(task.job.key, status, seconds, found["test"], found["reason"])
+    return Outcome(key, "failed" if found["code"] else "passed", seconds, found["test"], found["reason"])
 
 
 def _end_of_log(task: _Running) -> str:
