@@ -6,7 +6,7 @@
 
 Each mutant of the list (`benchmarks/mutants/*.toml`) is planted in a copy of the repository, and the tests that could
 notice it are run there until one fails. The same tests must pass without it. A mutant is *killed* when a test fails or
-takes six times as long as without it (a *time-out*: most of these hang), and *survives* when all tests pass. Results
+takes many times as long as without it (a *time-out*: most of these hang), and *survives* when all tests pass. Results
 are kept in a file, so that a run that is interrupted goes on where it was; what has changed since is run again.
 """
 

@@ -44,7 +44,7 @@ def import_libraries() -> None:
     assert not any(name.partition(".")[0] == "longctx" for name in sys.modules), "longctx was imported before the fork"
 
 
-def fork(copy: Path, tests: tuple[str, ...], scratch: Path) -> int:
+def fork(copy: Path, tests: tuple[str, ...], scratch: Path, *, stop_at_first: bool) -> int:
     """Start a process that runs the tests in a copy of the repository; returns its id.
 
     Args:
@@ -59,7 +59,7 @@ def fork(copy: Path, tests: tuple[str, ...], scratch: Path) -> int:
         os.setsid()
         _enter(copy, scratch)
         with _fork_server():
-            result = _run(copy, tests)
+            result = _run(copy, tests, stop_at_first)
         (scratch / "result.json").write_text(json.dumps(result))
         code = 0
     except BaseException:
@@ -121,13 +121,16 @@ def _fork_server() -> Iterator[None]:
     yield
 
 
-class _FirstFailure:
-    """What failed first, and why."""
+class _Reports:
+    """What failed first, and why; and of every test whether it passed and its seconds."""
 
     def __init__(self) -> None:
         self.test, self.reason = "", ""
+        self.tests: dict[str, tuple[bool, float]] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        passed, seconds = self.tests.get(report.nodeid, (True, 0.0))
+        self.tests[report.nodeid] = passed and not report.failed, seconds + report.duration
         if report.failed and not self.test:
             self.test = report.nodeid
             self.reason = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr))
@@ -137,14 +140,24 @@ class _FirstFailure:
             self.test, self.reason = report.nodeid, str(report.longrepr)
 
 
-def _run(copy: Path, tests: tuple[str, ...]) -> dict[str, Any]:
+def _run(copy: Path, tests: tuple[str, ...], stop_at_first: bool) -> dict[str, Any]:
     import pytest
 
-    first = _FirstFailure()
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--rootdir", str(copy)]
-    code = int(pytest.main([*options, *tests], plugins=[first]))
+    reports = _Reports()
+    options = [
+        "-q",
+        *(["-x"] if stop_at_first else []),
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-seed=0",
+        "--rootdir",
+        str(copy),
+    ]
+    code = int(pytest.main([*options, *tests], plugins=[reports]))
     for name in ("longctx", "tests"):
         module = sys.modules.get(name)
         origin = str(getattr(module, "__file__", None) or copy)
         assert origin.startswith(str(copy)), f"{name} was imported from {origin}, outside of {copy}"
-    return {"code": code, "test": first.test, "reason": first.reason.strip().partition("\n")[0][:300]}
+    reason = reports.reason.strip().partition("\n")[0][:300]
+    return {"code": code, "test": reports.test, "reason": reason, "tests": reports.tests}

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,10 @@ from .catalogue import ROOT, Mutant, digest, test_files
 
 COPIED = ("longctx", "benchmarks", "configs", "docs", "examples", "tests")
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "MANIFEST.in", "mkdocs.yml")
-LEAST_SECONDS = 90.0
-TIMES_LONGER = 6.0
-"""Tests of a mutant may take this many times as long as without it, and at least LEAST_SECONDS."""
-_SOME_TESTS_FAILED = 1
-"""pytest's exit code."""
+LEAST_SECONDS, TIMES_LONGER = 90.0, 5.0
+"""Tests of a mutant may take LEAST_SECONDS and this many times as long as without it."""
+CONTROL_SECONDS = 1200.0
+"""For the tests of a file without a mutant."""
 
 
 class Outcome(NamedTuple):
@@ -46,7 +45,8 @@ class Results:
     def __init__(self, path: Path):
         self.path = path
         lines = path.read_text().splitlines() if path.exists() else []
-        self.outcomes = {outcome.key: outcome for outcome in (Outcome(**json.loads(line)) for line in lines)}
+        read = (Outcome(**json.loads(line)) for line in lines)
+        self.outcomes = {outcome.key: outcome for outcome in read if outcome.status != "failed"}
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes[outcome.key] = outcome
@@ -84,7 +84,7 @@ class _Copy:
 
 
 class Job(NamedTuple):
-    """Tests to run, with a mutant or without."""
+    """Tests to run, with a mutant until one fails, or without: then all, which are of one file."""
 
     key: str
     tests: tuple[str, ...]
@@ -102,18 +102,17 @@ class _Running:
 
 
 @functools.cache
-def control(tests: tuple[str, ...]) -> Job:
-    """The tests on the code as it is: only where they pass does a failure tell of a mutant."""
+def control_key(test: str) -> str:
+    """Of a test on the code as it is: only where it passes does a failure tell of a mutant."""
     sources = sorted((ROOT / "longctx").rglob("*.py"))
-    texts = [path.read_text() for path in sources] + [(ROOT / name).read_text() for name in test_files(tests)]
-    return Job(digest([tests, *texts]), tests, None)
+    return digest([test, *(path.read_text() for path in [*sources, *(ROOT / name for name in test_files((test,)))])])
 
 
 def run(mutants: Sequence[Mutant], results: Results, folder: Path, processes: int) -> Iterator[tuple[Job, Outcome]]:
     """Run what has no result yet, some at a time; yields each outcome as soon as it is there.
 
     Args:
-        folder: for copies and temporary files; removed where it exists.
+        folder: for copies and temporary files.
         processes: at a time.
     """
     child.import_libraries()
@@ -121,55 +120,53 @@ def run(mutants: Sequence[Mutant], results: Results, folder: Path, processes: in
     waiting = list(_jobs(mutants, results))
     running: list[_Running] = []
     while waiting or running:
-        started = _next(waiting, running, results) if free else None
-        if started is not None:
-            waiting.remove(started)
-            running.append(_start(started, free.pop(), _limit(started, results)))
+        waiting = [job for job in waiting if not _is_hopeless(job, results)]
+        job = next((job for job in waiting if free and _is_ready(job, results)), None)
+        if job is not None:
+            waiting.remove(job)
+            running.append(_start(job, free.pop(), _limit(job, results)))
             continue
         for task in [task for task in running if _has_ended(task)]:
             running.remove(task)
             free.append(task.copy)
-            outcome = _outcome(task)
-            results.add(outcome)
-            if task.job.mutant is None and outcome.status != "passed":
-                waiting = [job for job in waiting if job.tests != task.job.tests]
-            yield task.job, outcome
+            for outcome in _outcomes(task):
+                results.add(outcome)
+                yield task.job, outcome
         time.sleep(0.05)
 
 
 def _jobs(mutants: Sequence[Mutant], results: Results) -> Iterator[Job]:
-    """Each set of tests first without a mutant."""
-    seen = set()
-    for mutant in mutants:
-        job = Job(mutant.key(), mutant.tests, mutant)
-        if job.key in results.outcomes:
-            continue
-        first = control(mutant.tests)
-        if first.key not in seen and results.outcomes.get(first.key, Outcome("", "", 0)).status != "passed":
-            seen.add(first.key)
-            yield first
-        yield job
+    """The mutants without a result, and before the first that needs them the tests of each file without a mutant."""
+    left = [mutant for mutant in mutants if mutant.key() not in results.outcomes]
+    tests = dict.fromkeys(test for mutant in left for test in mutant.tests)
+    unknown = {test for test in tests if _control(test, results) != "passed"}
+    for mutant in left:
+        for file in test_files(mutant.tests):
+            if of_file := tuple(test for test in tests if test in unknown and test_files((test,)) == [file]):
+                yield Job("", of_file, None)
+                unknown -= set(of_file)
+        yield Job(mutant.key(), mutant.tests, mutant)
 
 
-def _next(waiting: list[Job], running: list[_Running], results: Results) -> Job | None:
-    """The first job whose tests are known to pass without a mutant, or that is to find that out."""
-    for job in waiting:
-        if job.mutant is None or _passed(job, results) is not None:
-            return job
-    return None
+def _control(test: str, results: Results) -> str:
+    found = results.outcomes.get(control_key(test))
+    return found.status if found is not None else "unknown"
 
 
-def _passed(job: Job, results: Results) -> Outcome | None:
-    found = results.outcomes.get(control(job.tests).key)
-    return found if found is not None and found.status == "passed" else None
+def _is_ready(job: Job, results: Results) -> bool:
+    return job.mutant is None or all(_control(test, results) == "passed" for test in job.tests)
+
+
+def _is_hopeless(job: Job, results: Results) -> bool:
+    """Whether a test fails without the mutant."""
+    return job.mutant is not None and any(_control(test, results) == "failed" for test in job.tests)
 
 
 def _limit(job: Job, results: Results) -> float:
     if job.mutant is None:
-        return 600.0
-    alone = _passed(job, results)
-    assert alone is not None, "tests run without a mutant first"
-    return max(LEAST_SECONDS, TIMES_LONGER * alone.seconds)
+        return CONTROL_SECONDS
+    alone = sum(results.outcomes[control_key(test)].seconds for test in job.tests)
+    return LEAST_SECONDS + TIMES_LONGER * alone
 
 
 def _start(job: Job, copy: _Copy, limit: float) -> _Running:
@@ -177,7 +174,8 @@ def _start(job: Job, copy: _Copy, limit: float) -> _Running:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     copy.plant(job.mutant)
-    return _Running(job, child.fork(copy.folder, job.tests, scratch), copy, scratch, time.monotonic(), limit)
+    process = child.fork(copy.folder, job.tests, scratch, stop_at_first=job.mutant is not None)
+    return _Running(job, process, copy, scratch, time.monotonic(), limit)
 
 
 def _has_ended(task: _Running) -> bool:
@@ -200,22 +198,24 @@ def _kill(process: int, *, is_alive: bool) -> None:
         os.waitpid(process, 0)
 
 
-def _outcome(task: _Running) -> Outcome:
-    """
-    Raises:
-        RuntimeError: if the tests could not be run without a mutant, with the end of their output.
-    """
-    key, seconds = task.job.key, round(time.monotonic() - task.begun, 1)
-    path = task.scratch / "result.json"
-    if not path.exists() and seconds >= task.limit:
-        return Outcome(key, "failed" if task.job.mutant is None else "time-out", seconds)
-    ended = {"code": -1, "test": task.job.tests[0], "reason": "the process was killed"}  # as by a SIGFPE
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else ended
-    if task.job.mutant is not None:
-        return Outcome(key, "killed" if found["code"] else "survived", seconds, found["test"], found["reason"])
-    if found["code"] not in (0, _SOME_TESTS_FAILED):
-        raise RuntimeError(f"pytest ended with {found['code']} on {task.job.tests}:\n{_end_of_log(task)}")
-    return Outcome(key, "failed" if found["code"] else "passed", seconds, found["test"], found["reason"])
+def _outcomes(task: _Running) -> list[Outcome]:
+    """One for the mutant, or one for each test without a mutant."""
+    job, seconds, path = task.job, round(time.monotonic() - task.begun, 1), task.scratch / "result.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if job.mutant is None:
+        return [_of_control(test, found.get("tests", {}), _end_of_log(task)) for test in job.tests]
+    if not found and seconds >= task.limit:
+        return [Outcome(job.key, "time-out", seconds)]
+    found = found or {"code": -1, "test": job.tests[0], "reason": "the process was killed"}  # as by a SIGFPE
+    return [Outcome(job.key, "killed" if found["code"] else "survived", seconds, found["test"], found["reason"])]
+
+
+def _of_control(test: str, reports: Mapping[str, tuple[bool, float]], log: str) -> Outcome:
+    """Passed if all of its cases have."""
+    cases = [reports[name] for name in reports if name == test or name.startswith((f"{test}[", f"{test}::"))]
+    if not cases or not all(passed for passed, _ in cases):
+        return Outcome(control_key(test), "failed", 0.0, test, log[-2000:])
+    return Outcome(control_key(test), "passed", round(sum(seconds for _, seconds in cases), 2), test)
 
 
 def _end_of_log(task: _Running) -> str:
