@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import longctx
 from longctx.attention.kernels import DenseKernel, choose
@@ -24,6 +25,7 @@ from longctx.chunked.tiles import ParameterGradients
 from longctx.loss import TokenOutputs, fused_token_outputs, token_losses
 from longctx.metrics import StepMetrics
 from longctx.ring import plan_ring, ring_attention
+from longctx.ring.attention import ring_schedule
 from longctx.tiny import tiny_model
 from longctx.ulysses.gated_delta import gated_delta_layers
 from longctx.ulysses.head_chunks import HeadChunks, _Heads
@@ -77,6 +79,30 @@ def check_rounded_once(actual, inputs, grad, lengths, window=None):
     assert max(found) <= FEW, found
 
 
+class Arithmetic(TorchDispatchMode):
+    """The operators that compute something in bf16, other than a kernel's: copies and casts round nothing again."""
+
+    OPERATORS = ("add", "addmm", "div", "exp", "index_add", "mul", "sigmoid", "sub", "sum")
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == BF16 and func._opname.rstrip("_") in self.OPERATORS:
+            self.found.add(func._opname)
+        return out
+
+
+def arithmetic_of(schedule, q, k, v, grad):
+    """What a schedule computes in bf16, forward and backward, with a kernel that returns bf16."""
+    with torch.no_grad(), Arithmetic() as arithmetic:
+        out, lse = schedule.forward(q[None], k[None], v[None], 0.25)
+        schedule.backward(grad[None], q[None], k[None], v[None], out.to(BF16), lse, 0.25)
+    return arithmetic.found
+
+
 LENGTHS = [300, 52, 40]
 RINGS = {"p2p": {}, "gather": {"transport": "gather"}, "window": {"window": 130}}
 RANKS = 4
@@ -84,11 +110,13 @@ RANKS = 4
 
 def results_of_rings():
     """{ring: (out, dq, dk, dv) of this rank's tokens}, with their places in the row."""
-    choose.choose_kernel = lambda *_: WideKernel()
     plan = plan_ring(np.cumsum([0, *LENGTHS]), RANKS)
     mine = torch.from_numpy(plan.permutation.reshape(RANKS, -1)[dist.get_rank()].copy())
     *inputs, grad = make_inputs(LENGTHS, (4, 1), BF16)
     local = [x[:, mine] for x in inputs]
+    for options in RINGS.values():
+        assert not arithmetic_of(ring_schedule(plan, dist.group.WORLD, **options), *local, grad[:, mine])
+    choose.choose_kernel = lambda *_: WideKernel()
     return mine, {
         name: run_and_differentiate(
             partial(ring_attention, plan=plan, group=dist.group.WORLD, **options), local, grad[:, mine]
@@ -106,6 +134,15 @@ def test_sums_over_hops_are_kept_in_fp32():
         parts = zip(*(found[name] for _, found in ranks), strict=True)
         whole = [torch.cat(part, dim=1)[:, order] for part in parts]
         check_rounded_once(whole, inputs, grad, LENGTHS, options.get("window"))
+
+
+def test_stages_and_blocks_compute_nothing_in_bf16():
+    *inputs, grad = make_inputs(LENGTHS, (16, 1), BF16)
+    cu_seqlens = np.cumsum([0, *LENGTHS])
+    assert not arithmetic_of(HeadChunks(LocalSchedule(cu_seqlens), 1, split_queries=True), *inputs, grad)
+    with Arithmetic() as arithmetic:
+        host_attention(*(x[None] for x in inputs), cu_seqlens, 16, grad[None], torch.zeros(16))
+    assert not arithmetic.found
 
 
 @pytest.mark.usefixtures("exact_blocks")
