@@ -15,6 +15,7 @@ from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
 from longctx.batch import AttentionContext, BatchLayout
 from longctx.guards import LARGEST_INT32, check_row_length
+from longctx.packing.lookahead import LookAhead
 from longctx.shard import complete_position_ids
 from longctx.tiny import tiny_config
 from longctx.trainer import SequenceTrainer
@@ -167,3 +168,13 @@ def test_layers_that_bypass_our_attention_stop_the_first_step(missing):
     context.calls = config.num_hidden_layers
     SequenceTrainer._check_shard_length(trainer, shard, torch.zeros(1, 8))
     assert trainer._layers_checked
+
+
+def test_no_more_tokens_wait_than_asked_for():
+    """However many packs were taken that had room left: 3 of 10 tokens in each here."""
+    ahead: LookAhead[int] = LookAhead(capacity=10, packs=2)
+    for number in range(200):
+        ahead.add(7, number)
+        while ahead.full:
+            assert len(ahead.take()) == 1
+        assert sum(ahead.sizes) < 2 * 10
