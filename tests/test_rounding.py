@@ -139,7 +139,8 @@ def test_sums_over_hops_are_kept_in_fp32():
 def test_stages_and_blocks_compute_nothing_in_bf16():
     *inputs, grad = make_inputs(LENGTHS, (16, 1), BF16)
     cu_seqlens = np.cumsum([0, *LENGTHS])
-    assert not arithmetic_of(HeadChunks(LocalSchedule(cu_seqlens), 1, split_queries=True), *inputs, grad)
+    stages = HeadChunks(LocalSchedule(cu_seqlens), 1, split_queries=True)
+    assert arithmetic_of(stages, *inputs, grad) <= {"index_add_"}  # of each key/value head once, to zeros
     with Arithmetic() as arithmetic:
         host_attention(*(x[None] for x in inputs), cu_seqlens, 16, grad[None], torch.zeros(16))
     assert not arithmetic.found

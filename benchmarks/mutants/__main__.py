@@ -82,11 +82,10 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         for number, (job, outcome) in enumerate(run(mutants, results, Path(folder), options.processes), 1):
             failed += outcome.status == "failed"
-            what = job.mutant.wrong if job.mutant else f"without a mutant: {' '.join(job.tests)}"
-            by = f" ({outcome.test}: {outcome.reason})" if outcome.status == "failed" else f" by {outcome.test}"
-            print(
-                f"{number:4} {outcome.seconds:6.1f} s  {outcome.status}: {what}{by if outcome.test else ''}", flush=True
-            )
+            what = job.mutant.wrong if job.mutant else f"{outcome.test} without a mutant"
+            by = f" by {outcome.test}" if job.mutant and outcome.test else ""
+            why = f"\n{outcome.reason}" if outcome.status == "failed" else ""
+            print(f"{number:4} {outcome.seconds:6.1f} s  {outcome.status}: {what}{by}{why}", flush=True)
     lines = table(mutants, results.outcomes)
     print("", *lines, sep="\n")
     if options.output:
