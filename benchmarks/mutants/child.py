@@ -113,11 +113,11 @@ def _fork_server() -> Iterator[None]:
         finally:
             os._exit(0)
 
-    util.spawnv_passfds = fork_instead
+    vars(util)["spawnv_passfds"] = fork_instead
     try:
         forkserver.ensure_running()
     finally:
-        util.spawnv_passfds = start
+        vars(util)["spawnv_passfds"] = start
     yield
 
 

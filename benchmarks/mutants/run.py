@@ -71,7 +71,7 @@ class _Copy:
     def plant(self, mutant: Mutant | None) -> None:
         if self._planted is not None:
             self._write(self._planted, (ROOT / self._planted).read_text())
-        self._planted = mutant and mutant.file
+        self._planted = None if mutant is None else mutant.file
         if mutant is not None:
             self._write(mutant.file, mutant.planted_in((ROOT / mutant.file).read_text()))
 
