@@ -16,6 +16,7 @@ from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
 from longctx.tiny import tiny_model, tiny_tokenizer
+from longctx.verify import parity
 from longctx.verify.machine import check_settings, check_shared_memory, check_versions, measure_pairs, slow_pairs
 from longctx.verify.parity import gradient_errors, worst_gradient
 from longctx.verify.report import Check, as_advice, as_json, as_table, culprit, error_check
@@ -184,6 +185,12 @@ def test_gradients_that_are_missing_or_not_numbers_are_the_worst():
     name, error = worst_gradient({"a": float("nan"), "b": 0.2}, expected)
     assert name == "a"
     assert not error_check("largest gradient error", error, 1.0, name).ok
+
+
+def test_errors_above_the_promised_ones_fail():
+    """1e-5 relative in fp32, which the README names; NaN is above every bound."""
+    for error, ok in ((0.9e-5, True), (1.1e-5, False), (float("nan"), False)):
+        assert error_check("loss", error, parity.FP32_BOUND, "").ok == ok
 
 
 def test_random_weights_are_the_same_everywhere():

@@ -111,7 +111,8 @@ class ChunkedLayer:
         self, hidden: Tensor, grad_result: Tensor, parameters: tuple[Tensor, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of `hidden`, in host memory, and of the parameters."""
-        projected = self._project_all(hidden)
+        with self.autocast.again():
+            projected = self._project_all(hidden)
         out, lse = self._kept or self._attend(projected)
         self._kept = None
         grad_hidden = host_empty(*hidden.shape, dtype=hidden.dtype, device=self.device)

@@ -53,9 +53,14 @@ class Autocast:
         self.dtype = torch.get_autocast_dtype(device.type)
         self.enabled = torch.is_autocast_enabled(device.type)
 
+    def again(self) -> torch.autocast:
+        """The context that was there."""
+        return torch.autocast(self.device_type, self.dtype, self.enabled)
+
     @contextmanager
     def with_grad(self) -> Iterator[None]:
-        with torch.enable_grad(), torch.autocast(self.device_type, self.dtype, self.enabled):
+        """The same, to differentiate what is computed in it."""
+        with torch.enable_grad(), self.again():
             yield
 
 
