@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def make_data(case: Case, folder: Path) -> Data:
     evaluation = [document for test in tests for document in test]
     return Data(
         flags=flags,
-        documents=_cut(case, _weighted(case, parts) if case.reading == "weighted" else sum(parts, [])),
+        documents=_cut(case, _weighted(case, parts) if case.reading == "weighted" else list(itertools.chain(*parts))),
         evaluation=_cut(case, evaluation),
     )
 
@@ -103,9 +104,7 @@ def _records(case: Case, random: np.random.Generator, count: int) -> list[tuple[
     return [_token_record(case, number, length, random) for number, length in enumerate(lengths)]
 
 
-def _token_record(
-    case: Case, number: int, length: int, random: np.random.Generator
-) -> tuple[dict[str, Any], Document]:
+def _token_record(case: Case, number: int, length: int, random: np.random.Generator) -> tuple[dict[str, Any], Document]:
     ids = _ids(case, length, random)
     if case.records == "input_ids":
         return {"input_ids": ids}, (ids, ids)
@@ -152,9 +151,7 @@ def _text_record(kind: str, text: str, random: np.random.Generator) -> tuple[dic
     middle = int(random.integers(0, len(text) + 1))
     if kind in ("messages", "assistant"):
         turns = [text[:middle], text[middle:]]
-        messages = [
-            {"role": role, "content": turn} for role, turn in zip(("user", "assistant"), turns, strict=True)
-        ]
+        messages = [{"role": role, "content": turn} for role, turn in zip(("user", "assistant"), turns, strict=True)]
         encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids = encoded["input_ids"]
         marks = encoded["assistant_masks"] if kind == "assistant" else [1] * len(ids)
@@ -184,8 +181,10 @@ def _weighted(case: Case, parts: Sequence[list[Document]]) -> list[Document]:
     """What `datasets` draws, with transformers' default seed."""
     from datasets import Dataset, interleave_datasets
 
-    sources = [Dataset.from_list([{"place": [number, place]} for place in range(len(part))])
-               for number, part in enumerate(parts)]
+    sources = [
+        Dataset.from_list([{"place": [number, place]} for place in range(len(part))])
+        for number, part in enumerate(parts)
+    ]
     shares = [weight / sum(WEIGHTS) for weight in WEIGHTS]
     drawn = interleave_datasets(sources, shares, seed=42, stopping_strategy="all_exhausted")["place"]
     return [parts[number][place] for number, place in drawn]
@@ -202,7 +201,7 @@ def _write(case: Case, path: Path, train: list, test: list | None) -> str:
     tests = None if test is None else [record for record, _ in test]
     if case.file == "folder":
         path.mkdir(parents=True, exist_ok=True)
-        for number, (record, document) in enumerate(train):
+        for number, record in enumerate(records):
             (path / f"{number:03}.txt").write_text(record["text"])
         return str(path)
     if case.file == "saved":

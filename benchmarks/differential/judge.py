@@ -49,7 +49,9 @@ REMEDIES = re.compile(
     r"Remove|Run|Save|Set|Shorten|Start|Store|Tokenise|Train|Use|Did you mean|choose|give|keep|leave|name|pass|set|use|"
     r"must be|expected)\b"
 )
-NAMED = re.compile(r"--\w+|[\w./-]+\.(json|jsonl|parquet|arrow|yaml|txt|jinja|safetensors)|config\.json|record \d+|/\w+")
+NAMED = re.compile(
+    r"--\w+|[\w./-]+\.(json|jsonl|parquet|arrow|yaml|txt|jinja|safetensors)|config\.json|record \d+|/\w+"
+)
 """A flag, a file or a record."""
 
 COMPARED_UNLUCKY = {
@@ -109,20 +111,22 @@ class Judge:
     Args:
         work: a folder for models, data and outputs.
         timeout: seconds of each command.
+        keeps: whether data and outputs stay on disk.
     """
 
-    def __init__(self, work: Path, timeout: float):
-        self.work, self.timeout = work, timeout
+    def __init__(self, work: Path, timeout: float, *, keeps: bool = False):
+        self.work, self.timeout, self.keeps = work, timeout, keeps
         self._numbers = itertools.count()
 
     def __call__(self, case: Case) -> Outcome:
-        """Run the case; nothing of it is left on disk but its model."""
+        """Run the case."""
         folder = self.work / "cases" / str(next(self._numbers))
         folder.mkdir(parents=True)
         try:
             return self._judge(case, folder)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not self.keeps:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _judge(self, case: Case, folder: Path) -> Outcome:
         model = self.work / "models" / name_of(case)
@@ -140,9 +144,7 @@ class Judge:
             if runs[-1].is_late or set(runs[-1].codes) != {0}:
                 break
         ended = _ending(case, runs[-1]) or self._compare(prepared)
-        return Outcome(
-            case=case, **ended, commands=pasted, log=runs[-1].log, seconds=sum(ran.seconds for ran in runs)
-        )
+        return Outcome(case=case, **ended, commands=pasted, log=runs[-1].log, seconds=sum(ran.seconds for ran in runs))
 
     def _compare(self, prepared: Prepared) -> dict[str, Any]:
         """Of a run that ended well."""

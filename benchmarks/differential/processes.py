@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -116,14 +118,12 @@ def _train(argument: Mapping[str, Any]) -> dict[str, Any]:
     sys.stderr.flush()
     (folder / f"{rank}.code").write_text(str(code))
     if code:
-        raise SystemExit(code)  # the leader ends the others
+        os._exit(code)  # the leader ends the others
     return {}
 
 
 def _run_launcher(command: Command, folder: Path, timeout: float) -> Ran:
     """Through a process of a session of its own, which is ended whole."""
-    import time
-
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     variables = {name: value for name, value in os.environ.items() if not re.match("RANK|WORLD_SIZE|LOCAL_", name)}
@@ -141,10 +141,8 @@ def _run_launcher(command: Command, folder: Path, timeout: float) -> Ran:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         output.seek(0)
         log = output.read()

@@ -100,8 +100,11 @@ def _scale_rope(config: Any, scaling: Mapping[str, Any] | None) -> None:
     original = parameters.pop("original_max_position_embeddings", config.max_position_embeddings)
     if parameters["rope_type"] != "linear":
         parameters["original_max_position_embeddings"] = original
-    own = {name: config.rope_parameters[name] for name in ("rope_theta", "partial_rotary_factor")
-           if name in config.rope_parameters}
+    own = {
+        name: config.rope_parameters[name]
+        for name in ("rope_theta", "partial_rotary_factor")
+        if name in config.rope_parameters
+    }
     config.rope_parameters = own | parameters
     config.max_position_embeddings = int(original * parameters["factor"])
     if hasattr(config, "original_max_position_embeddings"):
@@ -149,8 +152,9 @@ def _backward(model: nn.Module, documents: Sequence[Document], smoothing: float)
 @torch.no_grad()
 def _evaluate(model: nn.Module, plan: Mapping[str, Any]) -> float:
     model.eval()
-    sums = [float(_loss_sum(model, document, plan["smoothing"])) for document in plan["evaluation"]
-            if _num_labels(document)]
+    sums = [
+        float(_loss_sum(model, document, plan["smoothing"])) for document in plan["evaluation"] if _num_labels(document)
+    ]
     count = sum(map(_num_labels, plan["evaluation"]))
     return sum(sums) / count if count else math.nan
 

@@ -333,8 +333,6 @@ def settle(case: Case) -> Case:
         change["window"] = 8
     if case.model in GATED_DELTA_MODELS and case.heads not in ("4:2", "4:4", "8:2"):
         change["heads"] = "4:2"
-    if case.file == "folder" and case.records not in TEXT_RECORDS:
-        change["file"] = "jsonl"
     if case.records in TEXT_RECORDS and case.max_length < 64:
         change["max_length"] = 96
     if case.records != "labels":
@@ -353,8 +351,12 @@ def settle(case: Case) -> Case:
         change["epochs"] = 0
     if case.lengths in ("longer by one", "long") and case.reading == "whole" and case.overlong == "raise":
         change["overlong"] = random.Random(case.seed).choice(("truncate", "drop", "split", "raise"))
-    case = replace(case, **change)
-    return case if not change else settle(case)
+    if case.drop_last and case.order == "whole":
+        change |= {"order": "sequential"}
+    if case.file == "folder" and case.records != "text":
+        change["records"] = "text"
+    settled = replace(case, **change)
+    return case if settled == case else settle(settled)
 
 
 def dimensions() -> list[str]:
