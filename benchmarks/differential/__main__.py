@@ -21,7 +21,7 @@ from .shrink import is_same, shrink
 from .space import Case, draw
 
 LANES = 2
-"""Cases that run side by side."""
+"""Cases that run side by side, unless --lanes says otherwise."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         start_server("peft", "datasets")  # no module of longctx: the reference is forked from it, too
         session = Session(Judge(work, args.timeout, keeps=args.keep is not None), shrinks=not args.no_shrinking)
-        session.run_all(_cases(args, started), lanes=LANES)
+        session.run_all(_cases(args, started), lanes=args.lanes)
     if args.replay:
         print(session.outcomes[0].log)
     command = "python -m benchmarks.differential " + shlex.join(sys.argv[1:] if arguments is None else arguments)
@@ -120,6 +120,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--default_set", action="store_true", help="the covering set instead of random cases")
     parser.add_argument("--replay", metavar="CASE", help="a case as JSON, or a file that holds it")
     parser.add_argument("--keep", metavar="FOLDER", help="leave models, data and outputs there")
+    parser.add_argument("--lanes", type=int, default=LANES, help="cases that run side by side")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a case")
     parser.add_argument("--no_shrinking", action="store_true", help="print findings as they are found")
     parser.add_argument("--report", metavar="FOLDER", help="write the report there, instead of printing it")

@@ -15,6 +15,7 @@ import yaml
 
 from .data import Data, Steps, make_data, steps_of
 from .models import name_of
+from .reference import MOST_SEARCHED
 from .space import LAUNCHERS, Case
 
 SEED = 42
@@ -102,6 +103,8 @@ class Prepared:
 def prepare(case: Case, models: Path, folder: Path) -> Prepared:
     """Write the data of a case; its model is in `models` already."""
     data = make_data(case, folder)
+    if case.order == "random" and len(data.documents) > MOST_SEARCHED:
+        case = replace(case, order="whole")
     layouts = [case] + ([replace(case, **RESUMED_ON[case.resume])] if case.resume else [])
     steps = steps_of(case, data.documents, layouts=layouts)
     output = folder / "output"

@@ -68,7 +68,7 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
         "one token": [{"lengths": "ones"}, {"lengths": "uneven"}],
         "exact": [{"lengths": "exact"}, {"lengths": "window"}],
         "overlong": [
-            {"lengths": "longer by one", "overlong": "split", "documents": 4},
+            {"lengths": "longer by one", "overlong": "split"},
             {"lengths": "long", "overlong": "truncate"},
         ],
     },

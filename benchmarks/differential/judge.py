@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,11 @@ class Judge:
         work: a folder for models, data and outputs.
         timeout: seconds of each command.
         keeps: whether data and outputs stay on disk.
+        plant: called in every rank before the run, to put a bug there.
     """
 
-    def __init__(self, work: Path, timeout: float, *, keeps: bool = False):
-        self.work, self.timeout, self.keeps = work, timeout, keeps
+    def __init__(self, work: Path, timeout: float, *, keeps: bool = False, plant: Callable[[], None] | None = None):
+        self.work, self.timeout, self.keeps, self.plant = work, timeout, keeps, plant
         self._numbers = itertools.count()
 
     def __call__(self, case: Case) -> Outcome:
@@ -140,7 +141,8 @@ class Judge:
         pasted = [command.pasted() for command in prepared.commands]
         runs: list[Ran] = []
         for number, command in enumerate(prepared.commands):
-            runs.append(run_command(command, folder=folder / f"ranks-{number}", timeout=self.timeout))
+            ranks = folder / f"ranks-{number}"
+            runs.append(run_command(command, folder=ranks, timeout=self.timeout, plant=self.plant))
             if runs[-1].is_late or set(runs[-1].codes) != {0}:
                 break
         ended = _ending(case, runs[-1]) or self._compare(prepared)

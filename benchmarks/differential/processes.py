@@ -41,17 +41,18 @@ class Ran:
     """Whether its time was up."""
 
 
-def run_command(command: Command, *, folder: Path, timeout: float) -> Ran:
+def run_command(command: Command, *, folder: Path, timeout: float, plant: Callable[[], None] | None = None) -> Ran:
     """Run one command to its end.
 
     Args:
         folder: for what the ranks write.
         timeout: seconds.
+        plant: called in every forked rank before the run, to put a bug there.
     """
     if command.launcher:
         return _run_launcher(command, folder, timeout * LAUNCHER_SECONDS)
     folder.mkdir(parents=True, exist_ok=True)
-    argument = {"arguments": list(command.arguments), "folder": str(folder), "timeout": timeout}
+    argument = {"arguments": list(command.arguments), "folder": str(folder), "timeout": timeout, "plant": plant}
     ending = run_group(
         command.processes,
         _train,
@@ -106,6 +107,8 @@ def _train(argument: Mapping[str, Any]) -> dict[str, Any]:
     faulthandler.dump_traceback_later(max(1.0, argument["timeout"] - STACKS_BEFORE_THE_END))
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.error.json")
     os.chdir(folder)
+    if argument["plant"] is not None:
+        argument["plant"]()
     sys.argv = ["longctx.train", *argument["arguments"]]
     try:
         code = main(argument["arguments"])

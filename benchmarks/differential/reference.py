@@ -28,7 +28,7 @@ IGNORED = -100
 NOISE = 1e-3
 """Of the root mean square of all gradients: below it, an adaptive optimizer's step can go either way."""
 MOST_SEARCHED = 16
-"""Documents of which all subsets are looked at."""
+"""Documents of which all subsets are looked at; with more, a case takes all of them in every step."""
 
 
 class NotExplainedError(Exception):

@@ -41,8 +41,8 @@ def is_same(one: Outcome, other: Outcome) -> bool:
 
 def _simpler(case: Case) -> Iterator[Case]:
     """Simpler cases, those first in which most is plain."""
-    changed = list(case.changed())
-    plain = {name: getattr(Case(), name) for name in changed}
+    plain = {name: getattr(Case(), name) for name in case.changed()}
+    changed = [name for name in plain if name not in SMALLER or plain[name] < getattr(case, name)]
     half = len(changed) // 2
     if half > 1:
         for part in (changed[:half], changed[half:]):
