@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
+from . import reference
 from .covering import covering_set
 from .judge import Judge, Outcome
 from .report import page, write
@@ -22,6 +23,7 @@ from .space import Case, draw
 
 LANES = 2
 """Cases that run side by side, unless --lanes says otherwise."""
+REFERENCE = reference.__name__
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -99,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ |= ENVIRONMENT | {"HF_HOME": str(Path(scratch, "cache"))}
         from ..max_length.processes import start_server
 
-        start_server("peft", "datasets")  # no module of longctx: the reference is forked from it, too
+        start_server("peft", "datasets", REFERENCE)  # no module of longctx: the reference is forked from it, too
         session = Session(Judge(work, args.timeout, keeps=args.keep is not None), shrinks=not args.no_shrinking)
         session.run_all(_cases(args, started), lanes=args.lanes)
     if args.replay:

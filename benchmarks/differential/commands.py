@@ -45,12 +45,12 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"modules_to_save": ["norm"], "r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
     ),
     "embeddings": (
-        {"lora_modules_to_save": ["embed_tokens"]},
-        {"modules_to_save": ["embed_tokens"], "r": 16, "lora_alpha": 32},
+        {"lora_modules_to_save": ["embed_tokens"], "lora_target_modules": "all-linear"},
+        {"modules_to_save": ["embed_tokens"], "r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
     ),
     "head": (
-        {"lora_modules_to_save": ["lm_head"]},
-        {"modules_to_save": ["lm_head"], "r": 16, "lora_alpha": 32},
+        {"lora_modules_to_save": ["lm_head"], "lora_target_modules": "all-linear"},
+        {"modules_to_save": ["lm_head"], "r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
     ),
     "regular expression": (
         {"lora_target_modules": ".*1.*_proj", "lora_r": 2},
@@ -321,7 +321,7 @@ def _plan(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) ->
         "drop_last": case.drop_last,
         "num_steps": steps.total,
         "steps_per_epoch": steps.per_epoch,
-        "schedule_steps": None,
+        "stops_early": case.evaluation == "early stopping",
         "tokens": None,
         "losses": None,
         "smoothing": case.smoothing,

@@ -253,10 +253,6 @@ def _followed(prepared: Prepared, logged: Sequence[Mapping[str, Any]]) -> dict[s
         return None
     plan["num_steps"] = len(logged) if prepared.total is None else prepared.total
     plan["evaluate_at"] = evaluated_at(case, plan["num_steps"], plan["steps_per_epoch"])
-    if case.evaluation == "early stopping":
-        plan["num_steps"] = min(plan["num_steps"], 2)
-        plan["evaluate_at"] = [step for step in plan["evaluate_at"] if step <= plan["num_steps"]]
-        plan["schedule_steps"] = prepared.total or len(logged)
     if case.evaluation in ("best model", "early stopping"):
         plan["saved"] = ""
     if case.order == "random":

@@ -69,6 +69,8 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
         )
         if number in plan["evaluate_at"]:
             evaluations.append(_evaluate(model, plan))
+            if plan["stops_early"] and len(evaluations) > 1 and not evaluations[-1] > max(evaluations[:-1]):
+                break  # a larger loss counts as better there, so that a run that learns stops
     result: dict[str, Any] = {"steps": steps, "evaluations": evaluations}
     if plan["saved"]:
         result["weights"] = _compare_weights(model, start, firm, rates, plan)
@@ -241,7 +243,7 @@ def _schedule(optimizer: torch.optim.Optimizer, plan: Mapping[str, Any]) -> Any:
         plan["schedule"],
         optimizer,
         num_warmup_steps=plan["warmup"],
-        num_training_steps=plan["schedule_steps"] or plan["num_steps"],
+        num_training_steps=plan["num_steps"],
         scheduler_specific_kwargs=dict(plan["schedule_kwargs"]),
     )
 
