@@ -274,7 +274,7 @@ def _spelled(spelling: str, flags: Mapping[str, Any], folder: Path) -> list[str]
     if spelling == "dashes":
         return [word for name, value in flags.items() for word in _words(name.replace("_", "-"), value)]
     if spelling == "older names":
-        older = {OLDER_NAMES.get(name, name): value for name, value in (flags | {"dtype": "float32"}).items()}
+        older = {OLDER_NAMES.get(name, name): value for name, value in {**flags, "dtype": "float32"}.items()}
         return [word for name, value in older.items() for word in _words(name, value)]
     if spelling in ("yaml", "yaml and flags"):
         in_file = dict(flags) if spelling == "yaml" else dict(list(flags.items())[::2])

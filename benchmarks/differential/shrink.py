@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from .judge import Outcome
 from .space import Case, settle
 
-SMALLER = {"documents": (1, 2, 3), "steps": (1,), "sp": (2, 3), "dp": (2, 3), "max_length": (17, 37)}
+SMALLER: dict[str, tuple[Any, ...]] = {
+    "documents": (1, 2, 3),
+    "steps": (1,),
+    "sp": (2, 3),
+    "dp": (2, 3),
+    "max_length": (17, 37),
+}
 """Values that are simpler than others, though not plain."""
 
 
