@@ -18,7 +18,7 @@ from . import reference
 from .covering import covering_set
 from .judge import Judge, Outcome
 from .report import page, write
-from .shrink import is_same, shrink
+from .shrink import explains, shrink
 from .space import Case, draw
 
 LANES = 2
@@ -65,7 +65,7 @@ class Session:
         with self._lock:
             self.outcomes.append(outcome)
             self._print(outcome, time.monotonic() - started)
-            is_new = outcome.is_finding and not any(is_same(outcome, known) for known in self.found)
+            is_new = outcome.is_finding and not any(explains(known, outcome) for known in self.found)
             if is_new:
                 self.found.append(outcome)
                 place = len(self.found) - 1

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .judge import EXACT, FINDINGS, REFUSED, Outcome, general
-from .shrink import is_same
+from .shrink import explains
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft")
 MOST_MESSAGES = 60
@@ -77,7 +77,7 @@ def _findings(outcomes: Sequence[Outcome], shrunk: Sequence[Outcome]) -> list[st
         return []
     lines = ["## Findings", ""]
     for number, found in enumerate(shrunk, 1):
-        count = sum(is_same(outcome, found) for outcome in outcomes)
+        count = sum(outcome.is_finding and explains(found, outcome) for outcome in outcomes)
         lines += [f"{number}. **{found.status}** ({count} cases): {found.detail.strip()[:600]}", ""]
         lines += [f"   `--replay '{found.case.to_json()}'`", ""]
         lines += [f"       {command}" for command in found.commands] + [""]

@@ -46,6 +46,16 @@ def is_same(one: Outcome, other: Outcome) -> bool:
     return one.status == other.status and (one.status == "wrong" or one.signature == other.signature)
 
 
+def explains(known: Outcome, outcome: Outcome) -> bool:
+    """Whether a finding is a known one again: the same error, or what is wrong has all that the known one needs."""
+    if known.status != "wrong" or outcome.status != "wrong":
+        return is_same(known, outcome)
+    needed = {name: value for name, value in known.case.changed().items() if name not in (*SMALLER, "seed")}
+    return needed.items() <= outcome.case.changed().items() and all(
+        getattr(outcome.case, name) >= getattr(known.case, name) for name in ("sp", "dp")
+    )
+
+
 def _simpler(case: Case) -> Iterator[Case]:
     """Simpler cases, those first in which most is plain."""
     plain = {name: getattr(Case(), name) for name in case.changed()}
