@@ -180,10 +180,14 @@ def _batches(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[Sequence[Doc
 def _found(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[Sequence[Document]]:
     """The documents of each step, found by its loss among those that are left in the epoch.
 
-    Documents without labels change nothing but the number of tokens, and are not looked for.
+    Documents without labels change nothing but the number of tokens, and are not looked for; a step of them alone has
+    a loss of 0.
     """
     left: list[Document] = []
     for number, (tokens, loss) in enumerate(zip(plan["tokens"], plan["losses"], strict=True), 1):
+        if loss == 0:
+            yield []
+            continue
         if not left:
             left = [document for document in plan["documents"] if _num_labels(document)]
         step = _explain(model, left, tokens, loss, plan["smoothing"], number)
@@ -204,7 +208,6 @@ def _explain(
     if not len(possible):
         raise NotExplainedError(f"step {number}: none of the {len(left)} documents that are left has {tokens} tokens")
     errors = np.abs((possible @ sums) / (possible @ counts) - loss)
-    # Of equally good ones, that with most tokens: a document without a part in the loss has no labels.
     return set(np.flatnonzero(possible[errors.argmin()]).tolist())
 
 
