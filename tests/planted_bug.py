@@ -1,12 +1,13 @@
-"""A bug for the fuzzer to find: with label smoothing, the loss is divided by one token too many."""
+"""Bugs for the fuzzer to find; benchmarks.differential calls them in every rank before the run."""
 
 from __future__ import annotations
 
 import functools
+import time
 
 
-def plant() -> None:
-    """Patch this process; benchmarks.differential calls it in every rank before the run."""
+def divide_by_one_more() -> None:
+    """With label smoothing, divide the loss by one token too many."""
     from longctx.parallel import SequenceParallel
     from longctx.trainer import SequenceTrainer
 
@@ -15,3 +16,8 @@ def plant() -> None:
         return tokens + (self.args.label_smoothing_factor > 0)
 
     SequenceTrainer._get_num_items_in_batch = functools.update_wrapper(count, SequenceTrainer._get_num_items_in_batch)
+
+
+def never_start() -> None:
+    """Wait for longer than any case may take."""
+    time.sleep(3600)

@@ -17,7 +17,7 @@ from benchmarks.differential.models import make_model, name_of
 from benchmarks.differential.shrink import shrink
 from benchmarks.differential.space import VALUES, Case, dimensions, draw
 from benchmarks.max_length.processes import start_server
-from tests.planted_bug import plant
+from tests.planted_bug import divide_by_one_more, never_start
 
 TIMEOUT = 200
 
@@ -124,14 +124,14 @@ def judges(tmp_path, monkeypatch):
     """`judges(plant=None)` -> a Judge whose ranks are forked."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     start_server("peft", "datasets")
-    return lambda plant=None: Judge(tmp_path, TIMEOUT, plant=plant)
+    return lambda plant=None, timeout=TIMEOUT: Judge(tmp_path, timeout, plant=plant)
 
 
 def test_a_planted_bug_is_found(judges):
     """A denominator that is one too large, where labels are smoothed; without it the case is exact."""
     case = Case(smoothing=0.1, documents=2, steps=1)
     assert judges()(case).status == "exact"
-    outcome = judges(plant)(case)
+    outcome = judges(divide_by_one_more)(case)
     assert outcome.status == "wrong"
     assert outcome.detail.startswith("loss of step 1")
 
@@ -139,8 +139,16 @@ def test_a_planted_bug_is_found(judges):
 @pytest.mark.long
 def test_a_planted_bug_is_shrunk_to_one_command(judges):
     case = Case(sp=2, backend="ring", smoothing=0.1, vocab_size=301, heads="4:4", accumulation=2, documents=4)
-    judge = judges(plant)
+    judge = judges(divide_by_one_more)
     found = shrink(judge(case), judge)
     assert found.case.changed() == {"smoothing": 0.1, "documents": 1, "steps": 1, "max_length": 17}
     assert "--label_smoothing_factor 0.1" in found.commands[0]
     assert json.loads(found.case.to_json()) == found.case.changed()
+
+
+@pytest.mark.long
+def test_a_run_that_hangs_says_where(judges):
+    assert judges()(Case()).status == "exact"  # the model is made, in as much time as that takes
+    outcome = judges(never_start, timeout=8)(Case())
+    assert outcome.status == "hang"
+    assert "never_start" in outcome.detail
