@@ -94,7 +94,7 @@ def _worst(outcome: Outcome) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 where there is a finding."""
-    args = _parse(arguments)
+    args = _parser().parse_args(arguments)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="differential-") as scratch:
         work = Path(args.keep or scratch).absolute()
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(session.found))
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.differential", description="Random training runs against an independent reference."
     )
@@ -126,7 +126,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a case")
     parser.add_argument("--no_shrinking", action="store_true", help="print findings as they are found")
     parser.add_argument("--report", metavar="FOLDER", help="write the report there, instead of printing it")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _cases(args: argparse.Namespace, started: float) -> Iterator[Case]:
