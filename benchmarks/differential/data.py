@@ -22,6 +22,8 @@ IGNORED = -100
 SOURCES = 2
 """Data sets of a mixture."""
 WEIGHTS = (3, 1)
+FRAME = 20
+"""Tokens of a conversation's frame, besides the one that ends other texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,8 @@ def _lengths(case: Case, random: np.random.Generator, count: int) -> list[int]:
 def _records(case: Case, random: np.random.Generator, count: int) -> list[tuple[dict[str, Any], Document]]:
     """Records and the documents that they are."""
     lengths = _lengths(case, random, count)
+    if case.records in ("messages", "assistant"):
+        lengths = [max(1, length - FRAME) for length in lengths]
     if case.records in TEXT_RECORDS:
         return [_text_record(case.records, _text(random, length), random) for length in lengths]
     return [_token_record(case, number, length, random) for number, length in enumerate(lengths)]

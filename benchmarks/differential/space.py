@@ -350,8 +350,6 @@ def reconcile(case: Case, random_: random.Random) -> Case:
         change["adapter"] = "lora"
     if case.overlong == "raise" and case.lengths in ("longer by one", "long"):
         change["overlong"] = random_.choice(("truncate", "drop", "split"))
-    if case.overlong == "raise" and case.records in ("messages", "assistant"):
-        change["overlong"] = "truncate"
     if case.evaluation in ("best model", "early stopping") and case.resume:
         change["evaluation"] = "steps"
     return replace(case, **change)
