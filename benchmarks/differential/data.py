@@ -175,7 +175,7 @@ def _cut(case: Case, documents: Sequence[Document]) -> list[Document]:
             kept.append((ids, labels))
         elif case.overlong == "truncate":
             kept.append((ids[:limit], labels[:limit]))
-        elif case.overlong == "split" or case.packing == "bfd_split":
+        elif case.overlong == "split" or (case.overlong == "raise" and case.packing == "bfd_split"):
             starts = range(0, len(ids), limit)
             kept += [(ids[start : start + limit], labels[start : start + limit]) for start in starts]
     return kept

@@ -257,13 +257,18 @@ def _schedule(optimizer: torch.optim.Optimizer, plan: Mapping[str, Any]) -> Any:
 
 
 def _keep_firm(model: nn.Module, firm: Mapping[str, torch.Tensor], grad_norm: float) -> None:
-    """Take out of `firm` the elements whose gradient is so small that rounding decides about its sign."""
-    trained = _trained(model)
+    """Take out of `firm` the elements whose gradient is so small that rounding decides about its sign.
+
+    A zero counts as small, since rounding need not give one elsewhere (the scores of a window of one token), but for
+    the embeddings of tokens that do not occur.
+    """
+    trained, embeddings = _trained(model), model.get_input_embeddings().weight
     root_mean_square = grad_norm / math.sqrt(sum(value.numel() for _, value in trained))
     for name, parameter in trained:
         assert parameter.grad is not None, "filled with zeros before"
         size = parameter.grad.abs()
-        firm[name].logical_and_((size > NOISE * root_mean_square) | (size == 0))
+        does_not_occur = (size == 0) & (parameter is embeddings)
+        firm[name].logical_and_((size > NOISE * root_mean_square) | does_not_occur)
 
 
 @torch.no_grad()
