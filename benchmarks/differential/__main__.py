@@ -15,8 +15,8 @@ from pathlib import Path
 from threading import Lock
 
 from . import reference
-from .covering import covering_set
-from .judge import Judge, Outcome
+from .covering import covering_set, describe
+from .judge import EXACT, Judge, Outcome
 from .report import page, write
 from .shrink import explains, shrink
 from .space import Case, draw
@@ -107,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.replay:
         print(session.outcomes[0].log)
     command = "python -m benchmarks.differential " + shlex.join(sys.argv[1:] if arguments is None else arguments)
-    text = page(session.outcomes, session.found, command=command, seconds=time.monotonic() - started)
+    exact = {outcome.case for outcome in session.outcomes if outcome.status == EXACT}
+    note = describe(exact, args.seed) if args.default_set else ""
+    text = page(session.outcomes, session.found, command=command, seconds=time.monotonic() - started, note=note)
     print(text if args.report is None else write(text, Path(args.report)))
     return int(bool(session.found))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +90,7 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
     },
     "feature": {
         "none": [{}],
-        "adapter": [{"adapter": "lora"}, {"adapter": "dora"}, {"adapter": "rslora all-linear"}, {"adapter": "norm"}],
+        "adapter": [{"adapter": "rslora all-linear"}, {"adapter": "dora"}, {"adapter": "norm"}],
         "evaluation, smoothing": [
             {"evaluation": "at the start", "smoothing": 0.1},
             {"evaluation": "epoch", "smoothing": 0.3},
@@ -136,6 +136,14 @@ def covering_set(seed: int = 0) -> list[Case]:
             case = replace(case, **members[turn % len(members)])
         cases.append(settle(case))
     return cases + [settle(Case(seed=seed + number, **value)) for number, value in enumerate(FURTHER)]
+
+
+def describe(trained: Collection[Case], seed: int = 0) -> str:
+    """How many of the pairs occur in the cases that have trained, for the report."""
+    done = zip(choices(seed), covering_set(seed), strict=False)
+    found = {pair for choice, case in done if case in trained for pair in pairs(choice)}
+    axes = ", ".join(f"{axis} ({len(values)})" for axis, values in AXES.items())
+    return f"Of the {len(all_pairs())} pairs of classes of {axes}, {len(found)} occur in cases that trained exactly."
 
 
 def choices(seed: int = 0, *, tries: int = 60) -> list[Choice]:

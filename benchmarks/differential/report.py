@@ -17,7 +17,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft")
 MOST_MESSAGES = 60
 
 
-def page(outcomes: Sequence[Outcome], shrunk: Sequence[Outcome], *, command: str, seconds: float) -> str:
+def page(
+    outcomes: Sequence[Outcome], shrunk: Sequence[Outcome], *, command: str, seconds: float, note: str = ""
+) -> str:
     """The whole report.
 
     Args:
@@ -25,6 +27,7 @@ def page(outcomes: Sequence[Outcome], shrunk: Sequence[Outcome], *, command: str
         shrunk: one for each distinct finding, after shrinking.
         command: what made it.
         seconds: that it took.
+        note: what else there is to say of the cases.
     """
     versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     lines = [
@@ -37,6 +40,7 @@ def page(outcomes: Sequence[Outcome], shrunk: Sequence[Outcome], *, command: str
         "of longctx: loss, gradient norm, learning rate and tokens of every step, evaluation losses, and the saved "
         "weights.",
         "",
+        *([note, ""] if note else []),
         *_counts(outcomes),
         *_errors(outcomes),
         *_findings(outcomes, shrunk),
