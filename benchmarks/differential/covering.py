@@ -90,7 +90,7 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
     },
     "feature": {
         "none": [{}],
-        "adapter": [{"adapter": "rslora all-linear"}, {"adapter": "dora"}, {"adapter": "norm"}],
+        "adapter": [{"adapter": "rslora all-linear"}, {"adapter": "norm"}],
         "evaluation, smoothing": [
             {"evaluation": "at the start", "smoothing": 0.1},
             {"evaluation": "epoch", "smoothing": 0.3},
@@ -114,10 +114,11 @@ FURTHER: tuple[Value, ...] = (
     {"sp": 3, "backend": "auto", "heads": "5:1", "tokens": "pad and eos"},
     {"sp": 2, "backend": "ring", "steps": 3, "order": "random", "resume": "ulysses"},
     {"sp": 2, "backend": "ulysses", "adapter": "lora", "steps": 3, "resume": "one process"},
+    {"sp": 2, "backend": "ring", "adapter": "dora", "rope_scaling": "yarn:4"},
     {"sp": 2, "reading": "stream", "steps": 3, "order": "sequential", "packing": "none", "batch": 2},
     {"sp": 2, "backend": "ring", "spelling": "python -m longctx.train"},
 )
-"""Cases besides: degrees above 2, resuming, streams, and a real command line. They have no pairs to cover."""
+"""Cases besides: degrees above 2, resuming, DoRA, streams, and a real command line. They have no pairs to cover."""
 
 Choice = tuple[str, ...]
 """A class of each axis, in the order of AXES."""
