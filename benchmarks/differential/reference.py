@@ -39,7 +39,8 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Follow a plan, as benchmarks.differential.commands writes it.
 
     Returns:
-        `steps`, a list of {loss, grad_norm, learning_rate, num_tokens}; `evaluations`, a list of losses; `weights`,
+        `steps`, a list of {loss, grad_norm, learning_rate, num_tokens, loose}, the last what the loss changes by where
+        an adaptive optimizer moves the weights by rounding alone (first order); `evaluations`, a list of losses; `weights`,
         the error of the weights that were saved, where the plan names their folder.
     """
     torch.set_num_threads(1)
@@ -54,7 +55,8 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
     batches = _batches(model, plan)
     for number in range(1, plan["num_steps"] + 1):
         documents = next(batches)
-        loss, learns = _backward(model, documents, plan["smoothing"])
+        loss = _backward(model, documents, plan["smoothing"])
+        loose = rates * _loose_gradient(model, firm)
         grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), plan["clipping"] or math.inf))
         _keep_firm(model, firm, grad_norm)
         learning_rate = schedule.get_last_lr()[0]
@@ -65,7 +67,7 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
         num_tokens += plan["tokens"][number - 1] if plan["tokens"] else sum(len(ids) for ids, _ in documents)
         steps.append(
             {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "num_tokens": num_tokens}
-            | {"label_tokens": learns}
+            | {"loose": loose}
         )
         if number in plan["evaluate_at"]:
             evaluations.append(_evaluate(model, plan))
@@ -135,8 +137,8 @@ def _loss_sum(model: nn.Module, document: Document, smoothing: float) -> torch.T
     return loss
 
 
-def _backward(model: nn.Module, documents: Sequence[Document], smoothing: float) -> tuple[float, int]:
-    """The step's gradient; returns its mean loss and how many tokens have labels. NaN is the mean of none."""
+def _backward(model: nn.Module, documents: Sequence[Document], smoothing: float) -> float:
+    """The step's gradient; returns its mean loss, 0 where no token has a label."""
     model.train()
     count = sum(map(_num_labels, documents))
     total = 0.0
@@ -148,7 +150,7 @@ def _backward(model: nn.Module, documents: Sequence[Document], smoothing: float)
     for _, parameter in _trained(model):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return (total / count if count else 0.0), count
+    return total / count if count else 0.0
 
 
 @torch.no_grad()
@@ -262,6 +264,8 @@ def _keep_firm(model: nn.Module, firm: Mapping[str, torch.Tensor], grad_norm: fl
     A zero counts as small, since rounding need not give one elsewhere (the scores of a window of one token), but for
     the embeddings of tokens that do not occur.
     """
+    if grad_norm == 0:  # a step without labels
+        return
     trained, embeddings = _trained(model), model.get_input_embeddings().weight
     root_mean_square = grad_norm / math.sqrt(sum(value.numel() for _, value in trained))
     for name, parameter in trained:
@@ -269,6 +273,11 @@ def _keep_firm(model: nn.Module, firm: Mapping[str, torch.Tensor], grad_norm: fl
         size = parameter.grad.abs()
         does_not_occur = (size == 0) & (parameter is embeddings)
         firm[name].logical_and_((size > NOISE * root_mean_square) | does_not_occur)
+
+
+def _loose_gradient(model: nn.Module, firm: Mapping[str, torch.Tensor]) -> float:
+    """Sum of the sizes of the gradients' elements that are not firm."""
+    return sum(float(p.grad[~firm[name]].abs().sum()) for name, p in _trained(model) if p.grad is not None)
 
 
 @torch.no_grad()
