@@ -39,9 +39,10 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Follow a plan, as benchmarks.differential.commands writes it.
 
     Returns:
-        `steps`, a list of {loss, grad_norm, learning_rate, num_tokens, loose}, the last what the loss changes by where
-        an adaptive optimizer moves the weights by rounding alone (first order); `evaluations`, a list of losses; `weights`,
-        the error of the weights that were saved, where the plan names their folder.
+        `steps`: of each, loss, grad_norm, learning_rate, num_tokens, and `loose`: how much the loss can change, to
+        first order, where rounding alone decides how an adaptive optimizer moves weights.
+        `evaluations`: their losses.
+        `weights`: the error of the weights that were saved, where the plan names their folder.
     """
     torch.set_num_threads(1)
     model = load(plan)
