@@ -85,7 +85,7 @@ class Session:
     def _print_finding(self, outcome: Outcome) -> None:
         print(f"\nFINDING: {outcome.status}: {outcome.detail.strip()}")
         print("".join(f"  {command}\n" for command in outcome.commands), end="")
-        print(f"  again, with its files: --replay '{outcome.case.to_json()}' --keep FOLDER\n", flush=True)
+        print(f"  in FOLDER, after --replay '{outcome.case.to_json()}' --keep FOLDER\n", flush=True)
 
 
 def _worst(outcome: Outcome) -> str:

@@ -141,7 +141,11 @@ class Judge:
             except RuntimeError as error:
                 return Outcome(case=case, status=NO_MODEL, detail=str(error).splitlines()[0])
         prepared = prepare(case, self.work / "models", folder)
-        pasted = [command.pasted() for command in prepared.commands]
+        # Under the folder of --keep, where this case is the first one when it is run again.
+        pasted = [
+            command.pasted().replace(str(folder), "cases/0").replace(f"{self.work}/", "")
+            for command in prepared.commands
+        ]
         runs: list[Ran] = []
         for number, command in enumerate(prepared.commands):
             ranks = folder / f"ranks-{number}"

@@ -83,7 +83,7 @@ def _findings(outcomes: Sequence[Outcome], shrunk: Sequence[Outcome]) -> list[st
     for number, found in enumerate(shrunk, 1):
         count = sum(outcome.is_finding and explains(found, outcome) for outcome in outcomes)
         lines += [f"{number}. **{found.status}** ({count} cases): {found.detail.strip()[:600]}", ""]
-        lines += [f"   `--replay '{found.case.to_json()}'`", ""]
+        lines += [f"   In FOLDER, after `--keep FOLDER --replay '{found.case.to_json()}'`:", ""]
         lines += [f"       {command}" for command in found.commands] + [""]
     return lines
 
