@@ -18,23 +18,18 @@ from transformers import AutoTokenizer
 from trl.scripts.utils import DatasetConfig
 
 from longctx.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
-from longctx.checkpoint.trainer import OPTIMIZATION
+from longctx.checkpoint.trainer import _OPTIMIZATION
 from longctx.config import resolve
 from longctx.data import Mixture, load_records, tokenize_records
+from longctx.data.cache import cache_folder
 from longctx.data.chat import ChatEncoder
 from longctx.data.encoders import PretokenizedEncoder, TextEncoder
 from longctx.data.tokenize import encoder_key
 from longctx.flags import SequenceArguments, parse_flags
+from longctx.identity import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
 from longctx.launch.profile import read_profile
 from longctx.packing import PackedStream, Packing, pack_dataset, plan_packing
-from longctx.rows import (
-    _evaluation_settings,
-    _mixture_identity,
-    cache_folder,
-    data_identity,
-    prepare_rows,
-    sampled_identity,
-)
+from longctx.rows import _evaluation_settings, prepare_rows
 from longctx.run import _OF_A_NODE, _decided
 from longctx.supported import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
 from longctx.tiny import tiny_config, tiny_tokenizer
@@ -87,6 +82,7 @@ CHANGED = {  # flags of a run and those of one that must not go on from it, on `
     "dataloader_drop_last": ({}, {"dataloader_drop_last": "True"}),
     "seed": ({}, {"seed": "7"}),
     "data_seed": ({}, {"data_seed": "7"}),
+    "dtype": ({}, {"dtype": "bfloat16"}),
     "rope_scaling": ({}, {"rope_scaling": "yarn:2"}),
     "model_init_kwargs": ({}, {"model_init_kwargs": '{"rms_norm_eps": 0.1}'}),
     "use_peft": ({}, {"use_peft": "True"}),
@@ -114,7 +110,7 @@ KNOWN_ELSEWHERE = {
     ),
     "by the mixture, below": "datasets dataset_weights dataset_stopping_strategy test_split_size",
     "by the identity of 4-bit weights": "load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
-    "by the flags of the optimizer": " ".join(OPTIMIZATION),
+    "by the flags of the optimizer": " ".join([*_OPTIMIZATION, "max_grad_norm"]),
     "another name of `dataset_streaming`": "streaming",
     "hub data, whose tokens or name and configuration are compared": "dataset_config",
 }
@@ -134,10 +130,9 @@ MAY_CHANGE = {
         "dataset_num_proc dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor "
         "dataloader_multiprocessing_context"
     ),
-    "precision is that of the machine at hand": "bf16 tf32 dtype full_determinism communication_data_type",
+    "precision is that of the machine at hand": "tf32 full_determinism communication_data_type",
     "asked for anew from here on, as of a run that is made longer": (
-        "num_train_epochs max_steps warmup_steps lr_scheduler_kwargs max_grad_norm label_smoothing_factor "
-        "on_nonfinite early_stopping_patience early_stopping_threshold"
+        "num_train_epochs max_steps on_nonfinite early_stopping_patience early_stopping_threshold"
     ),
     "evaluation trains nothing": (
         "eval_strategy eval_on_start eval_delay eval_packing eval_steps dataset_test_split greater_is_better "
@@ -182,13 +177,14 @@ def identity(data, flags):
 
     run = resolved(data, flags)
     rows = prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
-    return json.loads(json.dumps(data_identity(rows, run.settings)))
+    files = files_identity(run.settings, run.model_config, with_model=False)
+    return json.loads(json.dumps(data_identity(rows, run.settings, run.model_config, files)))
 
 
 def refuses(before, now):
     manifest = a_manifest(data=before)
     try:
-        check_same(manifest, "checkpoint-1", sequences_per_step=4, data=now, settings={})
+        check_same(manifest, "checkpoint-1", sequences_per_step=4, data=now, optimization={})
     except CheckpointError:
         return True
     return False
@@ -231,19 +227,19 @@ def test_model_init_kwargs_are_the_same_however_they_are_spelled(data):
     assert not refuses(one, other)
 
 
-@pytest.mark.parametrize("name", OPTIMIZATION)
+@pytest.mark.parametrize("name", [*_OPTIMIZATION, "max_grad_norm"])
 def test_the_optimizer_s_states_belong_to_its_flags(name):
     before = {name: 1.0}
-    check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, settings={name: 1.0})
+    check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, optimization={name: 1.0})
     with pytest.raises(CheckpointError, match=f"{name}: 1.0 then, 2.0 now"):
-        check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, settings={name: 2.0})
+        check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, optimization={name: 2.0})
     with pytest.raises(CheckpointError, match=f"{name}: 1.0 then, None now"):
-        check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, settings={})
+        check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, optimization={})
 
 
 def test_a_step_has_as_many_sequences():
     with pytest.raises(CheckpointError, match="written with 4 sequences in a step, and this run has 8"):
-        check_same(a_manifest(), "checkpoint-1", sequences_per_step=8, data={}, settings={})
+        check_same(a_manifest(), "checkpoint-1", sequences_per_step=8, data={}, optimization={})
 
 
 MIXTURE = Mixture(names=("a", "b"), weights=(1.0, 2.0), stopping_strategy="first_exhausted", seed=1, test_size=None)
@@ -272,7 +268,7 @@ def test_a_streamed_mixture_is_known_by_every_field_of_its_entries(data):
         known = []
         for entry in (base, replace(base, **{name: ["x"] if name == "columns" else "x"})):
             of_mixture = {"datasets": [entry], "dataset_weights": None, "dataset_streaming": True}
-            known.append(data_identity(stream, settings | of_mixture))
+            known.append(data_identity(stream, settings | of_mixture, tiny_config(), FilesIdentity()))
         assert refuses(*known), name
 
 
@@ -379,14 +375,14 @@ def test_nodes_compare_every_array_of_a_plan_and_tokens_of_all_columns(data):
     documents = Dataset.from_dict(tokens)
 
     def known(packing=None, documents=documents, evaluation=None):
-        return sampled_identity(rows_of(packing or a_packing(), documents, evaluation), settings)
+        return node_identity(rows_of(packing or a_packing(), documents, evaluation), FilesIdentity())
 
     before, seen = known(), []
     for name, changed in PLANS.items():
         assert known(a_packing(**changed)) != before, name
         assert (
-            data_identity(rows_of(a_packing(**changed), documents), settings)["plan"]
-            != data_identity(rows_of(a_packing(), documents), settings)["plan"]
+            data_identity(rows_of(a_packing(**changed), documents), settings, tiny_config(), FilesIdentity())["plan"]
+            != data_identity(rows_of(a_packing(), documents), settings, tiny_config(), FilesIdentity())["plan"]
         ), name
     for column in tokens:
         other = Dataset.from_dict(tokens | {column: [[1, 2, 3], [4, 5, 7]]})

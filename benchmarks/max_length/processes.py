@@ -36,7 +36,7 @@ PRELOAD = [
     "accelerate.accelerator",
 ]
 GRACE_SECONDS = 2.0
-"""For other ranks to say why they fail, once one has."""
+"""For other ranks to say why they fail, once one has, unless a caller gives them longer."""
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -71,6 +71,7 @@ def run_group(
     environment: Mapping[str, str],
     folder: Path,
     timeout: float,
+    grace: float = GRACE_SECONDS,
 ) -> Ending:
     """Call `function(argument)` on every rank of a new process group, and wait until none of it is left.
 
@@ -78,6 +79,7 @@ def run_group(
         environment: variables of the ranks; RANK and the like are set for several processes.
         folder: for the ranks' output, emptied before.
         timeout: seconds.
+        grace: seconds for other ranks to end once one has failed.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -86,7 +88,7 @@ def run_group(
     context = multiprocessing.get_context("forkserver")
     with private_folder() as meeting:
         variables = dict(environment) | store_file(meeting)
-        arguments = (processes, function, argument, variables, str(folder), sender)
+        arguments = (processes, function, argument, variables, str(folder), grace, sender)
         leader = context.Process(target=_lead, args=arguments)
         leader.start()
         sender.close()
@@ -149,6 +151,7 @@ def _lead(
     argument: Any,
     environment: dict[str, str],
     folder: str,
+    grace: float,
     sender: connection.Connection,
 ) -> None:
     os.setsid()
@@ -162,14 +165,14 @@ def _lead(
     ]
     for rank in ranks:
         rank.start()
-    ended = _wait(ranks, sweep)
+    ended = _wait(ranks, sweep, grace)
     if ended is not None:
         sender.send(ended)
         connection.wait([sweep.sentinel])  # the sweep ends this group, or has ended itself
     os.killpg(0, signal.SIGKILL)
 
 
-def _wait(ranks: Sequence[Any], sweep: Any) -> list[tuple[int, int]] | None:
+def _wait(ranks: Sequence[Any], sweep: Any, grace: float) -> list[tuple[int, int]] | None:
     """(rank, exit code) of those that have ended, in their order; not all where one failed. None without the sweep."""
     ended: dict[int, int] = {}
     until = float("inf")
@@ -182,7 +185,7 @@ def _wait(ranks: Sequence[Any], sweep: Any) -> list[tuple[int, int]] | None:
             if number not in ended and rank.exitcode is not None:
                 ended[number] = rank.exitcode
                 if rank.exitcode:
-                    until = min(until, time.monotonic() + GRACE_SECONDS)
+                    until = min(until, time.monotonic() + grace)
     return list(ended.items())
 
 

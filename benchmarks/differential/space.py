@@ -1,0 +1,401 @@
+"""The space of cases: every dimension of a training run with its values, plain ones and unlucky ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from longctx.attention.support import CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
+
+ALWAYS_WINDOWED = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
+"""Model types whose configuration always has windows in some layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run. The defaults are the plain values that shrinking goes back to."""
+
+    seed: int = 0
+    """Of weights and documents."""
+    # The model.
+    model: str = "qwen3"
+    heads: str = "4:2"
+    """Query heads : key/value heads."""
+    head_dim: int = 8
+    layers: int = 2
+    vocab_size: int = 272
+    embeddings: str = "untied"
+    """tied, untied, or `contradictory`: config.json says tied and the file has a head of its own."""
+    window: int = 0
+    """Tokens of the sliding window; 0 for none where the type can do without."""
+    file_dtype: str = "float32"
+    rope_scaling: str = ""
+    model_init_kwargs: str = ""
+    # The data.
+    records: str = "labels"
+    documents: int = 6
+    lengths: str = "mixed"
+    masked: str = "front"
+    tokens: str = "random"
+    file: str = "jsonl"
+    reading: str = "whole"
+    """whole, stream, mixture, weighted, or streamed mixture."""
+    overlong: str = "raise"
+    max_length: int = 96
+    packing: str = "bfd"
+    """bfd, bfd_split, none or padding_free."""
+    # The steps.
+    order: str = "whole"
+    """whole: every step takes all documents. sequential: steps take the next ones. random: in the run's own order."""
+    steps: int = 2
+    epochs: float = 0
+    """0: --max_steps decides."""
+    batch: int = 1
+    accumulation: int = 1
+    drop_last: bool = False
+    # The layout.
+    sp: int = 1
+    backend: str = "auto"
+    dp: int = 1
+    dp_replicate: int = 1
+    engine: str = "auto"
+    """auto, fsdp2, deepspeed, or zero0 to zero3 as a launcher's profile sets them."""
+    # The levers.
+    memory: str = "balanced"
+    checkpointing: str = ""
+    sequence_chunk_size: int = 0
+    tiled_mlp: str = ""
+    heads_k_stride: int = 0
+    activation_offloading: bool = False
+    offload: str = ""
+    """optimizer or param."""
+    loss_type: str = "nll"
+    # The features.
+    adapter: str = ""
+    smoothing: float = 0.0
+    evaluation: str = ""
+    schedule: str = "linear"
+    warmup: int = 0
+    clipping: float = 1.0
+    optimizer: str = "sgd"
+    learning_rate: float = 0.2
+    weight_decay: float = 0.0
+    resume: str = ""
+    """same, or the layout to go on with: one process, ring, ulysses, dp."""
+    unlucky: str = ""
+    """One more flag and its value, which may make no sense."""
+    # The spelling.
+    spelling: str = "flag"
+
+    @property
+    def processes(self) -> int:
+        return self.sp * self.dp
+
+    def to_json(self) -> str:
+        """The dimensions that are not plain."""
+        return json.dumps(self.changed())
+
+    def changed(self) -> dict[str, Any]:
+        """The dimensions that are not plain, by name."""
+        plain = asdict(Case())
+        return {name: value for name, value in asdict(self).items() if value != plain[name]}
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """The case that `to_json` has written."""
+        return cls(**json.loads(text))
+
+
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "polynomial",
+    'polynomial {"lr_end": 1e-3, "power": 2.0}',
+    'cosine {"num_cycles": 0.25}',
+    'cosine_with_restarts {"num_cycles": 2}',
+    'cosine_with_min_lr {"min_lr": 0.05}',
+    'cosine_with_min_lr {"min_lr_rate": 0.1}',
+    'cosine_warmup_with_min_lr {"min_lr": 0.05}',
+    'warmup_stable_decay {"num_decay_steps": 1, "num_stable_steps": 1}',
+)
+ADAPTERS = ("lora", "rslora all-linear", "dora", "norm", "embeddings", "head", "regular expression")
+UNLUCKY = (
+    "learning_rate nan",
+    "learning_rate inf",
+    "learning_rate -0.1",
+    "learning_rate 0",
+    "max_steps 0",
+    "max_steps -3",
+    "num_train_epochs 0",
+    "num_train_epochs 0.01",
+    "num_train_epochs -1",
+    "warmup_steps -1",
+    "warmup_steps 1000",
+    "warmup_steps 0.5",
+    "logging_steps 0",
+    "logging_steps 1000",
+    "logging_steps 0.5",
+    "label_smoothing_factor -0.1",
+    "label_smoothing_factor 1",
+    "label_smoothing_factor nan",
+    "weight_decay -1",
+    "weight_decay nan",
+    "max_grad_norm -1",
+    "max_grad_norm nan",
+    "max_grad_norm 1e-12",
+    "per_device_train_batch_size 0",
+    "per_device_train_batch_size -2",
+    "per_device_train_batch_size 1000",
+    "gradient_accumulation_steps 0",
+    "gradient_accumulation_steps 50",
+    "max_length 0",
+    "max_length 2",
+    "max_length 3",
+    "max_length 100000",
+    "pad_to_multiple_of 0",
+    "pad_to_multiple_of 7",
+    "pad_to_multiple_of 128",
+    "sequence_chunk_size -1",
+    "sequence_chunk_size 1",
+    "sequence_chunk_size 100000",
+    "heads_k_stride 99",
+    "tiled_mlp_num_shards 1000",
+    "tiled_mlp_num_shards -1",
+    "seed -1",
+    "seed 4294967296",
+    "data_seed 0",
+    "ring_size 0",
+    "ring_size 3",
+    "sp 0",
+    "sp 7",
+    "dp_replicate 0",
+    "dp_replicate 3",
+    "num_processes 0",
+    "eval_steps 0",
+    "eval_steps 0.3",
+    "save_steps 0",
+    "save_steps 1",
+    "save_total_limit 0",
+    "early_stopping_patience 0",
+    "lora_r 0",
+    "lora_r 100",
+    "lora_alpha 0",
+    "dataloader_num_workers 2",
+    "dataloader_num_workers -1",
+    "dataset_num_proc 0",
+    "dataset_num_proc 3",
+    "dataset_text_field nothing",
+    "dataset_train_split validation",
+    "dataset_train_split train[:50%]",
+    "dataset_train_split train[:0]",
+    "torch_empty_cache_steps 1",
+    "adam_beta1 2",
+    "adam_epsilon 0",
+    "ddp_timeout 0",
+    "optim adafactor",
+    "lr_scheduler_type reduce_lr_on_plateau",
+    'lr_scheduler_kwargs {"power": 2}',
+    "lr_scheduler_kwargs [1]",
+    "rope_scaling dynamic:2",
+    "rope_scaling yarn:0.5",
+    'model_init_kwargs {"nothing": 1}',
+    'model_init_kwargs {"hidden_size": 7}',
+    'model_init_kwargs {"vocab_size": 100}',
+    'model_init_kwargs {"num_attention_heads": 0}',
+    "chat_template_path nothing.jinja",
+    "output_dir /proc/nothing",
+    "resume_from_checkpoint nothing",
+    "report_to nothing",
+    "attn_implementation eager",
+    "use_liger_kernel True",
+    "bf16 maybe",
+    "lerning_rate 1",
+    "eos_token nothing",
+    "pad_token <|im_start|>",
+    "shuffle_dataset True",
+    "on_nonfinite skip",
+    "balance_packs False",
+    "communication_data_type fp32",
+    "logging_first_step True",
+    "full_determinism True",
+    "profile True",
+)
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "model": CAUSAL_MODELS,
+    "heads": ("4:4", "4:1", "3:3", "5:1", "6:2", "7:7", "1:1", "8:2", "9:3"),
+    "head_dim": (4, 6, 12, 16, 18, 32),
+    "layers": (1, 3),
+    "vocab_size": (263, 301, 320, 521),
+    "embeddings": ("tied", "contradictory"),
+    "window": (1, 2, 8, 24, 1000),
+    "file_dtype": ("bfloat16",),
+    "rope_scaling": (
+        "yarn:4",
+        "linear:2",
+        "linear:3.5",
+        "llama3:8",
+        '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32}',
+    ),
+    "model_init_kwargs": (
+        '{"num_hidden_layers": 1}',
+        '{"attention_dropout": 0.0}',
+        '{"initializer_range": 0.5}',
+        '{"max_position_embeddings": 4096}',
+        '{"use_cache": false}',
+    ),
+    "records": ("input_ids", "text", "messages", "assistant", "prompt", "prompt, all learnt", "completion_mask"),
+    "documents": (1, 2, 3, 9),
+    "lengths": ("ones", "exact", "longer by one", "long", "short", "uneven", "window"),
+    "masked": ("nothing", "nearly all", "some documents", "all but one token", "everything"),
+    "tokens": ("pad and eos", "one token", "largest"),
+    "file": ("json", "parquet", "arrow", "saved", "folder"),
+    "reading": ("stream", "mixture", "weighted", "streamed mixture"),
+    "overlong": ("truncate", "drop", "split"),
+    "max_length": (17, 37, 64, 128, 200),
+    "packing": ("bfd_split", "none", "padding_free"),
+    "order": ("sequential", "random"),
+    "steps": (1, 3, 5),
+    "epochs": (1, 2, 1.5, 0.5),
+    "batch": (2, 3),
+    "accumulation": (2, 3),
+    "drop_last": (True,),
+    "sp": (2, 2, 2, 3, 4),
+    "backend": ("ring", "ulysses", "gather", "hybrid"),
+    "dp": (2, 2, 3, 4),
+    "dp_replicate": (2,),
+    "engine": ("fsdp2", "deepspeed", "zero0", "zero1", "zero2", "zero3"),
+    "memory": ("longest", "fastest"),
+    "checkpointing": ("True", "False", "every 2", "selective", "not selective", "reentrant"),
+    "sequence_chunk_size": (1, 7, 16, 64),
+    "tiled_mlp": ("True", "3", "1"),
+    "heads_k_stride": (1, 2),
+    "activation_offloading": (True,),
+    "offload": ("optimizer", "param", "both"),
+    "loss_type": ("chunked_nll",),
+    "adapter": ADAPTERS,
+    "smoothing": (0.1, 1.0),
+    "evaluation": ("steps", "epoch", "at the start", "best model", "early stopping", "packed otherwise"),
+    "schedule": SCHEDULES[1:],
+    "warmup": (1, 5),
+    "clipping": (0.0, 0.01, 100.0),
+    "optimizer": ("adamw_torch", "adamw_torch_fused", "rmsprop"),
+    "learning_rate": (1e-3, 1.0),
+    "weight_decay": (0.1,),
+    "resume": ("same", "one process", "ring", "ulysses", "dp", "zero2"),
+    "unlucky": UNLUCKY,
+    "spelling": ("equals", "dashes", "yaml", "older names", "yaml and flags"),
+}
+"""The values of each dimension besides the plain one."""
+
+LAUNCHERS = ("python -m longctx.train", "accelerate launch", "torchrun", "--accelerate_config", "longctx train")
+"""Spellings that go through the real command line. They take 15 to 30 seconds."""
+
+REFUSED_SHARE = 0.12
+"""Of random cases, those in which settings stay together that are known to be refused."""
+TEXT_RECORDS = ("text", "messages", "assistant", "prompt", "prompt, all learnt")
+
+
+def draw(seed: int, *, launchers: float = 0.02) -> Case:
+    """A random case: about a quarter of the dimensions are not plain.
+
+    Args:
+        launchers: the share of cases that go through a real command line.
+    """
+    random_ = random.Random(seed)
+    case = Case(seed=seed)
+    rates = {"model": 0.75, "sp": 0.65, "dp": 0.35, "backend": 0.8, "engine": 0.5, "unlucky": 0.12, "resume": 0.12}
+    rates |= {"records": 0.5, "lengths": 0.6, "packing": 0.4, "adapter": 0.15, "evaluation": 0.15, "order": 0.5}
+    rates |= {"model_init_kwargs": 0.05, "rope_scaling": 0.08, "window": 0.5, "memory": 0.08, "offload": 0.08}
+    rates |= {"heads_k_stride": 0.08, "overlong": 0.6, "drop_last": 0.06, "epochs": 0.12}
+    for name, values in VALUES.items():
+        if random_.random() < rates.get(name, 0.15):
+            case = replace(case, **{name: random_.choice(values)})
+    if random_.random() < launchers:
+        case = replace(case, spelling=random_.choice(LAUNCHERS))
+    return settle(case if random_.random() < REFUSED_SHARE else reconcile(case, random_))
+
+
+def reconcile(case: Case, random_: random.Random) -> Case:
+    """Take out of a case what is known to be refused side by side, so that most cases train."""
+    change: dict[str, Any] = {}
+    heads = int(case.heads.split(":")[0])
+    on_fsdp2 = case.engine == "fsdp2" or (case.engine == "auto" and case.backend != "ulysses")
+    if case.dp_replicate > 1 and (case.processes != 4 or case.dp % 2 or not on_fsdp2):
+        change["dp_replicate"] = 1
+    if case.engine == "zero0":
+        change["engine"] = "zero1"
+    if case.backend == "ulysses" and heads % case.sp:
+        change["backend"] = "ring"
+    if case.backend == "hybrid" and (case.sp < 4 or heads % 2):
+        change["backend"] = "gather"
+    if case.model in GATED_DELTA_MODELS and case.sp > 1:
+        change |= {"backend": "ulysses", "sp": 2, "sequence_chunk_size": 0}
+    if case.sequence_chunk_size and (case.backend != "ulysses" or case.tiled_mlp or case.checkpointing):
+        change["sequence_chunk_size"] = 0
+    if case.heads_k_stride and (case.sequence_chunk_size or case.backend != "ulysses"):
+        change["heads_k_stride"] = 0
+    if case.offload and (case.processes == 1 or case.engine in ("zero1", "zero2")):
+        change["offload"] = ""
+    elif case.offload and on_fsdp2:
+        change["offload"] = "param"
+    if case.adapter == "head" and on_fsdp2:
+        change["adapter"] = "norm"
+    if case.adapter in ("embeddings", "head") and case.embeddings != "untied":
+        change["adapter"] = "lora"
+    if case.overlong == "raise" and case.lengths in ("longer by one", "long"):
+        change["overlong"] = random_.choice(("truncate", "drop", "split"))
+    if case.evaluation in ("best model", "early stopping") and case.resume:
+        change["evaluation"] = "steps"
+    return replace(case, **change)
+
+
+def settle(case: Case) -> Case:
+    """Bring together what has no meaning, or no independent account, side by side; refusals are left to longctx."""
+    change: dict[str, Any] = {}
+    if case.processes > 4:
+        change["dp"] = 1
+    if case.sp * change.get("dp", case.dp) == 1 and case.engine not in ("auto", "zero2", "zero3"):
+        change["engine"] = "auto"
+    if case.window and case.model not in WINDOW_MODELS:
+        change["window"] = 0
+    if case.model in ALWAYS_WINDOWED and not case.window:
+        change["window"] = 8
+    if case.model in GATED_DELTA_MODELS and case.heads not in ("4:2", "4:4", "8:2"):
+        change["heads"] = "4:2"
+    if case.records in TEXT_RECORDS and case.max_length < 64:
+        change["max_length"] = 96
+    if case.records != "labels":
+        change |= {"masked": "front"}
+    if case.records in TEXT_RECORDS:
+        change |= {"tokens": "random"}
+    if case.order == "sequential" and case.packing not in ("none", "padding_free"):
+        change["packing"] = "none"
+    if case.order == "random" and "stream" in case.reading and case.packing in ("none", "padding_free"):
+        change["order"] = "sequential"
+    if case.optimizer != "sgd" and case.learning_rate > 0.01:
+        change["learning_rate"] = 1e-3
+    if case.resume and (case.steps < 2 or case.epochs):
+        change |= {"steps": 3, "epochs": 0}
+    if case.epochs and "stream" in case.reading:
+        change["epochs"] = 0
+    if case.resume and case.evaluation == "at the start":
+        change["evaluation"] = "steps"
+    if case.evaluation == "epoch" and (case.order == "random" or "stream" in case.reading):
+        change["evaluation"] = "steps"
+    if case.drop_last and case.order == "whole":
+        change |= {"order": "sequential"}
+    if case.file == "folder" and case.records != "text":
+        change["records"] = "text"
+    settled = replace(case, **change)
+    return case if settled == case else settle(settled)
+
+
+def dimensions() -> list[str]:
+    """The names of all dimensions, in order."""
+    return [field.name for field in fields(Case)]

@@ -1,0 +1,23 @@
+"""Bugs for the fuzzer to find; benchmarks.differential calls them in every rank before the run."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+
+def divide_by_one_more() -> None:
+    """With label smoothing, divide the loss by one token too many."""
+    from longctx.parallel import SequenceParallel
+    from longctx.trainer import SequenceTrainer
+
+    def count(self, batch_samples, device):
+        tokens = SequenceParallel.count_label_tokens(self.sequence, batch_samples)
+        return tokens + (self.args.label_smoothing_factor > 0)
+
+    SequenceTrainer._get_num_items_in_batch = functools.update_wrapper(count, SequenceTrainer._get_num_items_in_batch)
+
+
+def never_start() -> None:
+    """Wait for longer than any case may take."""
+    time.sleep(3600)
