@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,66 +53,7 @@ def parity_table():
     return _rows
 
 
-class RefusalsMet:
-    """Which test meets which refusal, against tests/refusals.tsv; see tests/refusals.py."""
-
-    def __init__(self):
-        self.met: dict[str, set[tuple[str, int]]] = {}
-        self.collected: Counter[str] = Counter()
-        self.passed: Counter[str] = Counter()
-        self.partial: set[str] = set()
-
-    @staticmethod
-    def function(nodeid):
-        """`tests/test_x.py::test_y` of any of its parameters."""
-        return nodeid.partition("[")[0]
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item):
-        refusals.met.clear()
-        try:
-            return (yield)
-        finally:
-            self.met.setdefault(self.function(item.nodeid), set()).update(refusals.met)
-
-    def pytest_deselected(self, items):
-        self.partial |= {self.function(item.nodeid) for item in items if not item.get_closest_marker("long")}
-
-    def pytest_collection_finish(self, session):
-        self.collected = Counter(self.function(item.nodeid) for item in session.items)
-        if any("[" in argument for argument in session.config.args):
-            self.partial |= set(self.collected)
-
-    def pytest_runtest_logreport(self, report):
-        self.passed[self.function(report.nodeid)] += report.when == "call" and report.passed
-
-    def missed(self):
-        """Refusals that the test they have in the table ran through without meeting them."""
-        whole = {test for test, count in self.collected.items() if self.passed[test] == count} - self.partial
-        return [
-            (row, test) for row, test in refusals.read_table().items() if test in whole and not self._has(row, test)
-        ]
-
-    def _has(self, refusal, test):
-        file, first, last = refusals.refusals().get(refusal, ("", 0, 0))
-        return any((file, line) in self.met.get(test, ()) for line in range(first, last + 1))
-
-    def _by_how_special(self):
-        """Tests that met something, those first that met the least else; what random data meets counts for nothing."""
-        return sorted((test for test in self.met if "fuzz" not in test), key=lambda test: (len(self.met[test]), test))
-
-    def record(self):
-        """Enter what this run has shown where the table has no test that holds."""
-        table = refusals.read_table() if refusals.TABLE.exists() else {}
-        gone = {test for test in table.values() if "::" in test and not refusals.is_test(test)}
-        missed = {row for row, _ in self.missed()} if table else set()
-        for row in refusals.refusals():
-            if table.get(row) in {None, refusals.UNMET, *gone} or row in missed:
-                table[row] = next((test for test in self._by_how_special() if self._has(row, test)), refusals.UNMET)
-        refusals.write_table(table)
-
-
-_refusals_met = RefusalsMet()
+_refusals_met = refusals.RefusalsMet()
 
 
 def pytest_configure(config):

@@ -1,0 +1,496 @@
+"""Every refusal in longctx/ has its line in tests/refusals.tsv and a test that meets it, some of them here.
+
+While tests run, tests/conftest.py holds the table against what they really met; see tests/refusals.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from datasets import Dataset, Features, IterableDataset, Value
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
+
+from longctx.adapter import check_adapter
+from longctx.attention.choice import choose_backend
+from longctx.attention.interface import longctx_attention
+from longctx.attention.operator import varlen_attention
+from longctx.checkpoint.files import Manifest, read_manifest, write_manifest
+from longctx.checkpoint.states import StateReader, _parts
+from longctx.chunked.layer import _chunk_of
+from longctx.chunked.model import install_chunked
+from longctx.collate.sequence import _varlen_arguments
+from longctx.config import resolve
+from longctx.data import DocumentStream, Mixture, load_records, stdlib_files, tokenize_records
+from longctx.data.columns import arrow_table, token_columns
+from longctx.data.encoders import TextEncoder
+from longctx.data.files import _size_and_time
+from longctx.data.mixing import _order, _part, _Reader
+from longctx.flags import parse_flags
+from longctx.launch.network import choose_interface
+from longctx.launch.profile import read_profile
+from longctx.launch.slurm import first_host
+from longctx.memory.closed_form import MemorySetup, reach
+from longctx.memory.step import StepSettings, fake_process_group
+from longctx.memory.trace import MemoryTracer
+from longctx.mesh import ParallelDims
+from longctx.model import _config_errors, load_config, load_model
+from longctx.model_files import _parameters
+from longctx.packing import plan_packing
+from longctx.parallel import _documents, parallelize
+from longctx.plan.documents import drawn_from
+from longctx.ring.attention import ring_schedule
+from longctx.ring.plan import plan_ring
+from longctx.ring.transport import check_shard
+from longctx.rows import _template
+from longctx.tiled_mlp import install_tiled_mlp
+from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.train import main
+from longctx.trainer import SequenceTrainer
+from longctx.ulysses.attention import ulysses_attention
+from longctx.ulysses.exchange import exchange_attention
+from longctx.ulysses.head_chunks import _Heads, check_stride
+from longctx.verify.subject import check_engine, telling_rows
+from tests import refusals
+from tests.test_by_hand import MODEL
+from tests.test_choice import QWEN3_8B, a_setup
+from tests.test_key_fields import a_packing, identity, resolved, rows_of
+from tests.test_refusals import save_config
+
+# ------------------------------------------------------------------------------------------------
+# The table
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_refusal_and_no_other():
+    """A refusal that was taken away, given other words or added: see tests/refusals.py for how to write the table."""
+    table, found = refusals.read_table(), refusals.refusals()
+    assert sorted(set(table) - set(found)) == [], "these refusals are gone: is what they stopped now exact?"
+    assert sorted(set(found) - set(table)) == [], "these refusals have no test: run pytest --record-refusals"
+
+
+def test_every_refusal_has_a_test_or_a_reason():
+    for row, test in refusals.read_table().items():
+        if test.startswith("("):
+            assert test != refusals.UNMET, f"{row} has neither a test nor a reason"
+            assert len(test) > 20, f"{row}: {test} is no reason"
+        else:
+            assert refusals.is_test(test), f"{row}: there is no test {test}"
+
+
+def test_a_condition_that_never_holds_is_noticed():
+    """The check itself: a test that ran and did not meet its refusal, one that did, and one that ran in part."""
+    row, test = next(
+        (row, test) for row, test in refusals.read_table().items() if test.startswith("tests/test_ring_plan")
+    )
+    run = refusals.RefusalsMet()
+    run.collected[test] = run.passed[test] = 1
+    assert (row, test) in run.missed()
+    file, first, _ = refusals.refusals()[row]
+    run.met[test] = {(file, first)}
+    assert (row, test) not in run.missed()
+    run.met.clear()
+    run.partial.add(test)
+    assert run.missed() == []
+
+
+# ------------------------------------------------------------------------------------------------
+# Calls of the package's own functions
+# ------------------------------------------------------------------------------------------------
+
+Q = torch.zeros(1, 4, 8, 4)
+PLAN = plan_ring(np.array([0, 16]), 2)
+ALONE = np.array([0, 8])
+
+
+class IsCausal(torch.nn.Module):
+    is_causal = True
+
+
+def attend(**changed):
+    given = {"attention_mask": None, "sequence": object()} | changed
+    return longctx_attention(given.pop("module", IsCausal()), Q, Q, Q, **given)
+
+
+def an_mlpless_model():
+    return torch.nn.Linear(2, 2)
+
+
+def a_run(**changed):
+    return SimpleNamespace(**{"settings": {"load_in_4bit": False}, "engine": "fsdp2"} | changed)
+
+
+CALLS = {
+    "backend": (lambda: choose_backend("tree", a_setup(2, *QWEN3_8B)), "--sp_backend tree is unknown"),
+    "linear heads": (
+        lambda: choose_backend("ring", replace(a_setup(2, *QWEN3_8B), num_linear_heads=4)),
+        "--sp_backend ring with --sp 2 cannot run this model",
+    ),
+    "dtypes": (lambda: varlen_attention(Q, Q.double(), Q, ALONE), "attention takes one dtype"),
+    "integers": (lambda: varlen_attention(Q.int(), Q.int(), Q.int(), ALONE), "attention takes one dtype"),
+    "devices": (lambda: varlen_attention(Q, Q.to("meta"), Q, ALONE), "k on meta"),
+    "sinks": (
+        lambda: varlen_attention(Q, Q, Q, ALONE, sinks=torch.zeros(3)),
+        r"sinks has shape \(3,\), expected \[4\]",
+    ),
+    "mask": (lambda: attend(attention_mask=Q), "asks for a mask"),
+    "dropout": (lambda: attend(dropout=0.1), "asks for dropout=0.1"),
+    "not causal": (lambda: attend(module=SimpleNamespace(is_causal=False)), "asks for is_causal=False"),
+    "soft cap": (lambda: attend(softcap=30.0), "asks for softcap"),
+    "state's name": (lambda: _parts("states", "weight|x|name"), "expected 'kind.start.name'"),
+    "state's parts": (lambda: _parts("states", "weight"), "expected 'kind.start.name'"),
+    "chunks of none": (
+        lambda: install_chunked(tiny_model(), 0, torch.device("cpu")),
+        "sequence_chunk_size 0 is below 1",
+    ),
+    "2^31 tokens": (lambda: _varlen_arguments(np.array([1 << 30, 1 << 30])), "more than 32-bit cu_seq_lens"),
+    "no table": (lambda: arrow_table([1]), "expected a datasets.Dataset or a pyarrow.Table, got list"),
+    "no tokens": (lambda: token_columns(pa.table({"a": ["x"]}), ["a"]), "column 'a' is not a list of numbers"),
+    "no host": (lambda: first_host(""), "names no host. Set MASTER_ADDR"),
+    "no limit": (lambda: reach(MemorySetup(model=MODEL), float("inf"), float("inf")), "are no limits"),
+    "traced engine": (lambda: StepSettings(length=8, engine="zero3"), "DeepSpeed does not run on fake tensors"),
+    "traced ranks": (lambda: StepSettings(length=8, engine="none", sp=2), "engine 'none' with 2 devices"),
+    "traced documents": (lambda: StepSettings(length=8, document_lengths=[3]), "sum to 3, and length is 8"),
+    "offloaded": (lambda: MemoryTracer(on_host=["weights"]), "on_host .'weights'. is not what an engine offloads"),
+    "degrees": (lambda: ParallelDims(world_size=3, ring=2), "3 processes cannot be arranged"),
+    "degree 0": (lambda: ParallelDims(world_size=0, ring=0), "0 processes cannot be arranged"),
+    "strategy": (lambda: plan_packing(np.array([1]), 4, strategy="best"), "unknown packing strategy 'best'"),
+    "lengths of nothing": (lambda: _documents(tiny_model(), []), "are no lengths of documents"),
+    "length 0": (lambda: _documents(tiny_model(), [3, 0]), "are no lengths of documents"),
+    "parts of tokens": (lambda: _documents(tiny_model(), [2.5]), "are no lengths of documents"),
+    "tiles": (lambda: install_tiled_mlp(tiny_model(), -1), "tiled_mlp_num_shards -1 is no number of tiles"),
+    "no MLP": (lambda: install_tiled_mlp(an_mlpless_model(), 2), "No MLP was found in Linear"),
+    "heads at a time": (lambda: check_stride(0), "heads_k_stride 0 must be at least 1"),
+    "4-bit verified": (
+        lambda: check_engine(a_run(settings={"load_in_4bit": True})),
+        "only weights that are not quantised",
+    ),
+    "FSDP1 verified": (lambda: check_engine(a_run(engine="fsdp1")), "fsdp_version 1 keeps the gradients"),
+}
+
+
+def a_trainer(eval_rows=None):
+    return SimpleNamespace(eval_dataset=eval_rows)
+
+
+def a_prepared_run(num_rows):
+    """Of a verification, with this many rows for a step of two."""
+    data = rows_of(a_packing(), Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]}))
+    assert len(data.rows) == num_rows
+    settings = {"datasets": [], "dataset_name": "stdlib", "max_length": 8}
+    args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=1)
+    run = SimpleNamespace(settings=settings, dims=ParallelDims(world_size=1))
+    return SimpleNamespace(data=data, args=args, run=run)
+
+
+def contradicting_config():
+    with _config_errors("model"):
+        raise TypeError("hidden_size")
+
+
+LINEAR = SimpleNamespace(config=CONFIG_MAPPING["qwen3_next"]())
+MIXED = Mixture(names=("a", "b"), weights=(1.0, 1e-10), stopping_strategy="all_exhausted")
+CALLS |= {
+    "adapter on FSDP1": (
+        lambda: check_adapter(
+            resolved({}, {"dataset_name": "stdlib", "use_peft": "True"}).settings, tiny_config(), "fsdp1"
+        ),
+        "--use_peft on FSDP1 is not compared",
+    ),
+    "chunks of linear attention": (
+        lambda: install_chunked(LINEAR, 8, Q.device),
+        "linear attention layers of qwen3_next",
+    ),
+    "endless mixture": (lambda: _order([1, 10], MIXED), "would draw .* documents"),
+    "nothing to test on": (
+        lambda: _part(np.arange(1), Mixture(names=("a",), test_size=0.5), "train"),
+        "--test_split_size 0.5 of 1 documents",
+    ),
+    "a stream that became shorter": (lambda: _Reader(iter([])).take("a"), "a has fewer documents"),
+    "a file that is gone": (lambda: _size_and_time(Path("/nonexistent/data.jsonl")), "data.jsonl"),
+    "no configuration": (contradicting_config, "its config.json cannot be used: hidden_size"),
+    "no model": (
+        lambda: _parameters("m", LlamaConfig(hidden_size=8, num_attention_heads=2, hidden_act="none")),
+        "no model can be made of its config.json",
+    ),
+    "nothing to evaluate": (
+        lambda: SequenceTrainer._rows_to_evaluate(a_trainer(), None),
+        "there is no evaluation data",
+    ),
+    "texts to evaluate": (
+        lambda: SequenceTrainer._rows_to_evaluate(a_trainer(), Dataset.from_dict({"text": ["a"]})),
+        "rows to evaluate need input_ids, and these have .'text'.",
+    ),
+    "rows of another type": (lambda: SequenceTrainer._rows_to_evaluate(a_trainer([1]), None), "the type list"),
+    "too few rows to verify": (lambda: telling_rows(a_prepared_run(1)), "gives 1 rows of up to 8 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_that_cannot_be_exact_are_refused(case):
+    call, words = CALLS[case]
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+OF_TWO_RANKS = {
+    "another group": (lambda group: ring_schedule(plan_ring(np.array([0, 18]), 3), group), "The plan is for 3 ranks"),
+    "transport": (lambda group: ring_schedule(PLAN, group, transport="post"), "transport 'post' is unknown"),
+    "stride 0": (
+        lambda group: ring_schedule(PLAN, group, transport="gather", heads_k_stride=0),
+        "heads_k_stride 0 must be at least 1",
+    ),
+    "stride in a ring": (lambda group: ring_schedule(PLAN, group, heads_k_stride=1), "goes with transport='gather'"),
+    "window": (lambda group: ring_schedule(PLAN, group, window=0), "window 0 must be at least 1"),
+    "length": (lambda group: check_shard(PLAN, Q[:, :, :4], Q, Q), r"q has shape \(1, 4, 4, 4\)"),
+    "rows": (lambda group: check_shard(PLAN, Q, Q.repeat(2, 1, 1, 1), Q), r"k has shape \(2, 4, 8, 4\)"),
+    "dimensions": (lambda group: check_shard(PLAN, Q, Q, Q[0]), r"v has shape \(4, 8, 4\)"),
+    "no heads": (lambda group: check_shard(PLAN, Q[:, :0], Q, Q), r"q has shape \(1, 0, 8, 4\)"),
+    "shared heads": (lambda group: check_shard(PLAN, Q, Q[:, :3], Q[:, :3]), "4 query heads cannot share"),
+    "k unlike v": (lambda group: check_shard(PLAN, Q, Q[:, :2], Q[:, :1]), "4 query heads cannot share"),
+    "Ulysses' length": (lambda group: ulysses_attention(Q, Q, Q, ALONE, group), "but cu_seqlens ends at 8"),
+    "Ulysses' heads": (lambda group: exchange_attention(Q[:, :3], Q, Q, group, attend), "3 "),
+    "heads in stages": (lambda group: _Heads.of(Q[:, :3], Q, group), "3 "),
+    "a group is there": (lambda group: fake_process_group(2).__enter__(), "A process group is there already"),
+}
+
+
+def test_tensors_that_do_not_suit_two_ranks_are_refused():
+    import torch.distributed as dist
+
+    with fake_process_group(2):
+        for call, words in OF_TWO_RANKS.values():
+            with pytest.raises(ValueError, match=words):
+                call(dist.group.WORLD)
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+CHATS = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+
+
+def test_manifests_and_states_that_are_damaged_are_named(tmp_path):
+    whole = Manifest(step=1, layout={}, optimization={}, parameters={}, data={}, progress={}, scheduler={})
+    for name in ("step", "layout", "optimization", "parameters", "data", "progress", "scheduler", "files"):
+        write_manifest(tmp_path, replace(whole, **{name: "x"}))
+        with pytest.raises(ValueError, match=f"{name} is 'x', expected"):
+            read_manifest(tmp_path)
+    for known in ({"bytes": "1", "xxh3": "00"}, {"bytes": 1, "xxh3": 0}):
+        write_manifest(tmp_path, replace(whole, files={"a": known}))
+        with pytest.raises(ValueError, match="of a is"):
+            read_manifest(tmp_path)
+    (tmp_path / "states-00000-000.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"states-00000-000.safetensors cannot be read"):
+        StateReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (CHATS | {"tools": "no JSON"}, "'tools' is no JSON"),
+        (CHATS | {"chat_template_kwargs": "x"}, "'chat_template_kwargs' is 'x'"),
+        (CHATS | {"chat_template_kwargs": {"truncation": True}}, "sets truncation, which would replace"),
+        (CHATS | {"tools": [{"n": 1 << 70}]}, "'tools' holds a whole number beyond 64 bits"),
+    ],
+)
+def test_conversations_that_a_template_cannot_render_are_named(record, words, tmp_path):
+    path = write(tmp_path / "data.jsonl", json.dumps(record) + "\n")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(ValueError, match=words):
+        tokenize_records(load_records(path), tiny_tokenizer(), chat_template=template)
+
+
+def test_records_beyond_a_bound_are_named(tmp_path, monkeypatch):
+    """The bounds are lowered; files of gigabytes would only take longer."""
+    monkeypatch.setattr("longctx.data.json_records.RECORD_BYTES", 20)
+    monkeypatch.setattr("longctx.data.json_records._ARRAY_BYTES", 20)
+    monkeypatch.setattr("longctx.data.text_files.RECORD_BYTES", 20)
+    for name, text in {"a.jsonl": '{"text": "%s"}\n', "a.json": '[{"text": "%s"}]', "a.txt": "%s"}.items():
+        path = write(tmp_path / name, text % ("x" * 30))
+        with pytest.raises(ValueError, match=r"of more than .* the limit"):
+            load_records(path)
+
+
+@pytest.mark.parametrize(("change", "words"), [(lambda b: b + b, "bytes follow the end"), (lambda b: b[:-8], "no end")])
+def test_arrow_streams_that_are_not_whole_are_named(change, words, tmp_path):
+    table, path = pa.table({"text": ["a", "b"]}), tmp_path / "data.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match=words):
+        load_records(str(path))
+
+
+def test_a_slice_without_records_is_named(tmp_path):
+    path = write(tmp_path / "data.jsonl", '{"text": "a"}\n')
+    with pytest.raises(ValueError, match=r"'train\[:0\]'.*0 records"):
+        load_records(path, split="train[:0]")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "config.json holds a list|cannot be used|neither a folder"),
+        (
+            '{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}',
+            "contradicts itself|not divisible|multiple",
+        ),
+        ('{"model_type": "llama", "rope_parameters": 5}', "cannot be used|expected"),
+    ],
+)
+def test_configurations_that_cannot_be_used_are_named(content, words, tmp_path):
+    write(tmp_path / "config.json", content)
+    with pytest.raises(ValueError, match=words):
+        load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("[]", "is no index of weights"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "none in its folder"),
+        ('{"weight_map": {"a": "missing.safetensors"}}', "is missing, or no file"),
+        ('{"weight_map": {"a": "broken.safetensors"}}', r"broken.safetensors cannot be read"),
+    ],
+)
+def test_weights_that_an_index_does_not_name_are_refused(index, words, tmp_path):
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    config.architectures = [LlamaForCausalLM.__name__]
+    config.save_pretrained(tmp_path)
+    write(tmp_path / "model.safetensors.index.json", index)
+    write(tmp_path / "broken.safetensors", "no tensors")
+    with pytest.raises(ValueError, match=words):
+        load_model(str(tmp_path), load_config(str(tmp_path)))
+
+
+def test_histograms_and_templates_that_cannot_be_read_are_named(tmp_path):
+    for text, words in (("low,high\n1,2\n", "is no CSV"), ("low,high,documents\n0,2,3\n", "no document of at least 1")):
+        with pytest.raises(ValueError, match=words):
+            drawn_from(SimpleNamespace(read_text=lambda text=text: text))
+    (tmp_path / "template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"template.jinja cannot be read"):
+        _template(str(tmp_path / "template.jinja"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"zero_optimization": 3}'])
+def test_deepspeed_configurations_that_are_none_are_named(text, tmp_path):
+    path = write(tmp_path / "zero.json", text)
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": path, "WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match=r"zero.json cannot be read as JSON"):
+        read_profile(environment | {"RANK": "0", "ACCELERATE_MIXED_PRECISION": "no"})
+
+
+def test_data_that_leaves_nothing_is_named(tmp_path, monkeypatch):
+    """No record in a stream, no standard library, no row to evaluate on, no column of the name that is given."""
+    features = Features({"text": Value("string")})
+    empty = IterableDataset.from_generator(lambda: iter(()), features=features)
+    with pytest.raises(ValueError, match="the stream"):
+        list(DocumentStream(empty, TextEncoder(tiny_tokenizer(), "text", False)).tables())
+    write(tmp_path / "train.jsonl", '{"text": "a"}\n')
+    write(tmp_path / "test.jsonl", '{"text": "longer than a row"}\n')
+    flags = {"dataset_name": str(tmp_path), "max_length": "4", "overlong": "drop", "dataset_test_split": "test"}
+    with pytest.raises(ValueError, match=r"--dataset_test_split test of .* leaves no row to evaluate on"):
+        identity({}, flags | {"eval_strategy": "steps", "eval_steps": "1"})
+    name = str(tmp_path / "train.jsonl")
+    stream = {"dataset_name": name, "dataset_streaming": "True", "max_steps": "3", "completion_only_loss": "True"}
+    with pytest.raises(ValueError, match=r"train.jsonl: completion_only_loss=True needs records with 'prompt'"):
+        identity({}, stream)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"no \.py files under"):
+        stdlib_files()
+
+
+# ------------------------------------------------------------------------------------------------
+# Launchers
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_node_with_several_interfaces_asks_for_one(monkeypatch):
+    monkeypatch.setattr("longctx.launch.network._is_loopback", lambda host: True)
+    monkeypatch.setattr("longctx.launch.network._interfaces", lambda: {"eth0": set(), "eth1": set()})
+    with pytest.raises(ValueError, match=r"interfaces eth0, eth1\. Set GLOO_SOCKET_IFNAME"):
+        choose_interface({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"})
+
+
+PROFILES = {
+    "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16"),
+    "cp and sp": (
+        {"PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_SP_SIZE": "2"},
+        "parallelism_config_cp_size 2 and parallelism_config_sp_size 2",
+    ),
+    "shards": ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "parallelism_config_dp_shard_size 3"),
+    "ZeRO-0": (
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"},
+        "ZeRO stage 0 is not compared",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROFILES)
+def test_profiles_that_cannot_be_exact_are_refused(case):
+    environment, words = PROFILES[case]
+    environment = {"ACCELERATE_MIXED_PRECISION": "no", "RANK": "0", "WORLD_SIZE": "4"} | environment
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--use_cpu", "True"]
+    with pytest.raises(ValueError, match=words):
+        resolve(parse_flags(flags), read_profile(environment), environment)
+
+
+def test_chunks_of_linear_attention_are_refused_before_weights(tmp_path):
+    folder = save_config(tmp_path, "qwen3_next")
+    flags = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "True"]
+    with pytest.raises(ValueError, match="this model's linear attention carries a state"):
+        resolve(parse_flags([*flags, "--sequence_chunk_size", "8"]), read_profile({}), {}).levers  # noqa: B018
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "no steps traced": ("--profile_steps 0", "--profile_steps 0 is below 1"),
+    "traced too late": ("--profile True --max_steps 2", "--profile True traces steps after the first"),
+    "processes": ("--num_processes -1", "--num_processes -1 is below 1"),
+    "padding": ("--pad_to_multiple_of 0", "--pad_to_multiple_of 0 is below 1"),
+    "no object": ("--activation_checkpointing_kwargs [1]", "is no JSON object"),
+    "evaluated": ("--load_best_model_at_end True", "needs evaluation data"),
+    "evaluated by none": (
+        "--eval_strategy steps --per_device_eval_batch_size 0",
+        "--per_device_eval_batch_size 0 is below 1",
+    ),
+    "evaluated never": ("--eval_strategy steps --eval_steps 1.5", "--eval_steps 1.5 is neither"),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_command_lines_that_cannot_be_exact_are_refused(case, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.chdir(tmp_path)
+    flags, words = COMMANDS[case]
+    given = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--dry_run", "True"]
+    assert main([*given, *flags.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_stream_in_a_ring_is_not_cut_into_chunks():
+    with fake_process_group(2), pytest.raises(ValueError, match="sequence_chunk_size 8 with sp_backend ring"):
+        parallelize(tiny_model(), 2, sp_backend="ring", sequence_chunk_size=8)
+
+
+def test_chunks_of_what_is_no_token_s_are_refused():
+    with pytest.raises(ValueError, match="layers are given a tensor mask of shape"):
+        _chunk_of(torch.zeros(3, 3), slice(0, 2), "mask")
