@@ -199,7 +199,6 @@ def a_manifest(**changed):
             "parameters": {"weight": [3, 4]},
             "data": {},
             "progress": {"ranks": []},
-            "scheduler": {"last_epoch": 3},
             "position": {"read": 5},
             "files": {"a": {"bytes": 1, "xxh3": "00"}},
         }
