@@ -198,13 +198,9 @@ LINEAR = SimpleNamespace(config=CONFIG_MAPPING["qwen3_next"]())
 MIXED = Mixture(names=("a", "b"), weights=(1.0, 1e-10), stopping_strategy="all_exhausted")
 CALLS |= {
     "adapter on FSDP1": (
-<<<<<<< HEAD
-        lambda: check_adapter(resolved({}, {"dataset_name": "stdlib"}).settings, tiny_config(), "fsdp1"),
-=======
         lambda: check_adapter(
             resolved({}, {"dataset_name": "stdlib", "use_peft": "True"}).settings, tiny_config(), "fsdp1"
         ),
->>>>>>> tests2
         "--use_peft on FSDP1 is not compared",
     ),
     "chunks of linear attention": (
