@@ -15,6 +15,8 @@ from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
 from longctx.batch import AttentionContext, BatchLayout
 from longctx.guards import LARGEST_INT32, check_row_length
+from longctx.mesh import ParallelDims
+from longctx.metrics import StepMetrics, attention_work
 from longctx.packing.lookahead import LookAhead
 from longctx.shard import complete_position_ids
 from longctx.tiny import tiny_config
@@ -178,3 +180,29 @@ def test_no_more_tokens_wait_than_asked_for():
         while ahead.full:
             assert len(ahead.take()) == 1
         assert sum(ahead.sizes) < 2 * 10
+
+
+@pytest.mark.parametrize(("data_seed", "used"), [(None, 1), (2, 2), (0, 0)])
+def test_the_order_of_the_data_has_a_seed_of_its_own(data_seed, used):
+    args = SimpleNamespace(seed=1, data_seed=data_seed, gradient_accumulation_steps=1, dataloader_drop_last=False)
+    args.train_sampling_strategy = "random"
+    sequence = SimpleNamespace(dims=ParallelDims(world_size=1))
+    trainer = SimpleNamespace(rows=range(8), args=args, _train_batch_size=1, sequence=sequence, costs=None)
+    assert SequenceTrainer.step_sampler(trainer, 0).seed == used
+
+
+def test_attention_work_of_a_hybrid_is_that_of_the_ring_rank():
+    """Two ring ranks with 10 and 42 pairs, each of two Ulysses ranks, which share them by heads."""
+    plan = SimpleNamespace(world_size=2, area_per_rank=np.array([10, 42]))
+    layout = BatchLayout(shape=(1, 16), cu_seqlens=np.array([0, 16]), sp=4, plan=plan)
+    assert [attention_work(layout, rank) for rank in range(4)] == [5, 5, 21, 21]
+
+
+@pytest.mark.parametrize(("rank", "tokens"), [(0, 100 + 7 + 5), (1, 100)])
+def test_sums_of_another_number_of_ranks_are_gone_on_with_once(rank, tokens):
+    """By rank 0 of the run that goes on, whatever number of ranks it has."""
+    metrics = StepMetrics(sp=1, sp_rank=0, config=tiny_config(), flops_per_token=1, device=torch.device("cpu"))
+    before = {"total_tokens": 100, "longest_row": 8}
+    states = [before | {"sums": [number, 8, 0, 0, 0, 0]} for number in (7, 5)]
+    metrics.load_state_dicts(states, rank=rank)
+    assert metrics.tokens_so_far() == tokens

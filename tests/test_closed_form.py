@@ -127,6 +127,15 @@ def test_chunked_step_is_bound_by_the_host(llama: ModelSizes) -> None:
     assert reach(setup, 85 * GB, 1900 * GB).binds == "host"
 
 
+def test_a_layer_of_a_chunked_step_waits_on_the_host(llama: ModelSizes) -> None:
+    """By hand, in bf16 with q = h = 4096, k and v of 1024 each and 32 heads: q, k and v, 2 · 6144; attention's output
+    and its gradient, 2 · 2 · 4096; an fp32 log-sum-exp a head; fp32 gradients of k and v, 8 · 1024; and the gradients
+    of the layer's output and input, 2 · 2 · 4096."""
+    setup = MemorySetup(model=llama, sequence_chunk_size=8192)
+    waits = predict(setup, 2**20).host["sequence chunks"] / 2**20
+    assert waits == 2 * 6144 + 4 * 4096 + 4 * 32 + 8 * 1024 + 4 * 4096
+
+
 def test_all_memory_of_a_cpu_is_the_hosts(llama: ModelSizes) -> None:
     setup = MemorySetup(model=llama, world_size=8, sp=8, ranks_per_node=4, engine="zero3", activation_offloading=True)
     of_gpu, of_cpu = predict(setup, 2**17), predict(replace(setup, is_cpu=True), 2**17)

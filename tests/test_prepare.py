@@ -18,7 +18,9 @@ import pytest
 
 import longctx.data.encoders
 import longctx.rows
+from longctx.checkpoint.trainer import OPTIMIZATION
 from longctx.packing import Packing, load_plan, plan_packing, save_plan
+from longctx.rows import column_arrays, digest
 from longctx.train import main
 from tests.workers import run_ranks
 
@@ -398,3 +400,19 @@ def test_each_node_prepares_once_where_files_are_not_shared(tmp_path):
     results = run_ranks(3, f"{__name__}:prepare_on_two_nodes", free_port(), str(tmp_path))
     assert [result for result, _ in results] == [("made", "0"), ("made", "1"), ("read", "1")]
     assert max(seconds for _, seconds in results) < 5.5  # both at the same time
+
+
+def test_documents_are_known_by_their_labels_too():
+    """What a resumed run compares: tokens, labels, and where each document ends."""
+    ids = {"input_ids": [[1, 2, 3], [4, 5]]}
+    contents = [
+        digest(column_arrays(datasets.Dataset.from_dict({**ids, **labels})))
+        for labels in ({}, {"labels": [[1, 2, 3], [4, 5]]}, {"labels": [[1, -100, 3], [4, 5]]})
+    ]
+    contents.append(digest(column_arrays(datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5]]}))))
+    assert len(set(contents)) == 4
+
+
+def test_states_of_adamw_belong_to_all_its_flags():
+    adamw = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
+    assert set(OPTIMIZATION) == adamw | {"optim", "lr_scheduler_type"}

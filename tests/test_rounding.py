@@ -156,14 +156,13 @@ def test_sums_over_stages_are_kept_in_fp32():
 
 
 def test_gradients_of_copies_are_added_up_in_fp32():
-    """Of one key/value head that 16 ranks attend a copy of."""
-    heads = _Heads(ranks=16, copies=16, per_rank=1, sharing=1)
-    [stage] = heads.stages(1, False)
-    k = torch.zeros(1, 1, 64, 32, dtype=BF16)
-    parts = torch.randn(16, 1, 64, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
-    total = heads.zeros(k)
-    heads.add_keys(total, stage, parts)
-    assert rounded_otherwise(total[0].to(BF16), parts.double().sum(0)) <= FEW
+    """Of one key/value head with 16 copies, which come one stage after the other."""
+    heads = _Heads(ranks=1, copies=16, per_rank=16, sharing=1)
+    parts = torch.randn(16, 1, 1, 64, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
+    total = heads.zeros(torch.zeros(1, 1, 64, 32, dtype=BF16))
+    for stage, part in zip(heads.stages(1, False), parts, strict=True):
+        heads.add_keys(total, stage, part)
+    assert rounded_otherwise(total.to(BF16), parts.double().sum(0)) <= FEW
 
 
 def test_the_dense_kernel_rounds_its_results_alone():
