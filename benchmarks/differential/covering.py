@@ -93,7 +93,7 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
         "adapter": [{"adapter": "rslora all-linear"}, {"adapter": "norm"}],
         "evaluation, smoothing": [
             {"evaluation": "at the start", "smoothing": 0.1},
-            {"evaluation": "epoch", "smoothing": 0.3},
+            {"evaluation": "steps", "smoothing": 0.3},
         ],
         "AdamW": [
             {"optimizer": "adamw_torch", "schedule": "cosine", "warmup": 1, "weight_decay": 0.1, "clipping": 0.0},
@@ -114,7 +114,7 @@ FURTHER: tuple[Value, ...] = (
     {"sp": 3, "backend": "auto", "heads": "5:1", "tokens": "pad and eos"},
     {"sp": 2, "backend": "ring", "steps": 3, "order": "random", "resume": "ulysses"},
     {"sp": 2, "backend": "ulysses", "adapter": "lora", "steps": 3, "resume": "one process"},
-    {"sp": 2, "backend": "ring", "adapter": "dora", "rope_scaling": "yarn:4"},
+    {"sp": 2, "backend": "ring", "adapter": "dora", "rope_scaling": "yarn:4", "evaluation": "epoch"},
     {"sp": 2, "reading": "stream", "steps": 3, "order": "sequential", "packing": "none", "batch": 2},
     {"sp": 2, "backend": "ring", "spelling": "python -m longctx.train"},
 )

@@ -282,7 +282,8 @@ def _compared(
         error = abs(actual - right) / max(abs(right), 1e-12) if actual != right else 0.0
         if actual != actual and right != right:
             error = 0.0
-        errors[quantity] = max(errors.get(quantity, 0.0), error)
+        if bound <= max(LATER_STEPS.values()):  # else rounding has moved weights
+            errors[quantity] = max(errors.get(quantity, 0.0), error)
         if not error <= bound:
             wrong.append(f"{quantity} {where} is {actual:.8g} instead of {right:.8g} (relative error {error:.1e})")
 
@@ -290,7 +291,7 @@ def _compared(
         wrong.append(f"steps: {len(logged)} are logged instead of {len(expected['steps'])}")
     for number, (entry, step) in enumerate(zip(logged, expected["steps"], strict=False), 1):
         where = f"of step {number}"
-        bounds = FIRST_STEP if number == 1 else LATER_STEPS
+        bounds: Mapping[str, float] = FIRST_STEP if number == 1 else LATER_STEPS
         if plan["optimizer"] != "sgd":
             bounds = _with_rounding(bounds, plan, step)
         check("num_tokens", where, entry["num_tokens"], step["num_tokens"], 0.0)
@@ -339,6 +340,7 @@ def _wrong_weights(
         is_right = weights["update"] <= UPDATE or weights["size"] <= ROUNDING
     else:
         scale = ADAPTIVE_STEP.get(plan["optimizer"], 1.0)
-        errors["weights of adaptive optimizers"] = weights["firm"] / scale
+        if is_firm:
+            errors["weights of adaptive optimizers"] = weights["firm"] / scale
         is_right = (weights["firm"] <= FIRM * scale or not is_firm) and weights["all"] <= ALL * scale
     return [] if is_right else [f"weights that were saved differ, most in {weights['worst']}: {dict(weights)}"]

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -267,7 +267,7 @@ def _keep_firm(model: nn.Module, firm: Mapping[str, torch.Tensor], grad_norm: fl
     """
     if grad_norm == 0:  # a step without labels
         return
-    trained, embeddings = _trained(model), model.get_input_embeddings().weight
+    trained, embeddings = _trained(model), cast(Any, model).get_input_embeddings().weight
     root_mean_square = grad_norm / math.sqrt(sum(value.numel() for _, value in trained))
     for name, parameter in trained:
         assert parameter.grad is not None, "filled with zeros before"
