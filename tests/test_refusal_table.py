@@ -29,8 +29,8 @@ from longctx.collate.sequence import _varlen_arguments
 from longctx.config import resolve
 from longctx.data import DocumentStream, Mixture, load_records, stdlib_files, tokenize_records
 from longctx.data.columns import arrow_table, token_columns
+from longctx.data.contents import file_state
 from longctx.data.encoders import TextEncoder
-from longctx.data.files import _size_and_time
 from longctx.data.mixing import _order, _part, _Reader
 from longctx.flags import parse_flags
 from longctx.launch.network import choose_interface
@@ -213,7 +213,7 @@ CALLS |= {
         "--test_split_size 0.5 of 1 documents",
     ),
     "a stream that became shorter": (lambda: _Reader(iter([])).take("a"), "a has fewer documents"),
-    "a file that is gone": (lambda: _size_and_time(Path("/nonexistent/data.jsonl")), "data.jsonl"),
+    "a file that is gone": (lambda: file_state(Path("/nonexistent/data.jsonl")), "data.jsonl"),
     "no configuration": (contradicting_config, "its config.json cannot be used: hidden_size"),
     "no model": (
         lambda: _parameters("m", LlamaConfig(hidden_size=8, num_attention_heads=2, hidden_act="none")),
