@@ -13,6 +13,8 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from longctx.model_files import without_weights
 from longctx.tiny import TINY
 
+_ADAPTER_SHAPE = ("lora_r", "use_dora", "lora_target_modules")
+"""The flags that decide which layers an adapter changes, and how."""
 REMEDY = "Name layers such as q_proj v_proj, or all-linear; peft reads a single name as a regular expression: .*q_proj"
 
 
@@ -37,8 +39,14 @@ def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, e
     with torch.device("meta"):
         try:
             adapted = _adapted(model, settings)
-        except ValueError as error:  # of ranks and layers alike
-            raise ValueError(f"--use_peft with --lora_r {settings['lora_r']}: {error} {REMEDY}.") from error
+        except ValueError as error:
+            given = {name: settings[name] for name in _ADAPTER_SHAPE if settings[name] is not None}
+            flags = " ".join(f"--{name} {_shown(value)}" for name, value in given.items())
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(
+                f"--use_peft does not fit a {model_config.model_type} model with {flags}: {reason}. "
+                f"Change these flags, or set --lora_target_modules. {REMEDY}."
+            ) from error
     targets = settings["lora_target_modules"]
     if isinstance(targets, list) and len(targets) > 1:
         _check_names("lora_target_modules", targets, adapted.targeted_module_names)
@@ -116,6 +124,11 @@ def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrain
     if settings["load_in_4bit"]:
         model.is_loaded_in_4bit = False  # else SFTTrainer casts the adapter to bf16
     return adapted
+
+
+def _shown(value: Any) -> str:
+    """Return a flag's value as a command line gives it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _adapted(model: PreTrainedModel, settings: Mapping[str, Any]) -> Any:

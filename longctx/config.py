@@ -279,8 +279,9 @@ def _profile_name() -> str:
 
 def _check_values(settings: Mapping[str, Any]) -> None:
     """Values that no other flag decides about."""
-    if min(degree for degree in (settings["sp"], settings["cp"], 1) if degree is not None) < 1:
-        raise ValueError(f"--sp {settings['sp']} / --cp {settings['cp']}: a degree is at least 1.")
+    for name in ("sp", "cp"):
+        if settings[name] is not None and settings[name] < 1:
+            raise ValueError(f"--{name} {settings[name]}: at least 1 device shares a sequence. Give their number.")
     if settings["max_length"] is not None and settings["max_length"] < 2:
         raise ValueError(f"--max_length {settings['max_length']} is below 2: a token needs one to predict.")
     check_length(settings["max_steps"], settings["num_train_epochs"])
@@ -476,7 +477,10 @@ def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> No
             f"The engine {engine} shards over processes, and there is 1. Leave out --engine, or start more."
         )
     if engine == "deepspeed" and zero_stage == 0:
-        raise ValueError("ZeRO stage 0 is not compared with the reference yet. Set zero_stage to 1, 2 or 3.")
+        raise ValueError(
+            f"ZeRO stage 0 is not compared with one process. Set zero_stage to 1, 2 or 3 in {_profile_name()}, or use "
+            "--engine fsdp2 without it."
+        )
     if engine == "deepspeed" and dims.dp_replicate > 1:
         raise ValueError(
             f"--dp_replicate {dims.dp_replicate} keeps copies of a sharded model, which FSDP2 can do and DeepSpeed "

@@ -39,6 +39,7 @@ from longctx.checkpoint import (
 )
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
+from longctx.data import DataError, name_data
 from longctx.host import SavedOnHost
 from longctx.identity import compare_files, data_identity
 from longctx.launch.engines import (
@@ -414,6 +415,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
             print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
             print("".join(f"longctx: mixture   {source}\n" for source in trainer.mixture_read()), end="", flush=True)
         if trainer.stop_on_signal.stopped_by is None:
+            _check_labels_seen(trainer, run)
             if is_first and trainer.has_stopped_early:
                 print(f"longctx: {_stopped_early(trainer, run.settings['early_stopping_patience'])}", flush=True)
             trainer.save_results()
@@ -424,6 +426,20 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
     return trainer
+
+
+def _check_labels_seen(trainer: SequenceTrainer, run: Run) -> None:
+    """Check that a stream, whose documents are not known beforehand, had something to learn. Called after training.
+
+    Raises:
+        DataError: if no step had a token with a label, so that nothing was trained.
+    """
+    if trainer.stream_read is not None and not trainer.has_seen_labels:
+        raise DataError(
+            f"the stream of {name_data(run.settings)} had no token with a label in {trainer.state.global_step} steps: "
+            f"{trainer.stream_read.report}. Nothing was trained, and no model is saved. Use a longer --max_length, or "
+            "--overlong split."
+        )
 
 
 def _stopped_early(trainer: SequenceTrainer, patience: int) -> str:

@@ -112,6 +112,8 @@ class SequenceTrainer(ResumableTrainer):
         )
         self._memory_warnings = MemoryWarnings()
         self._layers_checked = False
+        self.has_seen_labels = False
+        """Whether a step of this run had a token with a label; the same on every rank."""
         self._token_means = TokenMeans(sequence.device)
         self._predictions: list[list[NDArray[np.float32]]] | None = None
         super().__init__(
@@ -334,7 +336,9 @@ class SequenceTrainer(ResumableTrainer):
             self.base_config.save_pretrained(output_dir or self.args.output_dir)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> int:
-        return self.sequence.count_label_tokens(batch_samples)
+        num_label_tokens = self.sequence.count_label_tokens(batch_samples)
+        self.has_seen_labels |= num_label_tokens > 0
+        return num_label_tokens
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs  # cut on the CPU first; only this rank's part goes to the device

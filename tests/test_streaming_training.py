@@ -190,3 +190,13 @@ def test_a_bad_record_ends_the_run_with_its_place(model, tmp_path):
     assert f"longctx: error: {data}:601: malformed JSON" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.count("'loss': ") == 2
+
+
+def test_a_stream_whose_labels_are_all_cut_off_saves_no_model(model, tmp_path, capsys):
+    records = [{"prompt": "Why? " * 40, "completion": "So."}] * 8
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out")]
+    assert main([*flags, *COMMON, "--overlong", "truncate", "--use_cpu", "True"]) == 2
+    assert f"had no token with a label in {STEPS} steps" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/*.safetensors"))
