@@ -57,7 +57,10 @@ def read_config_file(name: str, revision: str | None) -> dict[str, Any]:
         OSError: There is none.
         ValueError: It is not a JSON object, or is larger than any model's.
     """
-    path = Path(name) if Path(name).is_file() else Path(cached_file(name, "config.json", revision=revision))
+    found = name if Path(name).is_file() else cached_file(name, "config.json", revision=revision)
+    if found is None:
+        raise FileNotFoundError(f"the folder {name} has no config.json")
+    path = Path(found)
     if not path.is_file() or path.stat().st_size > _FILE_BYTES:
         raise ValueError(f"{path} is no file of up to {_FILE_BYTES >> 20} MiB")
     values = json.loads(path.read_text(encoding="utf-8"))

@@ -284,8 +284,8 @@ CHATS = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant",
 
 
 def test_manifests_and_states_that_are_damaged_are_named(tmp_path):
-    whole = Manifest(step=1, layout={}, optimization={}, parameters={}, data={}, progress={}, scheduler={})
-    for name in ("step", "layout", "optimization", "parameters", "data", "progress", "scheduler", "files"):
+    whole = Manifest(step=1, layout={}, optimization={}, parameters={}, data={}, progress={})
+    for name in ("step", "layout", "optimization", "parameters", "data", "progress", "files"):
         write_manifest(tmp_path, replace(whole, **{name: "x"}))
         with pytest.raises(ValueError, match=f"{name} is 'x', expected"):
             read_manifest(tmp_path)
@@ -363,7 +363,7 @@ def test_configurations_that_cannot_be_used_are_named(content, words, tmp_path):
     [
         ("[]", "is no index of weights"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "none in its folder"),
-        ('{"weight_map": {"a": "missing.safetensors"}}', "is missing, or no file"),
+        ('{"weight_map": {"a": "missing.safetensors"}}', "is missing. Complete the folder"),
         ('{"weight_map": {"a": "broken.safetensors"}}', r"broken.safetensors cannot be read"),
     ],
 )
@@ -380,7 +380,7 @@ def test_weights_that_an_index_does_not_name_are_refused(index, words, tmp_path)
 def test_histograms_and_templates_that_cannot_be_read_are_named(tmp_path):
     for text, words in (("low,high\n1,2\n", "is no CSV"), ("low,high,documents\n0,2,3\n", "no document of at least 1")):
         with pytest.raises(ValueError, match=words):
-            drawn_from(SimpleNamespace(read_text=lambda text=text: text))
+            drawn_from(Path(write(tmp_path / "lengths.csv", text)))
     (tmp_path / "template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"template.jinja cannot be read"):
         _template(str(tmp_path / "template.jinja"))
@@ -395,7 +395,7 @@ def test_deepspeed_configurations_that_are_none_are_named(text, tmp_path):
 
 
 def test_data_that_leaves_nothing_is_named(tmp_path, monkeypatch):
-    """No record in a stream, no standard library, no row to evaluate on, no column of the name that is given."""
+    """No record in a stream, no standard library, no sequence to evaluate on, no column of the name that is given."""
     features = Features({"text": Value("string")})
     empty = IterableDataset.from_generator(lambda: iter(()), features=features)
     with pytest.raises(ValueError, match="the stream"):
@@ -403,7 +403,7 @@ def test_data_that_leaves_nothing_is_named(tmp_path, monkeypatch):
     write(tmp_path / "train.jsonl", '{"text": "a"}\n')
     write(tmp_path / "test.jsonl", '{"text": "longer than a row"}\n')
     flags = {"dataset_name": str(tmp_path), "max_length": "4", "overlong": "drop", "dataset_test_split": "test"}
-    with pytest.raises(ValueError, match=r"--dataset_test_split test of .* leaves no row to evaluate on"):
+    with pytest.raises(ValueError, match=r"--dataset_test_split test .* leaves no sequence to evaluate on"):
         identity({}, flags | {"eval_strategy": "steps", "eval_steps": "1"})
     name = str(tmp_path / "train.jsonl")
     stream = {"dataset_name": name, "dataset_streaming": "True", "max_steps": "3", "completion_only_loss": "True"}
