@@ -328,14 +328,15 @@ def test_flags_that_a_page_names_exist(page):
         "torchrun": "nproc_per_node nnodes rdzv_backend rdzv_id rdzv_endpoint max_restarts signals_to_handle "
         "shutdown_timeout",
         "deepspeed": "no_ssh node_rank master_addr hostfile module",
-        "slurm": "nodes ntasks gpus cpus time job signal requeue open wait distribution resv pty",
+        "slurm": "nodes ntasks gpus cpus time job signal requeue open wait distribution resv pty exclusive",
         "mkdocs": "strict",
     }
     ours = set(parse_flags([]).values) | {action.dest for p in (plan_parser(), bench_parser()) for action in p._actions}
     ours |= {"config", "json", "num_layers", "version", "help", "support"}
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text))
     if page.name in ("CONTRIBUTING.md", "support-matrix.md", "scaling.md"):
-        ours |= {"check", "output"} | {action.dest for action in differential_parser()._actions}
+        ours |= {"check", "output", "record"} | {action.dest for action in differential_parser()._actions}
+        ours |= {"list", "only"}  # of benchmarks.mutants
     assert named - ours - set(" ".join(of_launchers.values()).split()) == set()
 
 
