@@ -531,6 +531,7 @@ class SequenceTrainer(ResumableTrainer):
             output = super().train(*args, **kwargs)
         finally:
             clock.stop()
+            self.stop_on_signal.restore_handlers()
         self.step_metrics.read_memory()
         return output
 

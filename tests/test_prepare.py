@@ -286,7 +286,7 @@ def short_group(port, seconds=2):
     import torch.distributed as dist
 
     dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
     return dist.get_rank()
 

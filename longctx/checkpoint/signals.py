@@ -39,9 +39,11 @@ class StopOnSignal(TrainerCallback):
             self.stopped_by = signal.Signals(received)
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def restore_handlers(self) -> None:
+        """Put back the handlers that were there before the training, which may have failed."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._before = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
