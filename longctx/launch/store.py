@@ -19,9 +19,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 STORE_FILE = "LONGCTX_STORE_FILE"
 """The environment variable that names the file to the ranks."""
@@ -57,13 +58,15 @@ def meeting_point(env: Mapping[str, str]) -> dict[str, Any]:
     return {"init_method": f"file://{path}", "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
 
 
-def listen_on_loopback() -> dist.TCPStore:
+def listen_on_loopback() -> TCPStore:
     """Start the server of a TCPStore that other machines cannot reach; torch's own listens on every interface."""
+    from torch.distributed import TCPStore
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(socket.SOMAXCONN)
         port = listener.getsockname()[1]
-        return dist.TCPStore(
+        return TCPStore(
             "127.0.0.1",
             port,
             is_master=True,
