@@ -247,6 +247,10 @@ class _NoStreams:
     current_stream = Stream
 
     @staticmethod
+    def empty_cache() -> None:
+        """Called where bitsandbytes is imported."""
+
+    @staticmethod
     def stream(stream: Any) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
