@@ -307,7 +307,7 @@ def run_on_disks_of_their_own(flags, folder):
     that is damaged on one node, and without the flag; and the logs of the whole run and of the one that goes on."""
     rank = int(os.environ["RANK"])
     node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2"}
-    os.environ.update(node, GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(node, GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1")  # accelerate asks for the address
     flags = [*flags, "--output_dir", f"{folder}/{rank}", "--resume_from_checkpoint", "auto"]
     each = ["--save_on_each_node", "True"]
     said = {"no flag": refusal(flags), "best": refusal([*flags, *each, *EVALUATION])}

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longctx.launch.store import STORE_FILE
-
 from ..max_length.processes import run_group
 from .commands import Command
 
@@ -107,9 +105,6 @@ def _train(argument: Mapping[str, Any]) -> dict[str, Any]:
 
     folder, rank = Path(argument["folder"]), os.environ["RANK"]
     faulthandler.dump_traceback_later(max(1.0, argument["timeout"] - STACKS_BEFORE_THE_END))
-    if os.environ["WORLD_SIZE"] == "1":  # longctx meets in a file only where it has started several processes
-        del os.environ[STORE_FILE]
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.error.json")
     os.chdir(folder)
     if argument["plant"] is not None:

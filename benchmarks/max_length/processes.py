@@ -63,6 +63,10 @@ def start_server(*modules: str) -> None:
     forkserver.ensure_running()
 
 
+_ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Where a single rank meets itself: accelerate makes its group before longctx could name a file."""
+
+
 def run_group(
     processes: int,
     function: Callable[..., dict[str, Any]],
@@ -87,7 +91,7 @@ def run_group(
     receiver, sender = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("forkserver")
     with private_folder() as meeting:
-        variables = dict(environment) | store_file(meeting)
+        variables = dict(environment) | (store_file(meeting) if processes > 1 else _ALONE)
         arguments = (processes, function, argument, variables, str(folder), grace, sender)
         leader = context.Process(target=_lead, args=arguments)
         leader.start()
