@@ -101,7 +101,7 @@ def test_a_scaled_run_is_that_of_the_scaled_model(name, folder, tmp_path, parity
     resumed = [*common, "--rope_scaling", "linear:20", "--sp_backend", "ring", "--output_dir", str(tmp_path / "ring")]
     resumed += ["--resume_from_checkpoint", "auto"]
     for rank, (results, refused) in enumerate(run_ranks(2, f"{__name__}:run_cases", cases, resumed)):
-        assert rank or "rope_scaling" in refused
+        assert rank or "rope_parameters" in refused
         assert rank or "'factor': 16.0" in refused
         for backend in BACKENDS if rank == 0 else ():
             check(results[backend], reference, f"RoPE {name}, {backend} sp 2", "torchrun", parity_table)

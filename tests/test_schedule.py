@@ -138,9 +138,9 @@ REFUSED = {
     "a stream, not packed": (["two", *DROP_LAST, "--max_steps", "2", "--packing", "False", *STREAM], NO_STEP),
     "no step": (["two", "--max_steps", "0"], ("--max_steps 0 trains nothing", "--num_train_epochs")),
     "no epoch": (["two", "--num_train_epochs", "0"], ("--num_train_epochs 0", "above 0", "--max_steps")),
-    "a negative epoch": (["two", "--num_train_epochs", "-1"], ("--num_train_epochs -1", "above 0")),
-    "epochs without an end": (["two", "--num_train_epochs", "inf"], ("--num_train_epochs inf", "above 0")),
-    "epochs that are no number": (["two", "--num_train_epochs", "nan"], ("--num_train_epochs nan", "above 0")),
+    "a negative epoch": (["two", "--num_train_epochs", "-1"], ("--num_train_epochs -1", "at least 0")),
+    "epochs without an end": (["two", "--num_train_epochs", "inf"], ("--num_train_epochs inf", "finite")),
+    "epochs that are no number": (["two", "--num_train_epochs", "nan"], ("--num_train_epochs nan", "finite")),
     "all documents dropped": (
         ["late", "--max_steps", "2", "--overlong", "drop"],
         ("train_split", "--overlong drop leaves no sequence to train on", "3 documents dropped", "--max_length"),
