@@ -47,7 +47,7 @@ def listening(process: psutil.Process) -> set[str]:
 
 def test_a_run_is_reached_from_nowhere_else_and_runs_nothing_of_its_folder(planted, tmp_path):
     """One run for both: two ranks, a data loader worker each, started from inside a folder with planted modules."""
-    temporary = tmp_path / "temporary"
+    temporary = tmp_path / "t"
     temporary.mkdir()
     flags = "--sp 2 --sp_backend ring --use_cpu True --max_steps 3 --max_length 256 --dataloader_num_workers 1"
     command = [sys.executable, "-m", "longctx.train", *flags.split(), "--output_dir", str(tmp_path / "out")]
