@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.utils import cached_file
 
 from longctx.confined import Bounds, OutOfBounds, confined
-from longctx.links import leads_outside
+from longctx.regular_files import check_folder, leads_outside
 
 LARGEST_NUMBER = 1 << 31
 """Of whole numbers in config.json."""
@@ -171,17 +171,22 @@ def _quietly(make: Callable[[], object]) -> None:
         return
 
 
-def check_links(name: str, flag: str = "--model_name_or_path") -> None:
-    """Refuse links in a model's folder that lead out of it: what is read through them would be saved with the model.
+def check_model_folder(name: str, flag: str = "--model_name_or_path") -> None:
+    """Check what a local folder of a model or tokenizer holds before a library opens any of it.
 
-    Weights may lie elsewhere.
+    Links that lead out of it are refused, since what is read through them would be saved with the model. Weights may
+    lie elsewhere.
+
+    Args:
+        name: A folder or hub name; the latter is left alone.
 
     Raises:
-        ValueError: With the link.
+        ValueError: With the first entry that is refused.
     """
     folder = Path(name)
     if not folder.is_dir():
         return
+    check_folder(folder)
     for path in (*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")):
         if path.suffix not in _WEIGHTS and leads_outside(path, folder):
             raise ValueError(

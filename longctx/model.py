@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from longctx.config_file import (
     check_config_values,
-    check_links,
+    check_model_folder,
     check_own_code,
     check_tokenizer_files,
     read_config_file,
@@ -34,7 +34,6 @@ from longctx.config_file import (
     try_tokenizer,
 )
 from longctx.model_files import check_no_adapter, check_weight_files
-from longctx.regular_files import check_folder
 from longctx.tied_head import untie_as_stored
 from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
@@ -69,8 +68,7 @@ def load_config(
 
 def _read_config(name: str, *, revision: str | None, trust_remote_code: bool, **overrides: Any) -> PretrainedConfig:
     """Read config.json, of which nothing is acted on before it has been checked."""
-    check_folder(Path(name))
-    check_links(name)
+    check_model_folder(name)
     with _config_errors(name):
         values = read_config_file(name, revision)
     if trust_remote_code:
@@ -156,8 +154,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     """
     if name == TINY:
         return tiny_tokenizer()
-    check_folder(Path(name))
-    check_links(name)
+    check_model_folder(name)
     try:
         tokenizer = _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # damage shows as any error of the code that meets it
@@ -191,8 +188,7 @@ def take_chat_template(tokenizer: Tokenizer, name: str) -> None:
     Raises:
         ValueError: if there is no such tokenizer, it has no template, or tokens of it have no number here.
     """
-    check_folder(Path(name))
-    check_links(name, "--chat_template_path")
+    check_model_folder(name, "--chat_template_path")
     try:
         source = _read_tokenizer(name)
     except Exception as error:  # damage shows as any error of the code that meets it

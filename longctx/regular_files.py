@@ -1,7 +1,7 @@
-"""Regular files only: a pipe, a socket or a device in a folder of unknown origin may be waited for or read without end.
+"""What a folder of unknown origin may hold: regular files, and links that do not lead out of it.
 
-Links to regular files are followed, since the snapshots of the hub's cache consist of them. Links to folders are not,
-since they can form a loop.
+A pipe, a socket or a device may be waited for or read without end. Links to regular files are followed, since the
+snapshots of the hub's cache consist of them. Links to folders are not, since they can form a loop.
 """
 
 from __future__ import annotations
@@ -53,6 +53,16 @@ def check_folder(folder: Path, *, subfolders: bool = False) -> None:
                 )
             elif subfolders:
                 check_folder(path, subfolders=True)
+
+
+def leads_outside(path: Path, folder: Path) -> bool:
+    """Return whether a path below a folder leads, through a link, to a file outside it.
+
+    The hub's cache is made of links: what is in the `blobs` of one of its repositories counts as inside.
+    """
+    target = path.resolve()
+    is_blob = target.parent.name == "blobs" and target.parent.parent.name.startswith(("models--", "datasets--"))
+    return not is_blob and not target.is_relative_to(folder.resolve())
 
 
 def _kind(mode: int) -> str:

@@ -14,6 +14,7 @@ from tests import refusals
 
 refusals.install()  # before anything imports longctx
 
+from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer  # noqa: E402
 from tests.small_model import HEADS, save_small_model  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +28,17 @@ _outcomes: dict[str, bool] = {}
 def models(tmp_path_factory):
     """Folders of small Qwen3 models with the head counts of HEADS."""
     return {name: save_small_model(tmp_path_factory.mktemp("models"), *heads) for name, heads in HEADS.items()}
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory):
+    """The folder of a tiny model of one layer with its tokenizer, to be read only."""
+    folder = tmp_path_factory.mktemp("model")
+    config = tiny_config()
+    config.update({"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    tiny_model(config=config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

@@ -34,21 +34,10 @@ from longctx.train import main
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    config = tiny_config()
-    config.update({"num_hidden_layers": 1, "layer_types": ["full_attention"]})
-    tiny_model(config=config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(whole, tmp_path):
+def folder(saved_model, tmp_path):
     """A copy of a model, to do harm to."""
-    shutil.copytree(whole, tmp_path / "model")
-    return tmp_path / "model"
+    return shutil.copytree(saved_model, tmp_path / "model")
 
 
 @pytest.fixture(autouse=True)
@@ -198,10 +187,10 @@ def test_a_model_larger_than_its_files_takes_no_memory(folder):
 
 
 @pytest.mark.parametrize("path", ["../model.safetensors", "{}/model.safetensors", "", 7])
-def test_an_index_names_files_of_its_folder_only(whole, folder, path):
-    path = path.format(whole) if isinstance(path, str) else path
+def test_an_index_names_files_of_its_folder_only(saved_model, folder, path):
+    path = path.format(saved_model) if isinstance(path, str) else path
     (folder / "model.safetensors").unlink()
-    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(whole / "model.safetensors"), path)}
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(saved_model / "model.safetensors"), path)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"index\.json names the file .* none in its folder"):
         load(folder)

@@ -19,7 +19,7 @@ from longctx.data import DataError, load_records
 from longctx.identity import _data_files_identity
 from longctx.model import load_config, load_tokenizer
 from longctx.regular_files import matching_files
-from tests.test_security import checkpoint, load, whole  # noqa: F401  (a fixture)
+from tests.test_security import checkpoint, load
 
 MIB = 1 << 20
 
@@ -56,23 +56,13 @@ MODEL_FILES += ["generation_config.json", "adapter_config.json", "special_tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_models_folder_holds_regular_files(whole, tmp_path, kind):  # noqa: F811
+def test_a_models_folder_holds_regular_files(saved_model, tmp_path, kind):
     for name in MODEL_FILES:
-        folder = shutil.copytree(whole, tmp_path / name)
+        folder = shutil.copytree(saved_model, tmp_path / name)
         put_in_place(folder / name, kind)
         for read in (load, load_config, load_tokenizer):
             with pytest.raises(ValueError, match=rf"{name} is {kind}"):
                 read(str(folder))
-
-
-def test_links_to_files_are_followed(whole, tmp_path):  # noqa: F811
-    """As in the hub's cache, whose snapshots link to blobs."""
-    blobs, snapshot = tmp_path / "models--one" / "blobs", tmp_path / "models--one" / "snapshots" / "main"
-    shutil.copytree(whole, blobs)
-    snapshot.mkdir(parents=True)
-    for path in blobs.iterdir():
-        (snapshot / path.name).symlink_to(path)
-    assert load(snapshot).config.num_hidden_layers == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

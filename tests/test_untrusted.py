@@ -23,21 +23,10 @@ from longctx.model_files import without_weights
 from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    config = tiny_config()
-    config.update({"num_hidden_layers": 1, "layer_types": ["full_attention"]})
-    tiny_model(config=config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def folder(whole, tmp_path):
+def folder(saved_model, tmp_path):
     """A copy of a model, to do harm to."""
-    shutil.copytree(whole, tmp_path / "model")
-    return tmp_path / "model"
+    return shutil.copytree(saved_model, tmp_path / "model")
 
 
 @pytest.fixture(autouse=True)
@@ -228,10 +217,10 @@ def test_a_models_own_code_is_refused_before_it_runs(folder, tmp_path, key):
     assert not marker.exists()
 
 
-def test_links_out_of_a_models_folder_are_refused(folder, whole, tmp_path):
+def test_links_out_of_a_models_folder_are_refused(folder, saved_model, tmp_path):
     (tmp_path / "secret").write_text("{{ 'the secret' }}")
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").symlink_to(whole / "model.safetensors")  # weights may lie elsewhere
+    (folder / "model.safetensors").symlink_to(saved_model / "model.safetensors")  # weights may lie elsewhere
     assert load_model(str(folder), load_config(str(folder))) is not None
     for name in ("chat_template.jinja", "tokenizer_config.json", "additional_chat_templates/more.jinja"):
         path = folder / name
@@ -248,12 +237,12 @@ def test_links_out_of_a_models_folder_are_refused(folder, whole, tmp_path):
     load_tokenizer(str(folder))
 
 
-def test_a_folder_of_the_hubs_cache_is_made_of_links(whole, tmp_path):
+def test_a_folder_of_the_hubs_cache_is_made_of_links(saved_model, tmp_path):
     repository = tmp_path / "models--someone--model"
     snapshot = repository / "snapshots" / "1234"
     snapshot.mkdir(parents=True)
     (repository / "blobs").mkdir()
-    for number, file in enumerate(sorted(whole.iterdir())):
+    for number, file in enumerate(sorted(saved_model.iterdir())):
         shutil.copy(file, repository / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     load_tokenizer(str(snapshot))
