@@ -7,7 +7,6 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 

@@ -28,7 +28,7 @@ from longctx.checkpoint.files import (
 )
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.model import load_config, load_model, load_tokenizer
-from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.tiny import tiny_tokenizer
 from longctx.train import main
 
 ROOT = Path(__file__).parents[1]

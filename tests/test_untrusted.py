@@ -20,7 +20,7 @@ from longctx.data import DataError, load_records, stream_records, tokenize_recor
 from longctx.data.cache import cache_folder
 from longctx.model import load_config, load_model, load_tokenizer, take_chat_template
 from longctx.model_files import without_weights
-from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.tiny import tiny_config, tiny_tokenizer
 
 
 @pytest.fixture
