@@ -14,6 +14,7 @@ from benchmarks.differential import covering, reference
 from benchmarks.differential.commands import prepare
 from benchmarks.differential.judge import Judge, Outcome, error_of, last_error
 from benchmarks.differential.models import make_model, name_of
+from benchmarks.differential.processes import without_launcher
 from benchmarks.differential.shrink import shrink
 from benchmarks.differential.space import VALUES, Case, dimensions, draw
 from benchmarks.max_length.processes import start_server
@@ -117,6 +118,22 @@ def test_what_a_log_says():
     assert error_of(log) == "--sp 3 is wrong. Use 2:\n  --sp 2"
     raised = '--- rank 0\nTraceback (most recent call last):\n  File "/x/longctx/run.py", line 7, in fit\n    f()\n'
     assert last_error(raised + "KeyError: 'a'\n--- rank 1\n") == "KeyError: 'a' (run.py:7 fit)"
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "subprocess.CalledProcessError: Command '['python', '-m', 'x']' returned non-zero exit status 2.",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\n[1]:\n  exitcode  : -15 (pid: 2)\n"
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 0\n  exitcode  : 2 (pid: 1)\n====",
+    ],
+)
+def test_the_traceback_of_a_launcher_is_not_the_runs(ending):
+    refused = "longctx: error: --sp 3 is wrong. Use 2.\n"
+    traced = 'Traceback (most recent call last):\n  File "/x/launch.py", line 9, in main\n'
+    assert without_launcher(1, f"{refused}{traced}{ending}\n") == (2, refused)
+    own = f"{traced}KeyError: 'a'\n"
+    assert without_launcher(1, own) == (1, own)
 
 
 @pytest.fixture

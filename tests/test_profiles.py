@@ -241,6 +241,13 @@ def test_accelerate_config_replaces_the_process_by_accelerate_launch(monkeypatch
     assert started[5:] == [*TRAIN, "--sp", "2", "--max_steps", "3"]
 
 
+def test_num_processes_goes_before_that_of_the_profile(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, command: started.extend(command))
+    relaunch(parse_flags(["--accelerate_config", "zero3", "--num_processes", "2"]), NO_PROFILE)
+    assert started[5:] == ["--num_processes", "2", *TRAIN, "--num_processes", "2"]
+
+
 def started_by(monkeypatch, *flags):
     started = []
     monkeypatch.setattr(os, "execv", lambda program, command: started.extend(command))

@@ -117,7 +117,7 @@ def srun_task(monkeypatch):
 def test_launcher_and_num_processes_disagree(refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    refused("--num_processes", "2", parts=("--num_processes 2", "started 4"))
+    refused("--num_processes", "2", parts=("--num_processes 2", "started 4", "Leave the flag out"))
 
 
 def test_only_one_rank_of_a_machine_says_what_all_find(capsys, monkeypatch):

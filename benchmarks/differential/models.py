@@ -36,6 +36,7 @@ _GATED_DELTA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
 _OF_TYPE: dict[str, dict[str, Any]] = {
+    "cwm": {"bos_token_id": EOS},
     "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
     "glm4_moe": _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "gpt_oss": {

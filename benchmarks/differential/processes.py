@@ -125,6 +125,17 @@ def _train(argument: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def without_launcher(code: int | None, log: str) -> tuple[int | None, str]:
+    """The exit code and output of what accelerate or torchrun started: they end with 1 and a traceback of their own."""
+    found = re.search(
+        r"Traceback \(most recent call last\):\n(?:  .*\n)+"
+        r"(?:subprocess\.CalledProcessError: Command .* returned non-zero exit status (\d+)\.\s*\Z|"
+        r"torch\.distributed\.elastic\.\S+ChildFailedError:(?:.*\n)+? *exitcode *: (\d+))",
+        log,
+    )
+    return (int(found[1] or found[2]), log[: found.start()]) if found and code else (code, log)
+
+
 def _run_launcher(command: Command, folder: Path, timeout: float) -> Ran:
     """Through a process of a session of its own, which is ended whole."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,5 +159,5 @@ def _run_launcher(command: Command, folder: Path, timeout: float) -> Ran:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
-        log = output.read()
+        code, log = without_launcher(code, output.read())
     return Ran(codes=(code,), log=log, seconds=time.monotonic() - started, is_late=code is None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -163,6 +164,7 @@ def _lead(
     assert sweep is not None, "started by the sweep"
     context = multiprocessing.get_context("fork")
     os.environ.update(environment)
+    gc.freeze()  # no collection in a rank walks through what the server has imported
     ranks = [
         context.Process(target=_be_rank, args=(rank, processes, function, argument, folder, os.getpid()))
         for rank in range(processes)

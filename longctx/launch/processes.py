@@ -121,7 +121,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train") -> None:
     """Replace this process by `accelerate launch --config_file … -m longctx.train …` for --accelerate_config.
 
-    In a step of `srun` with one task a node, these become accelerate's machines.
+    --num_processes goes before that of the profile. In a step of `srun` with one task a node, these become accelerate's machines.
 
     Raises:
         ValueError: inside a launched process, where a profile comes too late, with several tasks a node, or if there is
@@ -144,11 +144,12 @@ def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train"
         elif not equals:
             next(left)
     machines |= {flag: flags.values[flag] for flag in MACHINE_FLAGS if flags.values[flag] is not None}
+    processes = {} if flags.num_processes is None else {"num_processes": flags.num_processes}
     if machines:  # else accelerate starts DeepSpeed's other nodes from the first one, by pdsh
         machines["deepspeed_multinode_launcher"] = "standard"
     os.environ.update(without_working_directory())
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
-    launcher += [word for flag, value in machines.items() for word in (f"--{flag}", str(value))]
+    launcher += [word for flag, value in (processes | machines).items() for word in (f"--{flag}", str(value))]
     sys.stdout.flush()
     os.execv(sys.executable, [*launcher, "-m", module, *arguments])
 
