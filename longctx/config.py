@@ -428,8 +428,8 @@ def _world_size(
         local = int(env.get("LOCAL_WORLD_SIZE", 0))  # launchers that do not say also give each process its GPU
         if flags.num_processes not in (None, world_size):
             raise ValueError(
-                f"--num_processes {flags.num_processes} contradicts the launcher, which started {world_size}. Leave the "
-                f"flag out, or have the launcher start {flags.num_processes}."
+                f"--num_processes {flags.num_processes} contradicts the launcher, which started {world_size}. Leave "
+                f"the flag out, or have the launcher start {flags.num_processes}."
             )
     else:
         world_size = local = flags.num_processes or sp * dp_replicate

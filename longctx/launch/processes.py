@@ -121,7 +121,8 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train") -> None:
     """Replace this process by `accelerate launch --config_file … -m longctx.train …` for --accelerate_config.
 
-    --num_processes goes before that of the profile. In a step of `srun` with one task a node, these become accelerate's machines.
+    --num_processes goes before that of the profile. In a step of `srun` with one task a node, these become accelerate's
+    machines.
 
     Raises:
         ValueError: inside a launched process, where a profile comes too late, with several tasks a node, or if there is
