@@ -31,11 +31,12 @@ from transformers import (
     TrainerControl,
     TrainerState,
 )
+from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 from trl import SFTConfig
 
 from longctx.batch import ShardedBatch
-from longctx.checkpoint import ResumableTrainer, StopOnSignal
+from longctx.checkpoint import EpochEndsWithItsStep, ResumableTrainer, StopOnSignal
 from longctx.collate import SequenceCollator
 from longctx.data import MixedStream, SourceReport
 from longctx.loss import TokenOutputs
@@ -134,6 +135,8 @@ class SequenceTrainer(ResumableTrainer):
             self.add_callback(_StreamEntry(self))  # `epoch` stays the Trainer's, steps / max_steps
         else:
             self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
+        self.remove_callback(DefaultFlowCallback)
+        self.add_callback(EpochEndsWithItsStep())
         if report is not None:
             self.add_callback(_PackingEntry(report, mixture))
         self.add_callback(_ScheduleGoesOn(self))

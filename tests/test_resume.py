@@ -28,6 +28,11 @@ LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120, 5, 76, 31]  # of epochs that 
 
 def run_once(arguments):
     """What the log says of each step, on every rank."""
+    return [entry for entry in log_of(arguments) if "loss" in entry or "train_loss" in entry]
+
+
+def log_of(arguments):
+    """The whole log of a run."""
     from accelerate.state import AcceleratorState
 
     from longctx.config import resolve
@@ -44,7 +49,7 @@ def run_once(arguments):
     finally:
         for name in set(os.environ) - set(environment):
             del os.environ[name]
-    return [entry for entry in history if "loss" in entry or "train_loss" in entry]
+    return history
 
 
 def run_all(cases):
@@ -184,6 +189,22 @@ def test_a_resumed_run_is_the_one_that_went_on(layout, kinds, models, tmp_path, 
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected), (kind, step)
         check_loads(tmp_path / kind / str(step), kind, models)
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_has_the_epochs_evaluation(models, tmp_path):
+    """And its entry in the log: the run that goes on from there begins with the next epoch."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    flags = [*flags_of("1 process", "fp32", data, models), "--num_train_epochs", "2", "--max_steps", "-1"]
+    flags += ["--eval_strategy", "epoch", "--logging_strategy", "epoch", "--dataset_test_split", "train"]
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path / "whole")]
+    log = run_ranks(1, f"{__name__}:log_of", [*flags, *saving], timeout=300)[0]
+    logged, evaluated = ([entry for entry in log if name in entry] for name in ("loss", "eval_loss"))
+    assert [entry["epoch"] for entry in logged] == [entry["epoch"] for entry in evaluated] == [1.0, 2.0]
+    checkpoint = tmp_path / "whole" / f"checkpoint-{evaluated[0]['step']}"
+    again = [*flags, "--output_dir", str(tmp_path / "again"), "--resume_from_checkpoint", str(checkpoint)]
+    found = run_ranks(1, f"{__name__}:log_of", again, timeout=300)[0]
+    for name in ("loss", "eval_loss"):
+        assert [entry[name] for entry in found if name in entry] == [entry[name] for entry in log if name in entry]
 
 
 ELASTIC = {

@@ -10,6 +10,7 @@ from longctx.checkpoint.files import (
     check_same,
     read_manifest,
 )
+from longctx.checkpoint.flow import EpochEndsWithItsStep
 from longctx.checkpoint.signals import RESUMABLE, StopOnSignal
 from longctx.checkpoint.soundness import check_side_files
 from longctx.checkpoint.trainer import ResumableTrainer, optimization_flags
@@ -18,6 +19,7 @@ __all__ = [
     "MANIFEST",
     "RESUMABLE",
     "CheckpointError",
+    "EpochEndsWithItsStep",
     "Manifest",
     "NotSavedError",
     "ResumableTrainer",
