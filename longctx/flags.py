@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -170,6 +171,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.put_first(SequenceArguments._argument_group_name)
     parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
     parser.action("trackio_static_space_id").type = _space_or_false
+    parser.action("lr_scheduler_kwargs").type = _json_object
     given = [_today(argument) for argument in arguments]
     path = _only_config(given)
     from_file = _read_config(path, parser) if path else {}
@@ -288,6 +290,25 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
 def _space_or_false(value: str) -> str | Literal[False]:
     """`str | Literal[False] | None`, of which transformers' parser makes a Space of the name False."""
     return False if value.lower() in ("false", "no") else value
+
+
+def _json_object(text: str) -> str:
+    """Return the text, which the Trainer parses.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is no JSON object of finite numbers.
+    """
+    try:
+        is_object = isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object. Example: '{{\"min_lr\": 1e-6}}'")
+    return text
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _is_scalar(value: Any) -> bool:

@@ -25,21 +25,24 @@ class _Range:
         return "of at least 0" + (f" and below {self.below:g}" if self.below < math.inf else "")
 
 
+_FP32 = _Range(below=3.4e38)
+"""What fp32 can hold: torch converts these numbers to the dtype of the weights."""
+
 _RANGES: Mapping[str, _Range] = {
     "adam_beta1": _Range(below=1),
     "adam_beta2": _Range(below=1),
-    "adam_epsilon": _Range(),
+    "adam_epsilon": _FP32,
     "early_stopping_threshold": _Range(remedy="It is an improvement in the metric's unit"),
     "eval_delay": _Range(),
     "label_smoothing_factor": _Range(most=1),
-    "learning_rate": _Range(),
+    "learning_rate": _FP32,
     "logging_steps": _Range(),
     "max_grad_norm": _Range(remedy="Use 0 for no clipping"),
     "num_train_epochs": _Range(),
     "save_steps": _Range(),
     "warmup_ratio": _Range(most=1),
     "warmup_steps": _Range(),
-    "weight_decay": _Range(),
+    "weight_decay": _FP32,
 }
 """Limits by flag. Flags that no entry names may have any finite value."""
 

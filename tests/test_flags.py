@@ -305,6 +305,8 @@ def test_the_flags_that_take_numbers_are_known():
     [
         ("learning_rate", -1e-3, "of at least 0"),
         ("weight_decay", -0.1, "of at least 0"),
+        ("learning_rate", 1e39, r"of at least 0 and below 3\.4e\+38"),
+        ("weight_decay", 1e39, r"of at least 0 and below 3\.4e\+38"),
         ("adam_beta1", 1.0, "of at least 0 and below 1"),
         ("adam_beta2", -0.5, "of at least 0 and below 1"),
         ("adam_epsilon", -1e-8, "of at least 0"),
@@ -316,6 +318,13 @@ def test_the_flags_that_take_numbers_are_known():
 def test_numbers_out_of_range_are_refused(name, value, expected):
     with pytest.raises(ValueError, match=rf"--{name} .* is out of range: expected a finite number {expected}"):
         resolved(f"--{name}={value}")
+
+
+@pytest.mark.parametrize("text", ['{"min_lr": ', "[1]", '{"min_lr": NaN}', "min_lr"])
+def test_schedule_arguments_that_are_no_json_object_are_refused(text):
+    message = f"argument --lr_scheduler_kwargs: {text} is no JSON object. Example: '{{\"min_lr\": 1e-6}}'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolved("--lr_scheduler_kwargs", text)
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)
