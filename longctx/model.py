@@ -32,7 +32,7 @@ from longctx.config_file import (
     try_config,
     try_tokenizer,
 )
-from longctx.model_files import check_no_adapter, check_weight_files
+from longctx.model_files import check_no_adapter, check_weight_files, on_meta
 from longctx.tied_head import untie_as_stored
 from longctx.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
@@ -258,11 +258,23 @@ def load_model(
             f"--model_name_or_path {name} has no weights for {len(missing)} parameters of a {config.model_type} model, "
             f"such as {missing[0]}; they would start at random. {_remedy_for_missing(model, missing)}"
         )
+    _freeze_as_declared(model)
     model.tie_weights()  # FSDP2's ranks but the first have compared no values, and left apart what the first has tied
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' 4-bit layers, on CPUs that have it:
             module.support_avx512bf16_for_cpu = False  # an evaluation would round them to bf16, and leave them so
     return model
+
+
+def _freeze_as_declared(model: PreTrainedModel) -> None:
+    """Freeze what the model's class declares as not trained: `from_pretrained` gives every weight a gradient.
+
+    The loss does not reach such a parameter, and DistributedDataParallel then fails: see the router of ERNIE 4.5.
+    """
+    declared = dict(on_meta(type(model), model.config).named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in declared and not declared[name].requires_grad:
+            parameter.requires_grad_(False)
 
 
 def _remedy_for_missing(model: PreTrainedModel, missing: list[str]) -> str:

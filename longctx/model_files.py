@@ -174,21 +174,22 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
             f"this config.json describes a buffer of {largest:,} numbers, and the limit is {_MOST_IN_A_BUFFER:,}. "
             "Correct it, or get it again."
         )
-    return _on_meta(model_class, config)
+    return on_meta(model_class, config)
 
 
 _MOST_IN_A_BUFFER = 1 << 28
 """Numbers. Buffers are made when the model is, from sizes such as max_position_embeddings, and are in no file."""
 
 
-def _on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+def on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model of this class without memory; what the configuration asks for is taken to have been checked."""
     with torch.device("meta"):
         return model_class(copy.deepcopy(config))
 
 
 def _largest_buffer(model_class: type[PreTrainedModel], config: PretrainedConfig) -> int:
     torch.set_num_threads(1)  # those of the process that was forked are not there
-    return max((buffer.numel() for buffer in _on_meta(model_class, config).buffers()), default=0)
+    return max((buffer.numel() for buffer in on_meta(model_class, config).buffers()), default=0)
 
 
 def _parameters(name: str, config: PretrainedConfig) -> int:

@@ -14,6 +14,7 @@ from trl.models.selective_activation_checkpointing import enable_selective_activ
 from longctx import parallelize
 from longctx.attention.support import CAUSAL_MODELS, GATED_DELTA_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
 from longctx.metrics import _peak_flops
+from longctx.model import load_config, load_model
 from tests.workers import run_ranks
 
 LENGTHS = [9, 1, 14, 5, 3]  # 32 tokens: no padding for 2 ranks
@@ -189,6 +190,15 @@ def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
         "loss": float((mean_loss / expected_loss - 1).abs()),
         "gradients": largest_error(actual_gradients, expected_gradients),
     }
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if ", " not in name])
+def test_every_parameter_that_is_trained_gets_a_gradient(family, tmp_path):
+    """Of a model that was read from its files: DistributedDataParallel fails on any other."""
+    make_model(family).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), load_config(str(tmp_path))).train()
+    model(input_ids=make_batch()["input_ids"], labels=make_batch()["labels"], use_cache=False).loss.backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
