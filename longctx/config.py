@@ -283,10 +283,14 @@ def _check_values(settings: Mapping[str, Any]) -> None:
         if settings[name] is not None and settings[name] < 1:
             raise ValueError(f"--{name} {settings[name]}: at least 1 device shares a sequence. Give their number.")
     if settings["max_length"] is not None and settings["max_length"] < 2:
-        raise ValueError(f"--max_length {settings['max_length']} is below 2: a token needs one to predict.")
+        raise ValueError(
+            f"--max_length {settings['max_length']} is below 2: a token needs one to predict. Use at least 2."
+        )
     check_length(settings["max_steps"], settings["num_train_epochs"])
     if settings["profile_steps"] < 1:
-        raise ValueError(f"--profile_steps {settings['profile_steps']} is below 1: there would be nothing to trace.")
+        raise ValueError(
+            f"--profile_steps {settings['profile_steps']} is below 1: there would be nothing to trace. Use at least 1."
+        )
     if settings["profile"] and 0 < settings["max_steps"] <= BEFORE:
         raise ValueError(
             f"--profile True traces steps after the first {BEFORE}, and --max_steps {settings['max_steps']} ends "
@@ -434,7 +438,7 @@ def _world_size(
     else:
         world_size = local = flags.num_processes or sp * dp_replicate
     if world_size < 1:
-        raise ValueError(f"--num_processes {world_size} is below 1.")
+        raise ValueError(f"--num_processes {world_size} is below 1. Use at least 1.")
     devices = device_count()
     if not use_cpu and local > devices:
         raise ValueError(
@@ -594,7 +598,7 @@ def _check_chunks(size: int, backend: str, setup: Setup) -> None:
 def _check_counts(settings: Mapping[str, Any]) -> None:
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if settings[name] < 1:
-            raise ValueError(f"--{name} {settings[name]} is below 1.")
+            raise ValueError(f"--{name} {settings[name]} is below 1. Use at least 1.")
 
 
 def _max_grad_norm(value: float | None, engine: str) -> float:

@@ -229,7 +229,9 @@ def _check_evaluation(settings: Mapping[str, Any]) -> None:
     _check_best_model(settings)
     _check_early_stopping(settings)
     if settings["per_device_eval_batch_size"] < 1:
-        raise ValueError(f"--per_device_eval_batch_size {settings['per_device_eval_batch_size']} is below 1.")
+        raise ValueError(
+            f"--per_device_eval_batch_size {settings['per_device_eval_batch_size']} is below 1. Use at least 1."
+        )
     steps = settings["eval_steps"]
     if steps is not None and (steps < 0 or (steps > 1 and steps != int(steps))):
         raise ValueError(

@@ -178,12 +178,12 @@ def _machine(options: argparse.Namespace) -> Any:
 
     for name in ("gpus", "gpus_per_node", "lora_r"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)} is below 1.")
+            raise ValueError(f"--{name} {getattr(options, name)} is below 1. Use at least 1.")
     for name in ("gpu_memory_gib", "host_memory_gib", "max_length"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
-            raise ValueError(f"--{name} {getattr(options, name)} is not above 0, or no number.")
+            raise ValueError(f"--{name} {getattr(options, name)} is not above 0, or no number. Use a number above 0.")
     if min(options.lengths) < 2:
-        raise ValueError(f"--lengths {min(options.lengths)} is below 2: a token needs one to predict.")
+        raise ValueError(f"--lengths {min(options.lengths)} is below 2: a token needs one to predict. Use at least 2.")
     per_node = min(options.gpus, options.gpus_per_node)
     if options.gpus % per_node:
         raise ValueError(
