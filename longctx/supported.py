@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+
 from longctx.flags import Flags, SequenceArguments
 
 _ACTING_GROUPS = {
@@ -187,6 +189,7 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
         if getattr(value, "value", value) not in allowed:
             raise ValueError(f"--{name} {value} is refused: {_reason(name, allowed)}.")
     _check_evaluation(settings)
+    _check_report_to(settings["report_to"])
     ours = {field.name for field in fields(SequenceArguments)}
     known = {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE, *ACTS_WITH}
     for name in sorted(flags.explicit - ours - ACTS - known):
@@ -217,6 +220,26 @@ def _reason(name: str, allowed: tuple[Any, ...]) -> str:
     if choices := " or ".join(str(choice) for choice in allowed if choice not in (None, "", [], False)):
         return f"{reason}. Use {choices}"
     return reason if name in REASONS else f"{reason}. Leave it out"
+
+
+def _check_report_to(names: str | list[str] | None) -> None:
+    """Check that transformers has these integrations, and that their packages are installed.
+
+    Raises:
+        ValueError: with the first that is not.
+    """
+    for name in [names] if isinstance(names, str) else names or []:
+        if name in ("none", "all"):
+            continue
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(
+                f"--report_to {name} is no integration of transformers. Use none, all, or any of "
+                f"{', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
+            )
+        if name not in get_available_reporting_integrations() and name != "flyte":  # never listed: it is of a service
+            raise ValueError(
+                f"--report_to {name} needs a package that is not installed. Install it, or use --report_to none."
+            )
 
 
 def _check_evaluation(settings: Mapping[str, Any]) -> None:

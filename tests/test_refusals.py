@@ -174,6 +174,8 @@ def test_a_remedy_is_one_that_works(backend, refused):
         (["--attn_implementation", "flash"], ("--attn_implementation flash", "flash_attention_2")),
         (["--chat_template_path", "none.jinja"], ("--chat_template_path none.jinja", ".jinja")),
         (["--accelerate_config", "fsdp9"], ("--accelerate_config fsdp9", "fsdp2")),
+        (["--report_to", "nothing"], ("--report_to nothing", "Use none, all", "tensorboard")),
+        (["--report_to", "neptune"], ("--report_to neptune", "not installed", "--report_to none")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
