@@ -86,11 +86,24 @@ def check_config_values(name: str, values: Mapping[str, Any]) -> None:
                 f"--model_name_or_path {name}: its config.json sets {key}, which is a function of transformers' "
                 "configurations: the model could not be saved. Remove the key, or get the file again."
             )
+    check_config_numbers(f"--model_name_or_path {name}: its config.json", values)
+
+
+def check_config_numbers(source: str, values: Mapping[str, Any]) -> None:
+    """Refuse whole numbers, at any depth, that no model has.
+
+    Args:
+        source: The flag or file that sets the values.
+
+    Raises:
+        ValueError: With the key, its value and the limits.
+    """
+    for key, value in _items(values):
         if isinstance(value, int) and not isinstance(value, bool):
-            _check_number(name, key, value)
+            _check_number(source, key, value)
 
 
-def _check_number(name: str, key: str, number: int) -> None:
+def _check_number(source: str, key: str, number: int) -> None:
     largest = LARGEST_NUMBER
     if ("layer" in key or "expert" in key) and "size" not in key:
         largest = MOST_OBJECTS
@@ -100,8 +113,7 @@ def _check_number(name: str, key: str, number: int) -> None:
     if not least <= number <= largest:
         shown = f"{number:,}" if abs(number) < 10**20 else "a number of more than 20 digits"
         raise ValueError(
-            f"--model_name_or_path {name}: its config.json sets {key} to {shown}; expected {least:,} to "
-            f"{largest:,}. Correct the file, or get it again."
+            f"{source} sets {key} to {shown}; expected {least:,} to {largest:,}. Correct it, or get the model again."
         )
 
 

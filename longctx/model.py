@@ -24,6 +24,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from longctx.config_file import (
+    check_config_numbers,
     check_config_values,
     check_model_folder,
     check_own_code,
@@ -123,6 +124,7 @@ def _checked(config: PretrainedConfig, overrides: Mapping[str, Any]) -> dict[str
                 "Only keys of the model's config.json can be set."
             )
     num_layers = overrides.get("num_hidden_layers")
+    check_config_numbers("--model_init_kwargs", overrides)
     return {**({} if num_layers is None else first_layers(config, num_layers)), **overrides}
 
 

@@ -21,18 +21,22 @@ class _Range:
 
     def __str__(self) -> str:
         if self.most < math.inf:
-            return f"from 0 to {self.most:g}"
+            return f"from 0 to {self.most:,}"
         return "of at least 0" + (f" and below {self.below:g}" if self.below < math.inf else "")
 
 
 _FP32 = _Range(below=3.4e38)
 """What fp32 can hold: torch converts these numbers to the dtype of the weights."""
+_SEED = _Range(most=2**32 - 1)
+"""What NumPy's generators take."""
 
 _RANGES: Mapping[str, _Range] = {
     "adam_beta1": _Range(below=1),
     "adam_beta2": _Range(below=1),
     "adam_epsilon": _FP32,
     "early_stopping_threshold": _Range(remedy="It is an improvement in the metric's unit"),
+    "data_seed": _SEED,
+    "dataloader_num_workers": _Range(),
     "eval_delay": _Range(),
     "label_smoothing_factor": _Range(most=1),
     "learning_rate": _FP32,
@@ -40,6 +44,7 @@ _RANGES: Mapping[str, _Range] = {
     "max_grad_norm": _Range(remedy="Use 0 for no clipping"),
     "num_train_epochs": _Range(),
     "save_steps": _Range(),
+    "seed": _SEED,
     "warmup_ratio": _Range(most=1),
     "warmup_steps": _Range(),
     "weight_decay": _FP32,

@@ -314,6 +314,9 @@ def test_the_flags_that_take_numbers_are_known():
         ("max_grad_norm", -1.0, "of at least 0.* Use 0 for no clipping"),
         ("warmup_steps", -2.0, "of at least 0"),
         ("num_train_epochs", -1.0, "of at least 0"),
+        ("seed", -1, "from 0 to 4,294,967,295"),
+        ("data_seed", 2**32, "from 0 to 4,294,967,295"),
+        ("dataloader_num_workers", -1, "of at least 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused(name, value, expected):

@@ -49,8 +49,8 @@ ADAPTIVE_STEP = {"rmsprop": 10.0}
 
 REMEDIES = re.compile(
     r"\b(Add|Call|Change|Check|Choose|Correct|Divide|Expected|Give|Keep|Leave|Look|Lower|Mask|Name|Pass|Raise|Reduce|"
-    r"Remove|Run|Save|Set|Shorten|Start|Store|Tokenise|Train|Use|Did you mean|choose|give|keep|leave|name|pass|set|use|"
-    r"must be|expected)\b"
+    r"Remove|Run|Save|Set|Shorten|Start|Store|Tokenise|Train|Use|Did you mean|Example|choose|give|keep|leave|name|pass|"
+    r"set|use|must be|expected)\b"
 )
 NAMED = re.compile(
     r"--\w+|[\w./-]+\.(json|jsonl|parquet|arrow|yaml|txt|jinja|safetensors)|config\.json|record \d+|/\w+"

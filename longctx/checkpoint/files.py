@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -332,7 +333,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def check_writable(output_dir: Path) -> None:
-    """That checkpoints and the model can be written there.
+    """Check that checkpoints and the model can be written there.
 
     Raises:
         ValueError: with what is in the way.
@@ -340,8 +341,12 @@ def check_writable(output_dir: Path) -> None:
     there = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise ValueError(f"--output_dir {output_dir}: {there} is no folder. Name another, or remove it.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output_dir {output_dir}: no permission to write to {there}. Name another folder.")
+    try:
+        tempfile.TemporaryFile(dir=there).close()  # permissions alone do not tell of a file system that takes no files
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {output_dir}: {there} cannot be written to: {error.strerror}. Name another folder."
+        ) from error
 
 
 def flush(path: Path) -> None:
