@@ -27,6 +27,8 @@ Document = tuple[list[int], list[int]]
 IGNORED = -100
 NOISE = 1e-3
 """Of the root mean square of all gradients: below it, an adaptive optimizer's step can go either way."""
+EQUAL = 1e-6
+"""Relative difference of two means of the same losses: fp32 sums a few hundred terms to within this."""
 MOST_SEARCHED = 16
 """Documents of which all subsets are looked at; with more, a case takes all of them in every step."""
 
@@ -202,7 +204,10 @@ def _found(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[Sequence[Docum
 def _explain(
     model: nn.Module, left: Sequence[Document], tokens: int, loss: float, smoothing: float, number: int
 ) -> set[int]:
-    """The places in `left` whose mean loss is nearest to the logged one, within the tokens of the step."""
+    """The places in `left` whose mean loss is nearest to the logged one, within the tokens of the step.
+
+    Of equally near ones, those with the most tokens are taken: two equal documents have the mean loss of one.
+    """
     sums = np.array([float(_loss_sum(model, document, smoothing)) for document in left])
     counts = np.array([_num_labels(document) for document in left])
     lengths = np.array([len(ids) for ids, _ in left])
@@ -211,7 +216,8 @@ def _explain(
     if not len(possible):
         raise NotExplainedError(f"step {number}: none of the {len(left)} documents that are left has {tokens} tokens")
     errors = np.abs((possible @ sums) / (possible @ counts) - loss)
-    return set(np.flatnonzero(possible[errors.argmin()]).tolist())
+    near = possible[errors <= errors.min() + EQUAL * loss]
+    return set(np.flatnonzero(near[(near @ lengths).argmax()]).tolist())
 
 
 # ------------------------------------------------------------------------------------------------
