@@ -14,7 +14,6 @@ from tests import refusals
 
 refusals.install()  # before anything imports longctx
 
-from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer  # noqa: E402
 from tests.small_model import HEADS, save_small_model  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +32,8 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory):
     """The folder of a tiny model of one layer with its tokenizer, to be read only."""
+    from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+
     folder = tmp_path_factory.mktemp("model")
     config = tiny_config()
     config.update({"num_hidden_layers": 1, "layer_types": ["full_attention"]})
