@@ -120,7 +120,7 @@ def prepare(run: Run) -> PreparedRun:
             start_on_cpu(run.engine, timeout)
         else:
             start_on_gpu(timeout, settings.get("ddp_backend"))
-    args = SFTConfig(**run.training_arguments() | _replicas(run))
+    args = SFTConfig(**run.training_arguments() | _degrees(run))
     if dist.is_initialized():
         check_agreement(together(partial(_decided, run, args)), args.device)
         _settle_output(args)
@@ -456,9 +456,13 @@ def finish() -> None:
         dist.destroy_process_group()
 
 
-def _replicas(run: Run) -> dict[str, object]:
-    """HSDP is the one degree that accelerate carries out; sequence groups are part of its shards."""
-    if run.dims.dp_replicate == 1:
+def _degrees(run: Run) -> dict[str, object]:
+    """What accelerate is told of the mesh: replicas of HSDP, and shards, which sequence groups are a part of.
+
+    It makes FSDP2's mesh from them, of the kind of device that it runs on. Told of none, it leaves the mesh to torch,
+    which takes GPUs wherever it sees one, those of a run on the CPU too.
+    """
+    if run.dims.dp_replicate == 1 and not (run.engine == "fsdp2" and run.use_cpu):
         return {}
     from accelerate import ParallelismConfig
 
