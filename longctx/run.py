@@ -507,7 +507,8 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     loss, grad_norm = single_device_step(model, batches, trainer.args.label_smoothing_factor)
     logged = trainer.state.log_history[1]  # after the packing report
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
+    precisions = ("in bf16 ", "in fp32 ") if trainer.args.bf16 else ("", "")
     return (
-        f"step 1 matched one device {'in fp32 ' if trainer.args.bf16 else ''}to {difference:.0e} "
+        f"step 1 {precisions[0]}matched one device {precisions[1]}to {difference:.0e} "
         f"(loss {logged['loss']:.6f} and {loss:.6f}, gradient norm {logged['grad_norm']:.6f} and {grad_norm:.6f})"
     )
