@@ -72,7 +72,7 @@ from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.run_report import reported
 from longctx.schedule import check_learning_rates, check_training_steps
 from longctx.trainer import SequenceTrainer
-from longctx.turns import check_agreement, sharing, together
+from longctx.turns import check_agreement, first_ranks, sharing, together
 from longctx.verify.reference import single_device_step
 from longctx.watch import leave, limit_waiting
 
@@ -122,7 +122,7 @@ def prepare(run: Run) -> PreparedRun:
             start_on_gpu(timeout, settings.get("ddp_backend"))
     args = SFTConfig(**run.training_arguments() | _degrees(run))
     if dist.is_initialized():
-        check_agreement(together(partial(_decided, run, args)), args.device)
+        check_agreement(together(partial(_decided, run, args)))
         _settle_output(args)
     if args.max_steps > 0:
         together(lambda: check_learning_rates(args, args.max_steps))
@@ -246,7 +246,7 @@ def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, A
             together(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
             together(partial(check_side_files, folder, manifest, args.process_index))
             if dist.is_initialized():
-                check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest}, args.device)
+                check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
         except ValueError as error:
             if asked != "auto" or any(owners):  # nodes that have it in parts: the run is to go on from it
                 raise
@@ -277,10 +277,9 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> 
     if run.dims.sp == 1 or isinstance(data, StreamedRows) or not len(data.rows):
         return run
     setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
-    decided = [run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(decided, device=args.device)
-    assert decided[0] is not None
-    return run.spread_as(decided[0])
+    decided = first_ranks(run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None)
+    assert decided is not None, "rank 0 decides"
+    return run.spread_as(decided)
 
 
 def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:

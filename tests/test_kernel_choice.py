@@ -247,6 +247,8 @@ def aten_on_cpu():
         dropout_p, is_causal, *, scale,
     ):  # fmt: skip
         assert lse.shape == (1, *q.shape[1:3], 1)
+        assert out.is_contiguous()
+        assert grad_out.is_contiguous()
         rows = [x[0].transpose(0, 1) for x in (grad_out, q, k, v, out)]
         grads = flash_backward(*rows, lse[0, ..., 0].contiguous(), scale, *alone(q, k, is_causal))
         return tuple(grad.transpose(0, 1)[None] for grad in grads)
@@ -392,6 +394,10 @@ def test_cudnn_takes_long_documents_that_are_alone(monkeypatch):
         for way in ("forward", "backward"):
             monkeypatch.setattr(kernel, way, lambda self, *_, way=way: calls.append((self.name, way)))
     tensors = [torch.empty(0)] * 6
+    for square in (True, False):  # met in a batch before: only shapes that recur get a plan
+        chosen.forward(*tensors[:3], make_entries([(64 if square else 10, 64)], square), 1.0)
+    assert calls == [("aten varlen flash", "forward")] * 2
+    calls.clear()
     for sizes, causal, window in (
         ([(64, 64)], True, None),
         ([(10, 64)], False, None),
@@ -412,6 +418,32 @@ def test_cudnn_takes_long_documents_that_are_alone(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert calls == [("cuDNN", "backward"), ("aten varlen flash", "backward")]
+
+
+def test_cudnn_plans_only_for_shapes_that_recur_and_for_so_many(monkeypatch):
+    """A ring's blocks have other shapes with every pack; the layers of one batch share its entries."""
+    for kernel in (CudnnKernel, AtenFlashKernel):
+        monkeypatch.setattr(kernel, "fits", lambda *_: True)
+        monkeypatch.setattr(kernel, "forward", lambda self, *_: self.name)
+    monkeypatch.setattr(choose, "disagreement", lambda *_: None)
+    monkeypatch.setattr(choose, "LONG_DOCUMENT", 64)
+    monkeypatch.setattr(choose, "MAX_PLANS", 2)
+    monkeypatch.setattr(choose, "REMEMBERED_SHAPES", 3)
+    chosen = first_exact([CudnnKernel(), AtenFlashKernel()], CPU, torch.bfloat16, 16, 1, windowed=False)
+
+    def by(entries):
+        return chosen.forward(*[torch.empty(0)] * 3, entries, 1.0)
+
+    first, others = make_entries([(10, 64)], False), [make_entries([(10, 64)], False) for _ in range(2)]
+    assert [by(first) for _ in range(36)] == ["aten varlen flash"] * 36
+    assert [by(entries) for entries in others] == ["cuDNN"] * 2
+    assert by(first) == "cuDNN"  # its backward pass, maybe: there is a plan
+    passing = [make_entries([(11, keys)], False) for keys in range(64, 164)]
+    assert {by(entries) for entries in passing} == {"aten varlen flash"}
+    assert len(chosen._first) == 3
+    assert by(make_entries([(11, 64)], False)) == "aten varlen flash"  # forgotten meanwhile
+    again = [by(make_entries([(11, keys)], False)) for keys in (162, 163)]
+    assert again == ["cuDNN", "aten varlen flash"]  # the second would be a third plan
 
 
 def test_dtypes_and_head_sizes_that_no_kernel_knows_are_refused():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +24,14 @@ logger = logging.getLogger(__name__)
 
 LONG_DOCUMENT = 8192
 """Tokens from which a document that is alone goes to cuDNN; shorter ones have too many lengths to plan for each."""
+
+MAX_PLANS = 64
+"""Shapes that cuDNN computes in a process. It never drops a plan, of which forward and backward have one each."""
+
+REMEMBERED_SHAPES = 1024
+
+Shape: TypeAlias = tuple[int, int, bool]
+"""Queries, keys, causal."""
 
 
 def candidates() -> Iterator[Kernel]:
@@ -79,10 +90,17 @@ def first_exact(
 
 
 class _LongDocuments(Kernel):
-    """One kernel for a long document that is alone, another for all else."""
+    """One kernel for a long document that is alone, another for all else.
+
+    cuDNN builds a plan for every new shape and keeps it for good, and the blocks of a ring have other shapes with every
+    pack. So a shape goes to cuDNN from its second batch on, and no more than MAX_PLANS of them do.
+    """
 
     def __init__(self, alone: CudnnKernel, others: Kernel):
         self.alone, self.others = alone, others
+        self._first: OrderedDict[Shape, weakref.ref[Entries]] = OrderedDict()
+        """The entries that the shape was first met in, of the REMEMBERED_SHAPES that were met last."""
+        self._planned: set[Shape] = set()
         self.name = f"{others.name}; {alone.name} for one document of {LONG_DOCUMENT:,} tokens or more"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
@@ -104,7 +122,22 @@ class _LongDocuments(Kernel):
     def _kernel(self, entries: Entries) -> Kernel:
         if torch.are_deterministic_algorithms_enabled():  # cuDNN's backward is not
             return self.others
-        return self.alone if self.alone.takes(entries) and entries.num_keys.max() >= LONG_DOCUMENT else self.others
+        is_long = self.alone.takes(entries) and entries.num_keys.max() >= LONG_DOCUMENT
+        return self.alone if is_long and self._recurs(entries) else self.others
+
+    def _recurs(self, entries: Entries) -> bool:
+        """Whether the shape was met in another batch: all layers of one share its entries."""
+        shape = int(entries.num_queries[0]), int(entries.num_keys[0]), entries.causal
+        if shape in self._planned:
+            return True
+        first = self._first.setdefault(shape, weakref.ref(entries))
+        self._first.move_to_end(shape)
+        if len(self._first) > REMEMBERED_SHAPES:
+            self._first.popitem(last=False)
+        if first() is entries or len(self._planned) == MAX_PLANS:
+            return False
+        self._planned.add(shape)
+        return True
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
