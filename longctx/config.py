@@ -546,7 +546,7 @@ def _precision_notes(settings: Mapping[str, Any], engine: str, use_cpu: bool) ->
     if settings["dtype"] != "float32" and engine == "none":
         notes.append(f"--dtype {settings['dtype']}: one process keeps no fp32 copy of the weights, as the engines do")
     if not use_cpu and not settings["bf16"]:
-        notes.append("fp32 on a GPU: attention is computed densely, in memory that grows with the length squared")
+        notes.append("fp32 on a GPU: attention is slower than in bf16, for which flash kernels are made")
     return notes
 
 

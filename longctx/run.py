@@ -26,6 +26,7 @@ import longctx
 from longctx.adapter import add_adapter, changes_base, quantization_of
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
+from longctx.attention.kernels import Kernel
 from longctx.attention.support import kernel_of
 from longctx.checkpoint import (
     MANIFEST,
@@ -40,6 +41,7 @@ from longctx.checkpoint import (
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.data import DataError, name_data
+from longctx.guards import check_kernels
 from longctx.host import SavedOnHost
 from longctx.identity import compare_files, data_identity
 from longctx.launch.engines import (
@@ -56,6 +58,7 @@ from longctx.launch.failures import FollowSteps
 from longctx.launch.network import choose_interface
 from longctx.launch.restarts import renew_store
 from longctx.memory.closed_form import ModelSizes
+from longctx.mesh import select_device
 from longctx.model import (
     count_parameters,
     count_trained_parameters,
@@ -67,12 +70,12 @@ from longctx.model import (
 from longctx.model_files import check_savable
 from longctx.parallel import parallelize
 from longctx.profiling import ProfileSteps
-from longctx.resolved import Run
+from longctx.resolved import Run, row_length
 from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.run_report import reported
 from longctx.schedule import check_learning_rates, check_training_steps
 from longctx.trainer import SequenceTrainer
-from longctx.turns import check_agreement, first_ranks, sharing, together
+from longctx.turns import check_agreement, first_ranks, gathered, sharing, together
 from longctx.verify.reference import single_device_step
 from longctx.watch import leave, limit_waiting
 
@@ -351,6 +354,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
 def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     """Put sequence parallelism into the model, and give it its data."""
     run, args, settings = prepared.run, prepared.args, prepared.run.settings
+    _check_kernels(prepared, model)
     model, sequence = parallelize(
         model,
         run.dims.sp,
@@ -390,6 +394,21 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
     if run.levers.activation_offloading and run.use_cpu:
         trainer.maybe_activation_offload_context = SavedOnHost()
     return trainer
+
+
+def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
+    """Refuse on all ranks together what `check_kernels` refuses."""
+    run, device = prepared.run, select_device(prepared.args.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    found = gathered(together(lambda: (name, _kernel(prepared, model).name)))
+    share = -(-row_length(run.settings) // run.dims.ring)
+    together(lambda: check_kernels(found, min(run.settings["max_length"], share)))
+
+
+def _kernel(prepared: PreparedRun, model: PreTrainedModel) -> Kernel:
+    """The kernel that computes attention in training."""
+    args = prepared.args
+    return kernel_of(model.config, args.device, torch.bfloat16 if args.bf16 else model.dtype)
 
 
 def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
@@ -475,7 +494,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sequences = micro * dims.dp * accumulation
     length = settings["max_length"]
-    kernel = kernel_of(model.config, args.device, torch.bfloat16 if args.bf16 else model.dtype)
+    kernel = _kernel(prepared, model)
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
     return [

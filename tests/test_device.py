@@ -11,6 +11,8 @@ import torch
 
 import longctx
 from longctx import mesh, parallel
+from longctx.attention.kernels.blockwise import ShortDenseKernel
+from longctx.guards import check_kernels
 from longctx.mesh import select_device
 from longctx.tiny import tiny_model
 
@@ -109,3 +111,22 @@ def test_tests_run_on_the_cpu_of_a_machine_with_gpus():
         for arguments in ([], ["-m", "gpu"])
     ]
     assert shown == ["1", "0 1"]
+
+
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+FLASH = "aten varlen flash"
+
+
+def test_kernels_of_all_ranks_agree_where_the_devices_do():
+    check_kernels([(H100, "flash-attn-3 3.0"), (A100, FLASH), (H100, "flash-attn-3 3.0"), (A100, FLASH)], 1 << 20)
+    found = [(H100, "flash-attn-3 3.0"), (H100, "flash-attn-3 3.0"), (H100, FLASH)]
+    with pytest.raises(ValueError, match=r"\(NVIDIA H100.*\): flash-attn-3 3.0 on rank 0, aten varlen flash on rank 2"):
+        check_kernels(found, 256)
+
+
+def test_the_dense_kernel_is_refused_for_long_sequences_on_any_rank():
+    """Before weights are spread: a rank that falls back would take memory that grows with the length squared."""
+    found = [(H100, FLASH), (A100, ShortDenseKernel.name)]
+    check_kernels(found, 8192)
+    with pytest.raises(ValueError, match=r"attention over 8,193 tokens: .* for 8,192 tokens at most.* Use bf16"):
+        check_kernels(found, 8193)

@@ -7,15 +7,17 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from longctx.attention.kernels import flash_attn
-from longctx.attention.kernels.blockwise import CpuFlashKernel, DenseKernel
+from longctx.attention.kernels.blockwise import CpuFlashKernel, ShortDenseKernel
 from longctx.attention.kernels.check import BOUNDS, disagreement
 from longctx.attention.kernels.cudnn import CudnnKernel
+from longctx.attention.kernels.efficient import MemoryEfficientKernel
+from longctx.attention.kernels.elsewhere import disagreement_elsewhere
 from longctx.attention.kernels.entries import Entries, take
 from longctx.attention.kernels.kernel import Kernel
 from longctx.attention.kernels.varlen import AtenFlashKernel
@@ -41,6 +43,7 @@ def candidates() -> Iterator[Kernel]:
     yield CudnnKernel()
     yield from (kernel for kernel in installed if isinstance(kernel, flash_attn.FlashAttention2))
     yield AtenFlashKernel()
+    yield MemoryEfficientKernel()
 
 
 @functools.cache
@@ -71,12 +74,14 @@ def first_exact(
     queries_per_key: int,
     windowed: bool,
 ) -> Kernel:
-    """The first that fits and is exact, the dense one if none is; a line in the log for each that is not."""
+    """The first that fits and is exact, a line in the log for each that is not. If none is, the dense one, which takes
+    short sequences only.
+    """
     long_document = None
     for kernel in kernels:
         if not kernel.fits(device, dtype, head_dim):
             continue
-        wrong = disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed)
+        wrong = _disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed)
         if wrong is not None:
             logger.warning(
                 "longctx: the attention kernel %s is passed over for %s, head size %d, on %s: %s",
@@ -86,7 +91,14 @@ def first_exact(
             long_document = kernel
         else:
             return kernel if long_document is None else _LongDocuments(long_document, kernel)
-    return DenseKernel()
+    return ShortDenseKernel()
+
+
+def _disagreement(kernel: Kernel, *where: Any) -> str | None:
+    """Where the kernel is wrong; a library that this process has not loaded is tried in another one."""
+    if isinstance(kernel, flash_attn.FlashAttentionKernel) and not kernel.is_loaded:
+        return disagreement_elsewhere(kernel, *where)
+    return disagreement(kernel, *where)
 
 
 class _LongDocuments(Kernel):
