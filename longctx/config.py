@@ -143,6 +143,9 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     sp, wanted_backend = _degrees(flags, profile)
     dp_replicate = _agree(flags, "dp_replicate", profile.dp_replicate, "parallelism_config_dp_replicate_size") or 1
     use_cpu = bool(settings["use_cpu"]) or profile.use_cpu or device_count() == 0
+    if is_demo and not use_cpu and "use_cpu" not in flags.explicit:
+        sp, use_cpu, told = _fit_demo(flags, profile, env, sp=sp, dp_replicate=dp_replicate)
+        notes += told
     needs_no_gpu = use_cpu or settings["prepare_only"]  # data is prepared on machines of another kind, too
     world_size = _world_size(flags, profile, env, sp=sp, dp_replicate=dp_replicate, use_cpu=needs_no_gpu)
     settings["bf16"] = _precision(flags, profile, use_cpu)
@@ -424,23 +427,46 @@ def _agree(flags: Flags, name: str, from_profile: Any, key: str) -> Any:
     return given if given is not None else from_profile
 
 
+def _fit_demo(
+    flags: Flags, profile: LaunchProfile, env: Mapping[str, str], *, sp: int, dp_replicate: int
+) -> tuple[int, bool, list[str]]:
+    """Fit the demo to a machine with fewer GPUs than it asks for: return its sp, whether it runs on the CPU, and notes.
+
+    It has to run anywhere. Several ranks cannot share a GPU, since NCCL refuses two on one, so they go to the CPU.
+    Where a launcher has started fewer processes than share a sequence, one on each GPU, all of them share it.
+    """
+    world_size, local = _processes(flags, profile, env, sp=sp, dp_replicate=dp_replicate)
+    devices = device_count()
+    if local > devices:
+        why = f"{local} processes need {local} GPUs, and {devices} {'is' if devices == 1 else 'are'} visible"
+        return sp, True, [f"the demo runs on the CPU: {why}; --sp {devices} runs it on the GPU{'s' * (devices > 1)}"]
+    if profile.launched and world_size < sp:
+        return world_size, False, [f"the demo runs at sp {world_size}: the launcher started so many, and --sp is {sp}"]
+    return sp, False, []
+
+
+def _processes(
+    flags: Flags, profile: LaunchProfile, env: Mapping[str, str], *, sp: int, dp_replicate: int
+) -> tuple[int, int]:
+    """Processes of the run, and of this machine: 0 where a launcher does not say, which gives each its GPU, too."""
+    if profile.launched:
+        return int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", 0))
+    world_size = flags.num_processes or sp * dp_replicate
+    return world_size, world_size
+
+
 def _world_size(
     flags: Flags, profile: LaunchProfile, env: Mapping[str, str], *, sp: int, dp_replicate: int, use_cpu: bool
 ) -> int:
-    if profile.launched:
-        world_size = int(env["WORLD_SIZE"])
-        local = int(env.get("LOCAL_WORLD_SIZE", 0))  # launchers that do not say also give each process its GPU
-        if flags.num_processes not in (None, world_size):
-            raise ValueError(
-                f"--num_processes {flags.num_processes} contradicts the launcher, which started {world_size}. Leave "
-                f"the flag out, or have the launcher start {flags.num_processes}."
-            )
-    else:
-        world_size = local = flags.num_processes or sp * dp_replicate
+    world_size, local = _processes(flags, profile, env, sp=sp, dp_replicate=dp_replicate)
+    if profile.launched and flags.num_processes not in (None, world_size):
+        raise ValueError(
+            f"--num_processes {flags.num_processes} contradicts the launcher, which started {world_size}. Leave "
+            f"the flag out, or have the launcher start {flags.num_processes}."
+        )
     if world_size < 1:
         raise ValueError(f"--num_processes {world_size} is below 1. Use at least 1.")
-    devices = device_count()
-    if not use_cpu and local > devices:
+    if not use_cpu and local > (devices := device_count()):
         raise ValueError(
             f"{local} processes on this machine need {local} GPUs, and {devices} are visible. "
             f"Use --sp {devices}, or --use_cpu to run on the CPU."
@@ -524,7 +550,7 @@ def _precision_notes(settings: Mapping[str, Any], engine: str, use_cpu: bool) ->
     if settings["dtype"] != "float32" and engine == "none":
         notes.append(f"--dtype {settings['dtype']}: one process keeps no fp32 copy of the weights, as the engines do")
     if not use_cpu and not settings["bf16"]:
-        notes.append("fp32 on a GPU: attention is computed densely, in memory that grows with the length squared")
+        notes.append("fp32 on a GPU: attention is slower than in bf16, for which flash kernels are made")
     return notes
 
 

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
 from longctx.levers import NVME, Levers
 from longctx.memory.closed_form import MemorySetup, max_length, predict
 
 GIB = 2**30
 LARGEST_INT32 = 2**31 - 1
+
+
+def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
+    """Check what the ranks compute attention with.
+
+    Args:
+        found: the device and the attention kernel of every rank, by name.
+        tokens: that a rank has of a document, at most.
+
+    Raises:
+        ValueError: if devices of one kind have different kernels, of which one was passed over on a rank alone; or if
+            the dense one is left for more tokens than it is for.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (device, kernel) in enumerate(found):
+        other, expected = first.setdefault(device, (rank, kernel))
+        if kernel != expected:
+            raise ValueError(
+                f"attention kernels differ on devices of one kind ({device}): {expected} on rank {other}, {kernel} on "
+                f"rank {rank}. The log of one of them says why it passes another one over. Install the same packages "
+                "on all nodes, and look whether that GPU is in order."
+            )
+    if tokens > DENSE_TOKENS and any(kernel == ShortDenseKernel.name for _, kernel in found):
+        raise ValueError(dense_refusal(tokens))
 
 
 def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:

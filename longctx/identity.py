@@ -82,7 +82,7 @@ def compare_files(
     assert files is not None, "a node's first rank has read them"
     if several_nodes:
         of_nodes = gathered(together(lambda: node_identity(data, files) if args.process_index == first else {}))
-        check_agreement(of_nodes[first], args.device)
+        check_agreement(of_nodes[first])
     return files
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -92,24 +93,55 @@ class SequenceGroups:
     """Those with neighbouring tokens; neighbours in rank."""
 
 
-def sequence_groups(dims: ParallelDims, device_type: str) -> SequenceGroups:
-    """Make the groups. Called by all ranks together."""
+def sequence_groups(dims: ParallelDims, device: torch.device) -> SequenceGroups:
+    """Make the groups. Called by all ranks together.
+
+    Args:
+        device: of this rank, selected already where it is a GPU: torch's meshes select one of their own choice else.
+    """
     if dims.sp == 1:
         return SequenceGroups(None, None, None)
-    whole = init_device_mesh(device_type, (dims.dp, dims.sp), mesh_dim_names=("dp", "sp"))
+    whole = init_device_mesh(device.type, (dims.dp, dims.sp), mesh_dim_names=("dp", "sp"))
     if 1 in (dims.ring, dims.ulysses):
         group = whole["sp"].get_group()
-        _meet(device_type, group)
+        _meet(device, group)
         return SequenceGroups(group, group, group)
     axes = (dims.dp, dims.ring, dims.ulysses)
-    parts = init_device_mesh(device_type, axes, mesh_dim_names=("dp", "ring", "ulysses"))
+    parts = init_device_mesh(device.type, axes, mesh_dim_names=("dp", "ring", "ulysses"))
     groups = [whole["sp"].get_group(), parts["ring"].get_group(), parts["ulysses"].get_group()]
-    _meet(device_type, *groups)
+    _meet(device, *groups)
     return SequenceGroups(*groups)
 
 
-def _meet(device_type: str, *groups: dist.ProcessGroup) -> None:
+def select_device(device: torch.device) -> torch.device:
+    """Make a GPU the current one of this process, and return it with its index; return other devices as they are.
+
+    Until then, what names no index is made on GPU 0 by every rank of a machine: tensors, meshes, NCCL's communicators.
+
+    Args:
+        device: a GPU without an index is that of LOCAL_RANK, or the current one where no launcher has set LOCAL_RANK.
+            A process that sees one GPU alone has it, whatever its LOCAL_RANK.
+
+    Raises:
+        ValueError: if the process does not see that many GPUs.
+    """
+    if device.type != "cuda":
+        return device
+    index, visible = device.index, torch.cuda.device_count()
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK") or torch.cuda.current_device()) if visible > 1 else 0
+    if index >= visible:
+        raise ValueError(
+            f"cuda:{index} is this rank's GPU by {'LOCAL_RANK' if device.index is None else 'the device given'}, and "
+            f"{visible} GPUs are visible. Start at most {visible} processes on this machine, or show them more with "
+            "CUDA_VISIBLE_DEVICES."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _meet(device: torch.device, *groups: dist.ProcessGroup) -> None:
     """Make NCCL's communicators while all ranks are here: in a ring's first hop, some may have nothing to send."""
-    if device_type == "cuda":
+    if device.type == "cuda":
         for group in groups:
-            dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -22,7 +22,7 @@ from longctx.attention.support import check_model
 from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
 from longctx.chunked import install_chunked
 from longctx.loss import fuse_head, step_loss, token_losses
-from longctx.mesh import ParallelDims, SequenceGroups, sequence_groups
+from longctx.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
 from longctx.regions import region
 from longctx.shard import (
     complete_position_ids,
@@ -199,7 +199,9 @@ def parallelize(
             `longctx.attention.cost`.
         ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
         dp_replicate: copies of the sharded model.
-        device: where batches go. Where None, this rank's GPU if the process group runs on GPUs, else the model's.
+        device: where batches go. Where None, this rank's GPU if the process group runs on GPUs, else the model's. A
+            GPU becomes this process's current one, before anything is made or sent on it; one without an index is
+            that of LOCAL_RANK.
         document_lengths: tokens of each document in a typical row, for `auto`, the same on every rank; where None,
             one document as long as the model's context.
         selective_checkpointing: activation checkpointing, once switched on, saves attention's output, as large as
@@ -217,14 +219,15 @@ def parallelize(
 
     Raises:
         ValueError: if the model's attention is not known to be exact, sp does not divide the processes, or the
-            heads do not fit the backend; or for a chunk size that the model or a ring cannot have.
+            heads do not fit the backend; for a chunk size that the model or a ring cannot have; or if this rank has
+            no GPU of its own.
     """
     check_model(model.config)
     _say_whether_tied(model)
     if heads_k_stride is not None:
         check_stride(heads_k_stride)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    device = device or _device_of_this_rank(model)
+    device = select_device(device or _device_of_this_rank(model))
     is_cuda = device.type == "cuda"
     setup = Setup.of_model(
         model.config,
@@ -251,7 +254,7 @@ def parallelize(
             )
         install_chunked(model, sequence_chunk_size, device, keep_attention=selective_checkpointing)
     backend = partial(BACKENDS[choice.name], heads_k_stride=heads_k_stride)
-    return model, SequenceParallel(dims, backend, sequence_groups(dims, device.type), device)
+    return model, SequenceParallel(dims, backend, sequence_groups(dims, device), device)
 
 
 def _say_whether_tied(model: PreTrainedModel) -> None:
@@ -278,5 +281,5 @@ def _documents(model: PreTrainedModel, lengths: Sequence[int] | None) -> Documen
 def _device_of_this_rank(model: PreTrainedModel) -> torch.device:
     """FSDP2 and DeepSpeed move a model to the rank's GPU when they wrap it, which is later."""
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        return torch.device("cuda")
     return next(model.parameters()).device

@@ -26,6 +26,7 @@ import longctx
 from longctx.adapter import add_adapter, changes_base, quantization_of
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
+from longctx.attention.kernels import Kernel
 from longctx.attention.support import kernel_of
 from longctx.checkpoint import (
     MANIFEST,
@@ -40,6 +41,7 @@ from longctx.checkpoint import (
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.data import DataError, name_data
+from longctx.guards import check_kernels
 from longctx.host import SavedOnHost
 from longctx.identity import compare_files, data_identity
 from longctx.launch.engines import (
@@ -56,6 +58,7 @@ from longctx.launch.failures import FollowSteps
 from longctx.launch.network import choose_interface
 from longctx.launch.restarts import renew_store
 from longctx.memory.closed_form import ModelSizes
+from longctx.mesh import select_device
 from longctx.model import (
     count_parameters,
     count_trained_parameters,
@@ -67,12 +70,12 @@ from longctx.model import (
 from longctx.model_files import check_savable
 from longctx.parallel import parallelize
 from longctx.profiling import ProfileSteps
-from longctx.resolved import Run
+from longctx.resolved import Run, row_length
 from longctx.rows import StreamedRows, TrainingRows, prepare_rows
 from longctx.run_report import reported
 from longctx.schedule import check_learning_rates, check_training_steps
 from longctx.trainer import SequenceTrainer
-from longctx.turns import check_agreement, sharing, together
+from longctx.turns import check_agreement, first_ranks, gathered, sharing, together
 from longctx.verify.reference import single_device_step
 from longctx.watch import leave, limit_waiting
 
@@ -120,9 +123,9 @@ def prepare(run: Run) -> PreparedRun:
             start_on_cpu(run.engine, timeout)
         else:
             start_on_gpu(timeout, settings.get("ddp_backend"))
-    args = SFTConfig(**run.training_arguments() | _replicas(run))
+    args = SFTConfig(**run.training_arguments() | _degrees(run))
     if dist.is_initialized():
-        check_agreement(together(partial(_decided, run, args)), args.device)
+        check_agreement(together(partial(_decided, run, args)))
         _settle_output(args)
     if args.max_steps > 0:
         together(lambda: check_learning_rates(args, args.max_steps))
@@ -246,7 +249,7 @@ def _checkpoint(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, A
             together(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
             together(partial(check_side_files, folder, manifest, args.process_index))
             if dist.is_initialized():
-                check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest}, args.device)
+                check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
         except ValueError as error:
             if asked != "auto" or any(owners):  # nodes that have it in parts: the run is to go on from it
                 raise
@@ -277,10 +280,9 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> 
     if run.dims.sp == 1 or isinstance(data, StreamedRows) or not len(data.rows):
         return run
     setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
-    decided = [run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(decided, device=args.device)
-    assert decided[0] is not None
-    return run.spread_as(decided[0])
+    decided = first_ranks(run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None)
+    assert decided is not None, "rank 0 decides"
+    return run.spread_as(decided)
 
 
 def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:
@@ -352,6 +354,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
 def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     """Put sequence parallelism into the model, and give it its data."""
     run, args, settings = prepared.run, prepared.args, prepared.run.settings
+    _check_kernels(prepared, model)
     model, sequence = parallelize(
         model,
         run.dims.sp,
@@ -391,6 +394,21 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
     if run.levers.activation_offloading and run.use_cpu:
         trainer.maybe_activation_offload_context = SavedOnHost()
     return trainer
+
+
+def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
+    """Refuse on all ranks together what `check_kernels` refuses."""
+    run, device = prepared.run, select_device(prepared.args.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    found = gathered(together(lambda: (name, _kernel(prepared, model).name)))
+    share = -(-row_length(run.settings) // run.dims.ring)
+    together(lambda: check_kernels(found, min(run.settings["max_length"], share)))
+
+
+def _kernel(prepared: PreparedRun, model: PreTrainedModel) -> Kernel:
+    """The kernel that computes attention in training."""
+    args = prepared.args
+    return kernel_of(model.config, args.device, torch.bfloat16 if args.bf16 else model.dtype)
 
 
 def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
@@ -456,9 +474,13 @@ def finish() -> None:
         dist.destroy_process_group()
 
 
-def _replicas(run: Run) -> dict[str, object]:
-    """HSDP is the one degree that accelerate carries out; sequence groups are part of its shards."""
-    if run.dims.dp_replicate == 1:
+def _degrees(run: Run) -> dict[str, object]:
+    """What accelerate is told of the mesh: replicas of HSDP, and shards, which sequence groups are a part of.
+
+    It makes FSDP2's mesh from them, of the kind of device that it runs on. Told of none, it leaves the mesh to torch,
+    which takes GPUs wherever it sees one, those of a run on the CPU too.
+    """
+    if run.dims.dp_replicate == 1 and not (run.engine == "fsdp2" and run.use_cpu):
         return {}
     from accelerate import ParallelismConfig
 
@@ -472,7 +494,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sequences = micro * dims.dp * accumulation
     length = settings["max_length"]
-    kernel = kernel_of(model.config, args.device, torch.bfloat16 if args.bf16 else model.dtype)
+    kernel = _kernel(prepared, model)
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
     return [
@@ -503,7 +525,8 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     loss, grad_norm = single_device_step(model, batches, trainer.args.label_smoothing_factor)
     logged = trainer.state.log_history[1]  # after the packing report
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
+    precisions = ("in bf16 ", "in fp32 ") if trainer.args.bf16 else ("", "")
     return (
-        f"step 1 matched one device {'in fp32 ' if trainer.args.bf16 else ''}to {difference:.0e} "
+        f"step 1 {precisions[0]}matched one device {precisions[1]}to {difference:.0e} "
         f"(loss {logged['loss']:.6f} and {loss:.6f}, gradient norm {logged['grad_norm']:.6f} and {grad_norm:.6f})"
     )

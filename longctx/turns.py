@@ -6,6 +6,7 @@ fails after the process group's time-out, but poll the group's store: for as lon
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -14,11 +15,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from longctx.watch import Watch, leave, watch
@@ -61,7 +60,7 @@ def first_rank_first(work: Callable[[], Result], folder: str | Path) -> Result:
     return _meet(work, lambda meeting: meeting.wait_for_turn(Path(folder)))
 
 
-def check_agreement(mine: Mapping[str, Any], device: torch.device) -> None:
+def check_agreement(mine: Mapping[str, Any]) -> None:
     """Compare what this rank is about to do with rank 0. All ranks call it.
 
     Args:
@@ -70,9 +69,7 @@ def check_agreement(mine: Mapping[str, Any], device: torch.device) -> None:
     Raises:
         RefusedTogether: naming a rank and what it has another value of.
     """
-    first = [dict(mine)]
-    dist.broadcast_object_list(first, device=device)
-    rank, theirs = dist.get_rank(), first[0]
+    rank, theirs = dist.get_rank(), first_ranks(dict(mine))
     names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
 
     def compare() -> None:
@@ -86,13 +83,32 @@ def check_agreement(mine: Mapping[str, Any], device: torch.device) -> None:
     together(compare)
 
 
+def first_ranks(value: Result) -> Result:
+    """Return rank 0's value. All ranks call it."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group=_host_group(dist.group.WORLD))
+    return values[0]
+
+
 def gathered(value: Result) -> list[Result]:
-    """Every rank's, by rank. All ranks call it."""
+    """Return every rank's value, by rank. All ranks call it."""
     if not dist.is_initialized():
         return [value]
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, value)
+    dist.all_gather_object(ranks, value, group=_host_group(dist.group.WORLD))
     return ranks
+
+
+@functools.lru_cache(maxsize=1)
+def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of all ranks whose messages stay in host memory. All ranks make the first call together.
+
+    Over NCCL alone, which is what DeepSpeed starts, Python objects would travel as tensors through GPU memory, on the
+    stream and in the order of the model's own collectives.
+    """
+    return world if "cpu" in dist.get_backend_config(world) else dist.new_group(backend="gloo")
 
 
 def sharing(folder: Path) -> list[int]:
@@ -215,7 +231,7 @@ class _Meeting:
             self._wait(lambda: self.store.check(["all ready"]))
             return
         for rank in range(1, self.world_size):
-            self._wait(partial(self.store.check, [f"ready/{rank}"]), watched=range(rank, self.world_size))
+            self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=range(rank, self.world_size))
         self.store.set("all ready", "")
 
     def close(self) -> None:

@@ -3,6 +3,10 @@
 Ranks talk through the process group's store. Each keeps counting there, so that the others know it lives; each looks
 whether the other processes of its machine are still there; and the first to know why the run fails writes it down for
 all. A rank whose main thread has not left some seconds after that is ended, wherever it is stuck.
+
+A collective of gloo that has waited for too long raises an error, which says where the other ranks are. One of NCCL
+raises none: NCCL's own watchdog aborts the process. Over NCCL, the thread therefore looks whether the main thread still
+moves, and says where all ranks are before that happens.
 """
 
 from __future__ import annotations
@@ -107,6 +111,11 @@ class Watch:
         self._has_waited = False
         self._others: dict[int, psutil.Process] = {}
         self._met = 0
+        self.timeout: float | None = None
+        """Seconds after which a collective aborts the process without raising an error; None where it raises one."""
+        self._place: Position | None = None
+        """Where the main thread has been since `_arrived`, in seconds of time.monotonic."""
+        self._arrived = 0.0
         self._thread = threading.Thread(target=self._beat, name="longctx-watch", daemon=True)
         self._thread.start()
         atexit.register(self.leave)
@@ -215,6 +224,8 @@ class Watch:
                     self._hear()
                 if self.failure is None and (rank := self._missed()) is not None:
                     self.fail("died", self.name(rank))
+                if self.failure is None and self.timeout is not None:
+                    self._look_for_hang(self.timeout)
                 if self.failure is not None:
                     break
                 if self._left.wait(BEAT_SECONDS):
@@ -253,6 +264,24 @@ class Watch:
             self._asked = question
             self.store.set(f"answer/{question}/{self.rank}", json.dumps(self.position()))
 
+    def _look_for_hang(self, timeout: float) -> None:
+        """Say where all ranks are, if the main thread has not moved for so long that the process is about to abort.
+
+        The first rank to find that says it, once a step, and the run goes on: what it waits for may still come.
+        """
+        here, now = self.position(), time.monotonic()
+        if here != self._place:
+            self._place, self._arrived = here, now
+        waited = now - self._arrived
+        if waited < speaks_after(timeout):
+            return
+        self._arrived = now
+        if self.store.compare_set(f"hang/{here.step}", "", str(self.rank)) != str(self.rank).encode():
+            return
+        lines = describe_positions(self, here, self.ask_all())
+        head = f"no progress for {waited:.0f} s; NCCL ends the run after {timeout:.0f} s (--ddp_timeout): {lines[0]}"
+        print("\n".join([f"longctx: {head}", *lines[1:]]), file=sys.stderr, flush=True)
+
     def position(self) -> Position:
         """Where the main thread is."""
         main = threading.main_thread().ident
@@ -285,6 +314,17 @@ def limit_waiting(timeout: timedelta) -> None:
     """Give every process group there is this time-out; torch makes new ones with its default of 10 or 30 minutes."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if (watching := watch()) and "nccl" in dist.get_backend_config():
+        watching.timeout = timeout.total_seconds()
+
+
+def speaks_after(timeout: float) -> float:
+    """Return the seconds without progress after which a hang is described, before NCCL's watchdog aborts.
+
+    NCCL counts from the call of a collective, which the main thread outruns by the work it has queued. A tenth of the
+    time-out, and at least a minute, is left for that and for the answers of the other ranks; half of a short time-out.
+    """
+    return timeout - min(timeout / 2, max(60.0, timeout / 10))
 
 
 def describe_positions(watch: Watch, here: Position, others: dict[int, Position | None]) -> list[str]:

@@ -1,17 +1,24 @@
 """The parity table, printed at the end of every pytest run that compared training with one device.
 
 `--support-matrix PATH` writes docs/support-matrix.md from what the run has shown.
+
+The tests run on the CPU, on machines with GPUs too: these are hidden from every process, unless `-m gpu` asks for the
+tests that need one.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import refusals
 
+if "gpu" not in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # forked ranks can start no CUDA that their parent has
 refusals.install()  # before anything imports longctx
 
 from tests.small_model import HEADS, save_small_model  # noqa: E402

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 from longctx.config import DEMO, resolve
 from longctx.flags import SequenceArguments, parse_flags
 from longctx.launch.profile import read_profile
+from longctx.run import _first_step_report
 from longctx.supported import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT, REASONS
 from longctx.train import main
 from tests.workers import run_ranks
@@ -414,3 +416,53 @@ def alone(arguments):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     return trained_losses(arguments)
+
+
+# ------------------------------------------------------------------------------------------------
+# The demo on a machine with fewer GPUs than its --sp
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_runs_on_the_cpu_where_its_processes_have_no_gpu_each(monkeypatch):
+    """The process that starts the others, and each of those, decide the same and say so."""
+    monkeypatch.setattr("longctx.config.device_count", lambda: 1)
+    group = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    for env in ({}, group):
+        run = resolve(parse_flags(["--sp", "4"]), read_profile(dict(env)), env)
+        assert (run.use_cpu, run.dims.sp, run.settings["bf16"]) == (True, 4, False)
+        assert any("runs on the CPU: 4 processes need 4 GPUs, and 1 is visible" in note for note in run.notes)
+    run = resolved("--sp", "1")
+    assert (run.use_cpu, run.settings["bf16"]) == (False, True)
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_the_demo_shares_a_sequence_over_the_gpus_that_a_launcher_has_taken(gpus, monkeypatch):
+    monkeypatch.setattr("longctx.config.device_count", lambda: gpus)
+    env = {"RANK": "1", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)}
+    run = resolve(parse_flags(["--sp", "4"]), read_profile(dict(env)), env)
+    assert (run.use_cpu, run.dims.sp) == (False, gpus)
+    assert any(f"the demo runs at sp {gpus}" in note for note in run.notes)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "said"), [(True, "step 1 in bf16 matched one device in fp32"), (False, "step 1 matched")]
+)
+def test_the_demos_closing_line_says_what_was_computed_in_bf16(bf16, said, monkeypatch):
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(bf16=bf16, label_smoothing_factor=0.0),
+        state=SimpleNamespace(log_history=[{}, {"loss": 2.002, "grad_norm": 4.0}]),
+    )
+    monkeypatch.setattr("longctx.run.first_step_batches", lambda *_: [])
+    monkeypatch.setattr("longctx.run.load_model", lambda *_: None)
+    monkeypatch.setattr("longctx.run.single_device_step", lambda *_: (2.0, 4.0))
+    line = _first_step_report(trainer, resolved())
+    assert line.startswith(said)
+    assert "to 1e-03 (loss 2.002000 and 2.000000, gradient norm 4.000000 and 4.000000)" in line
+
+
+def test_what_a_user_names_is_refused_instead(monkeypatch):
+    """A model of one's own, or the device by its flag."""
+    monkeypatch.setattr("longctx.config.device_count", lambda: 1)
+    for named in (OWN, ["--use_cpu", "False"]):
+        with pytest.raises(ValueError, match="4 processes on this machine need 4 GPUs, and 1 are visible"):
+            resolved(*named, "--sp", "4")

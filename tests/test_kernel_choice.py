@@ -6,15 +6,22 @@ below have every argument, by name, order and default; torch's operators are cal
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from longctx.attention.kernels import DenseKernel, block_forward, choose, flash_attn
+from longctx.attention.kernels import DenseKernel, block_forward, blockwise, choose, elsewhere, flash_attn
 from longctx.attention.kernels.check import disagreement, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel, first_exact
 from longctx.attention.kernels.cudnn import CudnnKernel
+from longctx.attention.kernels.efficient import MemoryEfficientKernel
+from longctx.attention.kernels.elsewhere import disagreement_elsewhere
 from longctx.attention.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
 from longctx.attention.kernels.varlen import AtenFlashKernel
 
@@ -208,6 +215,41 @@ def test_other_signatures_are_passed_over(caplog):
     assert "TypeError" in disagreement(old, CPU, torch.bfloat16, 64, 1, windowed=False)
 
 
+def efficient_scores(q, k, bias, is_causal, scale):
+    """[1, H, N, D] and [1, H, M, D] -> [1, H, N, M]; what the kernel asks of its inputs, and its causal mask."""
+    assert q.dtype == k.dtype == torch.float32
+    assert q.shape[1] == k.shape[1], "it has no grouped heads"
+    assert not is_causal or (bias is None and q.shape[2] == k.shape[2]), "its causal mask is aligned at the first key"
+    scores = q @ k.transpose(-1, -2) * scale
+    if bias is not None:
+        assert bias.shape == scores.shape
+        assert bias.stride(-1) == 1
+        assert bias.stride(-2) % 4 == bias.storage_offset() % 4 == 0, "rows begin at multiples of 16 bytes"
+        scores = scores + bias
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf) if is_causal else scores
+
+
+def efficient_forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+    scores = efficient_scores(query, key, attn_bias, is_causal, scale)
+    lse = torch.nn.functional.pad(scores.logsumexp(-1), (0, -query.shape[2] % 32), value=torch.inf)
+    return scores.softmax(-1) @ value, lse, torch.empty(0), torch.empty(0)
+
+
+def efficient_backward(
+    grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
+    is_causal=False, *, scale=None,
+):  # fmt: skip
+    tokens = query.shape[2]
+    assert logsumexp.shape[2] % 32 == 0
+    assert logsumexp[:, :, tokens:].isposinf().all()
+    scores = efficient_scores(query, key, attn_bias, is_causal, scale)
+    weights = (scores - logsumexp[:, :, :tokens, None]).exp()
+    grad_weights = grad_out_ @ value.transpose(-1, -2) - (grad_out_ * out).sum(-1, keepdim=True)
+    grad_scores = weights * grad_weights * scale
+    grads = grad_scores @ key, grad_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad_out_
+    return *grads, torch.empty(0)
+
+
 @pytest.fixture
 def aten_on_cpu():
     """torch's CUDA operators computed on the CPU, under their own schemas."""
@@ -247,6 +289,8 @@ def aten_on_cpu():
         dropout_p, is_causal, *, scale,
     ):  # fmt: skip
         assert lse.shape == (1, *q.shape[1:3], 1)
+        assert out.is_contiguous()
+        assert grad_out.is_contiguous()
         rows = [x[0].transpose(0, 1) for x in (grad_out, q, k, v, out)]
         grads = flash_backward(*rows, lse[0, ..., 0].contiguous(), scale, *alone(q, k, is_causal))
         return tuple(grad.transpose(0, 1)[None] for grad in grads)
@@ -254,6 +298,8 @@ def aten_on_cpu():
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention", efficient_forward, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward, "CPU")
     library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
     library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
     yield
@@ -265,6 +311,13 @@ def aten_on_cpu():
 @pytest.mark.parametrize("queries_per_key", [1, 4])
 def test_torch_adapters_are_exact(kernel, queries_per_key):
     assert disagreement(kernel(), CPU, torch.bfloat16, 64, queries_per_key, windowed=True) is None
+
+
+@pytest.mark.usefixtures("aten_on_cpu")
+@pytest.mark.parametrize("queries_per_key", [1, 4])
+def test_the_memory_efficient_adapter_is_exact_in_fp32(queries_per_key):
+    """Windows and leads of keys too, for which it gets masks."""
+    assert disagreement(MemoryEfficientKernel(), CPU, torch.float32, 64, queries_per_key, windowed=True) is None
 
 
 def wrong(forward=None, backward=None):
@@ -326,6 +379,7 @@ WRONG = {
     "scale ignored": other_arguments(softmax_scale=lambda scale: 1.0),
     "own lse in backward": own_results("softmax_lse"),
     "own out in backward": own_results("out"),
+    "values beyond the first 8,192": other_arguments(v=lambda v: torch.cat((v[:8192], torch.zeros_like(v[8192:])))),
     "missing library": {},
 }
 
@@ -343,6 +397,86 @@ def test_wrong_kernel_is_passed_over(fault, monkeypatch, caplog):
     [line] = caplog.messages
     assert "flash-attn broken is passed over" in line
     assert "allowed is 1.6e-02" in line or "AttributeError" in line
+
+
+BORROWED = "from tests.test_kernel_choice import _flash_attn_varlen_backward, _flash_attn_varlen_forward\n"
+ELSEWHERE = {
+    "whole": (BORROWED, None),
+    "off": (
+        BORROWED + "_forward = _flash_attn_varlen_forward\n"
+        "def _flash_attn_varlen_forward(**kwargs):\n"
+        "    out, lse, *rest = _forward(**kwargs)\n"
+        "    return out, lse + 1, *rest\n",
+        r"lse is off by 1\.0e\+00 on documents, allowed is 1\.6e-02",
+    ),
+    "fatal": (
+        "import os, signal\ndef _flash_attn_varlen_forward(**kwargs): os.kill(os.getpid(), signal.SIGSEGV)\n",
+        "a process that checked it was ended by SIGSEGV",
+    ),
+    "leaves": (
+        "import os\ndef _flash_attn_varlen_forward(**kwargs): os._exit(7)\n",
+        "a process that checked it ended with exit code 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_a_library_is_checked_in_a_process_of_its_own(kind, tmp_path, monkeypatch):
+    """What ends that process leaves this one as it is, and the library is not loaded here before it has passed."""
+    code, wrong = ELSEWHERE[kind]
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "flash_attn_interface.py").write_text(code)
+    root = str(Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), root, os.environ.get("PYTHONPATH", "")]))
+    kernel = FlashAttention2("2.8.3")
+    found = disagreement_elsewhere(kernel, CPU, torch.bfloat16, 64, 2, windowed=False)
+    assert found is None if wrong is None else re.match(wrong, found)
+    assert not kernel.is_loaded
+
+
+def test_a_process_without_a_result_is_given_up(monkeypatch):
+    def without_end(*_, timeout, **__):
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(elsewhere.subprocess, "run", without_end)
+    found = disagreement_elsewhere(FlashAttention2("2.8.3"), CPU, torch.bfloat16, 64, 2, windowed=False)
+    assert found == "a process that checked it had no result after 600 s"
+
+
+def test_only_libraries_are_checked_elsewhere(monkeypatch):
+    monkeypatch.setattr(choose, "disagreement_elsewhere", lambda kernel, *_: f"{kernel.name} elsewhere")
+    monkeypatch.setattr(choose, "disagreement", lambda kernel, *_: f"{kernel.name} here")
+    where = CPU, torch.bfloat16, 64, 1, False
+    kernels = FlashAttention2("2.8.3"), AtenFlashKernel(), FlashAttention2("2.8.3", STAND_INS[FlashAttention2])
+    found = [choose._disagreement(kernel, *where) for kernel in kernels]
+    assert found == ["flash-attn 2.8.3 elsewhere", "aten varlen flash here", "flash-attn 2.8.3 here"]
+
+
+def test_without_another_kernel_long_sequences_are_refused(monkeypatch):
+    """Forward and backward, before the scores take memory; blocks of queries under a window are no square."""
+    monkeypatch.setattr(blockwise, "DENSE_TOKENS", 96)
+    kernel = first_exact([], CPU, torch.float32, 16, 1, windowed=False)
+    for sizes, causal, window, is_refused in (
+        ([(96, 96)], True, None, False),
+        ([(97, 97)], True, None, True),
+        ([(50, 200)], False, None, True),
+        ([(1000, 1000)], True, 8, False),
+    ):
+        *inputs, grad = make_inputs(sizes, (2, 2), 16, torch.float32)
+        entries = make_entries(sizes, causal, window)
+        out, lse = DenseKernel().forward(*inputs, entries, 1.0)
+        for call in (
+            partial(kernel.forward, *inputs, entries, 1.0),
+            partial(kernel.backward, grad, *inputs, out, lse, entries, 1.0),
+        ):
+            if is_refused:
+                with pytest.raises(
+                    ValueError, match=r"attention over \d+ tokens: no kernel but the dense one .* 96 tokens"
+                ):
+                    call()
+            else:
+                call()
 
 
 def test_windows_are_compared_only_where_they_are_asked_for(monkeypatch):
@@ -368,7 +502,8 @@ def test_order_of_kernels(capability, monkeypatch):
     cuda = torch.device("cuda")
     names = [kernel.name.removesuffix(" 1.0") for kernel in candidates() if kernel.fits(cuda, torch.bfloat16, 128)]
     assert names == ORDER[capability]
-    assert not any(kernel.fits(cuda, torch.float32, 128) for kernel in candidates())
+    in_fp32 = [kernel.name for kernel in candidates() if kernel.fits(cuda, torch.float32, 128)]
+    assert in_fp32 == ["aten memory-efficient"]
     assert not any(kernel.fits(cuda, torch.bfloat16, 100) for kernel in candidates())
 
 
@@ -377,7 +512,7 @@ def test_libraries_that_are_not_installed_are_no_candidates(monkeypatch):
         raise flash_attn.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(flash_attn, "version", version)
-    assert [kernel.name for kernel in candidates()] == ["cuDNN", "aten varlen flash"]
+    assert [kernel.name for kernel in candidates()] == ["cuDNN", "aten varlen flash", "aten memory-efficient"]
 
 
 @pytest.mark.usefixtures("aten_on_cpu")
@@ -392,6 +527,10 @@ def test_cudnn_takes_long_documents_that_are_alone(monkeypatch):
         for way in ("forward", "backward"):
             monkeypatch.setattr(kernel, way, lambda self, *_, way=way: calls.append((self.name, way)))
     tensors = [torch.empty(0)] * 6
+    for square in (True, False):  # met in a batch before: only shapes that recur get a plan
+        chosen.forward(*tensors[:3], make_entries([(64 if square else 10, 64)], square), 1.0)
+    assert calls == [("aten varlen flash", "forward")] * 2
+    calls.clear()
     for sizes, causal, window in (
         ([(64, 64)], True, None),
         ([(10, 64)], False, None),
@@ -412,6 +551,32 @@ def test_cudnn_takes_long_documents_that_are_alone(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert calls == [("cuDNN", "backward"), ("aten varlen flash", "backward")]
+
+
+def test_cudnn_plans_only_for_shapes_that_recur_and_for_so_many(monkeypatch):
+    """A ring's blocks have other shapes with every pack; the layers of one batch share its entries."""
+    for kernel in (CudnnKernel, AtenFlashKernel):
+        monkeypatch.setattr(kernel, "fits", lambda *_: True)
+        monkeypatch.setattr(kernel, "forward", lambda self, *_: self.name)
+    monkeypatch.setattr(choose, "disagreement", lambda *_: None)
+    monkeypatch.setattr(choose, "LONG_DOCUMENT", 64)
+    monkeypatch.setattr(choose, "MAX_PLANS", 2)
+    monkeypatch.setattr(choose, "REMEMBERED_SHAPES", 3)
+    chosen = first_exact([CudnnKernel(), AtenFlashKernel()], CPU, torch.bfloat16, 16, 1, windowed=False)
+
+    def by(entries):
+        return chosen.forward(*[torch.empty(0)] * 3, entries, 1.0)
+
+    first, others = make_entries([(10, 64)], False), [make_entries([(10, 64)], False) for _ in range(2)]
+    assert [by(first) for _ in range(36)] == ["aten varlen flash"] * 36
+    assert [by(entries) for entries in others] == ["cuDNN"] * 2
+    assert by(first) == "cuDNN"  # its backward pass, maybe: there is a plan
+    passing = [make_entries([(11, keys)], False) for keys in range(64, 164)]
+    assert {by(entries) for entries in passing} == {"aten varlen flash"}
+    assert len(chosen._first) == 3
+    assert by(make_entries([(11, 64)], False)) == "aten varlen flash"  # forgotten meanwhile
+    again = [by(make_entries([(11, keys)], False)) for keys in (162, 163)]
+    assert again == ["cuDNN", "aten varlen flash"]  # the second would be a third plan
 
 
 def test_dtypes_and_head_sizes_that_no_kernel_knows_are_refused():

@@ -558,12 +558,23 @@ def test_contradiction_in_a_launch_is_one_line_before_the_processes_meet(data, t
 
 
 def stock_sharding(arguments):
-    """Train in this process; returns what accelerate knows of sequence parallelism, and the variables left over."""
+    """Train in this process; returns what accelerate knows of sequence parallelism, and the variables left over.
+
+    torch's own mesh is of GPUs on a machine that has some, whatever the group runs on: FSDP2 must not be left to it.
+    """
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
     from longctx.run import fit, load, prepare
 
+    def mesh_of_any_accelerator():
+        raise AssertionError("FSDP2 was given no mesh")
+
+    _fully_shard._init_default_mesh = mesh_of_any_accelerator
     run = resolve(parse_flags(arguments), read_profile(), os.environ)
     prepared = prepare(run)
-    accelerator = fit(prepared, load(prepared)).accelerator
+    trainer = fit(prepared, load(prepared))
+    accelerator = trainer.accelerator
+    assert {parameter.device_mesh.device_type for parameter in trainer.model.parameters()} == {"cpu"}
     config = accelerator.parallelism_config
     degrees = (config.cp_size, config.sp_size, config.tp_size) if config is not None else (1, 1, 1)
     return run.dims.sp, degrees, [name for name in os.environ if "PARALLELISM_CONFIG" in name]

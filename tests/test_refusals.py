@@ -80,12 +80,12 @@ def test_dp_replicate_does_not_divide(refused):
 
 def test_more_ranks_than_devices(refused, monkeypatch):
     monkeypatch.setattr("longctx.config.device_count", lambda: 2)
-    refused("--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
+    refused(*OWN, "--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    refused("--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
+    refused(*OWN, "--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
     monkeypatch.delenv("LOCAL_WORLD_SIZE")  # a launcher that does not say: one GPU for each process, perhaps
-    assert main(["--sp", "4", "--dry_run"]) == 0
+    assert main([*OWN, "--sp", "4", "--dry_run"]) == 0
 
 
 def test_accelerate_launch_in_each_of_several_tasks(refused, srun_task, monkeypatch):

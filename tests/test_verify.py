@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from transformers import Qwen3Config
 from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
+from longctx.memory.closed_form import ModelSizes
 from longctx.tiny import tiny_model, tiny_tokenizer
-from longctx.verify import parity
+from longctx.verify import machine, parity
 from longctx.verify.machine import check_settings, check_shared_memory, check_versions, measure_pairs, slow_pairs
 from longctx.verify.parity import gradient_errors, worst_gradient
+from longctx.verify.reference import check_reference_fits, reference_bytes
 from longctx.verify.report import Check, as_advice, as_json, as_table, culprit, error_check
 from longctx.verify.subject import few_layers, with_defaults
 from tests.workers import run_ranks
@@ -256,3 +259,63 @@ def test_every_pair_is_measured():
     assert speeds[0] == speeds[1] == speeds[2]
     assert speeds[0].keys() == {(0, 1), (0, 2), (1, 2)}
     assert min(speeds[0].values()) > 0
+
+
+# On GPUs
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "bf16"),
+    [(2, [], True), (2, ["--use_cpu", "True"], False), (0, [], False), (2, ["--bf16", "False"], False)],
+)
+def test_the_precision_is_that_of_training_on_gpus(gpus, arguments, bf16, monkeypatch):
+    monkeypatch.setattr("longctx.config.device_count", lambda: gpus)
+    monkeypatch.setattr("longctx.verify.subject.device_count", lambda: gpus)
+    profile = read_profile({})
+    run = resolve(with_defaults(parse_flags(["--sp", "2", *arguments]), profile), profile, {})
+    assert run.settings["bf16"] is bf16
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_the_kernel_that_is_named_is_that_of_the_step(bf16, dtype, monkeypatch):
+    """On a GPU too: each dtype has kernels of its own there."""
+    asked = []
+    kernel = SimpleNamespace(name="a kernel")
+    monkeypatch.setattr(machine, "kernel_of", lambda config, device, dtype: asked.append(dtype) or kernel)
+    monkeypatch.setattr(machine.flash_attn, "installed", lambda: [])
+    run = SimpleNamespace(settings={"bf16": bf16, "dtype": "float32"}, model_config=LARGE)
+    [finding] = machine._kernels(run, torch.device("cuda"))
+    assert asked == [getattr(torch, dtype)]
+    assert finding.value == f"a kernel for {dtype}, heads of 16"
+
+
+def test_a_document_that_one_device_cannot_hold_is_refused_with_the_length_that_it_can():
+    sizes = ModelSizes.of_config(LARGE)
+    available = reference_bytes(sizes, 1000, has_scores=False)
+    check_reference_fits(sizes, 1000, available, has_scores=False)
+    with pytest.raises(ValueError, match=r"a document of 1,001 tokens whole.*Use --max_length 1000 or less"):
+        check_reference_fits(sizes, 1001, available, has_scores=False)
+    with pytest.raises(ValueError, match="Use a lower --num_layers, or --use_cpu"):
+        check_reference_fits(sizes, 1000, 0, has_scores=False)
+    scores = reference_bytes(sizes, 1000, has_scores=True) - available
+    assert scores == 6 * 16 * 4 * 1000**2  # layers, bytes, heads, pairs
+
+
+def test_the_prediction_for_one_device_is_near_what_autograd_saves():
+    """Bytes that layers and loss save in fp32, counted as they are saved: predicted is no less, nor twice as much."""
+    model = tiny_model(config=LARGE)
+    saved: dict[int, int] = {}
+
+    def note(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = 512
+    ids = torch.arange(tokens)[None] % 250
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    sizes = ModelSizes.of_model(model)
+    predicted = reference_bytes(sizes, tokens, has_scores=False) - 8 * sizes.num_parameters
+    assert sum(saved.values()) <= predicted <= 2 * sum(saved.values())

@@ -56,7 +56,12 @@ class Ending(NamedTuple):
 
 
 def start_server(*modules: str) -> None:
-    """Begin to import PRELOAD and `modules`, in a process of its own; the environment is what it is now."""
+    """Begin to import PRELOAD and `modules`, in a process of its own; the environment is what it is now.
+
+    Libraries ask for GPUs when they are imported. The server must not start CUDA for an answer, which no rank that is
+    forked from it could then use: torch asks the driver's management library instead.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *modules])
     from multiprocessing import forkserver

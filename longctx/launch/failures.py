@@ -81,7 +81,8 @@ class FollowSteps(TrainerCallback):
 _LIKELY = {
     "SIGKILL": "Most often that is the kernel's out-of-memory killer (dmesg says so): give the run more host memory, "
     "or fewer processes and data loader workers per node.",
-    "SIGABRT": "So ends a rank that has waited for others for --ddp_timeout in NCCL; torch's report is above.",
+    "SIGABRT": "So ends a rank that has waited for others for --ddp_timeout in NCCL. Where every rank was is "
+    "written above, before torch's report.",
 }
 
 

@@ -111,9 +111,8 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
 
 def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
     """All ranks together; rank 0 prints what was found, and every rank returns it."""
-    import torch.distributed as dist
-
     from longctx.run import build_trainer, prepare
+    from longctx.turns import first_ranks
     from longctx.verify.machine import check_machine
     from longctx.verify.parity import check_parity
     from longctx.verify.subject import load_layers, telling_rows, with_tokenizer
@@ -122,11 +121,7 @@ def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
     prepared = telling_rows(prepare(with_tokenizer(replace(run, settings={**run.settings, "output_dir": folder}))))
     trainer = build_trainer(prepared, load_layers(run, prepared))
     machine = check_machine(prepared.run, trainer.args.device)
-    checks = check_parity(trainer, run.dims.sp)
-    if dist.is_initialized():
-        agreed = [checks]
-        dist.broadcast_object_list(agreed, device=trainer.args.device)
-        checks = agreed[0]
+    checks = first_ranks(check_parity(trainer, run.dims.sp))
     if trainer.sequence.rank == 0:
         seconds = time.perf_counter() - started
         run = replace(prepared.run, settings=run.settings)  # the backend that the data decided on

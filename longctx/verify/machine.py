@@ -127,8 +127,9 @@ def check_shared_memory(folder: Path) -> Iterator[Finding]:
 
 
 def _kernels(run: Run, device: torch.device) -> Iterator[Finding]:
-    """The attention kernel that training takes on this device, and the libraries that are installed."""
-    dtype = torch.bfloat16 if device.type == "cuda" or run.settings["bf16"] else torch.float32
+    """The attention kernel of the step that is compared, and the libraries that are installed."""
+    is_half = run.settings["bf16"] or run.settings["dtype"] == "bfloat16"
+    dtype = torch.bfloat16 if is_half else torch.float32
     kernel = kernel_of(run.model_config, device, dtype)
     ok = device.type == "cpu" or not isinstance(kernel, DenseKernel)
     remedy = "no fast kernel is exact here (see the log for why): pip install 'longctx[flash-attn]'"

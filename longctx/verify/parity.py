@@ -22,11 +22,12 @@ from transformers import AttentionInterface, PreTrainedModel, PrinterCallback, T
 
 from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
+from longctx.memory.closed_form import ModelSizes
 from longctx.run import first_step_batches
 from longctx.trainer import SequenceTrainer
-from longctx.turns import gathered
+from longctx.turns import gathered, together
 from longctx.ulysses.gated_delta import gated_delta_layers
-from longctx.verify.reference import documents_of, single_device_step
+from longctx.verify.reference import check_reference_fits, documents_of, single_device_step
 from longctx.verify.report import Check, error_check
 
 FP32_BOUND = 1e-5
@@ -65,8 +66,12 @@ def check_parity(trainer: SequenceTrainer, sp: int) -> list[Check]:
 
     Returns:
         The checks, on rank 0 complete.
+
+    Raises:
+        ValueError: if the GPU cannot hold the step on one device.
     """
     batches = [first_step_batches(trainer, dp_rank) for dp_rank in range(trainer.sequence.dims.dp)]
+    together(lambda: _check_reference_fits(trainer, batches))
     reference = _reference(trainer, [batch for of_rank in batches for batch in of_rank])
     step = _Step(trainer, sp, batches, reference)
     trainer.add_callback(step)
@@ -185,6 +190,16 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
     model.set_attn_implementation(NAME)
     model.to(home)
     return Reference(loss=loss, grad_norm=norm, gradients=gradients, bounds=bounds)
+
+
+def _check_reference_fits(trainer: SequenceTrainer, batches: Batches) -> None:
+    """On rank 0, which runs the step on one device."""
+    device, model = trainer.sequence.device, trainer.model
+    if trainer.sequence.rank != 0 or device.type != "cuda":
+        return
+    longest = max(len(ids) for of_rank in batches for batch in of_rank for ids, _ in documents_of(batch))
+    free, _ = torch.cuda.mem_get_info(device)
+    check_reference_fits(ModelSizes.of_model(model), longest, free, has_scores=not model._supports_sdpa)
 
 
 def _norm(gradients: Gradients) -> float:

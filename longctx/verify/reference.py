@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -11,7 +13,46 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
+from longctx.memory.closed_form import ModelSizes
 from longctx.shard import complete_position_ids
+
+GIB = 2**30
+
+
+def check_reference_fits(sizes: ModelSizes, tokens: int, available: int, *, has_scores: bool) -> None:
+    """Check that a device can hold the step of `single_device_step` in fp32.
+
+    Args:
+        tokens: of the longest document.
+        available: bytes of the device that are free.
+        has_scores: whether attention keeps a matrix of all scores, as transformers' eager one does.
+
+    Raises:
+        ValueError: if the step is predicted to need more.
+    """
+    predicted = partial(reference_bytes, sizes, has_scores=has_scores)
+    if predicted(tokens) <= available:
+        return
+    fits = bisect_right(range(tokens), available, key=predicted) - 1
+    shorter = f"Use --max_length {fits} or less, a lower --num_layers" if fits > 1 else "Use a lower --num_layers"
+    raise ValueError(
+        f"the step on one device that this run is compared with holds a document of {tokens:,} tokens whole, which "
+        f"takes about {predicted(tokens) / GIB:,.1f} GiB, and this GPU has {available / GIB:,.1f} GiB free. {shorter}, "
+        "or --use_cpu True, where host memory is the limit."
+    )
+
+
+def reference_bytes(sizes: ModelSizes, tokens: int, *, has_scores: bool) -> int:
+    """Predicted bytes of the step for a document: weights and gradients, what layers save, and the logits.
+
+    Layers save what `longctx.memory.closed_form` has for them without recomputation, in fp32 twice as much as in bf16.
+    A logit is there four times: as it is, shifted, as a log-probability, and as a gradient.
+    """
+    h, width = sizes.hidden_size, sizes.intermediate_size
+    layer = 4 * (10.5 * h + 9 * sizes.query_size + 4 * sizes.key_value_size + 6.5 * width)
+    of_token = 16 * sizes.vocab_size + sizes.num_layers * layer
+    of_pair = 16 * sizes.num_heads * sizes.num_layers if has_scores else 0
+    return round(8 * sizes.num_parameters + tokens * of_token + tokens**2 * of_pair)
 
 
 def single_device_step(

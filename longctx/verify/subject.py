@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longctx.data import name_data
 from longctx.flags import Flags
+from longctx.launch.processes import device_count
 from longctx.launch.profile import LaunchProfile
 from longctx.model import first_layers
 from longctx.packing import PackedDataset
@@ -34,7 +35,10 @@ DEFAULTS = {
     "overlong": "split",
     "output_dir": "longctx-output",
 }
-"""Flags that the user may set otherwise; two micro-batches and no bf16 besides, where no profile says so."""
+"""Flags that the user may set otherwise; where no profile says so, two micro-batches besides, and no bf16 on the CPU.
+
+On GPUs the precision is that of training, bf16, since fp32 would run other kernels than training does.
+"""
 
 FIXED = {
     "max_steps": 1,
@@ -72,7 +76,7 @@ def with_defaults(flags: Flags, profile: LaunchProfile) -> Flags:
         del wanted["dataset_name"]
     if profile.gradient_accumulation_steps is None:
         wanted["gradient_accumulation_steps"] = 2  # with other numbers of label tokens
-    if profile.mixed_precision is None:
+    if profile.mixed_precision is None and (flags.use_cpu or profile.use_cpu or device_count() == 0):
         wanted["bf16"] = False
     kept = {name: value for name, value in wanted.items() if name not in flags.explicit}
     # Where a profile sets what is fixed here, it keeps its word: see `longctx.config`.

@@ -16,6 +16,9 @@ from longctx.attention.kernels.kernel import Kernel
 MAX_QUERY_BLOCK = 512
 """Queries a call where a window or a lead of keys needs a mask, which has this many rows."""
 
+DENSE_TOKENS = 8192
+"""Of one call of the dense kernel as a fallback: scores in fp32 are then 256 MiB a head, several times over."""
+
 
 class BlockwiseKernel(Kernel):
     """Call after call, by `_forward` and `_backward`: an entry each, or a block of its queries where it needs a mask.
@@ -86,7 +89,7 @@ class CpuFlashKernel(BlockwiseKernel):
 
 
 class DenseKernel(BlockwiseKernel):
-    """Plain torch, one score matrix a call: any device and dtype, O(L²) memory. The fallback and the yardstick."""
+    """Plain torch, one score matrix a call: any device and dtype, O(L²) memory. The yardstick."""
 
     name = "dense"
 
@@ -95,32 +98,54 @@ class DenseKernel(BlockwiseKernel):
             scores = self._scores(q, k, causal, mask, scale)
             lse = scores.logsumexp(-1)
             weights = (scores - lse[..., None]).exp()
-            return (weights @ _repeat_heads(v, q).to(weights)).to(q.dtype), lse
+            return (weights @ repeat_heads(v, q).to(weights)).to(q.dtype), lse
 
     def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale):
         with torch.autocast(q.device.type, enabled=False):
             weights = (self._scores(q, k, causal, mask, scale) - lse[..., None]).exp()
             grad_out, out = grad_out.to(weights), out.to(weights)
-            grad_weights = grad_out @ _repeat_heads(v, q).to(weights).transpose(-1, -2)
+            grad_weights = grad_out @ repeat_heads(v, q).to(weights).transpose(-1, -2)
             grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True)) * scale
-            dq = grad_scores @ _repeat_heads(k, q).to(weights)
-            dk = _sum_heads(grad_scores.transpose(-1, -2) @ q.to(weights), k)
-            dv = _sum_heads(weights.transpose(-1, -2) @ grad_out, v)
+            dq = grad_scores @ repeat_heads(k, q).to(weights)
+            dk = sum_heads(grad_scores.transpose(-1, -2) @ q.to(weights), k)
+            dv = sum_heads(weights.transpose(-1, -2) @ grad_out, v)
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
-        scores = q.to(_wide(q)) @ _repeat_heads(k, q).to(_wide(q)).transpose(-1, -2) * scale
+        scores = q.to(_wide(q)) @ repeat_heads(k, q).to(_wide(q)).transpose(-1, -2) * scale
         if causal:
             mask = _mask(q.shape[2], k.shape[2], k.shape[2], q)
         return scores if mask is None else scores + mask
+
+
+class ShortDenseKernel(DenseKernel):
+    """The fallback where no other kernel is exact: the same up to DENSE_TOKENS tokens, and an error above."""
+
+    name = f"dense, up to {DENSE_TOKENS:,} tokens"
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+        if q.shape[2] * k.shape[2] > DENSE_TOKENS**2:
+            raise ValueError(dense_refusal(max(q.shape[2], k.shape[2])))
+        return DenseKernel._scores(q, k, causal, mask, scale)
+
+
+def dense_refusal(tokens: int) -> str:
+    """Why so many tokens are refused where there is no kernel but the dense one."""
+    return (
+        f"attention over {tokens:,} tokens: no kernel but the dense one is exact here, whose memory grows with their "
+        f"square, and it is for {DENSE_TOKENS:,} tokens at most. The log says why others are passed over. Use bf16 on "
+        "a GPU of compute capability 8.0 or later (pip install 'longctx[flash-attn]' adds kernels), or shorter "
+        "sequences."
+    )
 
 
 def _calls(entries: Entries, q: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
     """Queries, keys, causal flag and additive mask of each call; every query sees a key."""
     longest = int(entries.num_keys.max(initial=1))
     window = min(entries.window or longest, longest)
-    block = min(max(window, 64), MAX_QUERY_BLOCK)
+    block = min(max(window, 64), MAX_QUERY_BLOCK, int(entries.num_queries.max(initial=1)))
     mask = None
     for at_q, at_kv in entries.compact():
         num_queries, num_keys = at_q.stop - at_q.start, at_kv.stop - at_kv.start
@@ -152,11 +177,11 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """[1, K, M, D] -> [1, H, M, D]: each key/value head once for every query head that uses it."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _sum_heads(grad: Tensor, x: Tensor) -> Tensor:
-    """[1, H, M, D] -> [1, K, M, D]: the adjoint of `_repeat_heads`."""
+def sum_heads(grad: Tensor, x: Tensor) -> Tensor:
+    """[1, H, M, D] -> [1, K, M, D]: the adjoint of `repeat_heads`."""
     return grad.unflatten(1, (x.shape[1], -1)).sum(2)

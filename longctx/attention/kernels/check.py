@@ -1,4 +1,4 @@
-"""Is a kernel exact here? A small packed problem of each kind, against plain attention in fp64 on the CPU.
+"""Is a kernel exact here? A packed problem of each kind, against plain attention in fp64 on the CPU.
 
 Libraries change their signatures, layouts and conventions from one release to the next, and not all of them were at
 hand when this was written. So no kernel is trusted by its name.
@@ -6,7 +6,8 @@ hand when this was written. So no kernel is trusted by its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -27,6 +28,9 @@ Sizes: TypeAlias = list[tuple[int, int]]
 DOCUMENTS: Sizes = [(n, n) for n in (130, 1, 1, 70, 257)]
 LED: Sizes = [(40, 40), (1, 90), (30, 161)]
 FULL: Sizes = [(64, 131), (1, 90), (200, 1), (33, 33)]
+ROWS_OF_LONGER = ", rows of longer tensors"
+LONG: Sizes = [(16, 10_000), (5, 70)]
+"""More keys than a kernel has in one tile, or in one part of a split row; few queries, for the sake of fp64."""
 KINDS: dict[str, tuple[Sizes, bool, int | None]] = {
     "documents": (DOCUMENTS, True, None),
     "one document": ([(384, 384)], True, None),
@@ -38,6 +42,11 @@ KINDS: dict[str, tuple[Sizes, bool, int | None]] = {
     "window of 30": (DOCUMENTS, True, 30),
     "window of 1": (DOCUMENTS, True, 1),
     "window of 30, more keys than queries": (LED, True, 30),
+    f"documents{ROWS_OF_LONGER}": (DOCUMENTS, True, None),
+    f"more keys than queries{ROWS_OF_LONGER}": (LED, True, None),
+    f"one full entry{ROWS_OF_LONGER}": ([(200, 330)], False, None),
+    "few queries of a long document": (LONG, True, None),
+    "few keys for many queries": ([(keys, queries) for queries, keys in LONG], False, None),
 }
 """(queries, keys) of each entry, causal, window."""
 
@@ -55,9 +64,10 @@ def disagreement(
         entries = make_entries(sizes, causal, window)
         if (window is not None and not windowed) or not kernel.takes(entries):
             continue
-        q, k, v, grad_out = make_inputs(sizes, (2 * queries_per_key, 2), head_dim, dtype)
+        tensors = make_inputs(sizes, (2 * queries_per_key, 2), head_dim, dtype)
+        place = _as_rows if kind.endswith(ROWS_OF_LONGER) else Tensor.to
         try:
-            for name, error in _errors(kernel, device, entries, q, k, v, grad_out):
+            for name, error in _errors(kernel, partial(place, device=device), entries, *tensors):
                 if not error <= BOUNDS[dtype]:  # NaN is wrong too
                     return f"{name} is off by {error:.1e} on {kind}, allowed is {BOUNDS[dtype]:.1e}"
         except Exception as error:  # whatever a foreign library raises, the next kernel is tried
@@ -80,13 +90,29 @@ def make_inputs(sizes: Sizes, heads: tuple[int, int], head_dim: int, dtype: torc
     return [torch.randn(1, *shape, head_dim, generator=generator).to(dtype) for shape in shapes]
 
 
+def _as_rows(x: Tensor, device: torch.device) -> Tensor:
+    """[1, H, N(, D)] on the device as models and rings pass it: N rows of more, with the heads of a row together."""
+    longer = torch.zeros(1, x.shape[2] + 7, x.shape[1], *x.shape[3:], dtype=x.dtype, device=device).transpose(1, 2)
+    return longer[:, :, 3:-4].copy_(x)
+
+
 def _errors(
-    kernel: Kernel, device: torch.device, entries: Entries, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor
+    kernel: Kernel,
+    place: Callable[[Tensor], Tensor],
+    entries: Entries,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
 ) -> Iterator[tuple[str, float]]:
-    """The name and error of each result."""
+    """The name and error of each result.
+
+    Args:
+        place: lays a tensor out on the device.
+    """
     dense, scale = DenseKernel(), q.shape[-1] ** -0.5
     exact_q, exact_k, exact_v = q.double(), k.double(), v.double()
-    q, k, v = q.to(device), k.to(device), v.to(device)
+    q, k, v = place(q), place(k), place(v)
     exact_out, exact_lse = dense.forward(exact_q, exact_k, exact_v, entries, scale)
     out, lse = kernel.forward(q, k, v, entries, scale)
     queries, keys = zip(*entries.compact(), strict=True)
@@ -95,7 +121,7 @@ def _errors(
 
     # As if other keys had taken part in the softmax.
     wider_out, wider_lse = (0.5 * exact_out).to(q.dtype), (exact_lse + 1.0).to(lse.dtype)
-    grads = kernel.backward(grad_out.to(device), q, k, v, wider_out.to(device), wider_lse.to(device), entries, scale)
+    grads = kernel.backward(place(grad_out), q, k, v, place(wider_out), place(wider_lse), entries, scale)
     wider_out, wider_lse = wider_out.double(), wider_lse.double()
     exact = dense.backward(grad_out.double(), exact_q, exact_k, exact_v, wider_out, wider_lse, entries, scale)
     for name, actual, wanted, at in zip(("dq", "dk", "dv"), grads, exact, (queries, keys, keys), strict=True):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from longctx.attention.kernels import flash_attn
-from longctx.attention.kernels.blockwise import CpuFlashKernel, DenseKernel
+from longctx.attention.kernels.blockwise import CpuFlashKernel, ShortDenseKernel
 from longctx.attention.kernels.check import BOUNDS, disagreement
 from longctx.attention.kernels.cudnn import CudnnKernel
+from longctx.attention.kernels.efficient import MemoryEfficientKernel
+from longctx.attention.kernels.elsewhere import disagreement_elsewhere
 from longctx.attention.kernels.entries import Entries, take
 from longctx.attention.kernels.kernel import Kernel
 from longctx.attention.kernels.varlen import AtenFlashKernel
@@ -22,6 +27,14 @@ logger = logging.getLogger(__name__)
 LONG_DOCUMENT = 8192
 """Tokens from which a document that is alone goes to cuDNN; shorter ones have too many lengths to plan for each."""
 
+MAX_PLANS = 64
+"""Shapes that cuDNN computes in a process. It never drops a plan, of which forward and backward have one each."""
+
+REMEMBERED_SHAPES = 1024
+
+Shape: TypeAlias = tuple[int, int, bool]
+"""Queries, keys, causal."""
+
 
 def candidates() -> Iterator[Kernel]:
     """All kernels for CUDA, the fastest first."""
@@ -30,6 +43,7 @@ def candidates() -> Iterator[Kernel]:
     yield CudnnKernel()
     yield from (kernel for kernel in installed if isinstance(kernel, flash_attn.FlashAttention2))
     yield AtenFlashKernel()
+    yield MemoryEfficientKernel()
 
 
 @functools.cache
@@ -60,12 +74,14 @@ def first_exact(
     queries_per_key: int,
     windowed: bool,
 ) -> Kernel:
-    """The first that fits and is exact, the dense one if none is; a line in the log for each that is not."""
+    """The first that fits and is exact, a line in the log for each that is not. If none is, the dense one, which takes
+    short sequences only.
+    """
     long_document = None
     for kernel in kernels:
         if not kernel.fits(device, dtype, head_dim):
             continue
-        wrong = disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed)
+        wrong = _disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed)
         if wrong is not None:
             logger.warning(
                 "longctx: the attention kernel %s is passed over for %s, head size %d, on %s: %s",
@@ -75,14 +91,28 @@ def first_exact(
             long_document = kernel
         else:
             return kernel if long_document is None else _LongDocuments(long_document, kernel)
-    return DenseKernel()
+    return ShortDenseKernel()
+
+
+def _disagreement(kernel: Kernel, *where: Any) -> str | None:
+    """Where the kernel is wrong; a library that this process has not loaded is tried in another one."""
+    if isinstance(kernel, flash_attn.FlashAttentionKernel) and not kernel.is_loaded:
+        return disagreement_elsewhere(kernel, *where)
+    return disagreement(kernel, *where)
 
 
 class _LongDocuments(Kernel):
-    """One kernel for a long document that is alone, another for all else."""
+    """One kernel for a long document that is alone, another for all else.
+
+    cuDNN builds a plan for every new shape and keeps it for good, and the blocks of a ring have other shapes with every
+    pack. So a shape goes to cuDNN from its second batch on, and no more than MAX_PLANS of them do.
+    """
 
     def __init__(self, alone: CudnnKernel, others: Kernel):
         self.alone, self.others = alone, others
+        self._first: OrderedDict[Shape, weakref.ref[Entries]] = OrderedDict()
+        """The entries that the shape was first met in, of the REMEMBERED_SHAPES that were met last."""
+        self._planned: set[Shape] = set()
         self.name = f"{others.name}; {alone.name} for one document of {LONG_DOCUMENT:,} tokens or more"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
@@ -104,7 +134,22 @@ class _LongDocuments(Kernel):
     def _kernel(self, entries: Entries) -> Kernel:
         if torch.are_deterministic_algorithms_enabled():  # cuDNN's backward is not
             return self.others
-        return self.alone if self.alone.takes(entries) and entries.num_keys.max() >= LONG_DOCUMENT else self.others
+        is_long = self.alone.takes(entries) and entries.num_keys.max() >= LONG_DOCUMENT
+        return self.alone if is_long and self._recurs(entries) else self.others
+
+    def _recurs(self, entries: Entries) -> bool:
+        """Whether the shape was met in another batch: all layers of one share its entries."""
+        shape = int(entries.num_queries[0]), int(entries.num_keys[0]), entries.causal
+        if shape in self._planned:
+            return True
+        first = self._first.setdefault(shape, weakref.ref(entries))
+        self._first.move_to_end(shape)
+        if len(self._first) > REMEMBERED_SHAPES:
+            self._first.popitem(last=False)
+        if first() is entries or len(self._planned) == MAX_PLANS:
+            return False
+        self._planned.add(shape)
+        return True
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:

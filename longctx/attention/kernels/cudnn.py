@@ -54,6 +54,8 @@ class CudnnKernel(Kernel):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self._lse_shape is not None, "a forward call, if only that of the check, comes first"
+        # A ring passes rows of longer tensors, and autograd a dO of any layout; cuDNN wants both of one layout.
+        grad_out, out = grad_out.contiguous(), out.contiguous()
         no_seed = torch.empty((), dtype=torch.int64, device=q.device)
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *(grad_out, q, k, v, out, lse.reshape(*lse.shape, *self._lse_shape).contiguous()),

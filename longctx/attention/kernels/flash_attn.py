@@ -31,7 +31,13 @@ class FlashAttentionKernel(VarlenKernel):
 
     def __init__(self, release: str, module: ModuleType | None = None):
         self.name = f"{self.distribution} {release}"
+        self.release = release
         self._module = module
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the library is in this process."""
+        return self._module is not None
 
     @property
     def module(self) -> ModuleType:

@@ -1,0 +1,54 @@
+"""torch's memory-efficient attention, the one on CUDA that computes in fp32 without a matrix of all scores."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longctx.attention.kernels.blockwise import BlockwiseKernel, repeat_heads, sum_heads
+
+ALIGNMENT = 8
+"""Elements that the rows of a mask are a multiple of apart."""
+
+LSE_ALIGNMENT = 32
+"""Queries that the log-sum-exp is a multiple of, infinite beyond the last one."""
+
+
+class MemoryEfficientKernel(BlockwiseKernel):
+    """A call an entry, with key/value heads repeated: slower than the flash kernels, which have no fp32.
+
+    torch's own context parallelism hands its backward a merged `out` and log-sum-exp, too.
+    """
+
+    name = "aten memory-efficient"
+
+    def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        return device.type == "cuda" and dtype == torch.float32 and head_dim % 4 == 0
+
+    def _forward(self, q, k, v, causal, mask, scale):
+        forward = torch.ops.aten._scaled_dot_product_efficient_attention
+        bias = _as_bias(mask, q)
+        out, lse, *_ = forward(q, repeat_heads(k, q), repeat_heads(v, q), bias, True, 0.0, causal, scale=scale)
+        return out, lse[:, :, : q.shape[2]]
+
+    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale):
+        backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        lse = F.pad(lse, (0, -q.shape[2] % LSE_ALIGNMENT), value=math.inf)
+        no_seed = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = backward(
+            *(grad_out, q, repeat_heads(k, q), repeat_heads(v, q), _as_bias(mask, q), out, lse, no_seed, no_seed, 0.0),
+            *([True, True, True, False], causal),
+            scale=scale,
+        )
+        return dq, sum_heads(dk, k), sum_heads(dv, v)
+
+
+def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """[N, M] -> [1, H, N, M], a view of rows that begin where the kernel can load them."""
+    if mask is None:
+        return None
+    aligned = F.pad(mask, (0, -mask.shape[1] % ALIGNMENT))[:, : mask.shape[1]]
+    return aligned.expand(1, q.shape[1], *mask.shape)
