@@ -91,6 +91,31 @@ def settle(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def keep_backward_in_one_thread() -> None:
+    """Have backward passes that this thread starts stay in it, instead of also using a thread for each device.
+
+    Hidden states in host memory put the nodes between layers on the CPU's thread, and the layers' parameters put theirs
+    on the device's. Engines reduce a layer's gradients in a hook on its input, which must come after the gradients. One
+    thread takes the nodes in that order, as on a machine without a GPU; of two threads, the CPU's comes first, and the
+    engine reduces gradients that are not there yet.
+    """
+    torch.autograd.set_multithreading_enabled(False)
+
+
+def check_one_thread(device: torch.device) -> None:
+    """Check in a backward pass that `keep_backward_in_one_thread` holds for it.
+
+    Raises:
+        ValueError: if a device's thread takes a part in it.
+    """
+    if device.type != "cpu" and torch.autograd.is_multithreading_enabled():
+        raise ValueError(
+            "sequence_chunk_size: this backward pass runs in several threads, in which FSDP2 and DeepSpeed would reduce "
+            "gradients before they are computed. Call backward in the thread that called parallelize, or under "
+            "torch.autograd.set_multithreading_enabled(False)."
+        )
+
+
 def run_in_tiles(
     module: nn.Module, run: Callable[[Tensor], Tensor], size: int, device: torch.device, x: Tensor
 ) -> Tensor:
@@ -122,6 +147,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
+        check_one_thread(ctx.device)
         (x,) = ctx.saved_tensors
         needs_x = x.is_floating_point() and ctx.needs_input_grad[3]
         grad_x = host_empty(*x.shape, dtype=x.dtype, device=ctx.device) if needs_x else None
