@@ -16,6 +16,8 @@ refusals.install()  # before anything imports longctx
 
 from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer  # noqa: E402
 from tests.small_model import HEADS, save_small_model  # noqa: E402
+from tests.softcuda.build import unavailable  # noqa: E402
+from tests.softcuda.ranks import SoftGPUs  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,6 +41,15 @@ def saved_model(tmp_path_factory):
     tiny_model(config=config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def soft_gpus():
+    """Two GPUs in host memory: see tests/softcuda. Compiled when it is used for the first time."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with SoftGPUs() as gpus:
+        yield gpus
 
 
 @pytest.fixture

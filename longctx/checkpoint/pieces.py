@@ -186,8 +186,8 @@ def _with_states(
 def _scalar_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
     """Return where the count of steps lies: kernels read it beside the parameter if they are fused or captured.
 
-    ZeRO empties the groups' lists of parameters, so that the group of one parameter cannot be told from another's; torch
-    takes a count on the device for any implementation.
+    ZeRO empties the groups' lists of parameters, so that a parameter's own group cannot be told. Torch takes a count on
+    the device for any implementation.
     """
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     return parameter.device if on_device else torch.device("cpu")

@@ -110,7 +110,7 @@ def check_one_thread(device: torch.device) -> None:
     """
     if device.type != "cpu" and torch.autograd.is_multithreading_enabled():
         raise ValueError(
-            "sequence_chunk_size: this backward pass runs in several threads, in which FSDP2 and DeepSpeed would reduce "
+            "sequence_chunk_size: this backward pass runs in several threads, and FSDP2 and DeepSpeed would reduce "
             "gradients before they are computed. Call backward in the thread that called parallelize, or under "
             "torch.autograd.set_multithreading_enabled(False)."
         )
