@@ -12,7 +12,6 @@ from longctx import parallelize
 from tests.reference import train_reference
 from tests.test_models import TOLERANCE, largest_error, make_batch, make_model, stock_step
 from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
-from tests.workers import run_ranks
 
 WRAPPINGS = ("layers", "every part", "layers, kept whole")
 TRAINED = {"all": "", "adapters": "q_proj", "adapters of the last layer": "1.mlp.down_proj"}
@@ -73,11 +72,11 @@ def test_the_chunked_step_refuses_to_go_backward_in_several_threads(soft_gpus):
 
 
 CHUNKS = ["--sequence_chunk_size", "50"]
-RUNS = {
+RUNS = {  # DeepSpeed's last: transformers keeps its configuration for the rest of the process
     "ring, fsdp2": ["--sp_backend", "ring"],
     "ulysses, fsdp2": ["--sp_backend", "ulysses", "--engine", "fsdp2"],
-    "ulysses, zero3": ["--sp_backend", "ulysses", "--engine", "deepspeed"],
     "ulysses, fsdp2, chunks": ["--sp_backend", "ulysses", "--engine", "fsdp2", *CHUNKS],
+    "ulysses, zero3": ["--sp_backend", "ulysses", "--engine", "deepspeed"],
     "ulysses, zero3, chunks": ["--sp_backend", "ulysses", "--engine", "deepspeed", *CHUNKS],
 }
 
@@ -91,9 +90,7 @@ def test_training_on_soft_gpus_equals_one_process(models, tmp_path, parity_table
     """In fp32, with the tolerances of training on CPUs."""
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
-    cases = {
-        case: arguments_of([*flags, "--bf16", "False"], models, tmp_path, data) for case, flags in RUNS.items()
-    }
+    cases = {case: arguments_of([*flags, "--bf16", "False"], models, tmp_path, data) for case, flags in RUNS.items()}
     reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in soft_gpus.run(2, "tests.test_training:run_cases", cases, backend=None)[0].items():
         check(results, reference, case, "soft GPUs", parity_table)

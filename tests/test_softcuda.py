@@ -275,8 +275,12 @@ PLANTED = [
     Planted(missing_event_wait, r"reads host memory that stream \d has yet to write", "hazard"),
     Planted(source_changed_under_its_copy, r"was changed while its copy to the device was under way", "hazard"),
     Planted(uninitialised_memory, r"computed \[nan", "fresh memory is NaN"),
-    Planted(cpu_tensor_handed_to_nccl, r"No backend type associated with device type cpu", "error of torch.distributed", 2),
-    Planted(gpu_tensor_handed_to_gloo, r"No backend type associated with device type cuda", "error of torch.distributed", 2),
+    Planted(
+        cpu_tensor_handed_to_nccl, r"No backend type associated with device type cpu", "error of torch.distributed", 2
+    ),
+    Planted(
+        gpu_tensor_handed_to_gloo, r"No backend type associated with device type cuda", "error of torch.distributed", 2
+    ),
     Planted(two_ranks_on_one_gpu, r"Duplicate GPU detected", "error of NCCL", 2),
     Planted(result_read_before_it_is_there, r"read \[nan", "results are NaN until the work is waited for", 2),
     Planted(buffer_reused_before_it_is_sent, r"was changed while send was reading it", "hazard", 2),

@@ -1,9 +1,9 @@
 """Run functions on soft GPUs from a test, whose own process has torch without them.
 
-    pytest ── this module as a program, with SOFTCUDA=1
-                └── fork server, which has imported torch with the soft device, transformers, DeepSpeed
-                      ├── rank 0
-                      └── rank 1 …
+pytest ── this module as a program, with SOFTCUDA=1
+            └── fork server, which has imported torch with the soft device, transformers, DeepSpeed
+                  ├── rank 0
+                  └── rank 1 …
 """
 
 from __future__ import annotations
