@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longctx.attention.support import num_linear_heads
 from longctx.chunked.layer import ChunkedLayer, LazyTokens, RunChunked
-from longctx.chunked.tiles import keep_backward_in_one_thread, run_in_tiles, trained
+from longctx.chunked.tiles import ask_for_gradient, keep_backward_in_one_thread, run_in_tiles, trained
 
 
 def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, keep_attention: bool = False) -> None:
@@ -47,6 +47,7 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, 
         layer._z3_leaf = True  # ZeRO-3 then gathers the layer once for all chunks, not each of its modules for each
         forward = inspect.unwrap(type(layer).forward)
         layer.forward = partial(_layer_forward, layer, partial(forward, layer), size, device, keep_attention)
+        layer.register_forward_pre_hook(ask_for_gradient)
     for child in backbone.children():
         if any(name.endswith("inv_freq") for name, _ in child.named_buffers()):
             child.forward = partial(_lazy_forward, child.forward, device)

@@ -69,6 +69,17 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def ask_for_gradient(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Have a gradient computed of the part's first input, behind frozen embeddings too; a forward pre-hook.
+
+    ZeRO-3 reduces the gradients of a leaf module when that of its input is there. Without one it would reduce them
+    before they are computed, as zeros.
+    """
+    if torch.is_grad_enabled() and args and not args[0].requires_grad and trained(part):
+        return args[0].detach().requires_grad_(), *args[1:]
+    return None
+
+
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A copy of a part of a host tensor; on a machine without a GPU too, where memory is told apart by intent."""
     _check_copy(host)
