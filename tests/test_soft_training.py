@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,16 +48,22 @@ def chunked_errors(wrapping: str, trained: str, accumulation: int) -> float:
     return largest_error(found, expected)
 
 
-def all_chunked_errors() -> dict[tuple, float]:
-    cases = [(wrapping, name, n) for wrapping in WRAPPINGS for name in TRAINED for n in (1, 2)]
-    return {case: chunked_errors(case[0], TRAINED[case[1]], case[2]) for case in cases}
+def all_chunked_errors(cases: list[tuple[str, str, int]]) -> list[float]:
+    return [chunked_errors(wrapping, TRAINED[trained], accumulation) for wrapping, trained, accumulation in cases]
 
 
-def test_the_chunked_step_hands_all_gradients_to_fsdp2(soft_gpus):
+COVERING = list(zip(WRAPPINGS, TRAINED, (2, 1, 2), strict=True))
+OTHERS = [case for case in itertools.product(WRAPPINGS, TRAINED, (1, 2)) if case not in COVERING]
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(COVERING, id="covering"), pytest.param(OTHERS, id="others", marks=pytest.mark.long)]
+)
+def test_the_chunked_step_hands_all_gradients_to_fsdp2(cases, soft_gpus):
     """Hidden states are on the host and parameters on the GPU: their parts of backward must not be two threads."""
-    for errors in soft_gpus.run(2, f"{__name__}:all_chunked_errors", timeout=150):
-        assert len(errors) == 18
-        assert max(errors.values()) <= TOLERANCE, errors
+    for errors in soft_gpus.run(2, f"{__name__}:all_chunked_errors", cases, timeout=150):
+        wrong = {case: error for case, error in zip(cases, errors, strict=True) if not error <= TOLERANCE}
+        assert not wrong
 
 
 def step_in_threads() -> None:
@@ -84,7 +92,7 @@ RUNS = {  # DeepSpeed's last: transformers keeps its configuration for the rest 
 
 BF16 = {"loss": 1e-4, "gradient": 2e-3, "run": 5e-4}
 """Relative to fp32: a gradient's mean error of rounding is 2**-9 at most, the first loss's and the run's are of sums of
-such errors with either sign. Measured: 2e-6, 6e-4 and 6e-5; on CPUs 2e-6, 5e-4 and 5e-5."""
+such errors with either sign. Measured: 2e-6, 5e-4 and 2e-4; on CPUs about the same."""
 
 
 def arguments_of(flags, models, tmp_path, data):
@@ -113,7 +121,7 @@ def test_training_in_bf16_on_soft_gpus_equals_one_process(models, tmp_path, docu
         assert relative(found, losses) <= BF16["run"], case
 
 
-FP32 = ("ulysses, fsdp2, chunks", "ulysses, zero3, chunks")
+CHUNKED = ("ulysses, fsdp2, chunks", "ulysses, zero3, chunks")
 OTHER_RUNS = {
     "gather": ["--sp_backend", "gather"],
     "ring, accumulation": ["--sp_backend", "ring", "--gradient_accumulation_steps", "2"],
@@ -130,9 +138,9 @@ OTHER_RUNS = {
 @pytest.mark.parametrize(
     "runs",
     [
-        pytest.param({case: RUNS[case] for case in FP32}, id="chunks"),
+        pytest.param({CHUNKED[-1]: RUNS[CHUNKED[-1]]}, id="chunks"),
         pytest.param(
-            {case: flags for case, flags in RUNS.items() if case not in FP32}, id="engines", marks=pytest.mark.long
+            {case: flags for case, flags in RUNS.items() if case != CHUNKED[-1]}, id="engines", marks=pytest.mark.long
         ),
         *(
             pytest.param({case: flags}, id=case.replace(", ", "-").replace(" ", "_"), marks=pytest.mark.long)
@@ -163,10 +171,11 @@ def test_a_resumed_run_on_soft_gpus_is_the_run_that_was_not_interrupted(
     assert runs["resumed"] == runs["whole"]
 
 
+@pytest.mark.long
 def test_adapters_in_chunks_are_trained_on_soft_gpus(models, tmp_path, documents_file, soft_gpus):
     """Embeddings are frozen, so that the first layer's input needs no gradient; the reference is without chunks."""
     lora = ["--use_peft", "True", "--bf16", "False", "--lora_target_modules", "all-linear"]
-    cases = {case: arguments_of([*RUNS[case], *lora], models, tmp_path, documents_file[1]) for case in FP32}
+    cases = {case: arguments_of([*RUNS[case], *lora], models, tmp_path, documents_file[1]) for case in CHUNKED}
     whole = arguments_of([*RUNS["ring, fsdp2"], *lora], models, tmp_path, documents_file[1])
     reference = run_ranks(2, "tests.test_training:run_cases", {"whole": whole})[0]["whole"]
     losses, norms = zip(*reference, strict=True)
