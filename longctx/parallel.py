@@ -212,7 +212,8 @@ def parallelize(
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
             `longctx.tiled_mlp`; 0 for tiles as long as the model is wide, None for all tokens at once.
         sequence_chunk_size: tokens of this rank that a layer works on at a time, the others waiting in host memory;
-            see `longctx.chunked`. For sp 1 and Ulysses.
+            see `longctx.chunked`. For sp 1 and Ulysses. This thread's backward passes then stay in one thread,
+            so call backward in the thread that calls this.
 
     Returns:
         The model, and the object that shards batches and reduces the loss.

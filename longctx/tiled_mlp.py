@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longctx.chunked.tiles import Autocast, ParameterGradients, chunks_of, trained
+from longctx.chunked.tiles import Autocast, ParameterGradients, ask_for_gradient, chunks_of, trained
 
 
 def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
@@ -45,7 +45,7 @@ def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
     width = model.config.get_text_config().hidden_size
     for part in [*mlps, *_norms(model)]:
         part.forward = partial(_forward, part, part.forward, num_shards, width)
-        part.register_forward_pre_hook(_ask_for_gradient)
+        part.register_forward_pre_hook(ask_for_gradient)  # `_Keep` needs it, too
     for mlp in mlps:
         # What deepspeed.utils.set_z3_leaf_modules sets: ZeRO-3 gathers the weights once, not once a tile and layer.
         mlp._z3_leaf = True
@@ -67,13 +67,6 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
 
 def _takes_one(part: nn.Module) -> bool:
     return len(inspect.signature(part.forward).parameters) == 1
-
-
-def _ask_for_gradient(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Behind frozen embeddings too: `_Keep` needs it, and a leaf of ZeRO-3 reduces its gradients once it is there."""
-    if torch.is_grad_enabled() and args and not args[0].requires_grad and trained(part):
-        return args[0].detach().requires_grad_(), *args[1:]
-    return None
 
 
 @torch.compiler.disable  # it differentiates while it is being differentiated

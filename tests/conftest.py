@@ -22,6 +22,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # forked ranks can 
 refusals.install()  # before anything imports longctx
 
 from tests.small_model import HEADS, save_small_model  # noqa: E402
+from tests.softcuda.build import unavailable  # noqa: E402
+from tests.softcuda.ranks import SoftGPUs  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,6 +49,15 @@ def saved_model(tmp_path_factory):
     tiny_model(config=config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def soft_gpus():
+    """Two GPUs in host memory: see tests/softcuda. Compiled when it is used for the first time."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with SoftGPUs() as gpus:
+        yield gpus
 
 
 @pytest.fixture

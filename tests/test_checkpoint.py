@@ -80,6 +80,18 @@ def test_ranges_of_any_size_come_together(tmp_path):
         StateReader(tmp_path).fill(weight)
 
 
+@pytest.mark.parametrize(("settings", "device"), [({}, "cpu"), ({"capturable": True}, "meta")])
+def test_the_count_of_steps_is_made_where_the_optimizer_makes_it(settings, device):
+    """Fused and captured kernels read it on the parameters' device, here one that stands for a GPU."""
+    model = torch.nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    for piece in pieces(model, optimizer, kinds=["exp_avg", "exp_avg_sq"], scalars=["step"]):
+        assert {kind: value.device.type for kind, value in piece.states.items()} == {
+            **dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), "meta"),
+            "step": device,
+        }
+
+
 def test_what_fails_leaves_nothing_and_keeps_what_was_there(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "old").touch()

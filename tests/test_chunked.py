@@ -14,6 +14,7 @@ from longctx import parallelize
 from longctx.attention.operator import varlen_attention
 from longctx.attention.support import GATED_DELTA_MODELS
 from longctx.chunked import HostAttention
+from longctx.chunked.tiles import check_one_thread
 from longctx.tiny import tiny_model
 from tests.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
 from tests.workers import run_ranks
@@ -130,6 +131,31 @@ def refused(changes) -> str:
     with pytest.raises(ValueError, match="Use") as error:
         parallelize(tiny_model(), changes.pop("sp", 1), **changes)
     return str(error.value)
+
+
+def test_leaf_modules_of_zero3_find_their_gradients_behind_frozen_embeddings():
+    """DeepSpeed reduces a layer's gradients in such a hook, and takes those that are not there for zeros."""
+    model, sequence = parallelize(tiny_model(), 1, sequence_chunk_size=8)
+    model.model.embed_tokens.requires_grad_(False)
+    found = []
+    for layer in model.model.layers:
+        layer.register_full_backward_hook(
+            lambda module, *_: found.append(all(p.grad is not None for p in module.parameters()))
+        )
+    shard = sequence.shard(make_batch())
+    outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
+    outputs.losses.sum().backward()
+    assert found == [True] * len(model.model.layers)
+
+
+def test_a_backward_pass_in_several_threads_is_refused():
+    """Of a GPU; tests/test_soft_training.py has the passes themselves."""
+    with torch.autograd.set_multithreading_enabled(True):
+        check_one_thread(torch.device("cpu"))
+        with pytest.raises(ValueError, match="sequence_chunk_size: this backward pass runs in several threads"):
+            check_one_thread(torch.device("cuda"))
+    with torch.autograd.set_multithreading_enabled(False):
+        check_one_thread(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("family", ["qwen3_next"])

@@ -17,8 +17,13 @@ from longctx.launch.network import choose_interface
 from longctx.launch.store import meeting_point, private_folder, store_file
 
 
-def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300):
-    """Call `module:function(*arguments)` on every rank of a gloo group; returns the results by rank.
+def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300, backend: str | None = "gloo"):
+    """Call `module:function(*arguments)` on every rank of a group; returns the results by rank.
+
+    Args:
+        timeout: seconds.
+        backend: of the process group; with None the function starts one itself, or none. Each rank of soft GPUs also
+            fails for the hazards that its device has found.
 
     Raises AssertionError with the output of all ranks if one fails or the time-out (seconds) passes.
     """
@@ -32,7 +37,8 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300):
         ranks = []
         for rank in range(world_size):
             environment = os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(context.Process(target=_be_rank, args=(call, arguments, environment, Path(folder, str(rank)))))
+            path = Path(folder, str(rank))
+            ranks.append(context.Process(target=_be_rank, args=(call, arguments, environment, path, backend)))
             ranks[-1].start()
         try:
             _wait(ranks, timeout)
@@ -54,7 +60,7 @@ def _wait(ranks, timeout):
         running = [sentinel for sentinel in running if sentinel not in ended]
 
 
-def _be_rank(function, arguments, environment, path):
+def _be_rank(function, arguments, environment, path, backend):
     os.environ.clear()
     os.environ.update(environment)
     output = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
@@ -67,10 +73,14 @@ def _be_rank(function, arguments, environment, path):
     code = 1
     try:
         choose_interface(os.environ)
-        dist.init_process_group("gloo", **meeting_point(os.environ))
+        if backend is not None:
+            dist.init_process_group(backend, **meeting_point(os.environ))
         path.with_suffix(".pkl").write_bytes(pickle.dumps(function(*arguments)))
-        dist.barrier()
-        dist.destroy_process_group()
+        if soft_device := sys.modules.get("tests.softcuda.library"):
+            soft_device.check_hazards()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
         code = 0
     except BaseException:
         traceback.print_exc()

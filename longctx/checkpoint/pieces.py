@@ -103,7 +103,7 @@ def _of_shards(
 ) -> Iterator[Piece | None]:
     """FSDP2's, or whole parameters."""
     for name, parameter in _trained(model):
-        held = _with_states(optimizer.state, parameter, kinds, scalars)
+        held = _with_states(optimizer, parameter, kinds, scalars)
         start, is_copy = 0, False
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -163,19 +163,31 @@ def _zero_piece(
     numel = min(numel, math.prod(shape) - start)  # without padding
     if numel <= 0:
         return None
-    held = {WEIGHT: flat.data, **_with_states(zero.optimizer.state, flat, kinds, scalars)}
+    held = {WEIGHT: flat.data, **_with_states(zero.optimizer, flat, kinds, scalars)}
     states = {kind: tensor.narrow(0, offset, numel) if tensor.dim() else tensor for kind, tensor in held.items()}
     return Piece(name=name, shape=shape, start=start, states=states)
 
 
-def _with_states(state: Any, parameter: Tensor, kinds: Sequence[str], scalars: Sequence[str]) -> dict[str, Tensor]:
-    """The optimizer's of one tensor; those that are missing are made."""
+def _with_states(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, kinds: Sequence[str], scalars: Sequence[str]
+) -> dict[str, Tensor]:
+    """The optimizer's of one tensor; those that are missing are made where the optimizer itself would make them."""
     if kinds or scalars:
-        held = state[parameter]
+        held = optimizer.state[parameter]
         for kind in kinds:
             if kind not in held:
                 held[kind] = torch.zeros_like(parameter.data)
         for kind in scalars:
             if kind not in held:
-                held[kind] = torch.zeros((), dtype=torch.float32)
-    return {kind: value for kind, value in state.get(parameter, {}).items() if isinstance(value, Tensor)}
+                held[kind] = torch.zeros((), dtype=torch.float32, device=_scalar_device(optimizer, parameter))
+    return {kind: value for kind, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+
+
+def _scalar_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
+    """Return where the count of steps lies: kernels read it beside the parameter if they are fused or captured.
+
+    ZeRO empties the groups' lists of parameters, so that a parameter's own group cannot be told. Torch takes a count on
+    the device for any implementation.
+    """
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return parameter.device if on_device else torch.device("cpu")

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from longctx.batch import AttentionContext
 from longctx.chunked.attention import HostAttention
-from longctx.chunked.tiles import Autocast, ParameterGradients, chunks_of, settle, to_device, to_host
+from longctx.chunked.tiles import (
+    Autocast,
+    ParameterGradients,
+    check_one_thread,
+    chunks_of,
+    settle,
+    to_device,
+    to_host,
+)
 from longctx.host import host_empty
 from longctx.regions import region
 from longctx.ulysses.exchange import all_to_all, key_value_copies
@@ -256,6 +264,7 @@ class RunChunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_result: Tensor):
+        check_one_thread(ctx.layer.device)
         grad_hidden, grads = ctx.layer.backward(*ctx.saved_tensors, grad_result, ctx.parameters)
         return None, grad_hidden, *grads
 

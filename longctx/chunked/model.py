@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longctx.attention.support import num_linear_heads
 from longctx.chunked.layer import ChunkedLayer, LazyTokens, RunChunked
-from longctx.chunked.tiles import run_in_tiles, trained
+from longctx.chunked.tiles import ask_for_gradient, keep_backward_in_one_thread, run_in_tiles, trained
 
 
 def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, keep_attention: bool = False) -> None:
@@ -22,6 +22,7 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, 
 
     Embeddings, layers and the final norm then hand on host tensors [1, S/P, h]. A layer keeps its input there; all
     else is computed again in the backward pass, so that activation checkpointing has nothing left to do and stays off.
+    Call this in the thread that will call backward: see `keep_backward_in_one_thread`.
 
     Args:
         device: what computes.
@@ -38,6 +39,7 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, 
             f"sequence_chunk_size {size}: linear attention layers of {model.config.model_type} carry a state through "
             "all tokens, and cannot be split at their attention. Leave it out."
         )
+    keep_backward_in_one_thread()
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     blocks = next(m for m in model.modules() if any(child is layers[0] for child in m.children()))
     backbone = next(m for m in model.modules() if any(child is blocks for child in m.children()))
@@ -45,6 +47,7 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, 
         layer._z3_leaf = True  # ZeRO-3 then gathers the layer once for all chunks, not each of its modules for each
         forward = inspect.unwrap(type(layer).forward)
         layer.forward = partial(_layer_forward, layer, partial(forward, layer), size, device, keep_attention)
+        layer.register_forward_pre_hook(ask_for_gradient)
     for child in backbone.children():
         if any(name.endswith("inv_freq") for name, _ in child.named_buffers()):
             child.forward = partial(_lazy_forward, child.forward, device)

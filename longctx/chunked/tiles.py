@@ -69,6 +69,17 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def ask_for_gradient(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Have a gradient computed of the part's first input, behind frozen embeddings too; a forward pre-hook.
+
+    ZeRO-3 reduces the gradients of a leaf module when that of its input is there. Without one it would reduce them
+    before they are computed, as zeros.
+    """
+    if torch.is_grad_enabled() and args and not args[0].requires_grad and trained(part):
+        return args[0].detach().requires_grad_(), *args[1:]
+    return None
+
+
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A copy of a part of a host tensor; on a machine without a GPU too, where memory is told apart by intent."""
     _check_copy(host)
@@ -89,6 +100,31 @@ def settle(device: torch.device) -> None:
     """Wait until copies to the host are there: what follows may read them on the CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def keep_backward_in_one_thread() -> None:
+    """Have backward passes that this thread starts stay in it, instead of also using a thread for each device.
+
+    Hidden states in host memory put the nodes between layers on the CPU's thread, and the layers' parameters put theirs
+    on the device's. Engines reduce a layer's gradients in a hook on its input, which must come after the gradients. One
+    thread takes the nodes in that order, as on a machine without a GPU; of two threads, the CPU's comes first, and the
+    engine reduces gradients that are not there yet.
+    """
+    torch.autograd.set_multithreading_enabled(False)
+
+
+def check_one_thread(device: torch.device) -> None:
+    """Check in a backward pass that `keep_backward_in_one_thread` holds for it.
+
+    Raises:
+        ValueError: if a device's thread takes a part in it.
+    """
+    if device.type != "cpu" and torch.autograd.is_multithreading_enabled():
+        raise ValueError(
+            "sequence_chunk_size: this backward pass runs in several threads, and FSDP2 and DeepSpeed would reduce "
+            "gradients before they are computed. Call backward in the thread that called parallelize, or under "
+            "torch.autograd.set_multithreading_enabled(False)."
+        )
 
 
 def run_in_tiles(
@@ -122,6 +158,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
+        check_one_thread(ctx.device)
         (x,) = ctx.saved_tensors
         needs_x = x.is_floating_point() and ctx.needs_input_grad[3]
         grad_x = host_empty(*x.shape, dtype=x.dtype, device=ctx.device) if needs_x else None

@@ -1,0 +1,358 @@
+// Every operator at the CUDA key: its CPU kernel runs on CPU tensors that share the bytes of the device's, and what it
+// returns becomes the device's. A kernel that is given tensors of two devices, or of the host, is refused as CUDA does.
+#pragma once
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/native/NonSymbolicBC.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_copy_from_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/copy_ops.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include <set>
+
+#include "device.h"
+
+namespace softcuda {
+using at::Tensor;
+
+// ---- Tensors of one device as those of another
+
+struct OpenedTensorImpl : TensorImpl {
+  static void set_device(TensorImpl* impl, Device device) { impl->*(&OpenedTensorImpl::device_opt_) = device; }
+};
+
+void release_storage(void* storage) { raw::intrusive_ptr::decref(static_cast<StorageImpl*>(storage)); }
+
+Tensor cpu_alias(const Tensor& tensor) {
+  TORCH_CHECK(tensor.layout() == kStrided, "soft device: only strided tensors, not ", tensor.layout());
+  auto* shared = tensor.storage().unsafeGetStorageImpl();
+  raw::intrusive_ptr::incref(shared);
+  auto storage = make_intrusive<StorageImpl>(
+      StorageImpl::use_byte_size_t(), shared->nbytes(),
+      DataPtr(shared->mutable_data(), shared, &release_storage, Device(kCPU)), &cpu_allocator, shared->resizable());
+  auto alias =
+      at::detail::make_tensor<TensorImpl>(Storage(std::move(storage)), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
+  auto* impl = alias.unsafeGetTensorImpl();
+  impl->set_storage_offset(tensor.storage_offset());
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  if (tensor.is_conj()) alias._set_conj(true);
+  if (tensor.is_neg()) alias._set_neg(true);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  return alias;
+}
+
+// Make a storage that a CPU kernel has allocated the device's, in place.
+void give_to_device(StorageImpl* storage, Device device) {
+  if (storage->device().type() == kCUDA) return;
+  auto& data = storage->_mutable_data_ptr_no_checks();
+  void* pointer = data.get();
+  const bool is_counted =
+      !pointer || (data.get_deleter() == &deallocate && header_of(pointer)->device == device.index());
+  if (is_counted) {
+    auto deleter = data.get_deleter();
+    data.release_context();
+    storage->set_data_ptr_noswap(DataPtr(pointer, pointer, deleter, device));
+  } else {  // made by another of the kernel's threads, or a constant
+    const auto bytes = storage->nbytes();
+    void* moved = allocate(bytes, device.index());
+    memcpy(moved, pointer, bytes);
+    storage->set_data_ptr_noswap(DataPtr(moved, moved, &deallocate, device));
+  }
+  storage->set_allocator(&device_allocator);
+}
+
+void give_to_device(const Tensor& tensor, Device device) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->_change_backend_component_keys(device);
+  OpenedTensorImpl::set_device(impl, device);
+}
+
+// ---- The fallback
+
+// One call of an operator: the device's tensors among its arguments, and the CPU tensors that stand for them.
+struct Call {
+  struct Argument {
+    Tensor original, alias;
+    bool is_written;
+  };
+  std::vector<Argument> arguments;
+  std::vector<Tensor> host_tensors;  // that a CUDA kernel could not read
+  Device device{kCUDA, -1};
+
+  Tensor open(const Tensor& tensor, bool is_written, bool in_list, const OperatorHandle& op) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_cuda()) {
+      const bool is_number = tensor.dim() == 0 && !in_list && !is_written;  // goes along as an argument of the kernel
+      if (tensor.is_cpu() && !is_number) host_tensors.push_back(tensor);
+      return tensor;
+    }
+    if (device.index() < 0) device = tensor.device();
+    TORCH_CHECK(device == tensor.device(), "Expected all tensors to be on the same device, but found at least two ",
+                "devices, ", device, " and ", tensor.device(), "! (soft device, in ", op.operator_name(), ")");
+    for (auto& argument : arguments)
+      if (argument.original.is_same(tensor)) {
+        argument.is_written |= is_written;
+        return argument.alias;
+      }
+    arguments.push_back({tensor, cpu_alias(tensor), is_written});
+    return arguments.back().alias;
+  }
+
+  Tensor close(const Tensor& result) {
+    if (!result.defined()) return result;
+    for (auto& argument : arguments)
+      if (argument.alias.is_same(result)) return argument.original;
+    if (!result.is_cpu()) return result;
+    for (auto& argument : arguments)
+      if (argument.alias.storage().unsafeGetStorageImpl() == result.storage().unsafeGetStorageImpl()) {  // a view
+        result.unsafeGetTensorImpl()->set_storage_keep_dtype(argument.original.storage());
+        give_to_device(result, device);
+        return result;
+      }
+    for (auto& host : host_tensors)
+      if (host.is_same(result)) return result;
+    give_to_device(result.storage().unsafeGetStorageImpl(), device);
+    give_to_device(result, device);
+    return result;
+  }
+
+  // What the kernel did to the shape or the storage of an `out=` tensor.
+  void write_back() {
+    for (auto& [original, alias, is_written] : arguments) {
+      if (!is_written) continue;
+      auto *from = alias.storage().unsafeGetStorageImpl(), *to = original.storage().unsafeGetStorageImpl();
+      if (from->data() != to->data() || from->nbytes() != to->nbytes()) {
+        if (from->_mutable_data_ptr_no_checks().get_deleter() != &release_storage) {
+          give_to_device(from, device);
+          to->set_data_ptr_noswap(std::move(from->_mutable_data_ptr_no_checks()));
+        }
+        to->set_nbytes(from->nbytes());
+      }
+      if (alias.sizes() != original.sizes() || alias.strides() != original.strides() ||
+          alias.storage_offset() != original.storage_offset()) {
+        original.unsafeGetTensorImpl()->set_storage_offset(alias.storage_offset());
+        original.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
+      }
+    }
+  }
+};
+
+bool takes_host_tensors(const OperatorHandle& op) {  // CUDA's own take indices on the host
+  static const std::set<std::string> names{"aten::index.Tensor",
+                                           "aten::index_put_",
+                                           "aten::index_put",
+                                           "aten::_index_put_impl_",
+                                           "aten::index.Tensor_out",
+                                           "aten::_unsafe_index.Tensor",
+                                           "aten::_copy_from",
+                                           "aten::_copy_from_and_resize"};
+  return names.count(toString(op.operator_name())) > 0;
+}
+
+void run_on_cpu(const OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t count = schema.arguments().size(), begin = stack->size() - count;
+  Call call;
+  IValue* generator = nullptr;
+  for (size_t i = 0; i < count; i++) {
+    auto& value = (*stack)[begin + i];
+    const auto& argument = schema.arguments()[i];
+    const bool is_written = argument.alias_info() && argument.alias_info()->isWrite();
+    if (value.isTensor()) {
+      value = call.open(value.toTensor(), is_written, false, op);
+    } else if (value.isTensorList()) {
+      std::vector<Tensor> opened = value.toTensorVector();
+      for (auto& tensor : opened) tensor = call.open(tensor, is_written, true, op);
+      value = List<Tensor>(opened);
+    } else if (value.isOptionalTensorList()) {
+      List<std::optional<Tensor>> opened;
+      for (std::optional<Tensor> tensor : value.toOptionalTensorList())
+        opened.push_back(tensor ? std::optional<Tensor>(call.open(*tensor, is_written, true, op)) : std::nullopt);
+      value = opened;
+    } else if (value.isDevice() && value.toDevice().type() == kCUDA) {
+      if (call.device.index() < 0) call.device = Device(kCUDA, DeviceGuard::index_of(value.toDevice()));
+      value = Device(kCPU);
+    } else if (argument.name() == "generator") {
+      generator = &value;
+    }
+  }
+  if (call.device.index() < 0) call.device = Device(kCUDA, current_device);
+  TORCH_CHECK(call.host_tensors.empty() || call.arguments.empty() || takes_host_tensors(op),
+              "Expected all tensors to be on the same device, but found at least two devices, ", call.device,
+              " and cpu! (soft device, in ", op.operator_name(), ", a CPU tensor of shape ",
+              call.host_tensors.empty() ? IntArrayRef{} : call.host_tensors[0].sizes(), ")");
+  if (generator) {
+    auto found = generator->isGenerator() ? generator->toGenerator() : default_generator(call.device.index());
+    TORCH_CHECK(found.device().type() == kCUDA, "Expected a 'cuda' device type for generator but found '",
+                found.device().type(), "'");
+    *generator = static_cast<DeviceGenerator*>(found.unsafeGetGeneratorImpl())->inner;
+  }
+  {
+    KernelOf kernel(call.device.index());
+    at::AutoDispatchBelowAutograd below;
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  }
+  call.write_back();
+  const size_t results = schema.returns().size(), first = stack->size() - results;
+  for (size_t i = 0; i < results; i++) {
+    auto& value = (*stack)[first + i];
+    if (value.isTensor()) {
+      value = call.close(value.toTensor());
+    } else if (value.isTensorList()) {
+      std::vector<Tensor> closed = value.toTensorVector();
+      for (auto& tensor : closed) tensor = call.close(tensor);
+      value = List<Tensor>(closed);
+    }
+  }
+}
+
+// ---- Operators that are not a kernel: memory, views and copies
+
+Tensor empty(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device> device,
+             std::optional<bool> pin, std::optional<MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  OnDevice guard(device ? device->index() : -1);
+  return at::detail::empty_generic(size, &device_allocator, DispatchKeySet(DispatchKey::CUDA), dtype_or_default(dtype),
+                                   format);
+}
+
+Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>,
+                     std::optional<Device> device, std::optional<bool> pin) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  OnDevice guard(device ? device->index() : -1);
+  return at::detail::empty_strided_generic(size, stride, &device_allocator, DispatchKeySet(DispatchKey::CUDA),
+                                           dtype_or_default(dtype));
+}
+
+const Tensor& resize(const Tensor& tensor, IntArrayRef size, std::optional<MemoryFormat> format) {
+  OnDevice guard(tensor.device().index());
+  return at::native::resize_(tensor, size, format);
+}
+
+Tensor& set_empty(Tensor& tensor) {
+  OnDevice guard(tensor.device().index());
+  Storage storage(Storage::use_byte_size_t(), 0, device_allocator.allocate(0), &device_allocator, true);
+  return tensor.set_(std::move(storage), 0, {0}, {});
+}
+
+Tensor& set_part(Tensor& tensor, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+  OnDevice guard(tensor.device().index());
+  return at::native::set_storage_cpu_(tensor, std::move(storage), offset, size, stride);
+}
+
+Tensor& set_storage(Tensor& tensor, Storage storage) {
+  const int64_t elements = storage.nbytes() / tensor.dtype().itemsize();
+  return tensor.set_(std::move(storage), 0, {elements}, {});
+}
+
+Tensor& set_tensor(Tensor& tensor, const Tensor& source) {
+  if (tensor.is_same(source)) return tensor;
+  return tensor.set_(source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+void copy_on_cpu(Tensor to, const Tensor& from) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  at::_ops::copy_::redispatch(DispatchKeySet(DispatchKey::CPU), to, from, false);
+}
+
+Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
+  if (self.is_same(src)) return self;
+  TORCH_CHECK((self.is_cuda() || self.is_cpu()) && (src.is_cuda() || src.is_cpu()), "soft device: copy between ",
+              self.device(), " and ", src.device());
+  const Tensor to = self.is_cuda() ? cpu_alias(self) : self, from = src.is_cuda() ? cpu_alias(src) : src;
+  const auto device = self.is_cuda() ? self.device() : src.device();
+  const StreamKey stream(device.index(), current_streams[device.index()]);
+  if (self.is_cuda() == src.is_cuda() || !strict) {
+    copy_on_cpu(to, from);
+    return self;
+  }
+  if (src.is_cpu()) check_read_of_host(src.storage(), stream);
+  finish_stream(stream);  // earlier copies of the stream come before this one
+  const Tensor& host = self.is_cuda() ? src : self;
+  if (!non_blocking || !is_pinned(host.const_data_ptr())) {  // CUDA waits for pageable memory
+    copy_on_cpu(to, from);
+    return self;
+  }
+  std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+  LateCopy late;
+  late.number = ++last_number;
+  if (self.is_cuda()) {
+    copy_on_cpu(to, from);
+    const auto* bytes = static_cast<const char*>(from.storage().data());
+    const auto size = from.storage().nbytes();
+    const auto before = checksum(bytes, size);
+    const auto hazard = c10::str("a host tensor of shape ", from.sizes(), " was changed while its copy to the device ",
+                                 "was under way: wait for the copy first");
+    late.read_host = from.storage();
+    late.finish = [=] {
+      if (checksum(bytes, size) != before) report(hazard);
+    };
+  } else {
+    Tensor arrived = at::empty_like(to);
+    copy_on_cpu(arrived, from);
+    if (to.is_non_overlapping_and_dense()) memset(to.mutable_data_ptr(), 0xff, to.nbytes());
+    late.written_host = self.storage();
+    late.finish = [to, arrived] { copy_on_cpu(to, arrived); };
+  }
+  queues[stream].copies.push_back(std::move(late));
+  return self;
+}
+
+Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  Tensor to = target;
+  return copy_(to, source, non_blocking);
+}
+
+void record_stream(Tensor&, Stream) {}
+
+int64_t choose_math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
+                              std::optional<double>, bool) {
+  return 0;
+}
+
+void resize_storage(const Tensor& tensor, int64_t bytes) {
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  OnDevice guard(tensor.device().index());
+  auto data = device_allocator.allocate(bytes);
+  if (bytes && storage->nbytes()) memcpy(data.get(), storage->data(), std::min<size_t>(bytes, storage->nbytes()));
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("copy_", &copy_);
+  m.impl("_copy_from", &copy_from);
+  m.impl("record_stream", &record_stream);
+  m.impl("resize_", &resize);
+  m.impl("set_", &set_empty);
+  m.impl("set_.source_Storage_storage_offset", &set_part);
+  m.impl("set_.source_Storage", &set_storage);
+  m.impl("set_.source_Tensor", &set_tensor);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", &at::native::view);
+  m.impl("alias", &at::native::alias);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+}
+
+TORCH_LIBRARY(softcuda, m) {
+  m.def("default_generator(int device) -> Generator?",
+        [](int64_t device) { return std::optional<at::Generator>(default_generator(device)); });
+  m.def("resize_storage(Tensor tensor, int bytes) -> ()", &resize_storage);
+  m.def("cpu_alias(Tensor tensor) -> Tensor", &cpu_alias);  // for kernels in Python
+}
+
+}  // namespace softcuda

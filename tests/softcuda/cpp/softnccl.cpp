@@ -1,0 +1,327 @@
+// torch.distributed's "nccl" over soft devices: gloo on the devices' bytes, with NCCL's rules. A module for Python.
+//
+//   tensors      Only CUDA's, and dense.
+//   devices      Each rank of a communicator brings a GPU of its own.
+//   completion   In strict mode results read as NaN until their work is waited for, and what is sent must not change
+//                before that.
+//   order        Ranks issue the same collectives: TORCH_DISTRIBUTED_DEBUG=DETAIL has torch itself compare them.
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <set>
+
+#include "softcuda.h"
+
+namespace py = pybind11;
+using namespace c10d;
+using at::Tensor;
+using c10::intrusive_ptr;
+using Tensors = std::vector<Tensor>;
+using TensorLists = std::vector<Tensors>;
+
+// What a collective reads and writes: the devices' bytes; in strict mode copies of them until the work is done.
+struct Buffers {
+  struct Input {
+    Tensor bytes;
+    uint64_t before;
+  };
+  struct Output {
+    Tensor bytes, result;
+  };
+  std::string operation;
+  std::vector<Input> inputs;
+  std::vector<Output> outputs;
+  Tensors averages;  // results to divide by the number of ranks, since gloo has no mean
+
+  static Tensor open(const Tensor& tensor) {
+    TORCH_CHECK(tensor.is_cuda(), "No backend type associated with device type cpu (soft NCCL takes CUDA tensors)");
+    TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous (soft NCCL)");
+    return softcuda::cpu_alias(tensor);
+  }
+  static uint64_t checksum_of(const Tensor& bytes) { return softcuda::checksum(bytes.const_data_ptr(), bytes.nbytes()); }
+
+  Tensor read(const Tensor& tensor) {
+    auto bytes = open(tensor);
+    if (!softcuda::is_strict()) return bytes;
+    inputs.push_back({bytes, 0});
+    return bytes.clone();
+  }
+  Tensor write(const Tensor& tensor) {
+    auto bytes = open(tensor);
+    if (!softcuda::is_strict()) return bytes;
+    outputs.push_back({bytes, at::empty_like(bytes)});
+    return outputs.back().result;
+  }
+  Tensor update(const Tensor& tensor) {
+    auto bytes = open(tensor);
+    if (!softcuda::is_strict()) return bytes;
+    outputs.push_back({bytes, bytes.clone()});
+    return outputs.back().result;
+  }
+  Tensors read(const Tensors& tensors) { return each<Tensors>(tensors, [&](auto& t) { return read(t); }); }
+  Tensors write(const Tensors& tensors) { return each<Tensors>(tensors, [&](auto& t) { return write(t); }); }
+  Tensors update(const Tensors& tensors) { return each<Tensors>(tensors, [&](auto& t) { return update(t); }); }
+  TensorLists read(const TensorLists& lists) { return each<TensorLists>(lists, [&](auto& l) { return read(l); }); }
+  TensorLists write(const TensorLists& lists) { return each<TensorLists>(lists, [&](auto& l) { return write(l); }); }
+
+  template <class List, class Function>
+  static List each(const List& list, Function function) {
+    List result;
+    for (auto& item : list) result.push_back(function(item));
+    return result;
+  }
+
+  // The collective is on its way: what it writes is unknown from now on, and what it reads must stay.
+  void start() {
+    for (auto& output : outputs)
+      if (output.bytes.nbytes()) memset(output.bytes.mutable_data_ptr(), 0xff, output.bytes.nbytes());
+    for (auto& input : inputs) input.before = checksum_of(input.bytes);
+  }
+  void finish(int num_ranks) {
+    for (auto& input : inputs)
+      if (checksum_of(input.bytes) != input.before)
+        softcuda::report(c10::str("a tensor of shape ", input.bytes.sizes(), " was changed while ", operation,
+                                  " was reading it: wait for the work first"));
+    for (auto& average : averages) average.div_(num_ranks);
+    for (auto& output : outputs) output.bytes.copy_(output.result);
+  }
+};
+
+// A collective under way.
+struct SoftWork : Work {
+  intrusive_ptr<Work> work;
+  Buffers buffers;
+  int num_ranks;
+  bool is_finished = false;
+
+  SoftWork(intrusive_ptr<Work> work_, Buffers buffers_, int num_ranks_)
+      : work(std::move(work_)), buffers(std::move(buffers_)), num_ranks(num_ranks_) {}
+  bool isCompleted() override { return is_finished || work->isCompleted(); }
+  bool isSuccess() const override { return is_finished || work->isSuccess(); }
+  int sourceRank() const override { return work->sourceRank(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (is_finished) return true;
+    work->wait(timeout);
+    is_finished = true;
+    at::NoGradGuard no_grad;
+    buffers.finish(num_ranks);
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+};
+
+struct NcclOptions : Backend::Options {
+  NcclOptions() : Backend::Options("nccl") {}
+  bool is_high_priority_stream = false;
+  intrusive_ptr<Backend> split_from;
+  int64_t split_color = 0;
+};
+
+struct SoftNCCL : Backend {
+  intrusive_ptr<Backend> gloo;
+  intrusive_ptr<Store> store;
+  intrusive_ptr<NcclOptions> options;
+  std::set<int> devices;  // that this rank has brought
+  int num_splits = 0;
+
+  SoftNCCL(int rank, int size, intrusive_ptr<Backend> gloo_, intrusive_ptr<Store> store_,
+           intrusive_ptr<NcclOptions> options_)
+      : Backend(rank, size), gloo(std::move(gloo_)), store(std::move(store_)), options(std::move(options_)) {}
+
+  static intrusive_ptr<SoftNCCL> make(py::object store, int rank, int size, intrusive_ptr<NcclOptions> options) {
+    auto c10d = py::module_::import("torch._C._distributed_c10d");
+    auto gloo = c10d.attr("ProcessGroupGloo")(store, rank, size, py::arg("timeout") = options->timeout);
+    return c10::make_intrusive<SoftNCCL>(rank, size, gloo.cast<intrusive_ptr<Backend>>(),
+                                         store.cast<intrusive_ptr<Store>>(), std::move(options));
+  }
+
+  const std::string getBackendName() const override { return "nccl"; }
+  intrusive_ptr<Backend::Options> getBackendOptions() override { return options; }
+  void eagerConnectSingleDevice(at::Device) override {}
+  bool supportsCoalescing() const override { return false; }
+  void setSequenceNumberForGroup() override { gloo->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return gloo->getSequenceNumberForGroup(); }
+  void abort() override {}
+  void shutdown() override {}
+
+  bool supportsSplitting() const override { return true; }
+  intrusive_ptr<Backend> split(const intrusive_ptr<Store>& parent, const std::vector<int>& ranks,
+                               const intrusive_ptr<Backend::Options>& given) override {
+    std::string name = "softnccl_split_" + std::to_string(num_splits++);
+    for (int member : ranks) name += "_" + std::to_string(member);
+    auto own = std::find(ranks.begin(), ranks.end(), rank_);
+    if (own == ranks.end()) return {};
+    py::gil_scoped_acquire gil;
+    auto split_options = c10::make_intrusive<NcclOptions>(*static_cast<NcclOptions*>(given.get()));
+    auto c10d = py::module_::import("torch._C._distributed_c10d");
+    return make(c10d.attr("PrefixStore")(name, py::cast(parent)), own - ranks.begin(), ranks.size(), split_options);
+  }
+
+  // NCCL makes a communicator of one GPU for each rank when the first tensor of a GPU comes.
+  void bring(const Tensor& tensor) {
+    if (!tensor.is_cuda() || !devices.insert(tensor.device().index()).second) return;
+    const auto key = "softnccl_gpu_" + std::to_string(tensor.device().index());
+    const auto own = std::to_string(rank_);
+    const std::string owner = store->compareSet(key, std::string(), own);
+    TORCH_CHECK(owner == own, "NCCL error: ncclInvalidUsage. Duplicate GPU detected: rank ", owner, " and rank ", own,
+                " both on CUDA device ", tensor.device().index(), " (soft NCCL)");
+  }
+  void bring(const Tensors& tensors) {
+    for (auto& tensor : tensors) bring(tensor);
+  }
+  void bring(const TensorLists& lists) {
+    for (auto& tensors : lists) bring(tensors);
+  }
+
+  intrusive_ptr<Work> under_way(Buffers buffers, intrusive_ptr<Work> work) {
+    return c10::make_intrusive<SoftWork>(std::move(work), std::move(buffers), size_);
+  }
+  // The options for gloo; what it sums is divided afterwards.
+  template <class Options>
+  Options sum_for_mean(Options given, const Tensors& results, Buffers& buffers) {
+    if (given.reduceOp.op_ == ReduceOp::AVG) {
+      given.reduceOp = ReduceOp(ReduceOp::SUM);
+      buffers.averages = results;
+    }
+    return given;
+  }
+
+  intrusive_ptr<Work> broadcast(Tensors& tensors, const BroadcastOptions& given) override {
+    bring(tensors);
+    Buffers buffers{"broadcast"};
+    auto data = given.rootRank == rank_ ? buffers.read(tensors) : buffers.write(tensors);
+    buffers.start();
+    return under_way(std::move(buffers), gloo->broadcast(data, given));
+  }
+  intrusive_ptr<Work> allreduce(Tensors& tensors, const AllreduceOptions& given) override {
+    bring(tensors);
+    Buffers buffers{"all_reduce"};
+    auto data = buffers.update(tensors);
+    buffers.start();
+    auto for_gloo = sum_for_mean(given, data, buffers);
+    return under_way(std::move(buffers), gloo->allreduce(data, for_gloo));
+  }
+  intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const AllreduceCoalescedOptions& given) override {
+    bring(tensors);
+    Buffers buffers{"all_reduce_coalesced"};
+    auto data = buffers.update(tensors);
+    buffers.start();
+    auto for_gloo = sum_for_mean(given, data, buffers);
+    return under_way(std::move(buffers), gloo->allreduce_coalesced(data, for_gloo));
+  }
+  intrusive_ptr<Work> reduce(Tensors& tensors, const ReduceOptions& given) override {
+    bring(tensors);
+    Buffers buffers{"reduce"};
+    auto data = given.rootRank == rank_ ? buffers.update(tensors) : buffers.read(tensors);
+    buffers.start();
+    auto for_gloo = sum_for_mean(given, data, buffers);
+    return under_way(std::move(buffers), gloo->reduce(data, for_gloo));
+  }
+
+  // Collectives with inputs and outputs: `call` is gloo's, for the buffers.
+  template <class Out, class In, class Function>
+  intrusive_ptr<Work> exchange(const char* name, Out& outputs, In& inputs, Function call) {
+    bring(outputs);
+    bring(inputs);
+    Buffers buffers{name};
+    auto in = buffers.read(inputs);
+    auto out = buffers.write(outputs);
+    buffers.start();
+    auto work = call(out, in, buffers);
+    return under_way(std::move(buffers), std::move(work));
+  }
+  intrusive_ptr<Work> allgather(TensorLists& outputs, Tensors& inputs, const AllgatherOptions& given) override {
+    return exchange("all_gather", outputs, inputs,
+                    [&](auto& out, auto& in, auto&) { return gloo->allgather(out, in, given); });
+  }
+  intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const AllgatherOptions& given) override {
+    return exchange("all_gather_into_tensor", output, input,
+                    [&](auto& out, auto& in, auto&) { return gloo->_allgather_base(out, in, given); });
+  }
+  intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const AllgatherOptions& given) override {
+    return exchange("all_gather_into_tensor", outputs, inputs, [&](auto& out, auto& in, auto&) {
+      return gloo->allgather_into_tensor_coalesced(out, in, given);
+    });
+  }
+  intrusive_ptr<Work> gather(TensorLists& outputs, Tensors& inputs, const GatherOptions& given) override {
+    return exchange("gather", outputs, inputs,
+                    [&](auto& out, auto& in, auto&) { return gloo->gather(out, in, given); });
+  }
+  intrusive_ptr<Work> scatter(Tensors& outputs, TensorLists& inputs, const ScatterOptions& given) override {
+    return exchange("scatter", outputs, inputs,
+                    [&](auto& out, auto& in, auto&) { return gloo->scatter(out, in, given); });
+  }
+  intrusive_ptr<Work> reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                     const ReduceScatterOptions& given) override {
+    return exchange("reduce_scatter", outputs, inputs, [&](auto& out, auto& in, auto& buffers) {
+      return gloo->reduce_scatter(out, in, sum_for_mean(given, out, buffers));
+    });
+  }
+  intrusive_ptr<Work> _reduce_scatter_base(Tensor& output, Tensor& input, const ReduceScatterOptions& given) override {
+    return exchange("reduce_scatter_tensor", output, input, [&](auto& out, auto& in, auto& buffers) {
+      return gloo->_reduce_scatter_base(out, in, sum_for_mean(given, {out}, buffers));
+    });
+  }
+  intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const ReduceScatterOptions& given) override {
+    return exchange("reduce_scatter_tensor", outputs, inputs, [&](auto& out, auto& in, auto& buffers) {
+      return gloo->reduce_scatter_tensor_coalesced(out, in, sum_for_mean(given, out, buffers));
+    });
+  }
+  intrusive_ptr<Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
+                                    std::vector<int64_t>& input_sizes, const AllToAllOptions& given) override {
+    return exchange("all_to_all_single", output, input, [&](auto& out, auto& in, auto&) {
+      return gloo->alltoall_base(out, in, output_sizes, input_sizes, given);
+    });
+  }
+  intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const AllToAllOptions& given) override {
+    return exchange("all_to_all", outputs, inputs,
+                    [&](auto& out, auto& in, auto&) { return gloo->alltoall(out, in, given); });
+  }
+
+  intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
+    bring(tensors);
+    Buffers buffers{"send"};
+    auto data = buffers.read(tensors);
+    buffers.start();
+    return under_way(std::move(buffers), gloo->send(data, to, tag));
+  }
+  intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
+    bring(tensors);
+    Buffers buffers{"recv"};
+    auto data = buffers.write(tensors);
+    buffers.start();
+    return under_way(std::move(buffers), gloo->recv(data, from, tag));
+  }
+  intrusive_ptr<Work> barrier(const BarrierOptions& given) override { return gloo->barrier(given); }
+};
+
+PYBIND11_MODULE(softnccl, m) {
+  py::module_::import("torch._C._distributed_c10d");
+  auto group = py::class_<SoftNCCL, intrusive_ptr<SoftNCCL>, Backend>(m, "ProcessGroupNCCL");
+  group.def(py::init(&SoftNCCL::make))
+      .def_property_readonly("options", [](SoftNCCL& self) { return c10::make_intrusive<NcclOptions>(*self.options); })
+      .def("_set_default_timeout",
+           [](SoftNCCL& self, std::chrono::milliseconds timeout) {
+             self.options->timeout = timeout;
+             self.gloo->setTimeout(timeout);
+           })
+      .def("_shutdown", [](SoftNCCL&) {})
+      .def("abort", [](SoftNCCL&) {})
+      .def_static("_group_start", [] {})
+      .def_static("_group_end", [] {});
+  py::class_<NcclOptions, intrusive_ptr<NcclOptions>, Backend::Options>(group, "Options")
+      .def(py::init([](bool is_high_priority_stream) {
+             auto options = c10::make_intrusive<NcclOptions>();
+             options->is_high_priority_stream = is_high_priority_stream;
+             return options;
+           }),
+           py::arg("is_high_priority_stream") = false)
+      .def("__deepcopy__", [](NcclOptions& self, py::object) { return c10::make_intrusive<NcclOptions>(self); })
+      .def_readwrite("is_high_priority_stream", &NcclOptions::is_high_priority_stream)
+      .def_readwrite("split_from", &NcclOptions::split_from)
+      .def_readwrite("split_color", &NcclOptions::split_color);
+}
