@@ -71,12 +71,15 @@ def _takes_one(part: nn.Module) -> bool:
 
 @torch.compiler.disable  # it differentiates while it is being differentiated
 def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, width: int, hidden_states: Tensor) -> Any:
-    """hidden_states [B, S, ...] -> what `run` gives, a tensor of this shape or a tuple that starts with one."""
-    x = hidden_states.reshape(1, -1, *hidden_states.shape[2:])
-    num_tokens = x.shape[1]
-    size = -(-num_tokens // num_shards) if num_shards else width
-    if size >= num_tokens:
+    """hidden_states [B, S, ...] -> what `run` gives, a tensor of this shape or a tuple that starts with one.
+
+    A sequence that is a single tile goes the same way as others: ZeRO-1 and ZeRO-2 reduce gradients in the order in
+    which they come, and data-parallel ranks have sequences of different lengths.
+    """
+    if num_shards == 1:
         return run(hidden_states)
+    x = hidden_states.reshape(1, -1, *hidden_states.shape[2:])
+    size = -(-x.shape[1] // num_shards) if num_shards else width
     kept = _Keep.apply(x)
     out = _Tiles.apply(mlp, run, size, kept.grad_fn, kept, *trained(mlp))
     return (out[0].view(hidden_states.shape), *out[1:]) if isinstance(out, tuple) else out.view(hidden_states.shape)
