@@ -24,7 +24,7 @@ SETTINGS = ["plain", "checkpointing", "automatic tiles", "3 tiles", "1 tile", "c
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gpt_oss, windows", "qwen3_moe", "qwen3_next", "gemma3_text, windows", "glm4"]
+    "family", ["qwen3", "gpt_oss, sinks and windows", "qwen3_moe", "qwen3_next", "gemma3_text, windows", "glm4"]
 )
 def test_gradients_come_in_the_same_order_for_every_sequence(family):
     for setting in SETTINGS:
