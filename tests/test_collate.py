@@ -117,7 +117,7 @@ def test_labels_and_masks() -> None:
     assert labels(labels=torch.tensor([1, 2, -100, 4])) == [-100, 2, -100, 4]
     assert labels(completion_mask=[0, 0, 1, 1]) == [-100, -100, 13, 14]
     assert labels(assistant_masks=np.array([True, True, False, True])) == [-100, 12, -100, 14]
-    assert labels(completion_mask=[0, 1, 1, 1], assistant_masks=[1, 1, 0, 1]) == [-100, 12, -100, 14]
+    assert labels(completion_mask=[0, 0, 1, 1], assistant_masks=[1, 1, 0, 1]) == [-100, -100, -100, 14]
     assert labels(labels=[1, 2, 3, 4], completion_mask=[0, 0, 0, 0]) == [-100, 2, 3, 4]
     assert labels(labels=None, seq_lengths=None) == [-100, 12, 13, 14]
     assert labels(seq_lengths=[2, 0, 2], text="ignored", score=[0.5] * 9) == [-100, 12, -100, 14]
