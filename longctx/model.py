@@ -124,8 +124,9 @@ def _checked(config: PretrainedConfig, overrides: Mapping[str, Any]) -> dict[str
                 "Only keys of the model's config.json can be set."
             )
     num_layers = overrides.get("num_hidden_layers")
+    of_layers = {} if num_layers is None else first_layers(config, num_layers)
     check_config_numbers("--model_init_kwargs", overrides)
-    return {**({} if num_layers is None else first_layers(config, num_layers)), **overrides}
+    return {**of_layers, **overrides}
 
 
 PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
