@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,5 +27,23 @@ def install() -> None:
     c10d._NCCL_AVAILABLE = True
     # CUDA builds let gloo take GPU tensors and copy them to the host and back, which is never meant here.
     dist.Backend.backend_capability["gloo"] = ["cpu"]
+    c10d.new_group = dist.new_group = _gloo_unbound(c10d.new_group)
     timeout = datetime.timedelta(minutes=10)  # as in CUDA builds
     c10d.default_pg_nccl_timeout = dist.constants.default_pg_nccl_timeout = timeout
+
+
+def _gloo_unbound(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Make groups of gloo without the GPU that the default group is bound to, which gloo of a CUDA build knows."""
+
+    @functools.wraps(new_group)
+    def unbound(*args: Any, backend: str | None = None, **keywords: Any) -> Any:
+        world: Any = dist.group.WORLD
+        bound = world.bound_device_id
+        if backend == "gloo":
+            world.bound_device_id = None
+        try:
+            return new_group(*args, backend=backend, **keywords)
+        finally:
+            world.bound_device_id = bound
+
+    return unbound
