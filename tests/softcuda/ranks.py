@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,12 +39,13 @@ class SoftGPUs:
             stdout=subprocess.PIPE,
             env=environment,
             cwd=_ROOT,
+            start_new_session=True,
         )
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._server.stdin is not None, "stdin is a pipe"
-        self._server.stdin.close()
+        # It would wait for the end of its input without end: processes that other tests forked hold the pipe open, too.
+        os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
 
     def run(
