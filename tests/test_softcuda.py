@@ -70,6 +70,8 @@ def what_it_has_in_common_with_a_gpu() -> dict[str, object]:
             os._exit(7 if "forked subprocess" in str(error) else 1)
         os._exit(1)
     facts["in a forked child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    loaded = set(re.findall(r"/\S+/libc10\.so", Path("/proc/self/maps").read_text()))
+    facts["torch of this environment alone"] = loaded == {str(Path(torch.__file__).parent / "lib" / "libc10.so")}
     return facts
 
 
@@ -88,6 +90,7 @@ def test_it_behaves_as_a_gpu_does(soft_gpus):
         "device of another index": "tensor([2.], device='cuda:1')",
         "current stream": True,
         "in a forked child": 7,
+        "torch of this environment alone": True,
     }
 
 

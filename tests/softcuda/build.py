@@ -16,7 +16,7 @@ TORCH = "2.13."
 """The release whose internals the sources are written for."""
 
 _SOURCES = Path(__file__).with_name("cpp")
-_FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
+_FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w")
 
 
 def unavailable() -> str | None:
@@ -34,17 +34,18 @@ def unavailable() -> str | None:
 def build() -> tuple[Path, Path]:
     """Return the device's library and the Python module of its NCCL, compiled if they are not in the cache.
 
-    Compiling takes about two minutes of one core; ranks that start together wait for one of them.
+    Compiling takes about two minutes of one core; ranks that start together wait for one of them. Each environment has
+    libraries of its own, linked from the same objects: with another environment's, a process would have two torches.
     """
-    folder = _folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, torch = _folder(), _torch_folder()
+    linked = folder / hashlib.sha256(str(torch).encode()).hexdigest()[:12]
+    linked.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        torch = _torch_folder()
-        device = _compile(folder, "softcuda.cpp", "libsoftcuda.so", [f"-L{torch}/lib", "-lc10", "-ltorch_cpu"])
-        libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-        own = [f"-L{folder}", "-lsoftcuda", f"-Wl,-rpath,{folder}"]
-        nccl = _compile(folder, "softnccl.cpp", "softnccl.so", libraries + own)
+        libraries = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-lc10", "-ltorch_cpu"]
+        device = _link(_compile(folder, "softcuda.cpp"), linked / "libsoftcuda.so", libraries)
+        libraries += ["-ltorch", "-ltorch_python", f"-L{linked}", f"-Wl,-rpath,{linked}", "-lsoftcuda"]
+        nccl = _link(_compile(folder, "softnccl.cpp"), linked / "softnccl.so", libraries)
     return device, nccl
 
 
@@ -64,17 +65,24 @@ def _torch_folder() -> Path:
     return Path(found.origin).parent
 
 
-def _compile(folder: Path, source: str, target: str, libraries: list[str]) -> Path:
-    path = folder / target
-    if path.exists():
-        return path
+def _compile(folder: Path, source: str) -> Path:
     torch = _torch_folder()
     includes = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    command = ["g++", *_FLAGS, str(_SOURCES / source), *(f"-I{include}" for include in includes)]
+    flags = [*_FLAGS, "-c", str(_SOURCES / source), *(f"-I{include}" for include in includes)]
+    return _made((folder / source).with_suffix(".o"), flags)
+
+
+def _link(object_file: Path, path: Path, libraries: list[str]) -> Path:
+    return _made(path, ["-shared", str(object_file), *libraries])
+
+
+def _made(path: Path, flags: list[str]) -> Path:
+    """Return `path`, which g++ has made with these flags, now or before."""
+    if path.exists():
+        return path
     unfinished = path.with_suffix(".unfinished")
-    command += [*libraries, f"-Wl,-rpath,{torch}/lib", "-o", str(unfinished)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(["g++", *flags, "-o", str(unfinished)], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        raise RuntimeError(f"g++ {' '.join(flags)} failed:\n{done.stderr}")
     unfinished.replace(path)
     return path
