@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -38,6 +39,7 @@ from longctx.checkpoint import (
     optimization_flags,
     read_manifest,
 )
+from longctx.checkpoint.masters import loaded_in_fp32
 from longctx.collate import SequenceCollator
 from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.data import DataError, name_data
@@ -57,6 +59,7 @@ from longctx.launch.engines import (
 from longctx.launch.failures import FollowSteps
 from longctx.launch.network import choose_interface
 from longctx.launch.restarts import renew_store
+from longctx.levers import NVME
 from longctx.memory.closed_form import ModelSizes
 from longctx.mesh import select_device
 from longctx.model import (
@@ -337,15 +340,18 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     """
     settings = prepared.run.settings
     name = settings["model_name_or_path"]
-    model = together(
-        lambda: load_model(
-            name,
-            prepared.run.model_config,
-            dtype=settings["dtype"],
-            revision=settings["model_revision"],
-            quantization=quantization_of(settings),
+    # Parameters on NVMe are written there while the model is loaded, as they are trained.
+    on_nvme = prepared.run.levers.offload_param_device == NVME
+    with nullcontext() if on_nvme else loaded_in_fp32():
+        model = together(
+            lambda: load_model(
+                name,
+                prepared.run.model_config,
+                dtype=settings["dtype"],
+                revision=settings["model_revision"],
+                quantization=quantization_of(settings),
+            )
         )
-    )
     parts = [model.config, model.generation_config, prepared.tokenizer] if prepared.args.should_save else []
     together(lambda: check_savable(name, parts))
     return model

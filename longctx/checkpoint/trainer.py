@@ -16,7 +16,7 @@ from huggingface_hub import upload_folder
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl import SFTConfig, SFTTrainer
@@ -39,6 +39,7 @@ from longctx.checkpoint.files import (
     write_manifest,
     writing,
 )
+from longctx.checkpoint.masters import round_weights, set_fp32_weights
 from longctx.checkpoint.pieces import WEIGHT, pieces, trained_shapes, update_working_weights
 from longctx.checkpoint.random_state import random_file, random_state, read_random_state, set_random_state
 from longctx.checkpoint.soundness import (
@@ -59,6 +60,11 @@ class ResumableTrainer(SFTTrainer):
     the data. Steps are counted in optimizer steps of the same sequences, so sp, the backend, the engine and the number
     of devices may be others as long as a step has as many sequences.
     """
+
+    def __init__(self, model: PreTrainedModel, args: SFTConfig, **kwargs: Any):
+        super().__init__(model=model, args=args, **kwargs)
+        self._fp32_weights = round_weights(model) if self.is_deepspeed_enabled and args.bf16 else {}
+        """What ZeRO's fp32 weights begin with."""
 
     def layout(self) -> dict[str, Any]:
         """Degrees of the run, and `sequences_per_step`, which a run that goes on has to have, too."""
@@ -300,6 +306,8 @@ class ResumableTrainer(SFTTrainer):
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
+        set_fp32_weights(model, self._fp32_weights)
+        self._fp32_weights = {}
         self._nonfinite_from_start = nonfinite_weights(self.model_wrapped)
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
