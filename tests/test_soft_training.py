@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from longctx import parallelize
 from tests.reference import train_reference
+from tests.softcuda.ranks import soft_environment
 from tests.test_models import TOLERANCE, largest_error, make_batch, make_model, stock_step
 from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, relative, write_jsonl
 from tests.workers import run_ranks
@@ -183,3 +187,20 @@ def test_adapters_in_chunks_are_trained_on_soft_gpus(models, tmp_path, documents
         found, found_norms = zip(*results, strict=True)
         assert relative(found, losses) <= 1e-4, case
         assert relative(found_norms, norms) <= 1e-4, case
+
+
+@pytest.mark.long
+def test_the_profile_of_fsdp1_trains_as_that_of_fsdp2(models, tmp_path, documents_file, soft_gpus):
+    """FSDP1, which torch has for GPUs alone, as its user starts it: data parallel, since it has no mesh to share."""
+    logs = {}
+    for profile in ("fsdp1", "fsdp2"):
+        arguments = [*COMMON, "--packing", "True", "--max_length", "256", "--bf16", "False", "--model_name_or_path"]
+        arguments += [models["GQA 4:2"], "--dataset_name", documents_file[1], "--output_dir", str(tmp_path / profile)]
+        launch = ["--accelerate_config", profile, "--num_processes", "2"]
+        command = [sys.executable, "-m", "longctx", "train", *launch, *arguments]
+        subprocess.run(command, check=True, env=soft_environment(), timeout=300)
+        state = json.loads((tmp_path / profile / "trainer_state.json").read_text())
+        logs[profile] = [(entry["loss"], entry["grad_norm"]) for entry in state["log_history"] if "loss" in entry]
+    assert len(logs["fsdp1"]) == STEPS
+    for own, expected in zip(logs["fsdp1"], logs["fsdp2"], strict=True):
+        assert relative(own, expected) <= 1e-4

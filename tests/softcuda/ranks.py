@@ -21,23 +21,27 @@ from tests.softcuda.build import build
 _ROOT = Path(__file__).parents[2]
 
 
+def soft_environment() -> dict[str, str]:
+    """Return the environment of a program that is to have soft GPUs, once `build` has been called."""
+    return os.environ | {
+        "SOFTCUDA": "1",
+        "SOFTCUDA_STRICT": "1",
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).with_name("site")), str(_ROOT))),
+        # A process that asked the CUDA runtime cannot fork processes that use CUDA; the driver's library may be.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+
+
 class SoftGPUs:
     """A context in which `run` runs functions. What they need is imported once."""
 
     def __enter__(self) -> SoftGPUs:
         build()
-        environment = os.environ | {
-            "SOFTCUDA": "1",
-            "SOFTCUDA_STRICT": "1",
-            "PYTHONPATH": os.pathsep.join((str(Path(__file__).with_name("site")), str(_ROOT))),
-            # A process that asked the CUDA runtime cannot fork processes that use CUDA; the driver's library may be.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        }
         self._server = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=soft_environment(),
             cwd=_ROOT,
             start_new_session=True,
         )
