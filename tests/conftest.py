@@ -19,14 +19,13 @@ from tests import refusals
 if "gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # forked ranks can start no CUDA that their parent has
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 refusals.install()  # before anything imports longctx
 
 from tests.small_model import HEADS, save_small_model  # noqa: E402
 from tests.softcuda.build import unavailable  # noqa: E402
 from tests.softcuda.ranks import SoftGPUs  # noqa: E402
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 _rows: list[tuple[str, str, float, float, float]] = []
 _outcomes: dict[str, bool] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -235,7 +236,8 @@ def gradient_on_another_thread() -> None:
     """A hook on a host tensor, as of the layers of the sequence-chunked step, and a parameter on the GPU."""
     parameter, found = torch.ones(3, device="cuda", requires_grad=True), []
     host = torch.ones(3, requires_grad=True)
-    for _ in range(20):  # either thread may be first
+    parameter.register_hook(lambda _: time.sleep(0.05))  # as if its kernels took long
+    for _ in range(20):
         parameter.grad = None
         x = host.clone()
         x.register_hook(lambda _: found.append(parameter.grad is not None))
@@ -252,10 +254,7 @@ class _ThroughTheHost(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, parameter = ctx.saved_tensors
-        of_parameter = grad.cuda() * x.cuda()
-        for _ in range(100):
-            of_parameter = of_parameter * 1
-        return grad * parameter.detach().cpu(), of_parameter
+        return grad * parameter.detach().cpu(), grad.cuda() * x.cuda()
 
 
 class Planted(NamedTuple):

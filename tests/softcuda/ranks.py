@@ -21,9 +21,13 @@ from tests.softcuda.build import build
 _ROOT = Path(__file__).parents[2]
 
 
+_AT_START = dict(os.environ)
+"""Tests that train in pytest's own process leave DeepSpeed and Accelerate told to stay on the CPU."""
+
+
 def soft_environment() -> dict[str, str]:
     """Return the environment of a program that is to have soft GPUs, once `build` has been called."""
-    return os.environ | {
+    return _AT_START | {
         "SOFTCUDA": "1",
         "SOFTCUDA_STRICT": "1",
         "PYTHONPATH": os.pathsep.join((str(Path(__file__).with_name("site")), str(_ROOT))),
