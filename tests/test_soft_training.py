@@ -204,3 +204,12 @@ def test_the_profile_of_fsdp1_trains_as_that_of_fsdp2(models, tmp_path, document
     assert len(logs["fsdp1"]) == STEPS
     for own, expected in zip(logs["fsdp1"], logs["fsdp2"], strict=True):
         assert relative(own, expected) <= 1e-4
+
+
+@pytest.mark.long
+def test_what_needs_a_gpu_passes_on_a_soft_one(soft_gpus):
+    """`pytest -m gpu`, with short sequences, so that it works where there is a real GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"]
+    ended = subprocess.run(command, env=soft_environment(), timeout=900, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+    assert " passed, 1 skipped" in ended.stdout

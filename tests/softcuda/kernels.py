@@ -1,4 +1,5 @@
-"""Kernels that only CUDA has, in Python on the same bytes: flash attention, cuDNN's attention, fp32 results of bf16.
+"""Kernels that only CUDA has, in Python on the same bytes: flash attention, cuDNN's attention, fp32 results of bf16,
+histograms of integers.
 
 Shape legend: T tokens of all documents, H query heads, K key/value heads, D head size, n queries and m keys of one
 document. Attention is computed in fp32, as the kernels accumulate, and rounded once at the end.
@@ -25,6 +26,7 @@ def install() -> None:
         "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
         "addmm.dtype": _addmm,
         "addmm.dtype_out": _addmm_out,
+        "histc": _histc,
         "mm.dtype": _mm,
     }.items():
         _library.impl(name, kernel)
@@ -174,6 +176,11 @@ def _cudnn_backward(
     rows = [x[0].transpose(0, 1) for x in (grad, q, k, v, out)]
     grads = _flash_backward(*rows, lse[0, ..., 0], None, None, 0, 0, 0.0, causal, scale=scale)
     return tuple(x.transpose(0, 1)[None] for x in grads)
+
+
+def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Of integers, too, which the CPU refuses."""
+    return torch.histc(_host(x).double(), bins, min, max).to(x.dtype).to(x.device)
 
 
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
