@@ -205,9 +205,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     return run
 
 
-def _take_liger(
-    settings: dict[str, Any], model_config: PretrainedConfig, *, needs_no_gpu: bool, use_cpu: bool
-) -> None:
+def _take_liger(settings: dict[str, Any], model_config: PretrainedConfig, *, needs_no_gpu: bool, use_cpu: bool) -> None:
     """Put the parts of the model that Liger computes into `liger_kernel_config`, or refuse."""
     _check_versions(LIGER_VERSIONS, "--use_liger_kernel")
     parts = liger_parts(model_config, settings["liger_kernel_config"])

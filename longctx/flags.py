@@ -172,6 +172,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
     parser.action("trackio_static_space_id").type = _space_or_false
     parser.action("lr_scheduler_kwargs").type = _json_object
+    parser.action("liger_kernel_config").type = str  # read by longctx.liger
     given = [_today(argument) for argument in arguments]
     path = _only_config(given)
     from_file = _read_config(path, parser) if path else {}

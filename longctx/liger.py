@@ -10,12 +10,14 @@ as the one that a result is compared with. That is undone here: one model gets t
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -51,7 +53,6 @@ LIGER_MODELS: Mapping[str, tuple[str, ...]] = {
     "phi3": (NORMS, SWIGLU, ROPE),
     "qwen2": (NORMS, SWIGLU, ROPE),
     "qwen3": (NORMS, SWIGLU, ROPE),
-    "qwen3_5_moe_text": (NORMS,),
     "qwen3_5_text": (NORMS, SWIGLU),
     "qwen3_moe": (NORMS, ROPE),
     "qwen3_next": (NORMS,),
@@ -128,8 +129,8 @@ def check_liger_device(use_cpu: bool) -> None:
     """
     if use_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            "--use_liger_kernel True on the CPU: Liger's Triton kernels need a GPU. Leave it out: the fused loss, where "
-            "Liger saves most memory, is on without it."
+            "--use_liger_kernel True on the CPU: Liger's Triton kernels need a GPU. Leave it out: the fused loss, "
+            "which saves most of the memory that Liger does, is on without it."
         )
 
 
@@ -157,22 +158,27 @@ def install_liger(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
 
     Args:
         parts: what `liger_parts` returned.
-    """
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.get_text_config().model_type]
-    switches = dict.fromkeys((NORMS, ROPE, *_LOSSES), False) | dict.fromkeys(_activation_switches(apply), False)
-    modeling = sys.modules[type(model).__module__]
-    with _undone(modeling) as replaced:
-        apply(model=model, **{name: name in parts for name in switches})
+    Raises:
+        ValueError: where the installed releases of Liger and transformers do not fit together.
+    """
+    model_type = model.config.get_text_config().model_type
+    with _undone(sys.modules[type(model).__module__]) as replaced:
+        try:
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+            apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+            switches = [name for name in inspect.signature(apply).parameters if name != "model"]
+            apply(model=model, **{name: name in parts for name in switches})
+        except (AttributeError, ImportError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--use_liger_kernel True: liger-kernel {version('liger-kernel')} does not fit a {model_type} model of "
+                f"transformers {version('transformers')}: {type(error).__name__}: {error}. Leave it out, or install "
+                "another release of liger-kernel."
+            ) from error
     if ROPE in parts:
         for module in model.modules():
             _replace_rope(module, replaced["apply_rotary_pos_emb"])
-
-
-def _activation_switches(apply: Callable[..., None]) -> Iterator[str]:
-    code = cast(FunctionType, apply).__code__
-    return (name for name in (SWIGLU, GEGLU) if name in code.co_varnames[: code.co_argcount])
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,10 +16,32 @@ from tests import triton_on_cpu
 from tests.test_models import gradients, largest_error, make_batch, make_model, stock_step
 
 
-def families(names: list[str], backends: list[str], levers: dict[str, Any] | None = None) -> dict[Any, dict[str, float]]:
-    """The errors of `step` for each family and backend, at the group's size."""
+def alone() -> dict[str, Any]:
+    """Everything that one process finds, by function."""
+    return {
+        "kernels": kernels(),
+        "fused_losses": fused_losses(),
+        "side_effects": side_effects(["gemma", "granite", "qwen3"]),
+        "checked": checked(),
+    }
+
+
+def on_two_ranks(names: list[str], cases: dict[str, list[str]]) -> tuple[Any, Any]:
+    """`families` under Ulysses, and `train`."""
+    return families(names, ["ulysses"]), train(cases)
+
+
+def families(
+    names: list[str], backends: list[str], levers: dict[str, Any] | None = None
+) -> dict[tuple[str, str], tuple[dict[str, float], set[str]]]:
+    """The errors of `step` for each family and backend, at the group's size, and which kernels ran in it."""
     triton_on_cpu.install()
-    return {(name, backend): step(name, backend, **levers or {}) for name in names for backend in backends}
+    results = {}
+    for name in names:
+        for backend in backends:
+            triton_on_cpu.launched().clear()
+            results[name, backend] = step(name, backend, **levers or {}), set(triton_on_cpu.launched())
+    return results
 
 
 def step(family: str, backend: str = "auto", *, checkpoints: bool = False, **levers: Any) -> dict[str, float]:
@@ -52,24 +77,6 @@ def _errors(loss: Tensor, found: dict[str, Tensor], expected_loss: Tensor, expec
     return {"loss": float((loss / expected_loss - 1).abs()), "gradients": largest_error(found, expected)}
 
 
-def calls_of(family: str) -> dict[str, int]:
-    """How often each of Liger's kernels runs in a step of this family."""
-    triton_on_cpu.install()
-    import liger_kernel.transformers.monkey_patch  # noqa: F401  (defines the kernels)
-    from triton.runtime import interpreter
-
-    counts: dict[str, int] = {}
-    call = interpreter.GridExecutor.__call__
-
-    def counted(self, *arguments, **keywords):
-        counts[self.fn.__name__] = counts.get(self.fn.__name__, 0) + 1
-        return call(self, *arguments, **keywords)
-
-    interpreter.GridExecutor.__call__ = counted
-    step(family)
-    return counts
-
-
 # ------------------------------------------------------------------------------------------------
 # Kernels
 # ------------------------------------------------------------------------------------------------
@@ -84,7 +91,7 @@ def kernels() -> dict[tuple[str, str], list[float]]:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
     generator = torch.Generator().manual_seed(0)
-    cos, sin = (f(torch.rand(1, 11, 12, generator=generator)) for f in (torch.cos, torch.sin))
+    cos, sin = (f(torch.rand(1, 5, 12, generator=generator)) for f in (torch.cos, torch.sin))
     cos, sin = (torch.cat((x, x), dim=-1).bfloat16().float() for x in (cos, sin))
 
     def norm(kind):
@@ -104,7 +111,7 @@ def kernels() -> dict[tuple[str, str], list[float]]:
             4,
         ),
     }
-    shapes = {1: [(1, 40, 50), (50,)], 2: [(1, 20, 70)] * 2, 4: [(1, 4, 11, 24), (1, 2, 11, 24)]}
+    shapes = {1: [(1, 9, 50), (50,)], 2: [(1, 7, 70)] * 2, 4: [(1, 4, 5, 24), (1, 2, 5, 24)]}
     results = {}
     for name, (kernel, reference, kind) in cases.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -123,7 +130,7 @@ def _compare(kernel, reference, inputs: list[Tensor]) -> list[float]:
     grads = torch.autograd.grad(found, given, [x.clone() for x in upstream])
     exact_grads = torch.autograd.grad(exact, exact_inputs, [x.double() for x in upstream])
     pairs = zip((*found, *grads), (*exact, *exact_grads), strict=True)
-    return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+    return [float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs]
 
 
 def fused_losses() -> dict[tuple[str, str], list[float]]:
@@ -138,12 +145,12 @@ def fused_losses() -> dict[tuple[str, str], list[float]]:
     from longctx.loss import LogitScaling, fused_token_outputs
 
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, 173, (1, 48), generator=generator)
+    labels = torch.randint(0, 173, (1, 16), generator=generator)
     labels[:, ::5] = -100
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
         for name, smoothing, softcap in (("plain", 0.0, None), ("smoothed", 0.1, None), ("capped", 0.0, 5.0)):
-            hidden = torch.randn(1, 48, 32, generator=generator).to(dtype)
+            hidden = torch.randn(1, 16, 32, generator=generator).to(dtype)
             weight = (0.3 * torch.randn(173, 32, generator=generator)).to(dtype)
 
             def liger(h, w, smoothing=smoothing, softcap=softcap):
@@ -194,7 +201,9 @@ def side_effects(names: list[str]) -> dict[str, list[str]]:
             for module, before in modules.items()
             for key, value in vars(sys.modules[module]).items()
             if key in before and value is not before[key]
-        ] + [f"{kind}.{key}" for kind, before in classes.items() for key in before if vars(kind)[key] is not before[key]]
+        ] + [
+            f"{kind}.{key}" for kind, before in classes.items() for key in before if vars(kind)[key] is not before[key]
+        ]
     return changed
 
 
@@ -224,38 +233,43 @@ def applied_by_the_user() -> dict[str, dict[str, float]]:
 
 
 def checked() -> dict[str, str]:
-    """What `check_liger` says of the interpreter, sound and as it is shipped, by dtype."""
+    """What the product says of sound kernels, and of what may be wrong with them on some machine."""
     triton_on_cpu.install()
-    from longctx.liger import check_liger, liger_parts
+    from longctx.liger import check_liger, install_liger, liger_parts
     from tests.triton_on_cpu import arithmetic
 
     config = make_model("gemma").config
-    said = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        try:
-            check_liger(config, liger_parts(config), torch.device("cpu"), dtype)
-            said[str(dtype)] = ""
-        except ValueError as error:
-            said[str(dtype)] = str(error)
-    is_bf16, arithmetic._is_bf16 = arithmetic._is_bf16, lambda x: False
-    try:
-        check_liger(config, liger_parts(config), torch.device("cpu"), torch.bfloat16)
-    except ValueError as error:
-        said["unsound"] = str(error)
-    arithmetic._is_bf16 = is_bf16
+    fp32, bf16 = (
+        partial(check_liger, config, liger_parts(config), torch.device("cpu"), dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    said = {"torch.float32": _refusal(fp32), "torch.bfloat16": _refusal(bf16)}
+    import liger_kernel.ops
+    from liger_kernel.transformers import monkey_patch
+
+    model, failing = make_model("llama"), mock.Mock()
+    failing.apply.side_effect = RuntimeError("no kernel image")
+    for name, place, attribute, value, call in (
+        ("unsound", arithmetic, "_is_bf16", lambda x: False, bf16),
+        ("failing", liger_kernel.ops, "LigerGELUMulFunction", failing, bf16),
+        ("unfitting", monkey_patch, "MODEL_TYPE_TO_APPLY_LIGER_FN", {}, partial(install_liger, model, ("rope",))),
+    ):
+        with mock.patch.object(place, attribute, value):
+            said[name] = _refusal(call)
     return said
 
 
-def train(arguments: list[str]) -> list[dict[str, float]]:
-    """Run longctx.train in this process; what trainer_state.json logs of each step."""
+def _refusal(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def train(cases: dict[str, list[str]]) -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
+    """`tests.test_training.run_cases`, and which kernels ran."""
     triton_on_cpu.install()
-    import json
-    from pathlib import Path
+    from tests.test_training import run_cases
 
-    from longctx.train import main
-
-    assert main(arguments) in (0, None)
-    folder = Path(arguments[arguments.index("--output_dir") + 1])
-    return [row for row in json.loads((folder / "trainer_state.json").read_text())["log_history"] if "loss" in row]
-
-
+    return run_cases(cases), set(triton_on_cpu.launched())

@@ -36,3 +36,10 @@ def install() -> None:
 
     arithmetic.install()
     bounds.install()
+
+
+def launched() -> list[str]:
+    """The names of the kernels that this process has run, in order; clear it to begin anew."""
+    from tests.triton_on_cpu import bounds
+
+    return bounds.launched()

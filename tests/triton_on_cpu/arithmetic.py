@@ -156,10 +156,9 @@ def _mend_reductions(kind: type) -> None:
     apply_impl = kind.apply_impl
 
     def apply(self, inputs):
-        narrow = [x.dtype == tl.bfloat16 for x in inputs]
-        if not any(narrow):
+        if not any(x.dtype == tl.bfloat16 for x in inputs):
             return apply_impl(self, inputs)
-        given = tuple(_retyped(x, _widened, tl.float32) if is_bf16 else x for x, is_bf16 in zip(inputs, narrow))
+        given = tuple(_retyped(x, _widened, tl.float32) if x.dtype == tl.bfloat16 else x for x in inputs)
         result = apply_impl(self, given)
         results = result if isinstance(result, list | tuple) else [result]
         results = [_retyped(x, _rounded, tl.bfloat16) if x.dtype == tl.float32 else x for x in results]

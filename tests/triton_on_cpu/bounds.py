@@ -7,7 +7,7 @@ of bounds, too. Masked lanes may point anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ class _Launch:
     """What the running kernel may reach."""
 
     name = ""
+    names: ClassVar[list[str]] = []
+    """Every kernel that ran, in order."""
     starts = np.empty(0, np.uint64)
     ends = np.empty(0, np.uint64)
     """Addresses in bytes, ordered by start; no interval lies in an earlier one."""
@@ -35,6 +37,7 @@ def install() -> None:
     def init(self, arguments, keywords):
         on_host = init_arguments(self, arguments, keywords)
         _Launch.name = self.fn.__name__
+        _Launch.names.append(_Launch.name)
         _Launch.starts, _Launch.ends = _intervals([*on_host[0], *on_host[1].values()])
         return on_host
 
@@ -56,6 +59,11 @@ def install() -> None:
 
     InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = checked_load, checked_store
     InterpreterBuilder.create_atomic_rmw = checked_atomic
+
+
+def launched() -> list[str]:
+    """The names of the kernels that this process has run; clear it to begin anew."""
+    return _Launch.names
 
 
 def _tensors(arguments: Any) -> Iterator[torch.Tensor]:
