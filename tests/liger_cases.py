@@ -26,11 +26,6 @@ def alone() -> dict[str, Any]:
     }
 
 
-def on_two_ranks(names: list[str], cases: dict[str, list[str]]) -> tuple[Any, Any]:
-    """`families` under Ulysses, and `train`."""
-    return families(names, ["ulysses"]), train(cases)
-
-
 def families(
     names: list[str], backends: list[str], levers: dict[str, Any] | None = None
 ) -> dict[tuple[str, str], tuple[dict[str, float], set[str]]]:

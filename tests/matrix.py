@@ -157,6 +157,8 @@ class Feature:
     only_on_gpu: bool = False
     last_on_gpu: str = "not run yet"
     """Date and device of the last run that showed it there."""
+    without_gpu: str = ""
+    """How far it is shown without one."""
     refused_by: Callable[[], str | None] | None = None
     """Where no flag asks for it: what returns the reason."""
 
@@ -212,7 +214,11 @@ FEATURES = {
     "parameters on the host": Feature(shown_by="parameters on the host"),
     "--memory longest": Feature(shown_by="memory longest"),
     "fused or chunked cross-entropy": Feature(shown_by="chunked loss"),
-    "Liger kernels": Feature(only_on_gpu=True, flags=("--use_liger_kernel", "True")),
+    "Liger kernels": Feature(
+        only_on_gpu=True,
+        flags=("--use_liger_kernel", "True"),
+        without_gpu="in Triton's interpreter equal to stock layers, at sp 1 and 2 (tests/test_liger.py)",
+    ),
     "LoRA": Feature(shown_by="LoRA"),
     "QLoRA": Feature(only_on_gpu=True, flags=("--use_peft", "True", "--load_in_4bit", "True")),
     "bf16 mixed precision": Feature(shown_by="bf16"),

@@ -119,7 +119,8 @@ def table(passed: Collection[str], refused: Mapping[tuple[str, str], str | None]
     for name, feature in FEATURES.items():
         if feature.only_on_gpu:
             runs = any(refused[setup, name] is None for setup in SETUPS)
-            lines.append(f"- {name}: {feature.last_on_gpu if runs else 'refused so far'}")
+            shown = f"{feature.last_on_gpu}; {feature.without_gpu}".removesuffix("; ")
+            lines.append(f"- {name}: {shown if runs else 'refused so far'}")
     lines += [f"- {name}: {setup.last_on_gpu}" for name, setup in SETUPS.items() if setup.only_on_gpu]
     return "\n".join(lines) + "\n"
 

@@ -134,8 +134,7 @@ def test_two_ranks_train_as_one_process_without_liger(models, tmp_path, parity_t
     flags = ("--max_steps", "1", "--max_length", "16", "--sp_backend", "ring")
     arguments, documents = case(tmp_path, models["GQA 4:2"], [9, 1, 5], *flags)
     reference = train_reference(models["GQA 4:2"], documents, steps=1, learning_rate=LEARNING_RATE)
-    for results, (trained, launched) in run_ranks(2, f"{CASES}:on_two_ranks", DEFAULT[:1], {"liger": arguments}):
-        check_families(results, DEFAULT[:1], ["ulysses"])
+    for trained, launched in run_ranks(2, f"{CASES}:train", {"liger": arguments}):
         check(trained["liger"], reference, "Liger, ring sp 2", "torchrun", parity_table)
         assert {KERNELS["rms_norm"], KERNELS["rope"], KERNELS["swiglu"]} <= launched
 
