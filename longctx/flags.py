@@ -255,8 +255,8 @@ def _only_config(arguments: Sequence[str]) -> str | None:
 _MEANINGS = {
     "use_liger_kernel": "Compute norms, activations and rotary embeddings with Liger's Triton kernels (GPUs only). The "
     "loss stays that of longctx, which is fused and exact over all ranks.",
-    "liger_kernel_config": "JSON object of parts that --use_liger_kernel leaves out, such as '{\"rope\": false}'. Parts: "
-    "rms_norm, rope, swiglu, geglu.",
+    "liger_kernel_config": "JSON object of parts that --use_liger_kernel leaves out, such as '{\"rope\": false}'. "
+    "Parts: rms_norm, rope, swiglu, geglu.",
 }
 """The --help of TRL's flags that act differently here."""
 

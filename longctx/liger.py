@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -216,7 +216,7 @@ class _Case:
     name: str
     kernel: Callable[..., Any]
     reference: Callable[..., Any]
-    shapes: list[tuple[int, ...]]
+    shapes: Sequence[tuple[int, ...]]
 
 
 def check_liger(config: PretrainedConfig, parts: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> None:
