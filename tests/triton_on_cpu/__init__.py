@@ -4,7 +4,7 @@ The interpreter runs a kernel's programs one after the other in NumPy. As Triton
 arithmetic of bf16 values works on their bits, a kernel's Python floats are no fp32 scalars, functions of libdevice
 return None, and a load or a store outside its tensors reads or overwrites whatever lies there.
 
-    arithmetic.py   bf16, scalars and libdevice as a GPU has them; values that a GPU leaves undefined become NaN
+    arithmetic.py   bf16, scalars and libdevice as a GPU has them; what a GPU leaves undefined becomes NaN
     bounds.py       every load, store and atomic lies within the tensors that the launch was given
 
 What it does not show: races between programs, which run in order here; the rounding of tensor cores, since products of
@@ -17,12 +17,17 @@ rank of `tests.workers.run_ranks`.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 
 
-def install() -> None:
+def install(*, undefined: float = math.nan) -> None:
     """Interpret every Triton kernel that is defined from now on.
+
+    Args:
+        undefined: what a kernel finds in the lanes that a load leaves out and names no `other` for. NaN shows wherever
+            such a lane counts, even where it is multiplied by 0; another number passes there.
 
     Raises:
         RuntimeError: where Liger's kernels are defined already, which would then not be interpreted.
@@ -34,7 +39,7 @@ def install() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.triton_on_cpu import arithmetic, bounds
 
-    arithmetic.install()
+    arithmetic.install(undefined)
     bounds.install()
 
 

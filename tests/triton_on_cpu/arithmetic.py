@@ -37,14 +37,14 @@ LIBDEVICE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """Functions of one number. Those that are missing here raise an error when a kernel calls them."""
 
 
-def install() -> None:
-    """Mend the interpreter of this process."""
+def install(undefined: float) -> None:
+    """Mend the interpreter of this process; `undefined` is what stands for values that a GPU leaves undefined."""
     _interpret_language()
     for name in ("binary_op", "unary_op", "create_fma", "create_erf", "create_rsqrt", "create_clampf"):
         setattr(InterpreterBuilder, name, _in_fp32(getattr(InterpreterBuilder, name)))
     _mend_casts()
     _mend_products()
-    _mend_undefined_loads()
+    _mend_undefined_loads(np.float32(undefined))
     for kind in (interpreter.ReduceOps, interpreter.ScanOps):
         _mend_reductions(kind)
     for name in [name for name, value in vars(libdevice).items() if callable(value) and not name.startswith("_")]:
@@ -132,16 +132,16 @@ def _mend_products() -> None:
     InterpreterBuilder.create_dot, InterpreterBuilder.create_atomic_rmw = dot, atomic_rmw
 
 
-def _mend_undefined_loads() -> None:
-    """NaN for what a load leaves out and names no `other` for: a GPU has anything there, the interpreter 0."""
+def _mend_undefined_loads(undefined: np.float32) -> None:
+    """What a load leaves out and names no `other` for is not 0, as the interpreter has it: a GPU has anything there."""
     create_masked_load = InterpreterBuilder.create_masked_load
 
     def masked_load(self, pointers, mask, other, *policy):
         element = pointers.get_element_ty()
         if other is None and element in (tl.float16, tl.float32, tl.float64):
-            other = TensorHandle(np.full(pointers.data.shape, np.nan, _numpy_type(element)), element)
+            other = TensorHandle(np.full(pointers.data.shape, undefined, _numpy_type(element)), element)
         elif other is None and element == tl.bfloat16:
-            other = TensorHandle(np.full(pointers.data.shape, 0x7FC0, np.uint16), element)
+            other = TensorHandle(np.full(pointers.data.shape, _bf16_bits(undefined), np.uint16), element)
         return create_masked_load(self, pointers, mask, other, *policy)
 
     InterpreterBuilder.create_masked_load = masked_load
