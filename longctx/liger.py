@@ -184,7 +184,8 @@ def install_liger(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
 @contextmanager
 def _undone(modeling: ModuleType) -> Iterator[dict[str, Any]]:
     """Put a module's names back at the end; yields what replaced them by then."""
-    before, replaced = dict(vars(modeling)), {}
+    before = dict(vars(modeling))
+    replaced: dict[str, Any] = {}
     try:
         yield replaced
     finally:
