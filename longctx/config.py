@@ -27,6 +27,7 @@ from longctx.guards import check_disks, check_host_memory, check_row_length
 from longctx.launch.processes import device_count
 from longctx.launch.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
 from longctx.levers import PROFILE_LEVERS, asked_levers, prefers_ulysses
+from longctx.liger import check_liger_device, liger_parts
 from longctx.memory.machine import available_host_memory
 from longctx.mesh import ParallelDims
 from longctx.mixture_flags import take_mixture
@@ -74,6 +75,9 @@ then computes with parameters that have not all arrived.
 
 PEFT_VERSIONS = {"peft": "0.20.0"}
 """Of --use_peft, the extra `peft`."""
+
+LIGER_VERSIONS = {"liger-kernel": "0.8.0", "triton": "3.0.0"}
+"""Of --use_liger_kernel."""
 
 QLORA_VERSIONS = {"bitsandbytes": "0.50.0"}
 """Of --load_in_4bit, the extra `qlora`."""
@@ -167,6 +171,8 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     if settings["use_peft"]:
         _check_versions(PEFT_VERSIONS, "--use_peft")
         check_adapter(settings, model_config, engine)
+    if settings["use_liger_kernel"]:
+        _take_liger(settings, model_config, needs_no_gpu=bool(settings["prepare_only"]), use_cpu=use_cpu)
     notes += _precision_notes(settings, engine, use_cpu)
     settings["max_grad_norm"] = _max_grad_norm(settings["max_grad_norm"], engine)
     settings["pad_to_multiple_of"] = pad_multiple(multiple, dims)
@@ -197,6 +203,15 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
         check_quantization(run.settings, model_config, engine, use_cpu)
     _check_machine(run, env)
     return run
+
+
+def _take_liger(settings: dict[str, Any], model_config: PretrainedConfig, *, needs_no_gpu: bool, use_cpu: bool) -> None:
+    """Put the parts of the model that Liger computes into `liger_kernel_config`, or refuse."""
+    _check_versions(LIGER_VERSIONS, "--use_liger_kernel")
+    parts = liger_parts(model_config, settings["liger_kernel_config"])
+    if not needs_no_gpu:
+        check_liger_device(use_cpu)
+    settings["liger_kernel_config"] = dict.fromkeys(parts, True)
 
 
 def _check_machine(run: Run, env: Mapping[str, str]) -> None:

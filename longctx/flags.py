@@ -172,6 +172,9 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
     parser.action("trackio_static_space_id").type = _space_or_false
     parser.action("lr_scheduler_kwargs").type = _json_object
+    parser.action("liger_kernel_config").type = str  # read by longctx.liger
+    for name, meaning in _MEANINGS.items():
+        parser.action(name).help = meaning
     given = [_today(argument) for argument in arguments]
     path = _only_config(given)
     from_file = _read_config(path, parser) if path else {}
@@ -248,6 +251,14 @@ def _only_config(arguments: Sequence[str]) -> str | None:
     parser.add_argument("--config")
     return parser.parse_known_args(arguments)[0].config
 
+
+_MEANINGS = {
+    "use_liger_kernel": "Compute norms, activations and rotary embeddings with Liger's Triton kernels (GPUs only). The "
+    "loss stays that of longctx, which is fused and exact over all ranks.",
+    "liger_kernel_config": "JSON object of parts that --use_liger_kernel leaves out, such as '{\"rope\": false}'. "
+    "Parts: rms_norm, rope, swiglu, geglu.",
+}
+"""The --help of TRL's flags that act differently here."""
 
 _LISTS_TOO = ("fsdp", "report_to")
 """Flags of one value on the command line that transformers takes lists of, too."""

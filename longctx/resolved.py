@@ -17,6 +17,7 @@ from longctx.attention.support import num_linear_heads
 from longctx.data import name_data
 from longctx.flags import Flags
 from longctx.levers import Levers, Place, resolve_levers
+from longctx.liger import describe_liger
 from longctx.memory.closed_form import MemorySetup, ModelSizes
 from longctx.mesh import ParallelDims
 
@@ -85,6 +86,11 @@ class Run:
             checkpoints_by_default=self.checkpoints_by_default,
         )
 
+    @property
+    def liger_parts(self) -> tuple[str, ...] | None:
+        """The parts of the model that Liger computes; None without --use_liger_kernel."""
+        return tuple(self.settings["liger_kernel_config"]) if self.settings["use_liger_kernel"] else None
+
     def memory_setup(self, ranks_per_node: int) -> MemorySetup:
         """What memory is predicted from."""
         return MemorySetup.of_settings(
@@ -107,6 +113,7 @@ class Run:
         chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
         chosen["activation_offloading"] &= not self.use_cpu  # TRL's copies go by a GPU's streams; see longctx.run
         chosen["use_cpu"] = self.use_cpu
+        chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.liger has put them in place
         chosen["pad_token"] = None  # the tokenizer has it already; TRL warns of the flag
         if self.use_cpu and self.has_group:  # the state that launch.engines.start_on_cpu made
             chosen["accelerator_config"] = {"use_configured_state": True}
@@ -153,6 +160,8 @@ class Run:
             + f", max_length {self.settings['max_length']:,}, overlong {self.settings['overlong']}, "
             f"padded to a multiple of {self.settings['pad_to_multiple_of']}",
         ]
+        if self.liger_parts is not None:
+            lines.append(f"liger     {describe_liger(self.liger_parts)}")
         if changes := self._changes():
             lines.append(f"{'preset   ' if self.is_demo else 'defaults '} {changes}")
         return lines + [f"note      {note}" for note in self.notes]

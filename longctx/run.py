@@ -60,6 +60,7 @@ from longctx.launch.failures import FollowSteps
 from longctx.launch.network import choose_interface
 from longctx.launch.restarts import renew_store
 from longctx.levers import NVME
+from longctx.liger import check_liger, install_liger
 from longctx.memory.closed_form import ModelSizes
 from longctx.mesh import select_device
 from longctx.model import (
@@ -361,6 +362,8 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
     """Put sequence parallelism into the model, and give it its data."""
     run, args, settings = prepared.run, prepared.args, prepared.run.settings
     _check_kernels(prepared, model)
+    if run.liger_parts is not None:
+        _install_liger(prepared, model, run.liger_parts)
     model, sequence = parallelize(
         model,
         run.dims.sp,
@@ -411,10 +414,20 @@ def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
     together(lambda: check_kernels(found, min(run.settings["max_length"], share)))
 
 
+def _install_liger(prepared: PreparedRun, model: PreTrainedModel, parts: tuple[str, ...]) -> None:
+    """Put Liger's kernels into the model, once every rank has compared them with torch's operators."""
+    device = select_device(prepared.args.device)
+    together(lambda: check_liger(model.config, parts, device, _activation_dtype(prepared, model)))
+    install_liger(model, parts)
+
+
 def _kernel(prepared: PreparedRun, model: PreTrainedModel) -> Kernel:
     """The kernel that computes attention in training."""
-    args = prepared.args
-    return kernel_of(model.config, args.device, torch.bfloat16 if args.bf16 else model.dtype)
+    return kernel_of(model.config, prepared.args.device, _activation_dtype(prepared, model))
+
+
+def _activation_dtype(prepared: PreparedRun, model: PreTrainedModel) -> torch.dtype:
+    return torch.bfloat16 if prepared.args.bf16 else model.dtype
 
 
 def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:

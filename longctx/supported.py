@@ -32,7 +32,7 @@ _ACTING_GROUPS = {
     ),
     "memory and precision": (
         "bf16 tf32 use_cpu gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
-        "activation_checkpointing_kwargs activation_offloading torch_empty_cache_steps ddp_timeout"
+        "activation_checkpointing_kwargs activation_offloading torch_empty_cache_steps ddp_timeout use_liger_kernel"
     ),
     "logs and checkpoints": (
         "output_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
@@ -63,7 +63,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "ignore_data_skip": (False,),
     "include_num_input_tokens_seen": ("no", False),
     "label_names": (None,),
-    "liger_kernel_config": (None,),
     "load_in_8bit": (False,),
     "loss_type": ("nll", "chunked_nll"),
     "lr_scheduler_type": (
@@ -90,7 +89,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "train_sampling_strategy": ("random", "sequential"),
     "truncation_mode": ("keep_start",),
     "use_cache": (False,),
-    "use_liger_kernel": (False,),
 }
 """Flags with the only values whose exact meaning is built; any other value is refused by name.
 
@@ -105,7 +103,6 @@ REASONS: Mapping[str, str] = {
         "float16 needs a scaled loss and skips the steps that overflow, which is not compared with one device. "
         "Use --bf16 True, or leave both out for fp32"
     ),
-    "liger_kernel_config": "it belongs to --use_liger_kernel, which is refused. Leave it out",
     "load_in_8bit": (
         "LLM.int8 rounds activations too, all but the columns where any token of the batch is large, and a rank sees "
         "some tokens only. Use --load_in_4bit True, or leave it out"
@@ -113,10 +110,6 @@ REASONS: Mapping[str, str] = {
     "neftune_noise_alpha": "ranks would draw other noise than one device. Leave it out",
     "ignore_data_skip": "a resumed run would train on data again that it has seen. Leave it out",
     "router_aux_loss_coef": "the auxiliary loss depends on all tokens of a step at once. Leave it out",
-    "use_liger_kernel": (
-        "Liger's Triton kernels need a GPU, and are not compared with one device on one yet. Leave it out: the fused "
-        "loss, where Liger saves most memory, is on without it"
-    ),
 }
 """Why, and what to do instead, where there is more to say of a flag in NOT_BUILT than which values are built."""
 
@@ -137,6 +130,7 @@ ACTS_WITH: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "greater_is_better": ("eval_strategy", _EVALUATES),
     "metric_for_best_model": ("eval_strategy", _EVALUATES),
     "per_device_eval_batch_size": ("eval_strategy", _EVALUATES),
+    "liger_kernel_config": ("use_liger_kernel", (True,)),
     "lora_alpha": ("use_peft", (True,)),
     "lora_dropout": ("use_peft", (True,)),
     "lora_modules_to_save": ("use_peft", (True,)),

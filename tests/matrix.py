@@ -157,6 +157,8 @@ class Feature:
     only_on_gpu: bool = False
     last_on_gpu: str = "not run yet"
     """Date and device of the last run that showed it there."""
+    without_gpu: str = ""
+    """How far it is shown without one."""
     refused_by: Callable[[], str | None] | None = None
     """Where no flag asks for it: what returns the reason."""
 
@@ -183,7 +185,12 @@ FEATURES = {
     "completion-only loss": Feature(shown_by="completion only"),
     "label smoothing": Feature(shown_by="label smoothing"),
     "sdpa (CPU kernel)": Feature(shown_by="packed"),
-    "flash-attn kernels": Feature(only_on_gpu=True, flags=("--attn_implementation", "flash_attention_2")),
+    "flash-attn kernels": Feature(
+        only_on_gpu=True,
+        flags=("--attn_implementation", "flash_attention_2"),
+        without_gpu="the adapter of flash-attn 2 over that library's Triton backend, in Triton's interpreter "
+        "(tests/test_flash_triton.py)",
+    ),
     "MHA": Feature(shown_by="padded"),
     "GQA": Feature(shown_by="packed"),
     "MQA, fewer KV heads than sp": Feature(shown_by="padding-free"),
@@ -212,7 +219,12 @@ FEATURES = {
     "parameters on the host": Feature(shown_by="parameters on the host"),
     "--memory longest": Feature(shown_by="memory longest"),
     "fused or chunked cross-entropy": Feature(shown_by="chunked loss"),
-    "Liger kernels": Feature(only_on_gpu=True, flags=("--use_liger_kernel", "True")),
+    "Liger kernels": Feature(
+        only_on_gpu=True,
+        flags=("--use_liger_kernel", "True"),
+        without_gpu="in Triton's interpreter equal to stock layers, at sp 1 and 2 (tests/test_liger.py); compiled for "
+        "sm_80, sm_90 and sm_100 (tests/test_liger_compiled.py)",
+    ),
     "LoRA": Feature(shown_by="LoRA"),
     "QLoRA": Feature(only_on_gpu=True, flags=("--use_peft", "True", "--load_in_4bit", "True")),
     "bf16 mixed precision": Feature(shown_by="bf16"),

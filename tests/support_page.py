@@ -119,7 +119,8 @@ def table(passed: Collection[str], refused: Mapping[tuple[str, str], str | None]
     for name, feature in FEATURES.items():
         if feature.only_on_gpu:
             runs = any(refused[setup, name] is None for setup in SETUPS)
-            lines.append(f"- {name}: {feature.last_on_gpu if runs else 'refused so far'}")
+            shown = f"{feature.last_on_gpu}; {feature.without_gpu}".removesuffix("; ")
+            lines.append(f"- {name}: {shown if runs else 'refused so far'}")
     lines += [f"- {name}: {setup.last_on_gpu}" for name, setup in SETUPS.items() if setup.only_on_gpu]
     return "\n".join(lines) + "\n"
 
@@ -184,7 +185,7 @@ Edit tests/matrix.py, not this page: a test fails where the two differ.
   norm of the first step to 1e-5, losses of all steps to 1e-4 (`bf16`: as near to fp32 as one process in bf16). The test
   is `tests/test_support_matrix.py::test_a_run_equals_one_process[set-up: run]`; a name with `::` is another test.
 - **refused** n: the flags are refused before processes start and weights are read; reason n stands below the table.
-- **GPU**: nothing refuses it, and only a machine with GPUs can run it; the last run is named below.
+- **GPU**: nothing refuses it, and only a machine with GPUs can run it; how far it is shown is named below.
 - **untested**: nothing refuses it, and no test has shown it in the run that made this page.
 
 Set-ups are sp 2, hybrid sp 4 (ring 2 × ulysses 2); `data parallel` doubles the processes of a set-up without it.

@@ -236,7 +236,6 @@ OTHER_VALUES = {
     "fsdp_config": {"version": 2},
     "include_num_input_tokens_seen": True,
     "label_names": ["labels"],
-    "liger_kernel_config": {"rope": True},
     "loss_type": "dft",
     "lr_scheduler_type": "reduce_lr_on_plateau",
     "neftune_noise_alpha": 0.5,

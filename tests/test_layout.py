@@ -21,7 +21,7 @@ STAGES: list[tuple[str, ...]] = [
     ("collate",),  # packs -> batches
     ("batch", "mesh", "shard"),  # batches -> one rank's part
     ("host", "regular_files", "working_directory", "regions", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
-    ("loss",),
+    ("liger", "loss"),
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
     (
         "tiny",

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.attention.support import head_size, num_heads
+from longctx.liger import fuses_layers
 from longctx.loss import TILE_BYTES
 from longctx.mesh import ParallelDims
 from longctx.model_files import without_weights
@@ -246,6 +247,7 @@ class MemorySetup:
             weight_bytes=4 if get("dtype") == "float32" else 2,
             quantized_weight_bytes=_quantized_weight_bytes(settings),
             num_rows=settings["per_device_train_batch_size"],
+            fused_layers=bool(get("use_liger_kernel")) and fuses_layers(get("liger_kernel_config")),
             gradient_checkpointing=checkpoints,
             every_n_layers=kwargs.get("every_n_layers") or 1,
             selective_checkpointing=checkpoints and bool(kwargs.get("selective", dims.ring > 1)),
