@@ -61,14 +61,18 @@ class StepMetrics:
         self.longest_row = max(self.longest_row, layout.num_tokens)
         self._sums += torch.stack(
             [
-                torch.tensor(num_tokens / self.sp, dtype=torch.float64, device=self.device),
-                torch.tensor(layout.num_tokens / self.sp, dtype=torch.float64, device=self.device),
+                self._number(num_tokens / self.sp),
+                self._number(layout.num_tokens / self.sp),
                 (shift_labels != IGNORE_INDEX).sum().double(),
                 correct.sum().double(),
                 entropy.detach().sum().double(),
-                torch.tensor(attention_work(layout, self.sp_rank), dtype=torch.float64, device=self.device),
+                self._number(attention_work(layout, self.sp_rank)),
             ]
         )
+
+    def _number(self, value: float) -> Tensor:
+        """Return a float64 [] on the device, written by a kernel: for a copy of it the host would wait."""
+        return torch.full((), value, dtype=torch.float64, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's numbers since the last `read`, and those of all that went on before."""

@@ -21,7 +21,6 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
@@ -57,9 +56,9 @@ class Wait(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The innermost function of longctx, or of anything."""
-        ours = (call for call in self.calls if call.startswith("longctx."))
-        return next(ours, self.calls[0] if self.calls else "a backward pass")
+        """The innermost function outside of torch and of the soft device."""
+        others = (call for call in self.calls if not call.startswith(("torch.", "tests.softcuda.")))
+        return next(others, "a backward pass")
 
     def __str__(self) -> str:
         return f"{self.reason} in {self.place}"
@@ -90,13 +89,14 @@ class _Memory:
 
 
 class Watch:
-    """Watches the device while its context is entered, in all threads of this process. One at a time."""
+    """Watches the device from `start` to `stop`, or while its context is entered."""
 
     def __init__(self) -> None:
         self.races: list[str] = []
         self.num_kernels = 0
         self._waits: list[tuple[str, tuple[str, ...], str | None, int]] = []
-        self._span: str | None = None
+        self.span: str | None = None
+        """What happens now is a part of this: a micro-batch."""
         self._last_kernel: dict[str | None, int] = {}
         self._order = StreamSynchronizations()
         self._memory: dict[int, _Memory] = {}
@@ -105,23 +105,22 @@ class Watch:
         self._errors: list[BaseException] = []
         self._callback = _Callback(self._told)
 
-    def __enter__(self) -> Watch:
+    def start(self) -> None:
+        """Watch all threads of this process, in the place of any other watch."""
         library.soft_watch(ctypes.cast(self._callback, ctypes.c_void_p))
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Let nobody watch."""
         library.soft_watch(None)
         if self._errors:
             raise self._errors[0]
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """What happens inside of the context is of this span: a micro-batch."""
-        self._span = name
-        try:
-            yield
-        finally:
-            self._span = None
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def waits(self) -> list[Wait]:
@@ -162,7 +161,7 @@ class Watch:
             case "use on stream":
                 self._memory_at(subject).used_on.add(stream)
             case _:
-                self._waits.append((name, tuple(map(_call, _frames())), self._span, self.num_kernels))
+                self._waits.append((name, tuple(map(_call, _frames())), self.span, self.num_kernels))
                 if what == "host waits for stream":
                     order.all_streams_wait_for_stream(stream)
                 elif what == "host waits for event":
@@ -172,7 +171,7 @@ class Watch:
 
     def _launch(self, kernel: str, stream: int, read: set[int], written: set[int]) -> None:
         self.num_kernels += 1
-        self._last_kernel[self._span] = self.num_kernels
+        self._last_kernel[self.span] = self.num_kernels
         self._order.update_seq_num(stream, self.num_kernels)
         access = _Access(stream, self.num_kernels, kernel, _place())
         for pointer in read - written - {0}:
