@@ -8,6 +8,7 @@ wrong numbers, sometimes. The soft device (tests/softcuda) tells of every kernel
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,25 +27,24 @@ from tests.test_training import COMMON, SHAPES, log_of, make_documents, other_mo
 
 MICRO_BATCHES = 2
 IN_A_MICRO_BATCH = {
-    "longctx.chunked.tiles.settle": "Hidden states lie in host memory between layers, where other code may read them.",
+    "longctx.chunked.tiles.settle": "Hidden states lie in host memory between layers, where any code may read them.",
 }
-"""Functions in which the host may wait for a micro-batch that is under way, and why."""
-
-AT_ITS_END = {
-    "trl.models.activation_offloading.OffloadActivations.__exit__": "TRL ends its streams after the backward pass.",
-}
-"""The same, after the last kernel of a micro-batch."""
+"""Functions in which the host waits for a micro-batch that is under way, and why it has to."""
 
 BETWEEN_MICRO_BATCHES = {
     "longctx.parallel.SequenceParallel.count_label_tokens": "The loss is divided by the label tokens of the step.",
     "longctx.trainer.SequenceTrainer._get_grad_norm": "A norm that is not finite stops the run before weights change.",
-    "transformers.trainer.Trainer._run_epoch": "--logging_nan_inf_filter looks at each loss.",
+    "accelerate.utils.deepspeed.DeepSpeedEngineWrapper.get_global_grad_norm": "The same norm, of DeepSpeed.",
+    "longctx.checkpoint.signals.StopOnSignal.on_step_end": "Ranks agree whether a signal has come.",
+    "longctx.metrics.StepMetrics": "The log has sums over all ranks.",
     "transformers.trainer.Trainer._maybe_log_save_evaluate": "The log has the loss and the norm as numbers.",
-    "longctx.metrics.StepMetrics.read": "The log has sums over all ranks.",
-    "longctx.checkpoint.signals": "Ranks agree whether a signal has come.",
-    "deepspeed": "ZeRO-3's reduction of gradients, its norm and its step are DeepSpeed's own.",
+    "transformers.trainer.Trainer.store_flos": "So has it the operations of all ranks.",
+    "transformers.trainer_pt_utils.distributed_broadcast_scalars": "The same.",
+    "transformers.trainer.Trainer._run_epoch": "--logging_nan_inf_filter looks at the loss of each micro-batch.",
+    "trl.models.activation_offloading.OffloadActivations.__exit__": "TRL waits for its streams after a backward pass.",
+    "deepspeed.": "ZeRO-3's reduction of gradients, its norm and its step are DeepSpeed's own.",
 }
-"""Where the host may wait for what came before; prefixes of functions."""
+"""The same for a micro-batch that is done; a prefix stands for all functions that begin with it."""
 
 
 class Run(NamedTuple):
@@ -154,10 +154,159 @@ def test_the_host_waits_for_no_micro_batch_and_no_streams_race(runs, other_model
 
 
 def unexplained(waits):
-    """Waits in no list, with the list in which they were looked for."""
+    """Waits that are in neither list, and their number."""
     found = []
     for span, before_last_kernel, reason, place in waits:
-        known = BETWEEN_MICRO_BATCHES if span is None else IN_A_MICRO_BATCH if before_last_kernel else AT_ITS_END
+        known = BETWEEN_MICRO_BATCHES if span is None or not before_last_kernel else IN_A_MICRO_BATCH
         if not place.startswith(tuple(known)):
             found.append(f"{span or 'between micro-batches'}: {reason} in {place}")
     return Counter(found)
+
+
+# Planted bugs, in a step of a small model on FSDP2 with a ring of two GPUs
+
+
+@contextmanager
+def _instead(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """make(the function) stands in its place."""
+    with patch.object(owner, name, make(getattr(owner, name))):
+        yield
+
+
+def _first(spoil: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Call `spoil` with the same arguments first."""
+
+    def make(function):
+        def run(*args, **kwargs):
+            spoil(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return run
+
+    return make
+
+
+def _on_another_stream(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args, **kwargs):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _used_on_another_stream(is_recorded: bool) -> Callable[..., None]:
+    def spoil(kernel, q, *_: Any) -> None:
+        copy, side = q.clone(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            copy.sum()
+        if is_recorded:
+            copy.record_stream(side)
+        del copy
+        torch.empty_like(q)  # may be given the same memory, on which `side` has yet to work
+
+    return spoil
+
+
+def _plants() -> dict[str, Callable[[], Any]]:
+    from contextlib import nullcontext
+
+    from longctx import parallel
+    from longctx.attention.kernels import entries
+    from longctx.attention.kernels.varlen import AtenFlashKernel
+    from longctx.batch import AttentionContext
+    from longctx.ring import attention, transport
+
+    def blocking(_):
+        return lambda tensor, device: tensor.to(device)
+
+    kernel, nothing = AtenFlashKernel, lambda *_: None
+    return {
+        "nothing": nullcontext,
+        "int(tensor) in attention": lambda: _instead(kernel, "_forward", _first(lambda _, q, *__: int(q.sum()))),
+        "item() in attention's backward": lambda: _instead(
+            kernel, "_backward", _first(lambda _, g, *__: g.sum().item())
+        ),
+        "a condition on the device": lambda: _instead(
+            attention, "merge", _first(lambda out, *_: bool((out > 9).any()))
+        ),
+        "boundaries copied to the host": lambda: _instead(
+            kernel, "_forward", _first(lambda _, q, k, v, varlen, *__: varlen.cu_seqlens_q.cpu())
+        ),
+        "a mask as an index": lambda: _instead(kernel, "_forward", _first(lambda _, q, *__: q[q > 0])),
+        "label positions asked for": lambda: _instead(AttentionContext, "learnt_positions", lambda _: nothing),
+        "a number copied to the device": lambda: _instead(
+            entries, "take", _first(lambda x, rows: torch.tensor(3.0, device=x.device))
+        ),
+        "a batch from pageable memory": lambda: _instead(parallel, "send", blocking),
+        "torch.cuda.synchronize": lambda: _instead(transport, "_wait", _first(lambda _: torch.cuda.synchronize())),
+        "FSDP2's event waits dropped": lambda: _instead(torch.cuda.Stream, "wait_event", lambda _: nothing),
+        "messages that another stream waits for": lambda: _instead(transport, "_wait", _on_another_stream),
+        "memory freed that another stream uses": lambda: _instead(
+            kernel, "_forward", _first(_used_on_another_stream(is_recorded=False))
+        ),
+        "the same with record_stream": lambda: _instead(
+            kernel, "_forward", _first(_used_on_another_stream(is_recorded=True))
+        ),
+    }
+
+
+def planted_steps() -> dict[str, list[str]]:
+    """What is found in a step with each of the planted bugs."""
+    from tests.softcuda.watch import Watch
+
+    torch.cuda.set_device(dist.get_rank())
+    model, sequence = parallelize(make_model("llama"), 2, sp_backend="ring")
+    model.to(sequence.device)
+    mesh = init_device_mesh("cuda", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def step() -> None:
+        shard = sequence.shard(make_batch())
+        with torch.autocast("cuda", torch.bfloat16):
+            outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
+        sequence.reduce(outputs.losses, 100).backward()
+
+    step()
+    found = {}
+    for name, plant in _plants().items():
+        with plant(), Watch() as watch:
+            step()
+        found[name] = [*(f"the host waits: {wait}" for wait in watch.waits), *watch.races]
+    return found
+
+
+@pytest.fixture(scope="module")
+def planted(soft_gpus):
+    return soft_gpus.run(2, f"{__name__}:planted_steps", timeout=100)
+
+
+CAUGHT = {
+    "nothing": None,
+    "int(tensor) in attention": r"the host waits: aten::_local_scalar_dense",
+    "item() in attention's backward": r"the host waits: aten::_local_scalar_dense",
+    "a condition on the device": r"the host waits: aten::_local_scalar_dense",
+    "boundaries copied to the host": r"the host waits: blocking copy to the host",
+    "a mask as an index": r"the host waits: aten::index.Tensor",
+    "label positions asked for": r"the host waits: aten::nonzero in longctx.loss._tiles",
+    "a number copied to the device": r"the host waits: blocking copy to the device",
+    "a batch from pageable memory": r"the host waits: blocking copy to the device in longctx.parallel",
+    "torch.cuda.synchronize": r"the host waits: torch.cuda.synchronize",
+    "FSDP2's event waits dropped": r"does not wait for nccl::_?all_gather",
+    "messages that another stream waits for": r"does not wait for nccl::recv",
+    "memory freed that another stream uses": r"was freed while aten::sum .* may use it",
+    "the same with record_stream": None,
+}
+"""What says so, a regular expression; None where nothing is wrong."""
+
+
+@pytest.mark.parametrize("bug", CAUGHT)
+def test_a_planted_bug_is_seen_in_a_step(bug, planted):
+    for found in planted:
+        assert found.keys() == CAUGHT.keys()
+        if CAUGHT[bug] is None:
+            assert not found[bug]
+        else:
+            assert any(re.search(CAUGHT[bug], message) for message in found[bug]), found[bug][:5]

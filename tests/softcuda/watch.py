@@ -141,7 +141,9 @@ class Watch:
     def _told(self, what: bytes, name: bytes, stream: int, subject: int, memory, num_read: int, num_written: int):
         with self._lock:
             try:
-                self._understand(what.decode(), name.decode(), stream, subject, memory[: num_read + num_written], num_read)
+                self._understand(
+                    what.decode(), name.decode(), stream, subject, memory[: num_read + num_written], num_read
+                )
             except BaseException as error:  # which ctypes would print and forget
                 self._errors.append(error)
 

@@ -204,6 +204,7 @@ bool has_host_wait(const OperatorHandle& op, const Call& call, const torch::jit:
   if (name == "aten::repeat_interleave.Tensor") return stack.back().isNone();  // no output_size
   if (!takes_host_tensors(op)) return false;
   if (!call.host_tensors.empty()) return true;  // indices, which are copied
+  if (name.find("index_put") == std::string::npos) return false;  // has a mask's indices counted by aten::nonzero
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); i++)
     if (arguments[i].name() == "values" && !call.has(stack[stack.size() - arguments.size() + i].toTensor()))
