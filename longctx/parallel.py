@@ -147,11 +147,12 @@ class SequenceParallel:
         """
         log_probs = self.log_probs(model, batch).flatten()
         starts = (complete_position_ids(batch) == 0).flatten()
-        document = (starts.cumsum(0) - 1).to(log_probs.device)
+        document = send(starts.cumsum(0) - 1, log_probs.device)
         sums = log_probs.new_zeros(int(starts.sum()), dtype=torch.float64).index_add(0, document, log_probs.double())
         if "attention_mask" not in batch:
             return sums
-        return sums[batch["attention_mask"].flatten()[starts].bool().to(sums.device)]
+        kept = batch["attention_mask"].flatten()[starts].nonzero()[:, 0]
+        return sums[send(kept, sums.device)]
 
     def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
         """Per-token results [1, T/P, ...] of every rank in the batch's order: [B, S, ...], on every rank.

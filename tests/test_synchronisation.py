@@ -163,6 +163,80 @@ def unexplained(waits):
     return Counter(found)
 
 
+# What has the host wait, as CUDA's kernels and copies do
+
+
+def waits_of_calls() -> dict[str, list[str]]:
+    """The reasons of the waits in each of CALLS."""
+    from tests.softcuda.watch import Watch
+
+    found = {}
+    for name, (call, _) in CALLS.items():
+        given = Given(
+            x=torch.arange(6.0, device="cuda"),
+            at=torch.tensor([0, 2], device="cuda"),
+            pageable=torch.ones(6),
+            pinned=torch.ones(6).pin_memory(),
+            event=torch.cuda.Event(),
+        )
+        given.event.record()
+        with Watch() as watch:
+            call(given)
+        found[name] = [wait.reason for wait in watch.waits]
+    return found
+
+
+class Given(NamedTuple):
+    x: torch.Tensor
+    at: torch.Tensor
+    pageable: torch.Tensor
+    pinned: torch.Tensor
+    event: torch.cuda.Event
+
+
+CALLS: dict[str, tuple[Callable[[Given], Any], bool]] = {
+    "x.item()": (lambda g: g.x[0].item(), True),
+    "bool(x)": (lambda g: bool((g.x > 3).any()), True),
+    "x.tolist()": (lambda g: g.x.tolist(), True),
+    "x.cpu()": (lambda g: g.x.cpu(), True),
+    "x.nonzero()": (lambda g: g.x.nonzero(), True),
+    "x.unique()": (lambda g: g.x.unique(), True),
+    "x[mask]": (lambda g: g.x[g.x > 3], True),
+    "x[mask] = tensor": (lambda g: g.x.__setitem__(g.x > 3, g.x[:2]), True),
+    "x[mask] = number": (lambda g: g.x.__setitem__(g.x > 3, 0.0), False),
+    "x[[0, 2]]": (lambda g: g.x[[0, 2]], True),
+    "x[indices]": (lambda g: g.x[g.at], False),
+    "x[indices] = tensor": (lambda g: g.x.__setitem__(g.at, g.x[:2]), False),
+    "x[0:2]": (lambda g: g.x[0:2] + 1, False),
+    "torch.equal": (lambda g: torch.equal(g.x, g.x), True),
+    "torch.where with three arguments": (lambda g: torch.where(g.x > 3, g.x, 0.0), False),
+    "repeat_interleave": (lambda g: g.at.repeat_interleave(g.at), True),
+    "repeat_interleave of a known size": (lambda g: g.at.repeat_interleave(g.at, output_size=2), False),
+    "repeat_interleave by a number": (lambda g: g.x.repeat_interleave(2), False),
+    "torch.tensor(number)": (lambda g: torch.tensor(1.0, device="cuda"), True),
+    "torch.full": (lambda g: torch.full((), 1.0, device="cuda"), False),
+    "a product with a number of the host": (lambda g: g.x * torch.tensor(2.0), False),
+    "pageable to the GPU": (lambda g: g.pageable.to("cuda"), True),
+    "pageable to the GPU, non_blocking": (lambda g: g.pageable.to("cuda", non_blocking=True), True),
+    "pinned to the GPU": (lambda g: g.pinned.to("cuda"), True),
+    "pinned to the GPU, non_blocking": (lambda g: g.pinned.to("cuda", non_blocking=True), False),
+    "to the host, non_blocking": (lambda g: g.x.to("cpu", non_blocking=True), True),
+    "to pinned memory, non_blocking": (lambda g: g.pinned.copy_(g.x, non_blocking=True), False),
+    "torch.cuda.synchronize": (lambda g: torch.cuda.synchronize(), True),
+    "Stream.synchronize": (lambda g: torch.cuda.current_stream().synchronize(), True),
+    "Event.synchronize": (lambda g: g.event.synchronize(), True),
+    "Event.query": (lambda g: g.event.query(), False),
+    "Stream.wait_event": (lambda g: torch.cuda.Stream().wait_event(g.event), False),
+}
+"""What is called, and whether the host waits: by c10::cuda::memcpy_and_sync and stream_synchronize, at which CUDA's
+sync debug mode warns, or by cudaMemcpyAsync of memory that is not pinned, at which it does not."""
+
+
+def test_what_has_the_host_wait(soft_gpus):
+    [found] = soft_gpus.run(1, f"{__name__}:waits_of_calls", backend=None)
+    assert {name: bool(reasons) for name, reasons in found.items()} == {name: wait for name, (_, wait) in CALLS.items()}
+
+
 # Planted bugs, in a step of a small model on FSDP2 with a ring of two GPUs
 
 
