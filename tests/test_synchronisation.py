@@ -220,7 +220,8 @@ CALLS: dict[str, tuple[Callable[[Given], Any], bool]] = {
     "pageable to the GPU, non_blocking": (lambda g: g.pageable.to("cuda", non_blocking=True), True),
     "pinned to the GPU": (lambda g: g.pinned.to("cuda"), True),
     "pinned to the GPU, non_blocking": (lambda g: g.pinned.to("cuda", non_blocking=True), False),
-    "to the host, non_blocking": (lambda g: g.x.to("cpu", non_blocking=True), True),
+    "to the host, non_blocking": (lambda g: g.x.to("cpu", non_blocking=True), False),  # to memory that it pins
+    "to pageable memory, non_blocking": (lambda g: g.pageable.copy_(g.x, non_blocking=True), True),
     "to pinned memory, non_blocking": (lambda g: g.pinned.copy_(g.x, non_blocking=True), False),
     "torch.cuda.synchronize": (lambda g: torch.cuda.synchronize(), True),
     "Stream.synchronize": (lambda g: torch.cuda.current_stream().synchronize(), True),
