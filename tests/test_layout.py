@@ -19,8 +19,8 @@ STAGES: list[tuple[str, ...]] = [
     ("data",),  # names and files -> tokenised documents
     ("packing",),  # lengths -> packs
     ("collate",),  # packs -> batches
-    ("host", "batch", "mesh", "shard"),  # batches -> one rank's part
-    ("regular_files", "working_directory", "regions", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
+    ("batch", "mesh", "shard"),  # batches -> one rank's part
+    ("host", "regular_files", "working_directory", "regions", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
     ("loss",),
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
     (
