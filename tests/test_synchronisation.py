@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -26,6 +27,8 @@ from tests.test_models import make_batch, make_model
 from tests.test_training import COMMON, SHAPES, log_of, make_documents, other_models, write_jsonl  # noqa: F401
 
 MICRO_BATCHES = 2
+PAGE = Path(__file__).parents[1] / "benchmarks" / "results" / "gpu_waits_and_races.md"
+
 IN_A_MICRO_BATCH = {
     "longctx.chunked.tiles.settle": "Hidden states lie in host memory between layers, where any code may read them.",
 }
@@ -385,3 +388,18 @@ def test_a_planted_bug_is_seen_in_a_step(bug, planted):
             assert not found[bug]
         else:
             assert any(re.search(CAUGHT[bug], message) for message in found[bug]), found[bug][:5]
+
+
+def test_the_page_of_waits_and_races_is_this_one():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `") or line.startswith("| *")]
+    wanted = [
+        f"| `{place}` | {why} |" for known in (IN_A_MICRO_BATCH, BETWEEN_MICRO_BATCHES) for place, why in known.items()
+    ]
+    wanted += [f"| *{bug}* | {_seen_as(pattern)} |" for bug, pattern in CAUGHT.items()]
+    assert rows == wanted, "\n".join(wanted)
+
+
+def _seen_as(pattern: str | None) -> str:
+    if pattern is None:
+        return "nothing, as it should be"
+    return "a wait" if pattern.startswith("the host waits") else "a race"
