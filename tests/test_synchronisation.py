@@ -367,14 +367,14 @@ CAUGHT = {
     "item() in attention's backward": r"the host waits: aten::_local_scalar_dense",
     "a condition on the device": r"the host waits: aten::_local_scalar_dense",
     "boundaries copied to the host": r"the host waits: blocking copy to the host",
-    "a mask as an index": r"the host waits: aten::index.Tensor",
+    "a mask as an index": r"the host waits: aten::nonzero",
     "label positions asked for": r"the host waits: aten::nonzero in longctx.loss._tiles",
     "a number copied to the device": r"the host waits: blocking copy to the device",
-    "a batch from pageable memory": r"the host waits: blocking copy to the device in longctx.parallel",
+    "a batch from pageable memory": r"the host waits: blocking copy to the device",
     "torch.cuda.synchronize": r"the host waits: torch.cuda.synchronize",
     "FSDP2's event waits dropped": r"does not wait for nccl::_?all_gather",
     "messages that another stream waits for": r"does not wait for nccl::recv",
-    "memory freed that another stream uses": r"was freed while aten::sum .* may use it",
+    "memory freed that another stream uses": r"was freed while aten::sum.* may use it",
     "the same with record_stream": None,
 }
 """What says so, a regular expression; None where nothing is wrong."""
