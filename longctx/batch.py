@@ -61,12 +61,33 @@ class AttentionContext:
         self._by_window: dict[int | None, Attend] = {}
         self.calls = 0
         """Attention layers, linear ones too, that have run on this batch, recomputation included."""
+        self._learnt: tuple[Tensor, int, Tensor] | None = None
 
     def attend(self, window: int | None) -> Attend:
         """Attention of the layers with this window."""
         if window not in self._by_window:
             self._by_window[window] = self._make(window)
         return self._by_window[window]
+
+    def know_learnt(self, shift_labels: Tensor, positions: Tensor) -> None:
+        """Keep what the host knows of labels that it has just sent to the device.
+
+        Args:
+            shift_labels: int64 [1, T/P].
+            positions: int64 [n], where they are not −100.
+        """
+        if not shift_labels.is_inference():  # whose changes are not counted
+            self._learnt = shift_labels, shift_labels._version, positions
+
+    def learnt_positions(self, shift_labels: Tensor) -> Tensor | None:
+        """Return int64 [n], where labels are not −100, or None for labels that the host does not know.
+
+        These are labels from elsewhere, and the batch's own after they have been changed in place.
+        """
+        if self._learnt is None:
+            return None
+        known, version, positions = self._learnt
+        return positions if shift_labels is known and shift_labels._version == version else None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

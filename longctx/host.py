@@ -37,6 +37,17 @@ def host_empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on a device, or a tensor of the device itself.
+
+    A GPU copies from pinned memory: for other memory the host would wait until the GPU has done all that was asked of
+    it before.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class SavedOnHost(saved_tensors_hooks):
     """What autograd saves in here waits in host memory; weights stay where they are.
 

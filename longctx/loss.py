@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.chunked.tiles import settle, to_device, to_host
 from longctx.data import IGNORE_INDEX
 from longctx.host import host_empty
 from longctx.regions import region
@@ -85,8 +86,11 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return plain(self, *args, **kwargs, **given)
         hidden = self.base_model(*args, **kwargs).last_hidden_state
-        head = self.get_output_embeddings()
-        return head(hidden, shift_labels=shift_labels, label_smoothing=label_smoothing, summed=summed)
+        head, sequence = self.get_output_embeddings(), kwargs.get("sequence")
+        positions = None if sequence is None else sequence.learnt_positions(shift_labels)
+        return head(
+            hidden, shift_labels=shift_labels, positions=positions, label_smoothing=label_smoothing, summed=summed
+        )
 
     cast(Any, model).forward = MethodType(forward, model)
 
@@ -97,6 +101,7 @@ def _head_forward(
     head: nn.Linear,
     hidden: Tensor,
     shift_labels: Tensor | None = None,
+    positions: Tensor | None = None,
     label_smoothing: float = 0.0,
     summed: bool = True,
 ) -> Tensor | TokenOutputs:
@@ -107,6 +112,7 @@ def _head_forward(
         head.weight,
         head.bias,
         shift_labels,
+        positions=positions,
         label_smoothing=label_smoothing,
         scaling=scaling,
         hidden_on_host=hidden_on_host,
@@ -120,6 +126,7 @@ def fused_token_outputs(
     bias: Tensor | None,
     shift_labels: Tensor,
     *,
+    positions: Tensor | None = None,
     label_smoothing: float = 0.0,
     scaling: LogitScaling = PLAIN,
     hidden_on_host: bool = False,
@@ -139,6 +146,8 @@ def fused_token_outputs(
         weight: [V, h].
         bias: [V].
         shift_labels: [1, S], the token to come after each; −100 where nothing is learnt.
+        positions: int64 [n], the places of labels that are not −100. Where None they are asked for on the device, and
+            the host waits for it.
         label_smoothing: ε of transformers' LabelSmoother: (1 − ε) of the target's, ε of the vocabulary's mean.
         scaling: of the logits.
         hidden_on_host: `hidden` lies in host memory, is moved tile by tile, and its gradient goes there too. Said,
@@ -159,6 +168,7 @@ def fused_token_outputs(
         tile=max(1, tile_bytes // (4 * len(weight))),
         hidden_on_host=hidden_on_host or hidden.device != device,
         grads_ahead=summed and torch.is_grad_enabled(),
+        positions=positions,
     )
     return TokenOutputs(*_FusedHead.apply(head, shift_labels, hidden, weight, bias))
 
@@ -172,6 +182,8 @@ class _Head(NamedTuple):
     """Tokens."""
     hidden_on_host: bool
     grads_ahead: bool
+    positions: Tensor | None
+    """int64 [n]: those of the tokens that are learnt, if the host knows them."""
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -199,6 +211,8 @@ class _FusedHead(torch.autograd.Function):
             grads = _sweep(ctx.head, labels, hidden, weight, bias, ctx.needs_input_grad[2:], grad_losses)[1]
         else:
             _multiply(grads, grad_losses[0, 0], ctx.head.tile)
+        if ctx.head.hidden_on_host:
+            settle(weight.device)
         inputs = (hidden, weight, bias)
         return None, None, *(None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
 
@@ -235,7 +249,11 @@ def _sweep(
                 row[tile] = value * learnt[tile]
             factors = upstream[tile, None]
             if grad_hidden is not None:
-                grad_hidden.view(hidden.shape)[tile] = (grad @ w * factors).to(grad_hidden.dtype)
+                of_tile = (grad @ w * factors).to(grad_hidden.dtype)
+                if head.hidden_on_host:
+                    to_host(grad_hidden.view(hidden.shape)[tile], of_tile)
+                else:
+                    grad_hidden.view(hidden.shape)[tile] = of_tile
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, (x * factors).to(head.dtype))
             if grad_bias is not None:
@@ -269,8 +287,13 @@ def _tiles(learnt: Tensor, head: _Head) -> Sequence[slice | Tensor]:
     """
     if head.hidden_on_host or isinstance(learnt, FakeTensor):
         return [slice(start, start + head.tile) for start in range(0, len(learnt), head.tile)]
-    positions = learnt.nonzero()[:, 0]
+    positions = learnt.nonzero()[:, 0] if head.positions is None else head.positions
     return positions.split(head.tile) if len(positions) else ()
+
+
+def learnt_positions(shift_labels: Tensor) -> Tensor:
+    """Return int64 [n], the positions of the labels [1, S] that are not −100. For labels on a GPU the host waits."""
+    return (shift_labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
 
 
 def _scale(products: Tensor, scaling: LogitScaling) -> Tensor:
@@ -322,7 +345,7 @@ def _multiply(grads: Gradients, factor: Tensor, tile: int) -> None:
             grad.mul_(factor)
         else:
             for rows in grad.flatten(0, -2).split(tile):
-                rows.copy_(rows.to(factor.device).mul_(factor))
+                to_host(rows, to_device(rows, factor.device).mul_(factor))
 
 
 def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:

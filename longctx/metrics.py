@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from longctx.attention.support import has_experts, has_windows, head_size, num_linear_heads
 from longctx.batch import BatchLayout
 from longctx.data import IGNORE_INDEX
+from longctx.host import send
 from longctx.memory.report import GIB, PeakMemory
 from longctx.regions import PARTS, clock
 
@@ -61,14 +62,18 @@ class StepMetrics:
         self.longest_row = max(self.longest_row, layout.num_tokens)
         self._sums += torch.stack(
             [
-                torch.tensor(num_tokens / self.sp, dtype=torch.float64, device=self.device),
-                torch.tensor(layout.num_tokens / self.sp, dtype=torch.float64, device=self.device),
+                self._number(num_tokens / self.sp),
+                self._number(layout.num_tokens / self.sp),
                 (shift_labels != IGNORE_INDEX).sum().double(),
                 correct.sum().double(),
                 entropy.detach().sum().double(),
-                torch.tensor(attention_work(layout, self.sp_rank), dtype=torch.float64, device=self.device),
+                self._number(attention_work(layout, self.sp_rank)),
             ]
         )
+
+    def _number(self, value: float) -> Tensor:
+        """Return a float64 [] on the device, written by a kernel: for a copy of it the host would wait."""
+        return torch.full((), value, dtype=torch.float64, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's numbers since the last `read`, and those of all that went on before."""
@@ -117,7 +122,7 @@ class StepMetrics:
         seconds, parts = time.perf_counter() - self._started, clock.read()
         self._started += seconds
         clock.reset()
-        own = torch.tensor([parts[part] for part in PARTS], dtype=torch.float64, device=self.device)
+        own = send(torch.tensor([parts[part] for part in PARTS], dtype=torch.float64), self.device)
         values, memory = self._gather_with_memory(torch.cat((self._sums, own)))
         ranks, of_parts = values.tensor_split((len(self._SUMS),), dim=1)
         self.seconds = dict(zip(PARTS, of_parts.T.tolist(), strict=True))
@@ -152,9 +157,9 @@ class StepMetrics:
         return self._gather_with_memory(self._sums[:0])[1]
 
     def _gather_with_memory(self, values: Tensor) -> tuple[Tensor, PeakMemory]:
-        """[n] -> [world, n] and every rank's memory, in one message."""
-        own = torch.tensor([self.longest_row, *PeakMemory.here(self.device)], dtype=torch.float64, device=self.device)
-        ranks = _gather(torch.cat((values, own)))
+        """Return [n] of every rank as [world, n] on the host, and every rank's memory: one message and one copy."""
+        own = torch.tensor([self.longest_row, *PeakMemory.here(self.device)], dtype=torch.float64)
+        ranks = _gather(torch.cat((values, send(own, self.device)))).cpu()
         values, rows, memory = ranks.tensor_split((len(values), len(values) + 1), dim=1)
         self.longest_row, self.peak_memory = int(rows.max()), PeakMemory.of_ranks(memory.tolist())
         return values, self.peak_memory

@@ -21,7 +21,8 @@ from longctx.attention.interface import install
 from longctx.attention.support import check_model
 from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
 from longctx.chunked import install_chunked
-from longctx.loss import fuse_head, step_loss, token_losses
+from longctx.host import send
+from longctx.loss import fuse_head, learnt_positions, step_loss, token_losses
 from longctx.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
 from longctx.regions import region
 from longctx.shard import (
@@ -65,17 +66,20 @@ class SequenceParallel:
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
         context = AttentionContext(layout, self.groups.ulysses, partial(self._backend, layout, self.groups))
         inputs = {
-            "input_ids": cut(batch["input_ids"]).to(self.device),
-            "position_ids": cut(position_ids).to(self.device),
+            "input_ids": send(cut(batch["input_ids"]), self.device),
+            "position_ids": send(cut(position_ids), self.device),
             "use_cache": False,
             "sequence": context,
         }
-        targets = cut(shift_labels(batch["labels"], position_ids)).to(self.device)
+        own_labels = cut(shift_labels(batch["labels"], position_ids))
+        targets = send(own_labels, self.device)
+        if own_labels.device.type == "cpu":
+            context.know_learnt(targets, send(learnt_positions(own_labels), self.device))
         return ShardedBatch(inputs=inputs, shift_labels=targets, layout=layout, context=context)
 
     def count_label_tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
         """Tokens learnt in one optimizer step: over these micro-batches of every data-parallel rank, each once."""
-        count = torch.tensor(sum(map(count_label_tokens, batches)), device=self.device)
+        count = torch.full((), sum(map(count_label_tokens, batches)), device=self.device)
         if dist.is_initialized():
             with region("wait", "communication"):
                 dist.all_reduce(count)
@@ -143,11 +147,12 @@ class SequenceParallel:
         """
         log_probs = self.log_probs(model, batch).flatten()
         starts = (complete_position_ids(batch) == 0).flatten()
-        document = (starts.cumsum(0) - 1).to(log_probs.device)
+        document = send(starts.cumsum(0) - 1, log_probs.device)
         sums = log_probs.new_zeros(int(starts.sum()), dtype=torch.float64).index_add(0, document, log_probs.double())
         if "attention_mask" not in batch:
             return sums
-        return sums[batch["attention_mask"].flatten()[starts].bool().to(sums.device)]
+        kept = batch["attention_mask"].flatten()[starts].nonzero()[:, 0]
+        return sums[send(kept, sums.device)]
 
     def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
         """Per-token results [1, T/P, ...] of every rank in the batch's order: [B, S, ...], on every rank.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longctx.batch import BatchLayout
 from longctx.data import IGNORE_INDEX
+from longctx.host import send
 from longctx.mesh import ParallelDims
 from longctx.ring.plan import plan_ring
 
@@ -80,14 +81,14 @@ def shard_tokens(tokens: Tensor, layout: BatchLayout, sp_rank: int) -> Tensor:
     held = slice(sp_rank * layout.local_length, (sp_rank + 1) * layout.local_length)
     if layout.plan is None:
         return flat[:, held]
-    return flat.index_select(1, torch.from_numpy(layout.plan.permutation[held]).to(flat.device))
+    return flat.index_select(1, send(torch.from_numpy(layout.plan.permutation[held]), flat.device))
 
 
 def unshard_tokens(shards: Tensor, layout: BatchLayout) -> Tensor:
     """[P, T/P, ...], one row a rank, -> [B, S, ...]: the exact inverse of `shard_tokens`."""
     flat = shards.reshape(layout.num_tokens, *shards.shape[2:])
     if layout.plan is not None:
-        order = torch.from_numpy(layout.plan.permutation).to(flat.device)
+        order = send(torch.from_numpy(layout.plan.permutation), flat.device)
         flat = torch.empty_like(flat).index_copy_(0, order, flat)
     return flat.reshape(*layout.shape, *shards.shape[2:])
 

@@ -264,6 +264,25 @@ def test_head_after_layers_that_leave_their_output_in_host_memory(family, monkey
     assert shapes == [(1, sum(LENGTHS), make_model(family).config.hidden_size)]  # the gradient of its input
 
 
+@pytest.mark.parametrize("labels", ["as cut", "changed in place", "others", "changed in inference mode"])
+def test_labels_that_change_after_the_cut_count(labels):
+    """The positions of labels are worked out when a batch is cut; a loop may put other labels in their place."""
+    model, sequence = longctx.parallelize(make_model("llama"), 1)
+    with torch.inference_mode(labels == "changed in inference mode"):
+        shard = sequence.shard(make_batch())
+        targets = shard.shift_labels
+        assert (targets == -100).any()
+        if labels == "others":
+            targets = torch.where(targets == -100, 5, targets)
+        elif labels != "as cut":
+            targets[targets == -100] = 5
+            targets[:, :4] = -100
+        outputs = model(**shard.inputs, shift_labels=targets, token_outputs=True)
+        expected = longctx.loss.token_losses(model(**shard.inputs).logits, targets)
+    assert torch.equal(outputs.losses != 0, targets != -100)
+    torch.testing.assert_close(outputs.losses, expected)  # fp32, sums in another order
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings", "expected"),
     [

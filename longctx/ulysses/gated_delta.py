@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
+from longctx.attention.kernels.entries import upload
 from longctx.batch import AttentionContext
 from longctx.ulysses.exchange import all_to_all, tokens_to_ranks
 
@@ -130,7 +131,7 @@ def _convolve_documents(
     """
     lengths = np.diff(cu_seqlens)
     places = np.arange(cu_seqlens[-1]) + reach * np.repeat(np.arange(len(lengths)), lengths)
-    index = torch.from_numpy(places).to(channels.device)
+    index = upload(places, channels.device)
     apart = channels.new_zeros(*channels.shape[:2], int(places[-1]) + 1).index_copy(2, index, channels)
     return convolve(apart).index_select(2, index)
 
@@ -142,7 +143,7 @@ def _by_document(rule: Callable[..., tuple[Tensor, None]], inputs: Sequence[Tens
         return rule(q, k, v, g=g, beta=beta, **kwargs)[0]
 
     if inputs[0].is_cuda and is_flash_linear_attention_available():  # then transformers takes its kernel
-        return run(*inputs, cu_seqlens=torch.from_numpy(cu_seqlens).to(inputs[0].device))
+        return run(*inputs, cu_seqlens=upload(cu_seqlens, inputs[0].device))
     lengths = np.diff(cu_seqlens).tolist()
     documents = zip(*(x.split(lengths, dim=1) for x in inputs), strict=True)
     return torch.cat([run(*document) for document in documents], dim=1)

@@ -11,11 +11,12 @@ asynchronous, NCCL wants GPU tensors of a GPU of its own, torch.cuda initialises
     storages.py      storages that Python makes and resizes
     kernels.py       kernels that only CUDA has, in Python
     nccl.py          NCCL for torch.distributed
+    watch.py         where the host waits for the device, and where streams race
     site/            SOFTCUDA=1 with this folder on PYTHONPATH installs the device in every Python process
     ranks.py         run functions on soft GPUs from a test
 
 It has no Triton, CUDA graphs, `torch.compile` or bitsandbytes, its allocator reserves what it allocates, and kernels
-run in the order of their calls: races between kernels are torch.cuda._sanitizer's to find.
+run in the order of their calls: races between kernels change no numbers, and watch.py finds them.
 
 Environment: SOFTCUDA_DEVICES (2), SOFTCUDA_BYTES of each (8 GiB), SOFTCUDA_STRICT (1 looks for hazards).
 """

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longctx.host import send
+
 
 class Rows:
     """Row numbers of token ranges, one range behind the other.
@@ -173,9 +175,8 @@ def merge(out: Tensor, lse: Tensor, rows: Rows, block_out: Tensor, block_lse: Te
 
 
 def upload(x: np.ndarray, device: torch.device) -> Tensor:
-    """On CUDA from pinned memory, so that the host does not wait for what the device is doing."""
-    host = torch.from_numpy(x)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    """Return the array on a device, for which the host does not wait."""
+    return send(torch.from_numpy(x), device)
 
 
 def _boundaries(lengths: np.ndarray) -> np.ndarray:

@@ -58,7 +58,10 @@ struct CUDAHooks : at::CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
   Device getDeviceFromPtr(void*) const override { return Device(kCUDA, softcuda::current_device); }
-  void deviceSynchronize(DeviceIndex device) const override { finish_device(device); }
+  void deviceSynchronize(DeviceIndex device) const override {
+    tell("host waits for device", "synchronize", 0, 0);
+    finish_device(device);
+  }
   std::string showConfig() const override { return "soft device"; }
 };
 

@@ -11,12 +11,9 @@
 #include <map>
 #include <mutex>
 
-#include "softcuda.h"
+#include "watch.h"
 
 namespace softcuda {
-using namespace c10;
-
-constexpr int kMaxDevices = 16;
 constexpr int kHost = kMaxDevices;  // its statistics come after the devices'
 constexpr size_t kHeaderBytes = 64;
 constexpr size_t kBlockBytes = 512;  // CUDA's caching allocator rounds up to this
@@ -51,6 +48,7 @@ void* allocate(size_t bytes, int device) {
   }
   own.allocations++;
   void* pointer = static_cast<char*>(block) + kHeaderBytes;
+  if (device != kHost && is_watched()) tell("allocate", "", current_stream(device), int64_t(pointer));
   if (device != kHost && is_strict()) memset(pointer, 0xff, bytes);
   return pointer;
 }
@@ -59,6 +57,7 @@ void deallocate(void* pointer) {
   if (!pointer) return;
   auto* header = header_of(pointer);
   statistics[header->device].allocated -= header->bytes;
+  if (header->device != kHost) tell_free(pointer);
   free(header);
 }
 

@@ -78,17 +78,27 @@ void give_to_device(const Tensor& tensor, Device device) {
 
 // ---- The fallback
 
+const void* memory_of(const Tensor& tensor) { return tensor.storage().data(); }
+
+void tell_kernel(const std::string& name, int64_t device, at::TensorList read, at::TensorList written) {
+  Pointers from, to;
+  for (auto& tensor : read) from.push_back(memory_of(tensor));
+  for (auto& tensor : written) to.push_back(memory_of(tensor));
+  tell_kernel(name, device, from, to);
+}
+
 // One call of an operator: the device's tensors among its arguments, and the CPU tensors that stand for them.
 struct Call {
   struct Argument {
     Tensor original, alias;
-    bool is_written;
+    bool is_written, is_view, is_index;
   };
   std::vector<Argument> arguments;
   std::vector<Tensor> host_tensors;  // that a CUDA kernel could not read
   Device device{kCUDA, -1};
 
-  Tensor open(const Tensor& tensor, bool is_written, bool in_list, const OperatorHandle& op) {
+  Tensor open(const Tensor& tensor, const at::Argument& as, bool in_list, const OperatorHandle& op) {
+    const bool is_written = as.alias_info() && as.alias_info()->isWrite();
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
       const bool is_number = tensor.dim() == 0 && !in_list && !is_written;  // goes along as an argument of the kernel
@@ -103,8 +113,13 @@ struct Call {
         argument.is_written |= is_written;
         return argument.alias;
       }
-    arguments.push_back({tensor, cpu_alias(tensor), is_written});
+    const bool is_view = as.alias_info() && !is_written;
+    arguments.push_back({tensor, cpu_alias(tensor), is_written, is_view, as.name() == "indices"});
     return arguments.back().alias;
+  }
+
+  bool has(const Tensor& alias) const {
+    return std::any_of(arguments.begin(), arguments.end(), [&](auto& a) { return a.alias.is_same(alias); });
   }
 
   Tensor close(const Tensor& result) {
@@ -125,10 +140,22 @@ struct Call {
     return result;
   }
 
+  void tell(const std::string& name, const std::vector<IValue>& results) const {
+    std::vector<Tensor> read, written;
+    for (auto& argument : arguments)
+      if (!argument.is_view) (argument.is_written ? written : read).push_back(argument.original);
+    for (auto& result : results)
+      for (auto& tensor : result.isTensor() ? std::vector{result.toTensor()} :
+                          result.isTensorList() ? result.toTensorVector() : std::vector<Tensor>())
+        if (tensor.defined() && tensor.is_cuda()) written.push_back(tensor);
+    tell_kernel(name, device.index(), read, written);
+  }
+
   // What the kernel did to the shape or the storage of an `out=` tensor.
   void write_back() {
-    for (auto& [original, alias, is_written] : arguments) {
-      if (!is_written) continue;
+    for (auto& argument : arguments) {
+      if (!argument.is_written) continue;
+      const Tensor &original = argument.original, &alias = argument.alias;
       auto *from = alias.storage().unsafeGetStorageImpl(), *to = original.storage().unsafeGetStorageImpl();
       if (from->data() != to->data() || from->nbytes() != to->nbytes()) {
         if (from->_mutable_data_ptr_no_checks().get_deleter() != &release_storage) {
@@ -158,6 +185,36 @@ bool takes_host_tensors(const OperatorHandle& op) {  // CUDA's own take indices 
   return names.count(toString(op.operator_name())) > 0;
 }
 
+// Whether the host waits in CUDA's own kernel: for the size or the number that it returns, or for a copy.
+bool has_host_wait(const OperatorHandle& op, const Call& call, const torch::jit::Stack& stack) {
+  static const std::set<std::string> always{"aten::_local_scalar_dense",
+                                            "aten::bincount",
+                                            "aten::equal",
+                                            "aten::histc",
+                                            "aten::masked_select",
+                                            "aten::masked_select.out",
+                                            "aten::nonzero",
+                                            "aten::nonzero.out",
+                                            "aten::_unique2",
+                                            "aten::unique_consecutive",
+                                            "aten::unique_dim",
+                                            "aten::unique_dim_consecutive"};
+  const auto name = toString(op.operator_name());
+  if (always.count(name)) return true;
+  if (name == "aten::repeat_interleave.Tensor") return stack.back().isNone();  // no output_size
+  if (!takes_host_tensors(op)) return false;
+  if (!call.host_tensors.empty()) return true;  // indices, which are copied
+  if (name.find("index_put") == std::string::npos) return false;  // has a mask's indices counted by aten::nonzero
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); i++)
+    if (arguments[i].name() == "values" && !call.has(stack[stack.size() - arguments.size() + i].toTensor()))
+      return false;  // a number of the host's is filled in where a mask says
+  return std::any_of(call.arguments.begin(), call.arguments.end(), [](auto& argument) {  // a mask's indices are counted
+    const auto type = argument.original.scalar_type();
+    return argument.is_index && (type == at::kBool || type == at::kByte);
+  });
+}
+
 void run_on_cpu(const OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size(), begin = stack->size() - count;
@@ -166,17 +223,16 @@ void run_on_cpu(const OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < count; i++) {
     auto& value = (*stack)[begin + i];
     const auto& argument = schema.arguments()[i];
-    const bool is_written = argument.alias_info() && argument.alias_info()->isWrite();
     if (value.isTensor()) {
-      value = call.open(value.toTensor(), is_written, false, op);
+      value = call.open(value.toTensor(), argument, false, op);
     } else if (value.isTensorList()) {
       std::vector<Tensor> opened = value.toTensorVector();
-      for (auto& tensor : opened) tensor = call.open(tensor, is_written, true, op);
+      for (auto& tensor : opened) tensor = call.open(tensor, argument, true, op);
       value = List<Tensor>(opened);
     } else if (value.isOptionalTensorList()) {
       List<std::optional<Tensor>> opened;
       for (std::optional<Tensor> tensor : value.toOptionalTensorList())
-        opened.push_back(tensor ? std::optional<Tensor>(call.open(*tensor, is_written, true, op)) : std::nullopt);
+        opened.push_back(tensor ? std::optional<Tensor>(call.open(*tensor, argument, true, op)) : std::nullopt);
       value = opened;
     } else if (value.isDevice() && value.toDevice().type() == kCUDA) {
       if (call.device.index() < 0) call.device = Device(kCUDA, DeviceGuard::index_of(value.toDevice()));
@@ -196,6 +252,7 @@ void run_on_cpu(const OperatorHandle& op, torch::jit::Stack* stack) {
                 found.device().type(), "'");
     *generator = static_cast<DeviceGenerator*>(found.unsafeGetGeneratorImpl())->inner;
   }
+  const bool is_wait = is_watched() && has_host_wait(op, call, *stack);
   {
     KernelOf kernel(call.device.index());
     at::AutoDispatchBelowAutograd below;
@@ -212,6 +269,10 @@ void run_on_cpu(const OperatorHandle& op, torch::jit::Stack* stack) {
       for (auto& tensor : closed) tensor = call.close(tensor);
       value = List<Tensor>(closed);
     }
+  }
+  if (is_watched()) {
+    call.tell(toString(op.operator_name()), {stack->end() - results, stack->end()});
+    if (is_wait) tell_wait(toString(op.operator_name()), call.device.index());
   }
 }
 
@@ -264,6 +325,18 @@ void copy_on_cpu(Tensor to, const Tensor& from) {
   at::_ops::copy_::redispatch(DispatchKeySet(DispatchKey::CPU), to, from, false);
 }
 
+void tell_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
+  const auto device = to.is_cuda() ? to.device().index() : from.device().index();
+  const std::vector<Tensor> read{from}, written{to};
+  tell_kernel("aten::copy_", device, from.is_cuda() ? at::TensorList(read) : at::TensorList(),
+              to.is_cuda() ? at::TensorList(written) : at::TensorList());
+  if (to.is_cuda() == from.is_cuda()) return;
+  if (!non_blocking)
+    tell_wait(to.is_cuda() ? "blocking copy to the device" : "blocking copy to the host", device);
+  else if (!is_pinned((to.is_cuda() ? from : to).const_data_ptr()))
+    tell_wait("copy of host memory that is not pinned", device);
+}
+
 Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   if (self.is_same(src)) return self;
   TORCH_CHECK((self.is_cuda() || self.is_cpu()) && (src.is_cuda() || src.is_cpu()), "soft device: copy between ",
@@ -271,6 +344,7 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   const Tensor to = self.is_cuda() ? cpu_alias(self) : self, from = src.is_cuda() ? cpu_alias(src) : src;
   const auto device = self.is_cuda() ? self.device() : src.device();
   const StreamKey stream(device.index(), current_streams[device.index()]);
+  if (is_watched() && self.numel() > 0) tell_copy(self, src, non_blocking);
   if (self.is_cuda() == src.is_cuda() || !strict) {
     copy_on_cpu(to, from);
     return self;
@@ -312,7 +386,9 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   return copy_(to, source, non_blocking);
 }
 
-void record_stream(Tensor&, Stream) {}
+void record_stream(Tensor& tensor, Stream stream) {
+  softcuda::tell("use on stream", "", DeviceGuard::number_of(stream), int64_t(memory_of(tensor)));
+}
 
 int64_t choose_math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                               std::optional<double>, bool) {
@@ -353,6 +429,10 @@ TORCH_LIBRARY(softcuda, m) {
         [](int64_t device) { return std::optional<at::Generator>(default_generator(device)); });
   m.def("resize_storage(Tensor tensor, int bytes) -> ()", &resize_storage);
   m.def("cpu_alias(Tensor tensor) -> Tensor", &cpu_alias);  // for kernels in Python
+  m.def("tell_kernel(str name, Tensor[] read, Tensor[] written) -> ()",
+        [](const std::string& name, at::TensorList read, at::TensorList written) {
+          tell_kernel(name, written[0].device().index(), read, written);
+        });
 }
 
 }  // namespace softcuda

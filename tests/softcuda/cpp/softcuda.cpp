@@ -25,5 +25,11 @@ void soft_set_strict(int on) { softcuda::strict = on; }
 int soft_num_hazards() { return softcuda::hazards.size(); }
 const char* soft_hazard(int i) { return softcuda::hazards[i].c_str(); }
 void soft_forget_hazards() { softcuda::hazards.clear(); }
-void soft_synchronize(int device) { softcuda::finish_device(device); }
+void soft_synchronize(int device) {
+  softcuda::tell("host waits for device", "torch.cuda.synchronize", 0, 0);
+  softcuda::finish_device(device);
+}
+void soft_watch(softcuda::Watcher watcher) { softcuda::watcher = watcher; }
+void soft_enter_kernel() { softcuda::kernels_entered++; }
+void soft_leave_kernel() { softcuda::kernels_entered--; }
 }

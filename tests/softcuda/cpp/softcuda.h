@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace softcuda {
 
@@ -13,6 +14,13 @@ bool is_strict();
 
 // Remember a hazard; the tests read all of them at their end.
 void report(std::string hazard);
+
+// Tell the watcher, if there is one, of an event: watch.h.
+using Pointers = std::vector<const void*>;
+bool is_watched();
+void tell(const char* what, const std::string& name, int64_t stream, int64_t subject, const Pointers& read = {},
+          const Pointers& written = {});
+int64_t current_stream(int64_t device);
 
 // The same bytes as a tensor on the CPU: a view that shares the storage of `tensor`.
 at::Tensor cpu_alias(const at::Tensor& tensor);

@@ -31,8 +31,11 @@ struct Buffers {
     Tensor bytes, result;
   };
   std::string operation;
+  int64_t stream;  // of the communicator
   std::vector<Input> inputs;
   std::vector<Output> outputs;
+  softcuda::Pointers reads, writes;
+  int64_t device = 0, number = 0;  // of the work
   Tensors averages;  // results to divide by the number of ranks, since gloo has no mean
 
   static Tensor open(const Tensor& tensor) {
@@ -42,20 +45,27 @@ struct Buffers {
   }
   static uint64_t checksum_of(const Tensor& bytes) { return softcuda::checksum(bytes.const_data_ptr(), bytes.nbytes()); }
 
+  void note(softcuda::Pointers& pointers, const Tensor& tensor) {
+    pointers.push_back(tensor.storage().data());
+    device = tensor.device().index();
+  }
   Tensor read(const Tensor& tensor) {
     auto bytes = open(tensor);
+    note(reads, tensor);
     if (!softcuda::is_strict()) return bytes;
     inputs.push_back({bytes, 0});
     return bytes.clone();
   }
   Tensor write(const Tensor& tensor) {
     auto bytes = open(tensor);
+    note(writes, tensor);
     if (!softcuda::is_strict()) return bytes;
     outputs.push_back({bytes, at::empty_like(bytes)});
     return outputs.back().result;
   }
   Tensor update(const Tensor& tensor) {
     auto bytes = open(tensor);
+    note(writes, tensor);
     if (!softcuda::is_strict()) return bytes;
     outputs.push_back({bytes, bytes.clone()});
     return outputs.back().result;
@@ -75,11 +85,20 @@ struct Buffers {
 
   // The collective is on its way: what it writes is unknown from now on, and what it reads must stay.
   void start() {
+    static std::atomic<int64_t> last_number{0};
+    number = -++last_number;  // no address of an event
+    if (softcuda::is_watched()) {  // the communicator's stream goes on from here, as CUDA's NCCL has it
+      softcuda::tell("record event", "", softcuda::current_stream(device), number);
+      softcuda::tell("stream waits for event", "", stream, number);
+      softcuda::tell("kernel", "nccl::" + operation, stream, 0, reads, writes);
+      softcuda::tell("record event", "", stream, number);
+    }
     for (auto& output : outputs)
       if (output.bytes.nbytes()) memset(output.bytes.mutable_data_ptr(), 0xff, output.bytes.nbytes());
     for (auto& input : inputs) input.before = checksum_of(input.bytes);
   }
   void finish(int num_ranks) {
+    if (softcuda::is_watched()) softcuda::tell("stream waits for event", "", softcuda::current_stream(device), number);
     for (auto& input : inputs)
       if (checksum_of(input.bytes) != input.before)
         softcuda::report(c10::str("a tensor of shape ", input.bytes.sizes(), " was changed while ", operation,
@@ -125,6 +144,12 @@ struct SoftNCCL : Backend {
   intrusive_ptr<NcclOptions> options;
   std::set<int> devices;  // that this rank has brought
   int num_splits = 0;
+  int64_t stream = new_stream();
+
+  static int64_t new_stream() {
+    static std::atomic<int64_t> last{1 << 20};  // beyond those of torch
+    return ++last;
+  }
 
   SoftNCCL(int rank, int size, intrusive_ptr<Backend> gloo_, intrusive_ptr<Store> store_,
            intrusive_ptr<NcclOptions> options_)
@@ -190,14 +215,14 @@ struct SoftNCCL : Backend {
 
   intrusive_ptr<Work> broadcast(Tensors& tensors, const BroadcastOptions& given) override {
     bring(tensors);
-    Buffers buffers{"broadcast"};
+    Buffers buffers{"broadcast", stream};
     auto data = given.rootRank == rank_ ? buffers.read(tensors) : buffers.write(tensors);
     buffers.start();
     return under_way(std::move(buffers), gloo->broadcast(data, given));
   }
   intrusive_ptr<Work> allreduce(Tensors& tensors, const AllreduceOptions& given) override {
     bring(tensors);
-    Buffers buffers{"all_reduce"};
+    Buffers buffers{"all_reduce", stream};
     auto data = buffers.update(tensors);
     buffers.start();
     auto for_gloo = sum_for_mean(given, data, buffers);
@@ -205,7 +230,7 @@ struct SoftNCCL : Backend {
   }
   intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const AllreduceCoalescedOptions& given) override {
     bring(tensors);
-    Buffers buffers{"all_reduce_coalesced"};
+    Buffers buffers{"all_reduce_coalesced", stream};
     auto data = buffers.update(tensors);
     buffers.start();
     auto for_gloo = sum_for_mean(given, data, buffers);
@@ -213,7 +238,7 @@ struct SoftNCCL : Backend {
   }
   intrusive_ptr<Work> reduce(Tensors& tensors, const ReduceOptions& given) override {
     bring(tensors);
-    Buffers buffers{"reduce"};
+    Buffers buffers{"reduce", stream};
     auto data = given.rootRank == rank_ ? buffers.update(tensors) : buffers.read(tensors);
     buffers.start();
     auto for_gloo = sum_for_mean(given, data, buffers);
@@ -225,7 +250,7 @@ struct SoftNCCL : Backend {
   intrusive_ptr<Work> exchange(const char* name, Out& outputs, In& inputs, Function call) {
     bring(outputs);
     bring(inputs);
-    Buffers buffers{name};
+    Buffers buffers{name, stream};
     auto in = buffers.read(inputs);
     auto out = buffers.write(outputs);
     buffers.start();
@@ -284,19 +309,22 @@ struct SoftNCCL : Backend {
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     bring(tensors);
-    Buffers buffers{"send"};
+    Buffers buffers{"send", stream};
     auto data = buffers.read(tensors);
     buffers.start();
     return under_way(std::move(buffers), gloo->send(data, to, tag));
   }
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
     bring(tensors);
-    Buffers buffers{"recv"};
+    Buffers buffers{"recv", stream};
     auto data = buffers.write(tensors);
     buffers.start();
     return under_way(std::move(buffers), gloo->recv(data, from, tag));
   }
-  intrusive_ptr<Work> barrier(const BarrierOptions& given) override { return gloo->barrier(given); }
+  intrusive_ptr<Work> barrier(const BarrierOptions& given) override {
+    if (softcuda::is_watched()) softcuda::tell("host waits for device", "barrier", 0, 0);
+    return gloo->barrier(given);
+  }
 };
 
 PYBIND11_MODULE(softnccl, m) {

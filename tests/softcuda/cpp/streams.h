@@ -86,13 +86,13 @@ struct Event {
   uint64_t number;  // of the last copy before it
 };
 
-thread_local StreamId current_streams[kMaxDevices];
 std::atomic<StreamId> next_stream{1};
 
 struct DeviceGuard final : impl::DeviceGuardImplInterface {
   static DeviceIndex index_of(Device device) { return device.index() < 0 ? current_device : device.index(); }
   static Stream stream_of(DeviceIndex device, StreamId id) { return Stream(Stream::UNSAFE, Device(kCUDA, device), id); }
   static StreamKey key_of(const Stream& stream) { return {stream.device_index(), stream.id()}; }
+  static int64_t number_of(const Stream& stream) { return number_of_stream(stream.device_index(), stream.id()); }
 
   DeviceType type() const override { return kCUDA; }
   Device exchangeDevice(Device device) const override {
@@ -127,11 +127,13 @@ struct DeviceGuard final : impl::DeviceGuardImplInterface {
 
   void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
     if (!*event) *event = new Event;
+    tell("record event", "", number_of(stream), int64_t(*event));
     std::lock_guard<std::recursive_mutex> lock(queue_mutex);
     *static_cast<Event*>(*event) = {key_of(stream), last_number};
   }
   void block(void* event, const Stream& stream) const override {
     if (!event) return;
+    tell("stream waits for event", "", number_of(stream), int64_t(event));
     std::lock_guard<std::recursive_mutex> lock(queue_mutex);
     auto* found = static_cast<Event*>(event);
     auto& number = queues[key_of(stream)].waits_for[found->stream];
@@ -139,7 +141,7 @@ struct DeviceGuard final : impl::DeviceGuardImplInterface {
   }
   // An event that is asked about has always happened: whoever asks may then read what was copied before it.
   bool queryEvent(void* event) const override {
-    synchronizeEvent(event);
+    finish_event(event);
     return true;
   }
   bool queryStream(const Stream& stream) const override {
@@ -147,15 +149,27 @@ struct DeviceGuard final : impl::DeviceGuardImplInterface {
     return true;
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  void synchronizeStream(const Stream& stream) const override { finish_stream(key_of(stream)); }
+  void synchronizeStream(const Stream& stream) const override {
+    tell("host waits for stream", "Stream.synchronize", number_of(stream), 0);
+    finish_stream(key_of(stream));
+  }
   void synchronizeEvent(void* event) const override {
+    tell("host waits for event", "Event.synchronize", 0, int64_t(event));
+    finish_event(event);
+  }
+  static void finish_event(void* event) {
     if (!event) return;
     auto* found = static_cast<Event*>(event);
     finish_stream(found->stream, found->number);
   }
-  void synchronizeDevice(const DeviceIndex device) const override { finish_device(device); }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    tell("host waits for device", "synchronize", 0, 0);
+    finish_device(device);
+  }
   double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }
-  void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
+  void recordDataPtrOnStream(const DataPtr& data, const Stream& stream) const override {
+    tell("use on stream", "", number_of(stream), int64_t(data.get()));
+  }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, DeviceGuard);
 
