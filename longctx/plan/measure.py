@@ -92,8 +92,8 @@ def measure_speeds(num_devices: int) -> Speeds:
         raise ValueError(f"Speeds of {num_devices} devices cannot be measured. Ask for 1 or more.")
     if gpus and num_devices > gpus:
         raise ValueError(
-            f"Speeds of {num_devices} devices cannot be measured where there are {gpus} GPUs. Use --gpus_per_node {gpus}, "
-            f"and --gpus {gpus} for this machine alone."
+            f"Speeds of {num_devices} devices cannot be measured where there are {gpus} GPUs. "
+            f"Use --gpus_per_node {gpus}, and --gpus {gpus} for this machine alone."
         )
     with tempfile.TemporaryDirectory(prefix="longctx-measure-") as folder:
         result = Path(folder, "speeds.json")

@@ -113,6 +113,7 @@ struct SoftWork : Work {
   intrusive_ptr<Work> work;
   Buffers buffers;
   int num_ranks;
+  Tensors results;  // of an all-reduce
   bool is_finished = false;
 
   SoftWork(intrusive_ptr<Work> work_, Buffers buffers_, int num_ranks_)
@@ -129,6 +130,13 @@ struct SoftWork : Work {
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
+  // For DDP, which takes an all-reduce's result from there: it is complete when the future exists.
+  intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    wait(kNoTimeout);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future->markCompleted(c10::IValue(results));
+    return future;
+  }
 };
 
 struct NcclOptions : Backend::Options {
@@ -226,7 +234,9 @@ struct SoftNCCL : Backend {
     auto data = buffers.update(tensors);
     buffers.start();
     auto for_gloo = sum_for_mean(given, data, buffers);
-    return under_way(std::move(buffers), gloo->allreduce(data, for_gloo));
+    auto work = c10::make_intrusive<SoftWork>(gloo->allreduce(data, for_gloo), std::move(buffers), size_);
+    work->results = tensors;
+    return work;
   }
   intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const AllreduceCoalescedOptions& given) override {
     bring(tensors);
