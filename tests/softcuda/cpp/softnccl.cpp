@@ -8,6 +8,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <set>
@@ -138,6 +139,18 @@ struct SoftWork : Work {
     return future;
   }
 };
+
+// DDP measures its steps on its device.
+struct SoftTimer : c10d::Timer {
+  explicit SoftTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    const int64_t from = getTimeRef(start), to = getTimeRef(end);
+    return from < 0 || to < from ? std::nullopt : std::optional<int64_t>(to - from);
+  }
+};
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, SoftTimer);
+}
 
 struct NcclOptions : Backend::Options {
   NcclOptions() : Backend::Options("nccl") {}
