@@ -240,7 +240,7 @@ def _check_evaluation(settings: Mapping[str, Any]) -> None:
     """Values that the Trainer would fail on after the weights are loaded, or read as something else."""
     if settings["eval_strategy"] == "no":
         for name in ("eval_on_start", "load_best_model_at_end", "early_stopping_patience"):
-            if settings[name] not in (False, None):
+            if settings[name] is not None and settings[name] is not False:  # a patience of 0 is given, too
                 raise ValueError(f"--{name} needs evaluation data: add --eval_strategy steps or epoch.")
         return
     _check_best_model(settings)
