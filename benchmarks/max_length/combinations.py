@@ -89,7 +89,7 @@ class Combination:
         """For its line in results.jsonl."""
         if self.run is None:
             return {"error": self.refused}
-        dims, setup, bf16 = self.run.dims, self._setup, self.run.settings["bf16"]
+        dims, setup, bf16 = self.run.dims, self.setup, self.run.settings["bf16"]
         engine = f"ZeRO-{self.run.zero_stage}" if self.run.zero_stage else self.run.engine
         return {
             "sp": dims.sp,
@@ -103,14 +103,14 @@ class Combination:
         }
 
     @cached_property
-    def _setup(self) -> MemorySetup:
+    def setup(self) -> MemorySetup:
         """As if on devices of their own, so that their memory is told apart from the host's."""
         assert self.run is not None, "not refused"
         return replace(self.run.memory_setup(self.devices), is_cpu=False)
 
     def predicted_peak(self, length: int) -> float:
         """Bytes that tensors take of a device, where rows have `length` tokens; of TRL's, what ours would take."""
-        return predict(self._setup, length).allocated_bytes
+        return predict(self.setup, length).allocated_bytes
 
     def predicted_length(self, limits: Limits, beside: float = 0.0) -> int:
         """The longest row that fits, by the closed form.
@@ -118,7 +118,7 @@ class Combination:
         Args:
             beside: bytes that a measured peak has more than the predicted one.
         """
-        return _longest(lambda length: limits.hold(predict(self._setup, length), beside))
+        return _longest(lambda length: limits.hold(predict(self.setup, length), beside))
 
 
 def _longest(fits: Callable[[int], bool]) -> int:
@@ -155,7 +155,7 @@ def combinations(
         if devices == 1:
             # Of one device's states, DeepSpeed alone can keep some on the host.
             engine = ["--engine", "deepspeed"] if memory == "longest" and not environment else []
-            yield _resolved(ONE_DEVICE, 1, [*base, *engine], environment)
+            yield resolved_for(ONE_DEVICE, 1, [*base, *engine], environment)
             continue
         for backend in backends:
             if backend != TRL:
@@ -170,7 +170,7 @@ def _spread(backend: str, devices: int, flags: Sequence[str], environment: Mappi
     refused = []
     for sp in (n for n in range(devices, 1, -1) if devices % n == 0):
         degrees = ["--sp", str(sp), "--sp_backend", backend]
-        combination = _resolved(backend, devices, [*flags, *degrees], environment)
+        combination = resolved_for(backend, devices, [*flags, *degrees], environment)
         if combination.run is not None:
             return combination
         refused.append(combination)
@@ -183,12 +183,12 @@ def _of_trl(backend: str, degree: str, devices: int, flags: Sequence[str], heads
     if sp == 1:
         refused = f"sp_size of {devices} devices has to divide the {heads} heads, and no divisor above 1 does"
         return Combination(backend=f"TRL {backend}", devices=devices, refused=refused)
-    ours = _resolved(backend, devices, [*flags, "--sp", str(sp), "--sp_backend", backend], {})
+    ours = resolved_for(backend, devices, [*flags, "--sp", str(sp), "--sp_backend", backend], {})
     degrees = {degree: sp} | ({"dp_shard_size": devices // sp} if sp < devices else {})
     return replace(ours, backend=f"TRL {backend}", stack=TRL, degrees=degrees)
 
 
-def _resolved(backend: str, devices: int, flags: Sequence[str], environment: Mapping[str, str]) -> Combination:
+def resolved_for(backend: str, devices: int, flags: Sequence[str], environment: Mapping[str, str]) -> Combination:
     env = {**os.environ, **environment, "RANK": "0", "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices)}
     run, refused = None, ""
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -50,7 +50,9 @@ class Task:
     flags: tuple[str, ...] = ()
     """Of longctx.train, besides."""
     degrees: Mapping[str, int] | None = None
-    """TRL's: cp_size or sp_size, and dp_shard_size."""
+    """TRL's: cp_size or sp_size, and dp_shard_size; none on one device."""
+    trl_options: Mapping[str, Any] = field(default_factory=dict)
+    """Of SFTConfig, besides."""
     use_cpu: bool
 
 
@@ -147,12 +149,17 @@ def _work(metrics: StepMetrics, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
-    """TRL's own sequence parallelism: one document a row, since it refuses to pack with cp_size and pads sp_size."""
+    """TRL's own sequence parallelism: one document a row, since it refuses to pack with cp_size and pads sp_size.
+
+    On one device its plain trainer, on the same rows.
+    """
     from accelerate import ParallelismConfig
 
-    assert task.degrees is not None, "TRL's rows have degrees"
-    engine = "deepspeed" if "sp_size" in task.degrees else "fsdp2"
-    if task.use_cpu:
+    degrees = task.degrees or {}
+    engine = "deepspeed" if "sp_size" in degrees else "fsdp2"
+    if not degrees:
+        pass
+    elif task.use_cpu:
         start_stock(engine, 3 if engine == "deepspeed" else None)
     else:
         promote(engine)
@@ -169,8 +176,9 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
         disable_tqdm=True,
         use_cpu=task.use_cpu,
         bf16=not task.use_cpu,
-        accelerator_config={"use_configured_state": True} if task.use_cpu else None,
-        parallelism_config=ParallelismConfig(**task.degrees),
+        accelerator_config={"use_configured_state": True} if task.use_cpu and degrees else None,
+        parallelism_config=ParallelismConfig(**degrees) if degrees else None,
+        **task.trl_options,
     )
     model = load_model(task.model, load_config(task.model))
     flops_per_token = 6 * count_parameters(model)
@@ -183,7 +191,7 @@ def _train_trl(task: Task, watch: _Watch) -> dict[str, Any]:
     )
     trainer.train()
     logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
-    groups = int(os.environ["WORLD_SIZE"]) // max(task.degrees.get("cp_size", 1), task.degrees.get("sp_size", 1))
+    groups = int(os.environ["WORLD_SIZE"]) // max(degrees.get("cp_size", 1), degrees.get("sp_size", 1))
     metrics = StepMetrics(
         sp=1, sp_rank=0, config=model.config, flops_per_token=flops_per_token, device=trainer.args.device
     )

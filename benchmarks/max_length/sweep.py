@@ -163,7 +163,7 @@ class Sweep:
         self._bar.set_description(f"{combination.backend} on {combination.devices}, {length:,} tokens")
         folder.mkdir(exist_ok=True)
         rows = [self.settings.documents(length) for _ in range(combination.dp)]
-        _write_rows(folder / DATA, [document for row in rows for document in row])
+        write_rows(folder / DATA, [document for row in rows for document in row])
         use_cpu, is_fit = settings.limits.use_cpu, kind == FIT
         task = Task(
             stack=combination.stack,
@@ -245,7 +245,7 @@ def _found(ending: Ending) -> dict[str, Any]:
     return found
 
 
-def _write_rows(path: Path, documents: Sequence[int]) -> None:
+def write_rows(path: Path, documents: Sequence[int]) -> None:
     """Random tokens, the same each time, with the lengths of these documents."""
     offsets = np.concatenate(([0], np.cumsum(documents)))
     tokens = np.random.default_rng(0).integers(0, LARGEST_ID, int(offsets[-1]), dtype=np.int32)

@@ -40,7 +40,7 @@ REPETITIONS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class Work:
     """What is timed, large enough for a device to be busy and small enough to be done soon."""
 
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class _Work:
     """Of fp32 tensors that are copied and updated, more than caches hold."""
 
 
-_ON_GPU = _Work(
+_ON_GPU = Work(
     dtype=torch.bfloat16,
     tokens=8192,
     hidden_size=4096,
@@ -67,7 +67,7 @@ _ON_GPU = _Work(
     head_size=128,
     num_elements=1 << 27,
 )
-_ON_CPU = _Work(
+_ON_CPU = Work(
     dtype=torch.float32,
     tokens=1024,
     hidden_size=512,
@@ -115,15 +115,17 @@ def _speeds(values: dict[str, Any]) -> Speeds:
     return Speeds(**values | {"device": Device(**device | links)})
 
 
-def measure_together(clock: Callable[[], float] = time.perf_counter) -> Speeds:
+def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work | None = None) -> Speeds:
     """Called by all processes of a group, one a device.
 
     Args:
         clock: seconds, but for links; `time.process_time` leaves out other work on a CPU's one thread.
+        work: what is timed; by default what keeps a GPU, or a CPU, busy.
     """
     rank = dist.get_rank()
     on_gpu = torch.cuda.is_available()
-    device, work = (torch.device("cuda", rank), _ON_GPU) if on_gpu else (torch.device("cpu"), _ON_CPU)
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    work = work or (_ON_GPU if on_gpu else _ON_CPU)
     if on_gpu:
         torch.cuda.set_device(device)
     known = device_named(torch.cuda.get_device_name(device) if on_gpu else "CPU")
@@ -151,7 +153,7 @@ def measure_together(clock: Callable[[], float] = time.perf_counter) -> Speeds:
 Seconds = Callable[[Callable[[], object]], float]
 
 
-def _matmul_flops(work: _Work, device: torch.device, seconds: Seconds) -> float:
+def _matmul_flops(work: Work, device: torch.device, seconds: Seconds) -> float:
     """Of a layer's widest matrix, forward and backward."""
     layer = nn.Linear(work.hidden_size, work.intermediate_size, bias=False, device=device, dtype=work.dtype)
     x = torch.randn(work.tokens, work.hidden_size, device=device, dtype=work.dtype, requires_grad=True)
@@ -159,7 +161,7 @@ def _matmul_flops(work: _Work, device: torch.device, seconds: Seconds) -> float:
     return flops / seconds(lambda: layer(x).sum().backward())
 
 
-def _attention_flops(work: _Work, device: torch.device, seconds: Seconds) -> tuple[float, float]:
+def _attention_flops(work: Work, device: torch.device, seconds: Seconds) -> tuple[float, float]:
     """Forward and backward, of the kernel that a run takes."""
     shapes = [(1, heads, work.row, work.head_size) for heads in (work.num_heads, *[work.num_key_value_heads] * 2)]
     q, k, v = (torch.randn(shape, device=device, dtype=work.dtype) for shape in shapes)
@@ -172,13 +174,13 @@ def _attention_flops(work: _Work, device: torch.device, seconds: Seconds) -> tup
     return FLOPS_FORWARD * elements / forward, FLOPS_BACKWARD * elements / backward
 
 
-def _memory_speed(work: _Work, device: torch.device, seconds: Seconds) -> float:
+def _memory_speed(work: Work, device: torch.device, seconds: Seconds) -> float:
     x = torch.ones(work.num_elements, device=device)
     y = torch.empty_like(x)
     return 2 * x.nbytes / seconds(lambda: torch.add(x, 1, out=y))
 
 
-def _host_link(work: _Work, device: torch.device, seconds: Seconds) -> float:
+def _host_link(work: Work, device: torch.device, seconds: Seconds) -> float:
     """To a device and from it, one after the other; on a CPU a copy within its memory."""
     host = torch.empty(work.num_elements, pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
@@ -190,7 +192,7 @@ def _host_link(work: _Work, device: torch.device, seconds: Seconds) -> float:
     return 2 * host.nbytes / seconds(copy)
 
 
-def _host_memory(work: _Work, seconds: Seconds) -> float:
+def _host_memory(work: Work, seconds: Seconds) -> float:
     """Of one process, while all update parameters at once as an optimizer on the host does."""
     parameter = nn.Parameter(torch.zeros(work.num_elements))
     parameter.grad = torch.ones_like(parameter)

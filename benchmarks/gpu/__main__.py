@@ -1,0 +1,167 @@
+"""The first hour on one GPU: what it does in a second, beside what longctx predicts, in slices that go on.
+
+    python -m benchmarks.gpu                     # for 8.5 minutes; the same command goes on from there
+    until python -m benchmarks.gpu; do :; done   # all of it, about an hour
+    python -m benchmarks.gpu --only kernels ring
+    python -m benchmarks.gpu --quick             # tiny sizes, minutes: does everything work here?
+    python -m benchmarks.gpu --refit             # and write down the constants that the figures give
+
+- *device*, *speeds*: what the GPU is, and the speeds that `longctx plan --measure` finds.
+- *kernels*: every attention kernel that is installed, on one document, packed documents and a window.
+- *ring*: the ranks of a ring one after the other, without communication, against one call for the whole pack.
+- *steps*: seconds and peak memory of real training steps, beside TRL's on the same rows.
+- *levers*: what each lever of memory costs and saves, and how much of its copies hides behind kernels.
+- *longest*: the longest sequence within a part of the device's memory, beside TRL's.
+
+Models have random weights and real sizes, so that no hub is needed. Each figure is measured in a process of its own and
+is on the disk before the next begins, in benchmarks/results/gpu_DEVICE/results.jsonl; README.md there is the page.
+
+Exit code 0 when nothing is left, 3 when the time was up first, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..max_length.processes import Ending, run_group, start_server
+from ..max_length.results import DECIDED, OK, OOM, REFUSED, TIMEOUT, Results
+
+USAGE_ERROR, TIME_IS_UP = 2, 3
+RESULTS = Path(__file__).parents[1] / "results"
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "trl", "liger-kernel", "flash-attn")
+SHORTEST = 45.0
+"""Seconds that have to be left for one more figure."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure what is left; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    until = time.monotonic() + 60 * options.minutes
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else processes would be forked from one that has seen CUDA
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+    import torch
+
+    from .catalogue import FULL, QUICK, SLICES, Catalogue
+    from .page import write_page
+    from .probes import facts
+
+    if not torch.cuda.is_available():
+        print("longctx: error: there is no CUDA device. Run it on a machine with a GPU.", file=sys.stderr)
+        return USAGE_ERROR
+    from longctx.launch.engines import set_up_allocators
+    from longctx.launch.terminal import quieten
+
+    set_up_allocators()
+    quieten()
+    start_server(f"{__package__}.probes")
+    work = Path(options.work or options.output or RESULTS, ".probe").absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    about = run_group(1, facts, None, environment={}, folder=work / "ranks", timeout=300)
+    if not about.reports:
+        print(f"longctx: error: the GPU does not answer: {about.error}\n{about.log}", file=sys.stderr)
+        return USAGE_ERROR
+    output = options.output or RESULTS / _folder_name(about.reports[0]["device"], options.quick)
+    output.mkdir(parents=True, exist_ok=True)
+    results = Results(output)
+    os.environ["HF_DATASETS_CACHE"] = str((work / "ranks" / "cache").absolute())
+    try:
+        catalogue = Catalogue(QUICK if options.quick else FULL, work)
+        if not any(line["kind"] == "device" for line in results.lines):
+            results.add({"kind": "device", "name": "facts", "status": OK, **about.reports[0], **_versions()})
+        is_done = _measure(catalogue, results, options.only or SLICES, until, work)
+        write_page(output, catalogue, results.lines, refit=options.refit)
+    finally:
+        results.close()
+    print(f"longctx: {output}/README.md, results.jsonl")
+    if is_done:
+        shutil.rmtree(work)
+        return 0
+    print("longctx: time is up; the same command goes on from here")
+    return TIME_IS_UP
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="SLICE", help="Slices to measure. Default: all.")
+    parser.add_argument("--minutes", type=float, default=8.5, help="After which it stops. Default: 8.5.")
+    parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that all of it works.")
+    parser.add_argument("--refit", action="store_true", help="Add the constants that the figures give to the page.")
+    parser.add_argument("--output", type=Path, help="Folder. Default: benchmarks/results/gpu_DEVICE.")
+    parser.add_argument("--work", type=Path, help="Folder for models and rows, some 10 GB. Default: that of --output.")
+    return parser
+
+
+def _measure(catalogue: Any, results: Results, slices: Sequence[str], until: float, work: Path) -> bool:
+    """Until nothing is left, or the time is up; returns whether nothing is left."""
+    tried: set[tuple[str, str]] = set()
+    while True:
+        probe = next((probe for probe in catalogue.left(results.lines, slices) if probe.key not in tried), None)
+        if probe is None:
+            return not tried
+        left = until - time.monotonic()
+        if left < SHORTEST:
+            return False
+        ending = _run(catalogue, probe, work, min(left, probe.timeout))
+        if ending.status == TIMEOUT and left < probe.timeout:
+            tried.add(probe.key)  # it has not had its time yet, and gets it when this goes on
+            continue
+        found = ending.reports[0] if ending.reports else {"error": ending.error, "log": ending.log[-2000:]}
+        status = REFUSED if found.pop("absent", False) else ending.status
+        assert status in DECIDED, status
+        line = {"kind": probe.slice, "name": probe.name, "status": status, **catalogue.predicted(probe), **found}
+        results.add({**line, **probe.about, "wall": round(ending.seconds, 1)})
+        told = f": {ending.error}" if status not in (OK, OOM, REFUSED) else ""
+        print(f"{ending.seconds:6.1f} s  {status:8} {probe.slice}: {probe.name}{told}", flush=True)
+
+
+def _run(catalogue: Any, probe: Any, work: Path, timeout: float) -> Ending:
+    from ..max_length.sweep import write_rows
+    from .probes import make_model
+
+    ranks, started = work / "ranks", time.monotonic()
+    if probe.model is not None:
+        folder = catalogue.model_folder(probe.model)
+        argument = (catalogue.sizes.models[probe.model], str(folder))
+        made = run_group(1, make_model, argument, environment={}, folder=ranks, timeout=timeout)
+        if not made.reports:
+            return made
+        write_rows(Path(probe.argument.data), probe.documents * probe.argument.num_steps)
+    left = timeout - (time.monotonic() - started)
+    return run_group(1, probe.function, probe.argument, environment={}, folder=ranks, timeout=left)
+
+
+def _folder_name(device: str, is_quick: bool) -> str:
+    words = re.sub(r"\W+", "_", device.removeprefix("NVIDIA ")).strip("_")
+    return f"gpu_{words}" + "_quick" * is_quick
+
+
+def _versions() -> dict[str, Any]:
+    found = {name: version(name) for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))}
+    described = subprocess.run(
+        ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "python": sys.version.split()[0],
+        "versions": found,
+        "commit": described.stdout.strip(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

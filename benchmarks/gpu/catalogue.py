@@ -1,0 +1,284 @@
+"""All that is measured, slice by slice, and what is predicted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from longctx.attention.kernels.choose import candidates
+from longctx.memory.closed_form import MemorySetup, predict
+from longctx.plan.documents import one_document
+from longctx.plan.measure import Work
+from longctx.tiny import tiny_config
+
+from ..max_length.combinations import LONGCTX, ONE_DEVICE, TRL, Combination, resolved_for
+from ..max_length.rank import Task
+from ..max_length.results import OK, Line
+from ..max_length.search import next_length
+from ..published import CONFIGS
+from .probes import Attention, facts, kernel_speed, ring_efficiency, speeds, train
+
+SLICES = ("device", "speeds", "kernels", "ring", "steps", "levers", "longest")
+BUDGET = 24 * 2**30
+"""Bytes of the device in the search for the longest sequence: sequences that fill a whole one take minutes a step."""
+PRECISION = 0.05
+LONGEST = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large everything is."""
+
+    models: Mapping[str, PretrainedConfig]
+    """The first is the one of levers and of the longest sequence."""
+    heads: tuple[int, int, int]
+    kernel_lengths: Sequence[int]
+    ring_lengths: Sequence[int]
+    num_ranks: Sequence[int]
+    step_lengths: Sequence[int]
+    lever_length: int
+    chunk: int
+    budget: int
+    longest: int
+    warmup: int
+    steps: int
+    work: Work | None
+
+
+FULL = Sizes(
+    models={name: CONFIGS[name] for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B")},
+    heads=(32, 8, 128),
+    kernel_lengths=(4096, 32_768, 131_072),
+    ring_lengths=(32_768, 131_072),
+    num_ranks=(2, 4, 8),
+    step_lengths=(4096, 16_384, 65_536),
+    lever_length=32_768,
+    chunk=8192,
+    budget=BUDGET,
+    longest=LONGEST,
+    warmup=2,
+    steps=5,
+    work=None,
+)
+QUICK = Sizes(
+    models={"tiny": tiny_config()},
+    heads=(4, 2, 128),
+    kernel_lengths=(128, 512),
+    ring_lengths=(256,),
+    num_ranks=(2, 4),
+    step_lengths=(64, 256),
+    lever_length=256,
+    chunk=64,
+    budget=BUDGET,
+    longest=512,
+    warmup=2,
+    steps=2,
+    work=Work(
+        dtype=torch.bfloat16,
+        tokens=128,
+        hidden_size=64,
+        intermediate_size=192,
+        row=128,
+        num_heads=4,
+        num_key_value_heads=2,
+        head_size=128,
+        num_elements=1 << 16,
+    ),
+)
+"""To see that all of it works, on any GPU, in a few minutes. Its figures say nothing."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One line of the results."""
+
+    slice: str
+    name: str
+    function: Callable[[Any], dict[str, Any]]
+    argument: Any
+    timeout: float = 120.0
+    model: str | None = None
+    """That has to be on the disk first."""
+    documents: Sequence[int] = ()
+    """Lengths of those of the row that is trained on."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Of the line, besides what is measured."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.slice, self.name
+
+
+class Catalogue:
+    """What there is to measure with these sizes in this folder.
+
+    Args:
+        folder: for models and rows, which are gone at the end.
+    """
+
+    def __init__(self, sizes: Sizes, folder: Path):
+        self.sizes, self.folder = sizes, folder
+        for name, config in sizes.models.items():
+            config.save_pretrained(self.model_folder(name))
+
+    def left(self, lines: Sequence[Line], slices: Sequence[str]) -> Iterator[Probe]:
+        """What has no line yet, in order. A search goes on with each line, so ask again after each probe."""
+        known = {(line["kind"], line["name"]): line for line in lines if "name" in line}
+        for name in slices:
+            found = self._searches(known) if name == "longest" else getattr(self, f"_{name}")()
+            yield from (probe for probe in found if probe.key not in known)
+
+    # What does not depend on what was found
+
+    def _device(self) -> Iterator[Probe]:
+        yield Probe("device", "facts", facts, None, 300.0)
+
+    def _speeds(self) -> Iterator[Probe]:
+        yield Probe("speeds", "measured", speeds, self.sizes.work, 240.0)
+
+    def _kernels(self) -> Iterator[Probe]:
+        for kernel in candidates():
+            for length in self.sizes.kernel_lengths:
+                for documents in ("one document", "packed", "window"):
+                    about = Attention(length, documents, self.sizes.heads)
+                    line = {"kernel": kernel.name, "length": length, "documents": documents}
+                    name = f"{kernel.name}, {documents}, {length}"
+                    yield Probe("kernels", name, kernel_speed, (kernel.name, about), about=line)
+
+    def _ring(self) -> Iterator[Probe]:
+        for length in self.sizes.ring_lengths:
+            for num_ranks in self.sizes.num_ranks:
+                for documents in ("one document", "packed"):
+                    about = Attention(length, documents, self.sizes.heads, num_ranks)
+                    line = {"length": length, "documents": documents, "ranks": num_ranks}
+                    yield Probe("ring", f"{num_ranks} ranks, {documents}, {length}", ring_efficiency, about, about=line)
+
+    def _steps(self) -> Iterator[Probe]:
+        for model in self.sizes.models:
+            for length in self.sizes.step_lengths:
+                for way in (*OURS, *TRLS):
+                    yield self._training("steps", model, way, length)
+
+    def _levers(self) -> Iterator[Probe]:
+        model, length = next(iter(self.sizes.models)), self.sizes.lever_length
+        for lever in levers(self.sizes.chunk):
+            yield self._training("levers", model, lever, length)
+
+    # The longest sequence
+
+    def _searches(self, known: Mapping[tuple[str, str], Line]) -> Iterator[Probe]:
+        model, sizes = next(iter(self.sizes.models)), self.sizes
+        device_bytes = known["device", "facts"]["device_bytes"]
+        for way in (*OURS, *TRLS):
+            lines = [line for (kind, _), line in known.items() if kind == "longest" and line["way"] == way]
+            outcomes = {line["length"]: line["status"] == OK for line in lines}
+            length = next_length(
+                outcomes,
+                guess=self._guess(model, way, lines),
+                multiple=64,
+                precision=PRECISION,
+                longest=sizes.longest,
+            )
+            if length is not None:
+                probe = self._training("longest", model, way, length)
+                limited = replace(probe.argument, memory_fraction=min(1.0, sizes.budget / device_bytes))
+                yield replace(probe, argument=limited, about={**probe.about, "budget": sizes.budget})
+
+    def _guess(self, model: str, way: str, lines: Sequence[Line]) -> float:
+        """By the closed form, corrected by the step that came nearest to the budget."""
+        setup = self.combination(model, way).setup
+        beside = 0.0
+        measured = [line for line in lines if line.get("allocated")]
+        if measured:
+            nearest = min(measured, key=lambda line: abs(line["allocated"] - self.sizes.budget))
+            beside = nearest["allocated"] - predict(setup, nearest["length"]).allocated_bytes
+        return _longest_within(setup, self.sizes.budget - beside)
+
+    # Training
+
+    def _training(self, of: str, model: str, way: str, length: int) -> Probe:
+        combination, sizes = self.combination(model, way), self.sizes
+        is_search = of == "longest"
+        data = self.folder / "data.parquet"
+        task = Task(
+            stack=combination.stack,
+            model=str(self.model_folder(model)),
+            data=str(data),
+            length=length,
+            num_steps=2 if is_search else sizes.warmup + sizes.steps,
+            is_traced=False,
+            memory_fraction=None,
+            flags=combination.flags,
+            trl_options=TRLS.get(way, {}),
+            use_cpu=False,
+        )
+        line = {"model": model, "way": way, "length": length}
+        if of == "levers" and way in TRACED:
+            task = replace(task, flags=(*task.flags, "--profile", "True", "--profile_steps", "1"))
+        name = f"{model}, {way}, {length}"
+        return Probe(of, name, train, task, 400.0, model, one_document(length), line)
+
+    def combination(self, model: str, way: str) -> Combination:
+        """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
+        flags = {**OURS, **levers(self.sizes.chunk)}.get(way, ("--memory", "balanced"))
+        data = str(self.folder / "data.parquet")
+        base = ("--packing", "True", "--per_device_train_batch_size", "1", "--save_strategy", "no")
+        base += ("--report_to", "none", "--disable_tqdm", "True", "--warmup_steps", "0")
+        base += ("--model_name_or_path", str(self.model_folder(model)), "--dataset_name", data)
+        found = resolved_for(ONE_DEVICE, 1, [*base, *flags], {})
+        return replace(found, stack=TRL if way in TRLS else LONGCTX)
+
+    def model_folder(self, model: str) -> Path:
+        return self.folder / "models" / model.replace("/", "_")
+
+    def predicted(self, probe: Probe) -> dict[str, Any]:
+        """Of a probe's line: bytes that tensors take at the peak of one of our own steps."""
+        if not isinstance(probe.argument, Task) or probe.argument.stack == TRL:
+            return {}
+        setup = self.combination(probe.about["model"], probe.about["way"]).setup
+        return {"predicted_bytes": predict(setup, probe.argument.length).allocated_bytes}
+
+    def setup(self, line: Line) -> MemorySetup:
+        """What the prediction of a line's step is made from."""
+        return self.combination(line["model"], line["way"]).setup
+
+
+OURS: Mapping[str, tuple[str, ...]] = {
+    "balanced": ("--memory", "balanced"),
+    "fastest": ("--memory", "fastest"),
+}
+TRLS: Mapping[str, Mapping[str, Any]] = {
+    "TRL": {"loss_type": "nll"},
+    "TRL, chunked loss": {"loss_type": "chunked_nll"},
+}
+"""SFTTrainer as it comes, and with its own lever against the logits' memory."""
+TRACED = ("activations on the host", "chunks")
+"""Levers whose copies have to hide behind kernels."""
+
+
+def levers(chunk: int) -> Mapping[str, tuple[str, ...]]:
+    """Name -> flags: each lever alone, beside `none`."""
+    none = ("--memory", "balanced", "--gradient_checkpointing", "True", "--tiled_mlp", "False")
+    return {
+        "none": none,
+        "no checkpoints": (*none[:3], "False", *none[4:]),
+        "tiled MLP": (*none[:5], "True"),
+        "activations on the host": (*none, "--activation_offloading", "True"),
+        "chunks": (*none, "--sequence_chunk_size", str(chunk)),
+        "Liger's kernels": (*none, "--use_liger_kernel", "True"),
+    }
+
+
+def _longest_within(setup: MemorySetup, device_bytes: float) -> float:
+    low, high = 0, 1
+    while predict(setup, high).allocated_bytes <= device_bytes and high < LONGEST:
+        low, high = high, 2 * high
+    while high - low > 64:
+        middle = (low + high) // 2
+        low, high = (middle, high) if predict(setup, middle).allocated_bytes <= device_bytes else (low, middle)
+    return low

@@ -1,0 +1,339 @@
+"""The page: what is predicted beside what is measured, from the lines of results.jsonl alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longctx.attention.cost import Device, Link
+from longctx.metrics import PEAK_FLOPS
+from longctx.step_time import HOST_LINK, HOST_MEMORY_SPEED, KERNELS, MATMUL_EFFICIENCY, Speeds, step_time
+
+from ..max_length.results import OK, Line
+
+PAGE = "README.md"
+GIB = 2**30
+NONE = "—"
+
+
+def write_page(folder: Path, catalogue: Any, lines: Sequence[Line], *, refit: bool) -> None:
+    """Write the page of all lines so far."""
+    of: dict[str, list[Line]] = {}
+    for line in lines:
+        of.setdefault(line["kind"], []).append(line)
+    device = of["device"][0]
+    measured = next((speeds_of(line) for line in of.get("speeds", ()) if line["status"] == OK), None)
+    parts = [
+        _head(device),
+        _speeds(device, measured),
+        _kernels(device, of.get("kernels", ())),
+        _ring(of.get("ring", ())),
+        _steps(catalogue, measured, of.get("steps", ())),
+        _levers(catalogue, measured, of.get("levers", ())),
+        _longest(of.get("longest", ())),
+        _failed(lines),
+    ]
+    if refit:
+        parts.append(_refit(device, measured, of))
+    (folder / PAGE).write_text("\n".join(text for part in parts for text in part))
+
+
+def speeds_of(line: Line) -> Speeds:
+    """As `longctx.plan.measure` found them."""
+    links = {name: Link(**line["device"][name]) for name in ("within", "across")}
+    values = {name: line[name] for name in ("matmul_flops", "attention_forward_flops", "attention_backward_flops")}
+    values |= {name: line[name] for name in ("host_link", "host_memory")}
+    return Speeds(**values, device=Device(**line["device"] | links))
+
+
+def known_device(name: str) -> str | None:
+    """Its name in PEAK_FLOPS, if it is there."""
+    return next((key for key in PEAK_FLOPS if key in name), None)
+
+
+def known_kernel(name: str) -> str | None:
+    """Its name in KERNELS. torch's own varlen kernel is FlashAttention-2."""
+    if "aten varlen flash" in name:
+        return "flash-attn 2"
+    return next((key for key in KERNELS if key.lower() in name.lower()), None)
+
+
+def _head(device: Line) -> Iterator[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in device["versions"].items())
+    yield f"# {device['device']}: predicted and measured"
+    yield ""
+    yield "`python -m benchmarks.gpu`  "
+    yield (
+        f"{device['date']}, commit {device['commit'] or 'unknown'}; {device['device_bytes'] / GIB:.1f} GiB, compute "
+        f"capability {device['capability']}, CUDA {device['cuda']}; Python {device['python']}, {versions}"
+    )
+    yield ""
+    yield f"Attention kernel of a bf16 run with heads of 128: {device['kernel']}."
+    yield ""
+
+
+def _speeds(device: Line, measured: Speeds | None) -> Iterator[str]:
+    if measured is None:
+        return
+    known, kernel = known_device(device["device"]), known_kernel(device["kernel"])
+    named = Speeds.of(known, kernel) if known and kernel and known in KERNELS[kernel] else None
+    yield "## Speeds"
+    yield ""
+    yield "What the forecast takes from published figures, beside what `longctx plan --measure` finds."
+    yield ""
+    yield from _table(
+        ("", "predicted", "measured", "measured / predicted"),
+        [
+            (label, _number(before, scale), _number(now, scale), _ratio(now, before))
+            for label, scale, before, now in (
+                (
+                    label,
+                    scale,
+                    None if named is None else get(named),
+                    get(measured),
+                )
+                for label, scale, get in _SPEEDS
+            )
+        ],
+    )
+
+
+_SPEEDS: Sequence[tuple[str, float, Any]] = (
+    ("matrices, TFLOP/s", 1e12, lambda speeds: speeds.matmul_flops),
+    ("attention forward, TFLOP/s", 1e12, lambda speeds: speeds.attention_forward_flops),
+    ("attention backward, TFLOP/s", 1e12, lambda speeds: speeds.attention_backward_flops),
+    ("device memory, GB/s", 1e9, lambda speeds: speeds.device.memory_speed),
+    ("copies to and from the host, GB/s", 1e9, lambda speeds: speeds.host_link),
+    ("AdamW in host memory, GB/s", 1e9, lambda speeds: speeds.host_memory),
+    ("launch of a kernel, µs", 1e-6, lambda speeds: speeds.device.launch_seconds),
+)
+
+
+def _kernels(device: Line, lines: Sequence[Line]) -> Iterator[str]:
+    there = [line for line in lines if line["status"] == OK]
+    if not there:
+        return
+    known = known_device(device["device"])
+    peak = PEAK_FLOPS.get(known or "")
+    yield "## Attention kernels"
+    yield ""
+    yield "TFLOP/s of causal attention in bf16, only legal pairs counted. Predicted are parts of the dense peak."
+    yield ""
+    rows = []
+    for line in there:
+        kernel = known_kernel(line["kernel"])
+        parts = KERNELS.get(kernel or "", {}).get(known or "")
+        expected = NONE if parts is None or peak is None else " / ".join(f"{part * peak / 1e12:.0f}" for part in parts)
+        found = (line["forward_flops"], line["backward_flops"])
+        of_peak = NONE if peak is None else " / ".join(f"{flops / peak:.0%}" for flops in found)
+        measured = " / ".join(_significant(flops / 1e12) for flops in found)
+        rows.append((line["kernel"], line["documents"], f"{line['length']:,}", measured, of_peak, expected))
+    yield from _table(("kernel", "documents", "tokens", "forward / backward", "of the peak", "predicted"), rows)
+    absent = sorted({line["kernel"] for line in lines} - {line["kernel"] for line in there})
+    if absent:
+        yield f"Not for these tensors, or not on this device: {', '.join(absent)}."
+        yield ""
+
+
+def _ring(lines: Sequence[Line]) -> Iterator[str]:
+    there = [line for line in lines if line["status"] == OK]
+    if not there:
+        return
+    yield "## A ring's ranks on one device"
+    yield ""
+    yield (
+        "Seconds of a rank times the number of ranks, over one call for the whole pack, without communication: 1 is a "
+        "ring that loses nothing. Planned is the imbalance of attention's work, which is the least that the slowest "
+        "can take."
+    )
+    yield ""
+    rows = [
+        (
+            str(line["ranks"]),
+            line["documents"],
+            f"{line['length']:,}",
+            f"{line['planned']:.2f}",
+            f"{line['slowest']:.2f}",
+            f"{line['mean']:.2f}",
+        )
+        for line in there
+    ]
+    yield from _table(("ranks", "documents", "tokens", "planned", "slowest", "mean"), rows)
+
+
+def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> Iterator[str]:
+    if not lines:
+        return
+    trl = {(line["model"], line["length"]): seconds(line) for line in lines if line["way"] == "TRL"}
+    yield "## Steps"
+    yield ""
+    yield (
+        "One document a step, bf16 with fp32 weights and states, batch size 1. Predicted seconds are by the speeds "
+        "measured above, predicted memory by the closed form; both of longctx's own steps alone."
+    )
+    yield ""
+    rows = []
+    for line in lines:
+        of_trl = trl.get((line["model"], line["length"]))
+        rows.append(
+            (
+                line["model"],
+                f"{line['length']:,}",
+                line["way"],
+                *_seconds_and_memory(catalogue, measured, line),
+                _ratio(of_trl, seconds(line)),
+            )
+        )
+    yield from _table(("model", "tokens", "by", *_OF_A_STEP, "speed over TRL"), rows)
+
+
+_OF_A_STEP = ("seconds", "predicted", "error", "peak, GiB", "predicted", "error")
+
+
+def _levers(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> Iterator[str]:
+    if not lines:
+        return
+    plain = next((line for line in lines if line["way"] == "none" and line["status"] == OK), None)
+    yield "## Levers"
+    yield ""
+    yield f"{lines[0]['model']}, one document of {lines[0]['length']:,} tokens; the lever alone, over the step without."
+    yield ""
+    rows = []
+    for line in lines:
+        against = ("", "")
+        if plain is not None and line["status"] == OK:
+            against = (_ratio(seconds(line), seconds(plain)), _ratio(line["allocated"], plain["allocated"]))
+        hidden = line.get("hidden")
+        rows.append(
+            (
+                line["way"],
+                *_seconds_and_memory(catalogue, measured, line),
+                *against,
+                NONE if hidden is None else f"{hidden:.0%} of {line['copied_seconds']:.2f} s",
+            )
+        )
+    yield from _table(("lever", *_OF_A_STEP, "seconds over none", "bytes over none", "copies hidden"), rows)
+
+
+def _longest(lines: Sequence[Line]) -> Iterator[str]:
+    if not lines:
+        return
+    yield "## The longest sequence"
+    yield ""
+    yield (
+        f"{lines[0]['model']}, one document, within {lines[0]['budget'] / GIB:.0f} GiB of the device: sequences that "
+        "fill all of it take minutes a step."
+    )
+    yield ""
+    ways = list(dict.fromkeys(line["way"] for line in lines))
+    of_trl = _longest_of(lines, "TRL")
+    rows = []
+    for way in ways:
+        longest = _longest_of(lines, way)
+        fails = [line["length"] for line in lines if line["way"] == way and line["status"] != OK]
+        above = min((length for length in fails if length > longest), default=None)
+        rows.append((way, f"{longest:,}", NONE if above is None else f"{above:,}", _ratio(longest, of_trl)))
+    yield from _table(("by", "longest that trains", "shortest that does not", "over TRL"), rows)
+
+
+def _longest_of(lines: Sequence[Line], way: str) -> int:
+    return max((line["length"] for line in lines if line["way"] == way and line["status"] == OK), default=0)
+
+
+def _failed(lines: Sequence[Line]) -> Iterator[str]:
+    failed = [line for line in lines if line["status"] in ("fail", "timeout")]
+    if not failed:
+        return
+    yield "## What failed"
+    yield ""
+    for line in failed:
+        yield f"- {line['kind']}: {line['name']}: {line['status']}, {line.get('error', '')}"
+    yield ""
+
+
+def _refit(device: Line, measured: Speeds | None, of: Mapping[str, Sequence[Line]]) -> Iterator[str]:
+    """Constants of longctx.step_time and of the closed form, as these figures would have them."""
+    name, peak = known_device(device["device"]), PEAK_FLOPS.get(known_device(device["device"]) or "")
+    yield "## Constants"
+    yield ""
+    if name is None or peak is None or measured is None:
+        yield "There are no published constants of this device, or the speeds have not been measured."
+        yield ""
+        return
+    yield "In `longctx/step_time.py`, as these figures have them; of a kernel on its longest single document."
+    yield ""
+    rows = [
+        ("MATMUL_EFFICIENCY", f"{MATMUL_EFFICIENCY}", f"{measured.matmul_flops / peak:.3f}"),
+        (f'HOST_LINK["{name}"]', f"{HOST_LINK[name]:.3g}", f"{measured.host_link:.3g}"),
+        ("HOST_MEMORY_SPEED", f"{HOST_MEMORY_SPEED:.3g}", f"{measured.host_memory:.3g}"),
+    ]
+    best: dict[str, Line] = {}
+    for line in of.get("kernels", ()):
+        kernel = known_kernel(line["kernel"])
+        if kernel and line["status"] == OK and line["documents"] == "one document":
+            best[kernel] = max(best.get(kernel, line), line, key=lambda line: line["length"])
+    for kernel, line in best.items():
+        now = KERNELS[kernel].get(name)
+        found = (round(line["forward_flops"] / peak, 3), round(line["backward_flops"] / peak, 3))
+        rows.append((f'KERNELS["{kernel}"]["{name}"]', str(now), str(found)))
+    yield from _table(("constant", "now", "refitted"), rows)
+    ratios = [
+        line["allocated"] / line["predicted_bytes"]
+        for line in (*of.get("steps", ()), *of.get("levers", ()))
+        if line["status"] == OK and line.get("predicted_bytes")
+    ]
+    if ratios:
+        yield (
+            f"Measured peaks over those of the closed form: median {statistics.median(ratios):.3f}, "
+            f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} steps."
+        )
+        yield ""
+
+
+def seconds(line: Line) -> float | None:
+    """Median of a step, without the first two."""
+    return statistics.median(line["seconds"][2:] or line["seconds"]) if line["status"] == OK else None
+
+
+def _seconds_and_memory(catalogue: Any, measured: Speeds | None, line: Line) -> tuple[str, ...]:
+    if line["status"] != OK:
+        return (line["status"], *[NONE] * (len(_OF_A_STEP) - 1))
+    took, expected, memory = seconds(line), None, line.get("predicted_bytes")
+    if memory is not None and measured is not None:
+        expected = step_time(catalogue.setup(line), line["length"], measured).seconds
+    peak = line["allocated"]
+    return (
+        _significant(took),
+        _significant(expected),
+        _error(expected, took),
+        f"{peak / GIB:.2f}",
+        NONE if memory is None else f"{memory / GIB:.2f}",
+        _error(memory, peak),
+    )
+
+
+def _number(value: float | None, scale: float) -> str:
+    return _significant(None if value is None else value / scale)
+
+
+def _significant(value: float | None) -> str:
+    return NONE if value is None else f"{value:.3g}"
+
+
+def _ratio(value: float | None, over: float | None) -> str:
+    return f"{value / over:.2f}" if value is not None and over and math.isfinite(over) else NONE
+
+
+def _error(predicted: float | None, measured: float | None) -> str:
+    return f"{predicted / measured - 1:+.0%}" if predicted is not None and measured else NONE
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "| --- " * len(head) + "|"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+    yield ""
