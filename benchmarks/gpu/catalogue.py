@@ -16,7 +16,7 @@ from longctx.plan.documents import one_document
 from longctx.plan.measure import Work
 from longctx.tiny import tiny_config
 
-from ..max_length.combinations import LONGCTX, ONE_DEVICE, TRL, Combination, resolved_for
+from ..max_length.combinations import FLAGS, LONGCTX, ONE_DEVICE, TRL, Combination, resolved_for
 from ..max_length.rank import Task
 from ..max_length.results import OK, Line
 from ..max_length.search import next_length
@@ -227,9 +227,8 @@ class Catalogue:
         """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
         flags = {**OURS, **levers(self.sizes.chunk)}.get(way, ("--memory", "balanced"))
         data = str(self.folder / "data.parquet")
-        base = ("--packing", "True", "--per_device_train_batch_size", "1", "--save_strategy", "no")
-        base += ("--report_to", "none", "--disable_tqdm", "True", "--warmup_steps", "0")
-        base += ("--model_name_or_path", str(self.model_folder(model)), "--dataset_name", data)
+        base = [*FLAGS.split(), "--warmup_steps", "0", "--model_name_or_path", str(self.model_folder(model))]
+        base += ["--dataset_name", data]
         found = resolved_for(ONE_DEVICE, 1, [*base, *flags], {})
         return replace(found, stack=TRL if way in TRLS else LONGCTX)
 
