@@ -99,8 +99,8 @@ BF16 = {"loss": 1e-4, "gradient": 2e-3, "run": 5e-4}
 such errors with either sign. Measured: 2e-6, 5e-4 and 2e-4; on CPUs about the same."""
 
 
-def arguments_of(flags, models, tmp_path, data):
-    common = [*COMMON, *SHAPES["packed"][1], "--sp", "2", "--model_name_or_path", models["GQA 4:2"]]
+def arguments_of(flags, models, tmp_path, data, sp=2):
+    common = [*COMMON, *SHAPES["packed"][1], "--sp", str(sp), "--model_name_or_path", models["GQA 4:2"]]
     return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
 
 
@@ -159,6 +159,23 @@ def test_training_on_soft_gpus_equals_one_process(runs, models, tmp_path, docume
     reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in soft_gpus.run(2, "tests.test_training:run_cases", cases, backend=None)[0].items():
         check(results, reference, case, "soft GPUs", parity_table)
+
+
+ON_FOUR = {
+    "ring, fsdp2, sp 4": ["--sp_backend", "ring"],
+    "hybrid, fsdp2, sp 4": ["--sp_backend", "hybrid", "--ring_size", "2"],
+    "ulysses, zero3, sp 4": ["--sp_backend", "ulysses", "--engine", "deepspeed"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ON_FOUR)
+def test_training_on_four_soft_gpus_equals_one_process(case, models, tmp_path, documents_file, parity_table, soft_gpus):
+    documents, data = documents_file
+    arguments = arguments_of([*ON_FOUR[case], "--bf16", "False"], models, tmp_path, data, sp=4)
+    reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    results = soft_gpus.run(4, "tests.test_training:run_cases", {case: arguments}, backend=None, timeout=600)[0][case]
+    check(results, reference, case, "soft GPUs", parity_table)
 
 
 @pytest.mark.parametrize(

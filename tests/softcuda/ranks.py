@@ -45,7 +45,7 @@ class SoftGPUs:
             [sys.executable, "-W", "ignore", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=soft_environment(),
+            env=soft_environment() | {"SOFTCUDA_DEVICES": "4"},
             cwd=_ROOT,
             start_new_session=True,
         )
