@@ -25,6 +25,7 @@ import pytest
 
 import longctx.config
 from benchmarks.differential.__main__ import _parser as differential_parser
+from benchmarks.gpu.__main__ import _parser as gpu_parser
 from benchmarks.max_length.__main__ import _parser as bench_parser
 from benchmarks.published import CONFIGS
 from longctx.config import resolve
@@ -169,8 +170,9 @@ def check_development(words: list[str]) -> None:
     """What .ci/run does as well; the files that are named have to be there."""
     for path in (word for word in words[1:] if word.startswith(("tests/", "examples/"))):
         assert (ROOT / path).is_file()
-    if words[1:3] == ["-m", "benchmarks.differential"]:
-        differential_parser().parse_args(words[3:])
+    parsers = {"benchmarks.differential": differential_parser, "benchmarks.gpu": gpu_parser}
+    if words[1:2] == ["-m"] and words[2] in parsers:
+        parsers[words[2]]().parse_args(words[3:])
 
 
 def check_flags(run: Started) -> None:
@@ -335,7 +337,8 @@ def test_flags_that_a_page_names_exist(page):
     ours |= {"config", "json", "num_layers", "version", "help", "support"}
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text))
     if page.name in ("CONTRIBUTING.md", "support-matrix.md", "scaling.md"):
-        ours |= {"check", "output", "record"} | {action.dest for action in differential_parser()._actions}
+        ours |= {"check", "output", "record"}
+        ours |= {action.dest for parser in (differential_parser(), gpu_parser()) for action in parser._actions}
         ours |= {"list", "only"}  # of benchmarks.mutants
     assert named - ours - set(" ".join(of_launchers.values()).split()) == set()
 
