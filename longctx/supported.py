@@ -241,7 +241,10 @@ def _check_evaluation(settings: Mapping[str, Any]) -> None:
     if settings["eval_strategy"] == "no":
         for name in ("eval_on_start", "load_best_model_at_end", "early_stopping_patience"):
             if settings[name] is not None and settings[name] is not False:  # a patience of 0 is given, too
-                raise ValueError(f"--{name} needs evaluation data: add --eval_strategy steps or epoch.")
+                raise ValueError(
+                    f"--{name} {settings[name]} needs evaluation data. Add --eval_strategy steps or epoch, or leave it "
+                    "out."
+                )
         return
     _check_best_model(settings)
     _check_early_stopping(settings)

@@ -69,7 +69,10 @@ EVALUATES = ["--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "4
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--load_best_model_at_end", "True"], ("--load_best_model_at_end needs evaluation data", "--eval_strategy")),
+        (
+            ["--load_best_model_at_end", "True"],
+            ("--load_best_model_at_end True needs evaluation data", "--eval_strategy"),
+        ),
         ([*EVALUATES, "--metric_for_best_model", "bleu"], ("--metric_for_best_model bleu", "mean_token_accuracy")),
         (
             [*EVALUATES, "--load_best_model_at_end", "True", "--save_only_model", "True"],

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from longctx.checkpoint.files import (
     describe_files,
     make_partial,
     rotate,
+    take_place,
     writing,
 )
-from longctx.checkpoint.pieces import pieces
+from longctx.checkpoint.pieces import _zero_piece, pieces
 from longctx.checkpoint.states import StateReader, write_states
 from longctx.train import main
 from tests.test_training import COMMON, LEARNING_RATE, make_documents, write_jsonl
@@ -144,6 +146,38 @@ def test_one_that_is_being_replaced_is_found(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-6.replaced", "checkpoint-3"]
     make_checkpoints(tmp_path, 6)
     assert checkpoints(tmp_path)[0].name == "checkpoint-6"
+
+
+def test_a_checkpoint_stays_until_the_one_that_repeats_it_has_its_name(tmp_path, monkeypatch):
+    """A kill before each of the two renames leaves a whole one: the old one, under one of its names."""
+    moved, replace = [], os.replace
+
+    def killed(source, target):
+        if len(moved) == at:
+            raise KeyboardInterrupt
+        moved.append(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    for at in (0, 1):
+        moved.clear()
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        make_checkpoints(folder, 3)
+        (folder / "checkpoint-3.partial").mkdir()
+        with pytest.raises(KeyboardInterrupt):
+            take_place(folder / "checkpoint-3.partial", folder / "checkpoint-3")
+        assert len(checkpoints(folder)) == 1
+
+
+def test_padding_of_a_part_is_not_written():
+    """Seven elements in two parts of four: the second has three."""
+    flat = torch.arange(10.0)
+    zero = SimpleNamespace(optimizer=torch.optim.SGD([flat], lr=1.0))
+    for start, numel in ((0, 4), (4, 3)):
+        piece = _zero_piece(zero, flat, (), (), "weight", (7,), start, 2, 4)
+        assert (piece.start, piece.states["weight"].tolist()) == (start, flat[2 : 2 + numel].tolist())
+    assert _zero_piece(zero, flat, (), (), "weight", (7,), 8, 2, 4) is None
 
 
 def test_an_output_dir_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):

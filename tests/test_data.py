@@ -469,7 +469,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         {"assistant_only_loss": True, "completion_only_loss": False},
     ),
     "chat prompt+completion, assistant's part of the completion": (
-        [{"prompt": CHATS[0][:2], "completion": CHATS[0][2:]}],
+        [{"prompt": CHATS[0][:2], "completion": CHATS[0][2:]}, {"prompt": CHATS[0][:4], "completion": CHATS[0][4:]}],
         {"assistant_only_loss": True},
     ),
     "input_ids": ([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], {}),

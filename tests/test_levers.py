@@ -14,10 +14,12 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import longctx.host
@@ -27,7 +29,7 @@ from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.guards import check_host_memory
 from longctx.host import SavedOnHost, allocates_host_memory
-from longctx.launch.engines import set_up_allocators, settle_deepspeed
+from longctx.launch.engines import set_up_allocators, settle_deepspeed, settle_fsdp
 from longctx.launch.profile import read_profile
 from longctx.levers import PRESETS
 from longctx.memory.closed_form import MemorySetup, ModelSizes
@@ -195,6 +197,25 @@ def test_deepspeed_is_told_what_to_reduce_in(dtype):
     config = {"zero_optimization": {"stage": 3}}
     settle_deepspeed(config, levers, ModelSizes.of_config(tiny_config()), num_ranks=2, use_cpu=True)
     assert config["communication_data_type"] == dtype
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [([], torch.float32), (["bf16"], torch.bfloat16)], ids=["not", "bf16"])
+def test_fsdp2_reduces_in_bf16_where_it_is_asked_to(asked, dtype):
+    flags = [
+        "--sp",
+        "2",
+        "--sp_backend",
+        "ring",
+        "--bf16",
+        "True",
+        *(["--communication_data_type", *asked] if asked else []),
+    ]
+    plugin = SimpleNamespace(
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        cpu_offload=None,
+    )
+    settle_fsdp(plugin, resolved(*flags).levers, use_cpu=True)
+    assert plugin.mixed_precision_policy.reduce_dtype is dtype
 
 
 def test_buckets_of_a_plain_run_hold_a_layer():

@@ -11,8 +11,9 @@ import time
 
 import pytest
 from accelerate.state import AcceleratorState
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaConfig
 
+from longctx.attention.support import check_model
 from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.train import main
 
@@ -438,6 +439,15 @@ def test_code_of_the_models_own(tmp_path, refused):
     (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "own.Model"}}))
     given = ("--model_name_or_path", folder, "--dataset_name", "stdlib", "--trust_remote_code")
     refused(*given, parts=("--trust_remote_code", "'llama'", "Leave the flag out"))
+
+
+def test_a_configuration_of_the_models_own():
+    class OwnConfig(LlamaConfig):
+        pass
+
+    with pytest.raises(ValueError, match=r"Its config OwnConfig is code of the model's own\. Use one of the types"):
+        check_model(OwnConfig())
+    check_model(LlamaConfig())
 
 
 def test_float16_weights(tmp_path, refused):

@@ -165,6 +165,15 @@ def test_keys_that_are_no_scaling_stay():
     assert config.rope_parameters["rope_type"] == "default"
 
 
+def test_keys_of_an_older_scaling_go():
+    """YaRN's beta_fast says nothing to linear scaling, and transformers would warn of it in what is saved."""
+    older = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "original_max_position_embeddings": 64}
+    config = AutoConfig.for_model("llama", max_position_embeddings=256, rope_parameters=older | {"rope_theta": 7e3})
+    scaled = extended(config, {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 64})
+    assert scaled.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e3}
+    assert scaled.max_position_embeddings == 128
+
+
 REFUSED = {
     "no factor": ("yarn", ("yarn is no TYPE:FACTOR", "yarn:4")),
     "below 1": ("yarn:0.5", ("factor 0.5", "at least 1")),

@@ -249,12 +249,14 @@ def _optimizer(model: nn.Module, plan: Mapping[str, Any]) -> torch.optim.Optimiz
 
 
 def _schedule(optimizer: torch.optim.Optimizer, plan: Mapping[str, Any]) -> Any:
+    """A warm-up below 1 is a part of the steps, rounded up, as in transformers' TrainingArguments."""
     from transformers import get_scheduler
 
+    warmup = plan["warmup"]
     return get_scheduler(
         plan["schedule"],
         optimizer,
-        num_warmup_steps=plan["warmup"],
+        num_warmup_steps=math.ceil(warmup * plan["num_steps"]) if warmup < 1 else warmup,
         num_training_steps=plan["num_steps"],
         scheduler_specific_kwargs=dict(plan["schedule_kwargs"]),
     )
