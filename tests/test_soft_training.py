@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -221,6 +222,33 @@ def test_the_profile_of_fsdp1_trains_as_that_of_fsdp2(models, tmp_path, document
     assert len(logs["fsdp1"]) == STEPS
     for own, expected in zip(logs["fsdp1"], logs["fsdp2"], strict=True):
         assert relative(own, expected) <= 1e-4
+
+
+@pytest.mark.long
+def test_a_sweeps_ranks_use_gpus_though_their_server_has(tmp_path):
+    """bitsandbytes initialises CUDA when it is imported, and processes forked after that can use no GPU."""
+    command = [sys.executable, "-m", "tests.uses_cuda", str(tmp_path / "ranks")]
+    ended = subprocess.run(command, env=soft_environment(), timeout=300, capture_output=True, text=True)
+    assert ended.stdout == "ok [3.0, 3.0] \n", ended.stdout + ended.stderr
+
+
+HANG = [*COMMON, "--sp", "2", "--bf16", "True", "--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
+HANG += ["--overlong", "truncate", "--ddp_timeout", "20"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("backend", "engine", "collective"), [("ring", "fsdp2", "all_gather"), ("ulysses", "deepspeed", "broadcast")]
+)
+def test_a_rank_that_does_not_come_is_named_before_nccl_ends_the_run(backend, engine, collective, tmp_path, soft_gpus):
+    command = ["torchrun", "--nproc_per_node", "2", "-m", "tests.faulty_train", *HANG, "--sp_backend", backend]
+    command += ["--engine", engine, "--output_dir", str(tmp_path)]
+    env = soft_environment() | {"FAULT": "hang 1 2"}
+    ended = subprocess.run(command, env=env, timeout=280, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert ended.returncode == 1
+    assert "no progress for 10 s; NCCL ends the run after 20 s (--ddp_timeout)" in ended.stdout
+    assert re.search(rf"rank 1 \(pid \d+ on \S+\) did not come to {collective}", ended.stdout)
+    assert "rank 1 is at (step 2, forward): tests/faulty_train.py" in ended.stdout
 
 
 @pytest.mark.long

@@ -167,7 +167,7 @@ def _lead(
     os.setsid()
     sweep = multiprocessing.parent_process()
     assert sweep is not None, "started by the sweep"
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context("spawn" if _has_used_cuda() else "fork")
     os.environ.update(environment)
     gc.freeze()  # no collection in a rank walks through what the server has imported
     ranks = [
@@ -181,6 +181,14 @@ def _lead(
         sender.send(ended)
         connection.wait([sweep.sentinel])  # the sweep ends this group, or has ended itself
     os.killpg(0, signal.SIGKILL)
+
+
+def _has_used_cuda() -> bool:
+    """Whether the server that this process was forked from has, as it has once bitsandbytes is imported on a machine
+    with GPUs: a fork of it can use none, and ranks import everything themselves.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()
 
 
 def _wait(ranks: Sequence[Any], sweep: Any, grace: float) -> list[tuple[int, int]] | None:
