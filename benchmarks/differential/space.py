@@ -338,6 +338,8 @@ def reconcile(case: Case, random_: random.Random) -> Case:
         change |= {"backend": "ulysses", "sp": 2, "sequence_chunk_size": 0}
     if case.sequence_chunk_size and (case.backend != "ulysses" or case.tiled_mlp or case.checkpointing):
         change["sequence_chunk_size"] = 0
+    elif case.sequence_chunk_size == 1 and case.max_length > 37:
+        change["sequence_chunk_size"] = 7  # blocks of one token are thousands, and take minutes
     if case.heads_k_stride and (case.sequence_chunk_size or case.backend != "ulysses"):
         change["heads_k_stride"] = 0
     if case.offload and (case.processes == 1 or case.engine in ("zero1", "zero2")):
