@@ -639,7 +639,7 @@ def _check_chunks(size: int, backend: str, setup: Setup) -> None:
 def _check_counts(settings: Mapping[str, Any]) -> None:
     if settings["logging_strategy"] == "steps" and settings["logging_steps"] == 0:
         raise ValueError("--logging_steps 0 logs nothing. Use at least 1, or --logging_strategy no.")
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "ddp_timeout"):
         if settings[name] < 1:
             raise ValueError(f"--{name} {settings[name]} is below 1. Use at least 1.")
 

@@ -171,6 +171,7 @@ def test_a_remedy_is_one_that_works(backend, refused):
         (["--pad_to_multiple_of", "many"], ("--pad_to_multiple_of many", "auto")),
         (["--per_device_train_batch_size", "0"], ("--per_device_train_batch_size 0", "below 1")),
         (["--gradient_accumulation_steps", "0"], ("--gradient_accumulation_steps 0", "below 1")),
+        (["--ddp_timeout", "0"], ("--ddp_timeout 0", "below 1")),
         (["--max_grad_norm", "-1"], ("--max_grad_norm -1", "Use 0")),
         (["--attn_implementation", "flash"], ("--attn_implementation flash", "flash_attention_2")),
         (["--chat_template_path", "none.jinja"], ("--chat_template_path none.jinja", ".jinja")),
