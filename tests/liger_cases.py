@@ -121,7 +121,8 @@ def _compare(kernel, reference, inputs: list[Tensor]) -> list[float]:
     given = [x.clone().requires_grad_() for x in inputs]
     found, exact = kernel(*given), reference(*exact_inputs)
     found, exact = (x if isinstance(x, tuple) else (x,) for x in (found, exact))
-    upstream = [torch.randn_like(x) for x in found]
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in found]
     grads = torch.autograd.grad(found, given, [x.clone() for x in upstream])
     exact_grads = torch.autograd.grad(exact, exact_inputs, [x.double() for x in upstream])
     pairs = zip((*found, *grads), (*exact, *exact_grads), strict=True)
