@@ -246,7 +246,7 @@ def test_the_training_log_is_that_of_one_process(model, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--eval_on_start", "True"], ("--eval_on_start needs", "--eval_strategy")),
+        (["--eval_on_start", "True"], ("--eval_on_start True needs", "--eval_strategy")),
         (["--eval_strategy", "steps", "--per_device_eval_batch_size", "0"], ("--per_device_eval_batch_size 0",)),
         (["--eval_strategy", "steps", "--eval_steps", "2.5"], ("--eval_steps 2.5", "--logging_steps")),
         (["--eval_strategy", "steps", "--eval_steps", "-1"], ("--eval_steps -1",)),
