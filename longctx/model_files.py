@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,12 +68,15 @@ def check_weight_files(name: str, config: PretrainedConfig, *, revision: str | N
     files = weight_files(name, revision)
     if not files or files[0].suffix != ".safetensors":
         return
-    held, expected = sum(map(_elements, files)), _parameters(name, config)
+    tensors = {key: tensor for file in files for key, tensor in _tensors(file).items()}
+    parameters = _parameters(name, config)
+    held, expected = sum(math.prod(shape) for shape, _ in tensors.values()), sum(map(math.prod, parameters.values()))
     if expected > 2 * held:  # tied weights are in the files once
         raise ValueError(
             f"--model_name_or_path {name}: its config.json describes a model of {expected:,} parameters, and its "
             f"files hold {held:,}. Correct the file, or get the folder again."
         )
+    _check_shapes(name, tensors, parameters)
 
 
 def weight_files(name: str, revision: str | None, *, download: bool = False) -> list[Path]:
@@ -147,11 +150,32 @@ def _regular(path: Path) -> Path:
     return check_file(path)
 
 
-def _elements(path: Path) -> int:
-    """Of all tensors in a file, by its header, which safetensors holds against the file's size."""
+def _check_shapes(name: str, held: Mapping[str, tuple[list[int], str]], described: Mapping[str, torch.Size]) -> None:
+    """Compare what has the same name in the files and in the model. A layout may differ, but the size may not.
+
+    Other numbers than floating point ones are of a quantised model, whose shapes are its own.
+    """
+    shapes = {key: shape for key, (shape, dtype) in held.items() if dtype in _FLOATS and key in described}
+    differ = [key for key, shape in sorted(shapes.items()) if math.prod(shape) != math.prod(described[key])]
+    if differ:
+        others = f", and {len(differ) - 1} other tensors differ too" if len(differ) > 1 else ""
+        raise ValueError(
+            f"--model_name_or_path {name}: {differ[0]} has the shape {shapes[differ[0]]} in its files, and the "
+            f"configuration describes {list(described[differ[0]])}{others}. Correct config.json, or leave out of "
+            "--model_init_kwargs what changes it."
+        )
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""As safetensors names them."""
+
+
+def _tensors(path: Path) -> dict[str, tuple[list[int], str]]:
+    """The shape and dtype of every tensor in a file, by its header, which safetensors holds against the file's size."""
     try:
         with safe_open(path, framework="pt") as file:
-            return sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118  (no mapping)
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
+            return {key: (its.get_shape(), its.get_dtype()) for key, its in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Get it again.") from error
 
@@ -192,10 +216,10 @@ def _largest_buffer(model_class: type[PreTrainedModel], config: PretrainedConfig
     return max((buffer.numel() for buffer in on_meta(model_class, config).buffers()), default=0)
 
 
-def _parameters(name: str, config: PretrainedConfig) -> int:
-    """Of the model that the configuration describes."""
+def _parameters(name: str, config: PretrainedConfig) -> dict[str, torch.Size]:
+    """The shapes of those of the model that the configuration describes."""
     try:
-        return sum(parameter.numel() for parameter in without_weights(config).parameters())
+        return {key: parameter.shape for key, parameter in without_weights(config).named_parameters()}
     except Exception as error:  # whatever transformers' own code makes of such values
         raise ValueError(
             f"--model_name_or_path {name}: no model can be made of its config.json: {error} ({type(error).__name__})."

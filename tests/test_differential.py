@@ -62,6 +62,21 @@ def test_the_reference_is_independent():
     assert done.stdout.strip() == "['longctx.working_directory', 'longctx']"  # which guard the import path
 
 
+@pytest.mark.parametrize(("drop_last", "looked_through"), [(True, [4, 4, 1]), (False, [4, 1, 4])])
+def test_an_epoch_of_the_reference_ends_where_the_log_says_so(drop_last, looked_through, monkeypatch):
+    """Of four documents, three in each step: what --dataloader_drop_last leaves out is not looked for in the next."""
+    seen = []
+
+    def explain(model, left, *_):
+        seen.append(len(left))
+        return set(range(min(3, len(left))))
+
+    monkeypatch.setattr(reference, "_explain", explain)
+    plan = {"documents": [([1, 2], [1, 2])] * 4, "drop_last": drop_last, "epochs": [1.0, 1.75, 2.0]}
+    list(reference._found(None, plan | {"tokens": [6, 6, 6], "losses": [1.0, 1.0, 1.0], "smoothing": 0.0}))
+    assert seen == looked_through
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
 def test_the_reference_trains_as_a_stock_trainer(optimizer, tmp_path):
     """One document a step, where transformers' Trainer is right; fp32 sums in the same order, so nearly bit by bit."""

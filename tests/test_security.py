@@ -186,6 +186,13 @@ def test_a_model_larger_than_its_files_takes_no_memory(folder):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
+def test_a_configuration_of_other_shapes_than_the_files_is_refused_by_name(folder):
+    change(folder, intermediate_size=24)
+    message = r"mlp\.down_proj\.weight has the shape \[\d+, \d+\] in its files, .* describes \[\d+, 24\], and 2 other"
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
 @pytest.mark.parametrize("path", ["../model.safetensors", "{}/model.safetensors", "", 7])
 def test_an_index_names_files_of_its_folder_only(saved_model, folder, path):
     path = path.format(saved_model) if isinstance(path, str) else path

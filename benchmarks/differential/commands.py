@@ -324,6 +324,7 @@ def _plan(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) ->
         "stops_early": case.evaluation == "early stopping",
         "tokens": None,
         "losses": None,
+        "epochs": None,
         "smoothing": case.smoothing,
         "clipping": case.clipping,
         "optimizer": case.optimizer,

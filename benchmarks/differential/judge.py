@@ -266,6 +266,7 @@ def _followed(prepared: Prepared, logged: Sequence[Mapping[str, Any]]) -> dict[s
         totals = [0, *(entry["num_tokens"] for entry in logged)]
         plan["tokens"] = [after - before for before, after in itertools.pairwise(totals)]
         plan["losses"] = [entry["loss"] for entry in logged]
+        plan["epochs"] = [entry["epoch"] for entry in logged]
     return plan
 
 

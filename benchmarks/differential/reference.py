@@ -186,14 +186,16 @@ def _found(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[Sequence[Docum
     """The documents of each step, found by its loss among those that are left in the epoch.
 
     Documents without labels change nothing but the number of tokens, and are not looked for; a step of them alone has
-    a loss of 0.
+    a loss of 0. With `drop_last`, an epoch ends where the log says so, and what is left then is not used.
     """
     left: list[Document] = []
-    for number, (tokens, loss) in enumerate(zip(plan["tokens"], plan["losses"], strict=True), 1):
+    before = 0.0
+    for number, (tokens, loss, epoch) in enumerate(zip(plan["tokens"], plan["losses"], plan["epochs"], strict=True), 1):
+        is_new, before = before % 1 == 0, epoch
         if loss == 0:
             yield []
             continue
-        if not left:
+        if not left or (is_new and plan["drop_last"]):
             left = [document for document in plan["documents"] if _num_labels(document)]
         step = _explain(model, left, tokens, loss, plan["smoothing"], number)
         yield [left[place] for place in step]
