@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from benchmarks.differential import covering, reference
 from benchmarks.differential.commands import prepare
-from benchmarks.differential.judge import Judge, Outcome, error_of, last_error
+from benchmarks.differential.judge import Judge, Outcome, _compared, error_of, last_error
 from benchmarks.differential.models import make_model, name_of
 from benchmarks.differential.processes import without_launcher
 from benchmarks.differential.shrink import shrink
@@ -126,6 +126,24 @@ def test_a_case_shrinks_to_what_its_finding_needs():
     large = Case(seed=3, sp=4, smoothing=0.1, model="llama", packing="none", order="sequential", warmup=5, documents=9)
     found = shrink(judge(large), judge)
     assert found.case.changed() == {"documents": 1, "sp": 2, "smoothing": 0.1, "steps": 1, "max_length": 17}
+
+
+@pytest.mark.parametrize(
+    ("number", "by_rounding", "status"),
+    [(2, 5e-4, "exact"), (2, 5e-5, "wrong"), (1, 5e-4, "wrong")],  # a first step has no steps before it
+)
+def test_what_rounding_alone_would_change_is_not_called_wrong(number, by_rounding, status):
+    """A loss that is off by 1e-3, beside a reference whose weights were perturbed."""
+
+    def steps(factor):
+        log = [{"num_tokens": 8 * n, "learning_rate": 0.1, "loss": 2.0, "grad_norm": 1.0, "loose": 0.0} for n in (1, 2)]
+        log[number - 1]["loss"] *= factor
+        return log
+
+    expected = {"steps": steps(1.0), "evaluations": []}
+    moved = {"steps": steps(1 + by_rounding), "evaluations": []}
+    assert _compared({"optimizer": "sgd"}, steps(1.001), [], expected)["status"] == "wrong"
+    assert _compared({"optimizer": "sgd"}, steps(1.001), [], expected, moved)["status"] == status
 
 
 def test_what_a_log_says():

@@ -313,6 +313,7 @@ def _plan(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) ->
         "rope_scaling": _rope(case.rope_scaling),
         "adapter": ADAPTERS[case.adapter][1] if case.adapter else None,
         "seed": SEED,
+        "perturbation": 0.0,
         "documents": data.documents,
         "evaluation": data.evaluation,
         "evaluate_at": [],

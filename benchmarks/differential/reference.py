@@ -48,6 +48,7 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     model = load(plan)
+    _perturb(model, plan["perturbation"], plan["seed"])
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = _optimizer(model, plan)
     firm = {name: torch.ones_like(value, dtype=torch.bool) for name, value in _trained(model)}
@@ -97,6 +98,14 @@ def load(plan: Mapping[str, Any], folder: str | None = None) -> nn.Module:
         torch.manual_seed(plan["seed"])
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **plan["adapter"]))
     return model
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module, size: float, seed: int) -> None:
+    """Change every weight by a part of itself of about this size: what rounding does somewhere in any run."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters() if size else ():
+        parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator))
 
 
 def _scale_rope(config: Any, scaling: Mapping[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from .judge import EXACT, FINDINGS, REFUSED, Outcome, general
+from .judge import EXACT, FINDINGS, REFUSED, UNDETERMINED, Outcome, general
 from .shrink import explains
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft")
@@ -58,7 +58,7 @@ def write(text: str, folder: Path) -> Path:
 
 def _counts(outcomes: Sequence[Outcome]) -> list[str]:
     counts = Counter(outcome.status for outcome in outcomes)
-    named = [EXACT, REFUSED, *FINDINGS]
+    named = [EXACT, REFUSED, UNDETERMINED, *FINDINGS]
     rest = sorted(counts.keys() - set(named))
     rows = [f"| {name} | {counts[name]} |" for name in [*named, *rest]]
     return ["| outcome | cases |", "| --- | ---: |", *rows, f"| all | {len(outcomes)} |", ""]
