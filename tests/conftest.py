@@ -27,6 +27,7 @@ from tests.small_model import HEADS, save_small_model  # noqa: E402
 from tests.softcuda.build import unavailable  # noqa: E402
 from tests.softcuda.ranks import SoftGPUs  # noqa: E402
 
+_PARITY = pytest.StashKey[list[tuple[str, str, float, float, float]]]()
 _rows: list[tuple[str, str, float, float, float]] = []
 _outcomes: dict[str, bool] = {}
 
@@ -78,9 +79,9 @@ def refusal(monkeypatch, capsys):
 
 
 @pytest.fixture
-def parity_table():
+def parity_table(request):
     """Append (case, how it was started, loss error, gradient norm error, error over the run)."""
-    return _rows
+    return request.node.stash.setdefault(_PARITY, [])
 
 
 _refusals_met = refusals.RefusalsMet()
@@ -90,8 +91,31 @@ def pytest_configure(config):
     config.pluginmanager.register(_refusals_met)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """A worker for each core (at most 8) if the whole suite runs; none for named tests, which start sooner alone."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    return min(len(os.sched_getaffinity(0)), 8) if whole and "gpu" not in sys.argv else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    if told := getattr(node, "workeroutput", {}).get("selection"):
+        _refusals_met.selection = told
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    rows = item.stash.get(_PARITY, []) if call.when == "call" else []
+    report.parity = [(case, start, *map(float, errors)) for case, start, *errors in rows]
+    return report
+
+
 def pytest_sessionfinish(session):
-    if session.config.getoption("--record-refusals"):
+    if hasattr(session.config, "workeroutput"):  # the process that started this worker judges the run
+        session.config.workeroutput["selection"] = _refusals_met.selection
+    elif session.config.getoption("--record-refusals"):
         _refusals_met.record()
     elif _refusals_met.missed() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -105,6 +129,7 @@ def pytest_addoption(parser):
 def pytest_runtest_logreport(report):
     if report.failed or report.when == "call":
         _outcomes[report.nodeid] = report.passed and _outcomes.get(report.nodeid, True)
+    _rows.extend(map(tuple, getattr(report, "parity", ())))
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -187,10 +187,13 @@ class RefusalsMet:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
         met.clear()
-        try:
-            return (yield)
-        finally:
-            self.met.setdefault(self.function(item.nodeid), set()).update(met)
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        report.refusals_met = sorted(met)  # travels with the report from the process that ran the test
+        return report
 
     def pytest_deselected(self, items):
         self.partial |= {self.function(item.nodeid) for item in items if not item.get_closest_marker("long")}
@@ -200,7 +203,17 @@ class RefusalsMet:
         if any("[" in argument for argument in session.config.args):
             self.partial |= set(self.collected)
 
+    @property
+    def selection(self):
+        """What a process that collected the tests tells the one that judges the run, in types that JSON has."""
+        return {"collected": dict(self.collected), "partial": sorted(self.partial)}
+
+    @selection.setter
+    def selection(self, told):
+        self.collected, self.partial = Counter(told["collected"]), set(told["partial"])
+
     def pytest_runtest_logreport(self, report):
+        self.met.setdefault(self.function(report.nodeid), set()).update(map(tuple, getattr(report, "refusals_met", ())))
         self.passed[self.function(report.nodeid)] += report.when == "call" and report.passed
 
     def missed(self):
