@@ -32,6 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longctx.attention.backends import BACKENDS
 from longctx.memory import closed_form
 from longctx.memory.closed_form import GB, MemorySetup, ModelSizes, Reach, predict, reach
 from longctx.plan.candidates import DEVICE_BYTES
@@ -53,7 +54,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 _DEEPSPEED: dict[str, Any] = {"engine": "zero3", "reduce_bytes": 2, "bucket_size": 500_000_000}  # its own defaults
 _ALST: dict[str, Any] = {**_DEEPSPEED, "offload_optimizer": "cpu", "pins_host_memory": False, "fused_loss": False}
-_TRL: dict[str, Any] = {"engine": "fsdp2", "reduce_bytes": 2, "gathers": True, "passes_gradients_on": True}
+_TRL: dict[str, Any] = {"engine": "fsdp2", "reduce_bytes": 2, "sp_backend": "gather", "passes_gradients_on": True}
 STACKS: dict[str, dict[str, Any]] = {
     "ALST": _ALST,
     "ALST recipes": _ALST,
@@ -199,7 +200,7 @@ TRACED: dict[str, dict[str, Any]] = {
     "one device": {},
     "ulysses": {"sp": 8},
     "ring": {"sp": 8, "ring": 8},
-    "gather": {"sp": 8, "ring": 8, "gathers": True},
+    "gather": {"sp": 8, "ring": 8, "sp_backend": "gather"},
     "ulysses, no checkpointing": {"sp": 8, "gradient_checkpointing": False},
     "ulysses, checkpoints on the host": {"sp": 8, "activation_offloading": True},
     "the same, MLP in tiles": {"sp": 8, "activation_offloading": True, "tiled_mlp_num_shards": 0},
@@ -250,7 +251,7 @@ def traces() -> str:
             sp_backend=setup.backend,
             activation_checkpointing={"offload": setup.activation_offloading} if setup.gradient_checkpointing else None,
             levers={
-                "ring_size": setup.ring if setup.backend == "hybrid" else None,
+                "ring_size": setup.ring if BACKENDS[setup.backend].has_ring_size else None,
                 **{key: getattr(setup, key) for key in LEVERS},
             },
         )

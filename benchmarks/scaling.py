@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from longctx.attention.cost import Link, RingWork
 from longctx.memory.closed_form import MemorySetup, ModelSizes, predict
 from longctx.packing import balanced_order, pack, shuffled_order, spread_step
-from longctx.pictures import BACKENDS
+from longctx.pictures import BACKEND_LOOKS
 from longctx.plan.candidates import DEVICE_BYTES
 from longctx.plan.simulate import SimulatedStep, simulate
 from longctx.ring.plan import MAX_IMBALANCE
@@ -149,7 +149,7 @@ def setup(model: str, backend: str, devices: int, sp: int) -> MemorySetup | None
         world_size=devices,
         sp=sp,
         ring={"ulysses": 1, "hybrid": sp // NODE}.get(backend, sp),
-        gathers=backend == "gather",
+        sp_backend=backend,
         ranks_per_node=NODE,
         engine="fsdp2",
         fused_layers=True,
@@ -359,7 +359,7 @@ def curves_picture(path: Path, columns: Mapping[str, Results], title: str) -> No
             case = next(case for case in results if (case.model, case.gigabits) == (model, gigabits))
             for name in NAMES:
                 runs = [run for run in results[case] if run.backend == name]
-                look = BACKENDS[name]
+                look = BACKEND_LOOKS[name]
                 axes.plot(
                     [run.devices for run in runs],
                     [run.efficiency for run in runs],
@@ -384,7 +384,7 @@ def curves_picture(path: Path, columns: Mapping[str, Results], title: str) -> No
     for axes in grid[-1]:
         axes.set_xlabel("devices")
         axes.tick_params(axis="x", labelsize=8)
-    handles = [Line2D([], [], color=BACKENDS[n].color, marker=BACKENDS[n].marker, label=n) for n in NAMES]
+    handles = [Line2D([], [], color=BACKEND_LOOKS[n].color, marker=BACKEND_LOOKS[n].marker, label=n) for n in NAMES]
     handles.append(Line2D([], [], color="0.4", marker="o", mfc="none", markersize=11, ls="", label="pays up to here"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longctx.attention.choice import choose_backend
+from longctx.attention.choice import arrangements, choose_backend, chunking_backend
 from longctx.config import Run
 from longctx.levers import CHUNK_TOKENS, prefers_ulysses
 from longctx.memory.closed_form import MemorySetup, ModelSizes
@@ -104,13 +104,13 @@ def _with(run: Run, values: Mapping[str, Any]) -> Run:
     settings = {name: value for name, value in values.items() if name in ("memory", "per_device_train_batch_size")}
     asked = {name: value for name, value in values.items() if name not in settings}
     changed = replace(run, settings={**run.settings, **settings}, asked_levers={**run.asked_levers, **asked})
-    if run.wanted_backend == "auto" and prefers_ulysses(changed.settings["memory"], changed.asked_levers):
-        with suppress(ValueError):  # heads that do not divide: the backend stays
-            ulysses = choose_backend("ulysses", run.setup, None)
-            dims = ParallelDims.arrange(
-                run.dims.world_size, ulysses=ulysses.arrangement.ulysses, dp_replicate=run.dims.dp_replicate
-            )
-            changed = replace(changed, backend=ulysses, dims=dims)
+    chunks = prefers_ulysses(changed.settings["memory"], changed.asked_levers)
+    name = chunking_backend(run.setup) if run.wanted_backend == "auto" and chunks else None
+    if name is not None:
+        choice = choose_backend(name, run.setup, None)
+        ring, ulysses = choice.arrangement.ring, choice.arrangement.ulysses
+        dims = ParallelDims.arrange(run.dims.world_size, ring=ring, ulysses=ulysses, dp_replicate=run.dims.dp_replicate)
+        changed = replace(changed, backend=choice, dims=dims)
     return changed.settled()
 
 
@@ -118,10 +118,13 @@ def _spread(setup: MemorySetup) -> dict[str, MemorySetup]:
     """Twice as many devices for a sequence, of those there are or of twice as many."""
     sp = 2 * setup.sp
     more = 1 if setup.world_size % sp == 0 else 2
+    ways = [how for how in arrangements(sp) if setup.model.num_heads % how.ulysses == 0]
+    how = next((how for how in ways if how.name == setup.backend), ways[0])
     spread = replace(
         setup,
         sp=sp,
-        ring=setup.ring if setup.model.num_heads % (sp // setup.ring) == 0 else sp,
+        ring=how.ring,
+        sp_backend=how.name,
         world_size=more * setup.world_size,
         ranks_per_node=more * setup.ranks_per_node if setup.is_cpu else setup.ranks_per_node,
         engine="fsdp2" if setup.engine == "none" else setup.engine,

@@ -18,7 +18,8 @@ from packaging.version import Version
 from transformers import PretrainedConfig
 
 from longctx.adapter import changes_base, check_adapter, check_quantization
-from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend
+from longctx.attention.backends import BACKENDS
+from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend, chunking_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.support import check_model
 from longctx.checkpoint.files import candidates, check_writable
@@ -407,25 +408,27 @@ def _degrees(flags: Flags, profile: LaunchProfile) -> tuple[int, str]:
     """(sp, backend as asked for), from --sp/--cp/--sp_backend and the profile's cp_size/sp_size."""
     backend = flags.sp_backend
     if flags.cp is not None:
-        if flags.sp not in (None, flags.cp) or ("sp_backend" in flags.explicit and backend != "ring"):
+        of_cp = BACKENDS.of_degree("cp")
+        if flags.sp not in (None, flags.cp) or ("sp_backend" in flags.explicit and backend != of_cp):
             raise ValueError(
-                f"--cp {flags.cp} means --sp {flags.cp} --sp_backend ring, but --sp {flags.sp} --sp_backend {backend} "
-                "is given too. Keep one of the two."
+                f"--cp {flags.cp} means --sp {flags.cp} --sp_backend {of_cp}, but --sp {flags.sp} --sp_backend "
+                f"{backend} is given too. Keep one of the two."
             )
-        backend = "ring"
+        backend = of_cp
     asked = flags.cp if flags.cp is not None else flags.sp
     if profile.cp and profile.sp:
         raise ValueError(
             f"parallelism_config_cp_size {profile.cp} and parallelism_config_sp_size {profile.sp} in "
             f"{_profile_name()}: set one of them to 1. Both at once are --sp_backend hybrid."
         )
-    for size, key, its_backend in ((profile.cp, "cp_size", "ring"), (profile.sp, "sp_size", "ulysses")):
+    for size, degree in ((profile.cp, "cp"), (profile.sp, "sp")):
         if size is None:
             continue
+        its_backend = BACKENDS.of_degree(degree)
         if asked not in (None, size) or backend not in ("auto", its_backend):
             raise ValueError(
                 f"--sp {asked} --sp_backend {backend} contradicts {_profile_name()}, which sets "
-                f"parallelism_config_{key} {size} ({its_backend}). Change one of them."
+                f"parallelism_config_{degree}_size {size} ({its_backend}). Change one of them."
             )
         return size, its_backend
     return asked or 1, backend
@@ -619,15 +622,15 @@ def _choose_backend(
     if chunk_size is not None and setup.num_linear_heads is None:
         _check_chunks(chunk_size, wanted, setup)
     chunks = prefers_ulysses(settings["memory"], levers) and not setup.num_linear_heads
-    if wanted == "auto" and setup.sp > 1 and chunks and setup.num_heads % setup.sp == 0:
-        return "ulysses", replace(choose("ulysses"), reason="auto: the sequence-chunked step runs on it")
+    if wanted == "auto" and setup.sp > 1 and chunks and (name := chunking_backend(setup)) is not None:
+        return name, replace(choose(name), reason="auto: the sequence-chunked step runs on it")
     return wanted, choose(wanted)
 
 
 def _check_chunks(size: int, backend: str, setup: Setup) -> None:
     """Check that a sequence-chunked step has a backend that it can run on."""
     remedy = ulysses_remedy(setup.num_heads, setup.sp)
-    if setup.sp > 1 and backend not in ("auto", "ulysses"):
+    if setup.sp > 1 and backend != "auto" and not BACKENDS[backend].can_chunk:
         raise ValueError(
             f"--sequence_chunk_size {size} with --sp_backend {backend}: chunks that wait in host memory do not travel "
             f"round a ring. {remedy}"

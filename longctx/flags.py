@@ -16,6 +16,7 @@ import yaml
 from transformers.hf_argparser import string_to_bool
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
+from longctx.attention.backends import BACKENDS
 from longctx.methods import POINTER, methods_with
 from longctx.regular_files import check_file
 
@@ -33,7 +34,7 @@ class SequenceArguments:
     _argument_group_name = "longctx"
 
     sp: int | None = field(default=None, metadata={"help": "Devices that share one sequence. Default: 1."})
-    sp_backend: Literal["auto", "ulysses", "ring", "gather", "hybrid"] = field(
+    sp_backend: str = field(
         default="auto",
         metadata={"help": "How attention is spread over them; auto says what it chose and why."},
     )
@@ -170,6 +171,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     )
     parser.put_first(SequenceArguments._argument_group_name)
     parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
+    parser.action("sp_backend").choices = ("auto", *BACKENDS.spread)
     parser.action("trackio_static_space_id").type = _space_or_false
     parser.action("lr_scheduler_kwargs").type = _json_object
     parser.action("liger_kernel_config").type = str  # read by longctx.liger

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from longctx.attention.backends import BACKENDS
+
 NONE, CPU, NVME = "none", "cpu", "nvme"
 
 CHUNK_TOKENS = 8192
@@ -53,7 +55,7 @@ class Place(NamedTuple):
     """Of a run, what decides which levers there are."""
 
     backend: str
-    """local, ulysses, ring, gather or hybrid."""
+    """A name of `longctx.attention.backends.BACKENDS`."""
     engine: str
     """deepspeed, fsdp2, fsdp1 or none."""
     zero_stage: int | None
@@ -66,7 +68,7 @@ class Place(NamedTuple):
 
     @property
     def can_chunk(self) -> bool:
-        return self.backend in ("local", "ulysses") and not self.has_linear_attention and self.engine != "fsdp1"
+        return BACKENDS[self.backend].can_chunk and not self.has_linear_attention and self.engine != "fsdp1"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx.attention.backends import BACKENDS, Backend
+from longctx.attention.backend import AttentionOfBatch
+from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
@@ -41,9 +42,9 @@ from longctx.ulysses.head_chunks import check_stride
 class SequenceParallel:
     """Cuts batches over a sequence group and reduces the loss over everything. Made by `parallelize`."""
 
-    def __init__(self, dims: ParallelDims, backend: Backend, groups: SequenceGroups, device: torch.device):
+    def __init__(self, dims: ParallelDims, attention: AttentionOfBatch, groups: SequenceGroups, device: torch.device):
         self.dims, self.groups, self.device = dims, groups, device
-        self._backend = backend
+        self._attention = attention
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
@@ -64,7 +65,7 @@ class SequenceParallel:
         position_ids = complete_position_ids(batch)
         layout = batch.get("layout") or plan_batch(position_ids, self.dims)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
-        context = AttentionContext(layout, self.groups.ulysses, partial(self._backend, layout, self.groups))
+        context = AttentionContext(layout, self.groups.ulysses, partial(self._attention, layout, self.groups))
         inputs = {
             "input_ids": send(cut(batch["input_ids"]), self.device),
             "position_ids": send(cut(position_ids), self.device),
@@ -244,23 +245,23 @@ def parallelize(
     )
     documents = _documents(model, document_lengths) if sp_backend == "auto" else None
     choice = choose_backend(sp_backend, setup, documents, ring_size=ring_size)
-    degrees = choice.arrangement
+    backend, degrees = BACKENDS[choice.name], choice.arrangement
     dims = ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
     if selective_checkpointing is None:
-        selective_checkpointing = dims.ring > 1
+        selective_checkpointing = backend.keeps_output
     install(model, selective_checkpointing=selective_checkpointing)
     if tiled_mlp_num_shards is not None:
         install_tiled_mlp(model, tiled_mlp_num_shards)
     fuse_head(model, hidden_on_host=sequence_chunk_size is not None)
     if sequence_chunk_size is not None:
-        if dims.ring > 1:
+        if not backend.can_chunk:
             raise ValueError(
                 f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}: keys and values that wait "
                 f"in host memory do not travel round a ring. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
             )
         install_chunked(model, sequence_chunk_size, device, keep_attention=selective_checkpointing)
-    backend = partial(BACKENDS[choice.name], heads_k_stride=heads_k_stride)
-    return model, SequenceParallel(dims, backend, sequence_groups(dims, device), device)
+    attention = partial(backend.attention, heads_k_stride=heads_k_stride)
+    return model, SequenceParallel(dims, attention, sequence_groups(dims, device), device)
 
 
 def _say_whether_tied(model: PreTrainedModel) -> None:

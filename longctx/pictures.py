@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from longctx.attention.backends import BACKENDS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -24,7 +26,7 @@ class Bar(NamedTuple):
     """The longest row of a backend on some devices."""
 
     backend: str
-    """One of BACKENDS."""
+    """One of BACKEND_LOOKS."""
     devices: int
     length: int | None
     """Tokens; None where none fits."""
@@ -34,7 +36,7 @@ class Point(NamedTuple):
     """How long a step of a backend takes."""
 
     backend: str
-    """One of BACKENDS."""
+    """One of BACKEND_LOOKS."""
     devices: int
     length: int
     """Tokens of a row."""
@@ -62,12 +64,9 @@ class _Look(NamedTuple):
     hatch: str = ""
 
 
-BACKENDS: Mapping[str, _Look] = {
-    "one device": _Look("#000000", "o"),
-    "ring": _Look("#E69F00", "s"),
-    "gather": _Look("#56B4E9", "v"),
-    "ulysses": _Look("#009E73", "D"),
-    "hybrid": _Look("#CC79A7", "^"),
+BACKEND_LOOKS: Mapping[str, _Look] = {
+    "one device": _Look(BACKENDS["local"].color, BACKENDS["local"].marker),
+    **{name: _Look(backend.color, backend.marker) for name, backend in BACKENDS.spread.items()},
     "TRL ring": _Look("#D55E00", "P", "--", "//"),
     "TRL ulysses": _Look("#0072B2", "X", "--", "//"),
 }
@@ -92,9 +91,9 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
     axes.set_yscale("log", base=2)
     left, ticks = 0.0, {}
     for devices in sorted({bar.devices for bar in bars}):
-        group = [bar for name in BACKENDS for bar in bars if (bar.backend, bar.devices) == (name, devices)]
+        group = [bar for name in BACKEND_LOOKS for bar in bars if (bar.backend, bar.devices) == (name, devices)]
         for at, bar in enumerate(group):
-            look, x = BACKENDS[bar.backend], left + at
+            look, x = BACKEND_LOOKS[bar.backend], left + at
             if bar.length:
                 axes.bar(x, bar.length, 0.9, color=look.color, hatch=look.hatch, edgecolor="white", linewidth=0)
             else:
@@ -201,12 +200,12 @@ def tokens_label(tokens: float) -> str:
 def _panel(axes: Axes, points: Sequence[Point]) -> None:
     from matplotlib.patches import Rectangle
 
-    names = [name for name in BACKENDS if any(point.backend == name for point in points)]
+    names = [name for name in BACKEND_LOOKS if any(point.backend == name for point in points)]
     if any(point.seconds is None for point in points):
         axes.add_patch(Rectangle((0, FITS), 1, 1 - FITS, transform=axes.transAxes, color="0.93", zorder=0))
         axes.text(0.02, (1 + FITS) / 2, "OOM", transform=axes.transAxes, va="center", fontsize=8, color="0.3")
     for at, name in enumerate(names):
-        look = BACKENDS[name]
+        look = BACKEND_LOOKS[name]
         line = sorted((point for point in points if point.backend == name), key=lambda point: point.length)
         fits = [point for point in line if point.seconds is not None]
         aside = 2 ** (0.1 * (at - (len(names) - 1) / 2))  # none hides another
@@ -242,8 +241,8 @@ def _panel(axes: Axes, points: Sequence[Point]) -> None:
 def _check(items: Sequence[Bar] | Sequence[Point], places: Sequence[tuple[Any, ...]]) -> None:
     if not items:
         raise ValueError("There is nothing to draw: give at least one backend on one number of devices.")
-    if unknown := sorted({item.backend for item in items} - BACKENDS.keys()):
-        raise ValueError(f"Backends {', '.join(unknown)} have no colour. Use {', '.join(BACKENDS)}.")
+    if unknown := sorted({item.backend for item in items} - BACKEND_LOOKS.keys()):
+        raise ValueError(f"Backends {', '.join(unknown)} have no colour. Use {', '.join(BACKEND_LOOKS)}.")
     if len(set(places)) < len(places):
         twice = next(place for place in places if places.count(place) > 1)
         raise ValueError(f"{' '.join(map(str, twice))} is given twice. Give each place one value.")
@@ -274,7 +273,7 @@ def _legend_of_backends(figure: Figure, names: Sequence[str], *, lines: bool) ->
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shown = {name: look for name, look in BACKENDS.items() if name in names}
+    shown = {name: look for name, look in BACKEND_LOOKS.items() if name in names}
     handles: list[Any] = [
         Line2D([], [], color=look.color, marker=look.marker, linestyle=look.line, label=name)
         if lines

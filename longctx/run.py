@@ -25,6 +25,7 @@ from trl import SFTConfig
 
 import longctx
 from longctx.adapter import add_adapter, changes_base, quantization_of
+from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.kernels import Kernel
@@ -368,7 +369,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         model,
         run.dims.sp,
         sp_backend=run.backend.name if run.dims.sp > 1 else "auto",
-        ring_size=run.dims.ring if run.backend.name == "hybrid" else None,
+        ring_size=run.dims.ring if BACKENDS[run.backend.name].has_ring_size else None,
         dp_replicate=run.dims.dp_replicate,
         device=args.device,
         **run.levers.parallelize_arguments(),

@@ -23,8 +23,8 @@ from longctx.attention.cost import (
     Device,
     RingWork,
     Setup,
-    modelled_seconds,
 )
+from longctx.attention.modelled import modelled_seconds
 from longctx.memory.closed_form import LOGIT_BYTES, MemorySetup, ModelSizes, saved_by_layer
 from longctx.metrics import PEAK_FLOPS
 

@@ -21,7 +21,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from longctx.attention.cost import Arrangement, Device, Link, RingWork, Setup, modelled_seconds, spent
+from longctx.attention.cost import Arrangement, Device, Link, RingWork, Setup
+from longctx.attention.modelled import modelled_seconds, spent
 from longctx.memory import closed_form
 from longctx.memory.closed_form import MemorySetup, ModelSizes, predict, saved_by_layer
 from longctx.memory.report import GIB, PeakMemory
@@ -434,19 +435,19 @@ def test_every_byte_of_the_backward_pass_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gathers", "exchanged"),
+    ("backend", "exchanged"),
     [
         # Own k and v, 2 · 2 · 8; two blocks of k and v that arrive in turn, 64; four of fp32 gradients, 4 · 2 · 4 · 8.
-        (False, 32 + 64 + 256),
+        ("ring", 32 + 64 + 256),
         # Own k and v; of both ranks, one of the two heads at a time and the next one, 2 · 32; fp32 gradients, own and
         # of both ranks for one head of two, 2 · 4 · 8 + 2 · 2 · 4 · 8 / 2.
-        (True, 32 + 64 + 64 + 64),
+        ("gather", 32 + 64 + 64 + 64),
     ],
 )
-def test_what_a_ring_of_two_holds(gathers, exchanged) -> None:
+def test_what_a_ring_of_two_holds(backend, exchanged) -> None:
     """Beside q, k, v and the output (2 · 48), a log-sum-exp; and in the backward pass, of the output 2 · 16, of dq in
     fp32 and of a block 8 · 16, and the kernel's 2 · 32 + 2 · 2 · 16."""
-    found = moments(replace(ULYSSES, ring=2, gathers=gathers))["attention"]
+    found = moments(replace(ULYSSES, ring=2, sp_backend=backend))["attention"]
     assert found["exchange"] == exchanged * TOKENS
     assert found["attention"] == (96 + 16 + 32 + 128 + 64 + 64) * TOKENS
 

@@ -38,8 +38,8 @@ from longctx.attention.cost import (
     device_named,
     devices_per_node,
     measure_link,
-    modelled_seconds,
 )
+from longctx.attention.modelled import modelled_seconds
 from longctx.mesh import ParallelDims
 from longctx.tiny import tiny_model
 from tests.workers import run_ranks

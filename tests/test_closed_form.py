@@ -165,7 +165,7 @@ TRACES = {
     "one GPU": (_config(), {}, {}),
     "ulysses 8, checkpoints on the host": (_config(**SMALL_MLP), {"sp": 8, "activation_offloading": True}, {}),
     "no checkpoints": (_config(), {"sp": 8, "gradient_checkpointing": False}, {}),
-    "gather 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8, "gathers": True}, {}),
+    "gather 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8, "sp_backend": "gather"}, {}),
 }
 
 
@@ -180,7 +180,7 @@ def test_prediction_is_near_a_trace(case: str) -> None:
     config, given, levers = TRACES[case]
     setup = MemorySetup(model=ModelSizes.of_config(config), engine="fsdp2" if "sp" in given else "none", **given)
     setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
-    backend = "gather" if setup.gathers else "ring" if setup.ring > 1 else "ulysses"
+    backend = setup.backend
     checkpoints = {"offload": setup.activation_offloading} if setup.gradient_checkpointing else None
     settings = StepSettings(
         length=2**18 if setup.sp > 1 else 2**16,

@@ -25,7 +25,7 @@ ROW = 131_072
 WAYS: dict[str, dict[str, Any]] = {
     "ulysses": {"ring": 1},
     "ring": {"ring": 16},
-    "gather": {"ring": 16, "gathers": True},
+    "gather": {"ring": 16, "sp_backend": "gather"},
     "hybrid": {"ring": 2},
 }
 
@@ -61,7 +61,7 @@ def test_every_second_of_every_rank_is_accounted_for(backend) -> None:
     [
         {"ring": 1},
         {"ring": 8},
-        {"ring": 8, "gathers": True},
+        {"ring": 8, "sp_backend": "gather"},
         {"ring": 2},
         {"ring": 1, "activation_offloading": True, "offload_optimizer": "cpu"},
         {"ring": 8, "selective_checkpointing": True},

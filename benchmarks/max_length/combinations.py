@@ -57,7 +57,7 @@ class Combination:
     """A backend on a number of devices."""
 
     backend: str
-    """A name of `longctx.pictures.BACKENDS`."""
+    """A name of `longctx.pictures.BACKEND_LOOKS`."""
     devices: int
     stack: Literal["longctx", "trl"] = LONGCTX
     flags: tuple[str, ...] = ()

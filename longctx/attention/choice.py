@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import Arrangement, RingWork, Setup, modelled_seconds
+from longctx.attention.cost import Arrangement, RingWork, Setup
+from longctx.attention.modelled import modelled_seconds
 from longctx.mesh import ParallelDims
-from longctx.ulysses import heads_message, usable_sizes
+from longctx.ulysses import usable_sizes
 
 ASSUMED_MEAN_LENGTH = 2000
 ASSUMED_SIGMA = 1.5
@@ -27,7 +28,7 @@ MAX_MODELLED_RING = 512
 
 A_TIE = 1.05
 """The model tells no smaller ratio apart: among those within it of the fastest, one whose exchange stays in a node is
-taken before others, then one with fewer ring ranks, then a ring before a gather, which takes more memory."""
+taken before others, then one with fewer ring ranks, then the one registered first, which takes less memory."""
 
 WORTH_A_CHANGE = 1.1
 """How many times faster another backend must be to replace one that was chosen before the data was known."""
@@ -63,7 +64,7 @@ class BackendChoice:
     @property
     def engine(self) -> str:
         """The engine it runs on by default."""
-        return "deepspeed" if self.name == "ulysses" else "fsdp2"
+        return BACKENDS[self.name].engine
 
     def describe(self) -> str:
         """`ulysses 4 (auto): modelled ms per layer: ulysses 4 0.8, ulysses 2 × ring 2 1.3, ring 4 1.5, gather 4 2`"""
@@ -98,14 +99,15 @@ def choose_backend(
             `auto` finds none that can run.
     """
     sp = setup.sp
-    if name not in ("auto", *BACKENDS) or name == "local":
-        raise ValueError(f"--sp_backend {name} is unknown. Use one of auto, ulysses, ring, gather, hybrid.")
-    if ring_size is not None and name != "hybrid":
+    if name not in ("auto", *BACKENDS.spread):
+        raise ValueError(f"--sp_backend {name} is unknown. Use one of {', '.join(('auto', *BACKENDS.spread))}.")
+    if ring_size is not None and not (name in BACKENDS and BACKENDS[name].has_ring_size):
+        splitting = ", ".join(other for other, backend in BACKENDS.items() if backend.has_ring_size)
         raise ValueError(
-            f"--ring_size {ring_size} splits --sp_backend hybrid; it is {name}. Leave it out, or use hybrid."
+            f"--ring_size {ring_size} splits --sp_backend {splitting}; it is {name}. Leave it out, or use {splitting}."
         )
     if sp == 1:
-        alone = Arrangement(name="local", ring=1, ulysses=1)
+        alone = BACKENDS["local"].arrange(setup, None)
         return BackendChoice(arrangement=alone, reason="sp 1: every sequence stays on one device")
     assert name != "auto" or documents is not None, "auto compares what backends cost for given documents"
     asked = None if name == "auto" else _asked_for(name, setup, ring_size)
@@ -129,11 +131,18 @@ def choose_backend(
     )
 
 
-def arrangements(sp: int) -> Iterator[Arrangement]:
-    """Every way to spread attention over sp > 1 ranks, those with fewer ring ranks first: they win a tie."""
-    for ring in (ring for ring in range(1, sp + 1) if sp % ring == 0):
-        yield _product(ring, sp // ring)
-    yield Arrangement(name="gather", ring=sp, ulysses=1)
+def arrangements(sp: int) -> list[Arrangement]:
+    """Every way to spread attention over sp > 1 ranks, those with fewer ring ranks first."""
+    ways = [how for backend in BACKENDS.values() for how in backend.arrangements(sp)]
+    return sorted(ways, key=lambda how: how.ring)
+
+
+def chunking_backend(setup: Setup) -> str | None:
+    """The backend that `auto` means where a sequence-chunked step is asked for; None where the heads permit none."""
+    for name, backend in BACKENDS.spread.items():
+        if backend.can_chunk and any(setup.num_heads % how.ulysses == 0 for how in backend.arrangements(setup.sp)):
+            return name
+    return None
 
 
 def assumed_documents(num_tokens: int, *, packed: bool) -> Documents:
@@ -161,8 +170,11 @@ def _least(
         chosen, why = before.arrangement, "chosen before the data was known"
     else:
         ties = [how for how, _ in modelled if ratio[how] <= A_TIE]
-        chosen = min(ties, key=lambda how: (not setup.in_a_node(how.ulysses), how.ring, how.name == "gather"))
-        why = "less ring" if chosen.ring < fastest.ring else "less memory" if fastest.name == "gather" else "in a node"
+        order = list(BACKENDS)
+        chosen = min(ties, key=lambda how: (not setup.in_a_node(how.ulysses), how.ring, order.index(how.name)))
+        why = (
+            "in a node" if chosen.ring > fastest.ring else "less memory" if chosen.ring == fastest.ring else "less ring"
+        )
     if chosen == fastest:
         return chosen, "auto"
     return chosen, f"auto: within {ratio[chosen] - 1:.1%} of {fastest}, {why}"
@@ -187,17 +199,12 @@ def _filled(row: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
 
 
 def _asked_for(name: str, setup: Setup, ring_size: int | None) -> Arrangement:
-    sp, num_heads = setup.sp, setup.num_heads
-    if setup.num_linear_heads is not None and (name != "ulysses" or math.gcd(num_heads, setup.num_linear_heads) % sp):
-        raise ValueError(_linear_message(name, setup))
-    if name in ("ring", "gather"):
-        return Arrangement(name=name, ring=sp, ulysses=1)
-    if name == "ulysses":
-        if num_heads % sp:
-            raise ValueError(heads_message(num_heads, sp))
-        return Arrangement(name="ulysses", ring=1, ulysses=sp)
-    ring = _hybrid_ring(sp, num_heads) if ring_size is None else _checked_ring(sp, num_heads, ring_size)
-    return _product(ring, sp // ring)
+    if setup.num_linear_heads is not None:
+        common = math.gcd(setup.num_heads, setup.num_linear_heads)
+        ways = BACKENDS[name].arrangements(setup.sp)
+        if not any(how.ring == 1 and common % how.ulysses == 0 for how in ways):
+            raise ValueError(_linear_message(name, setup))
+    return BACKENDS[name].arrange(setup, ring_size)
 
 
 def _linear_message(name: str, setup: Setup) -> str:
@@ -233,25 +240,3 @@ def _reasons(refused: Sequence[tuple[Arrangement, str]]) -> list[str]:
         f"{', '.join(str(how) for how, its in refused if its == why)} cannot: {why}"
         for why in dict.fromkeys(why for _, why in refused)
     ]
-
-
-def _product(ring: int, ulysses: int) -> Arrangement:
-    """ring × ulysses by its own name, which is hybrid only where both are above 1."""
-    name = "ring" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
-    return Arrangement(name=name, ring=ring, ulysses=ulysses)
-
-
-def _hybrid_ring(sp: int, num_heads: int) -> int:
-    """The smallest ring, above 1 where sp allows, that leaves a Ulysses degree the heads divide over."""
-    return next(ring for ring in range(2, sp + 1) if sp % ring == 0 and num_heads % (sp // ring) == 0)
-
-
-def _checked_ring(sp: int, num_heads: int, ring_size: int) -> int:
-    if ring_size < 1 or sp % ring_size:
-        raise ValueError(f"--ring_size {ring_size} does not divide sp {sp}. Use a divisor of {sp}.")
-    if num_heads % (sp // ring_size):
-        raise ValueError(
-            f"--ring_size {ring_size} leaves {sp // ring_size} Ulysses ranks. "
-            f"{heads_message(num_heads, sp // ring_size)}"
-        )
-    return ring_size

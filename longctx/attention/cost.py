@@ -1,34 +1,10 @@
-"""Modelled seconds of attention, forward and backward, for every way to spread it over a sequence group.
+"""What the modelled time of attention is made of: the run's heads, the speeds of devices and links, the work of a ring.
 
-What each rank computes, exchanges and waits for, per layer and micro-batch. Everything else in a layer is the same for
-every backend, so it is left out. `longctx.step_time` and `longctx.plan.simulate` put it together with the rest.
+`longctx.attention.modelled` adds up the seconds that a rank computes, exchanges and waits for, per layer and
+micro-batch. `longctx.step_time` and `longctx.plan.simulate` put them together with the rest of a step.
 
 Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a row, s = T/P of them a rank; H query heads,
 K key/value heads, D head size, e bytes an element.
-
-**Ulysses** (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2) exchanges q, k, v for heads and the output back, and
-their gradients likewise. Every rank keeps 1/U of each and sends
-
-    2 · (2·H + 2·K·c) · s · D · e · (U-1)/U bytes,
-
-k and v repeated c times where fewer heads than ranks make that necessary. Nothing overlaps with it. What goes to
-ranks of the same node and what leaves it take different links, at the same time.
-
-**Ring** (Ring Attention, arXiv 2310.01889): at hop h a rank receives n_h tokens of k and v, at most T/R, and in the
-backward pass them again and fp32 gradients of those of the hop before:
-
-    forward  2 · K · n_h · D · e bytes,   backward  2 · K · D · (n_h · e + n_(h-1) · 4) bytes,
-
-while it computes the hop before, so only what outlasts that counts. n_h and the work of each hop are those of
-`plan_ring` for the documents at hand. Only the first rank of a node receives over the link between nodes, and the
-others wait for what it passes on. **Gather** moves the longest n_1 of any rank to all R-1 others at once, a quarter
-of the heads while the quarter before is computed, and the gradients home after the last block, which overlaps nothing;
-it enters a node once, over the links of all its devices, and passes node after node.
-
-**Hybrid** (USP, arXiv 2405.07719, section 3): the exchange among U neighbours, then the ring with 1/U of the heads.
-
-For one long document, where all of k and v travels, the bytes of ring or gather over those of Ulysses are about
-K·P/(H+K) forward. A layer with a sliding window counts as one without.
 
 A causal pair of query and key costs 4·D FLOPs a head forward and 10·D backward (FlashAttention-2, arXiv 2307.08691,
 section 4.1). Merging a block into the results so far costs memory traffic, and every message, call and entry a
@@ -60,9 +36,6 @@ FLOPS_FORWARD, FLOPS_BACKWARD = 4, 10
 
 MERGE_BYTES = (38, 10)
 """Read and written per element of a merged row, forward (fp32 out, rescaled) and backward (added to fp32 dq)."""
-
-EXCHANGE_COPIES = 4
-"""Times an exchanged element is read or written besides: gathered before it is sent, put in order afterwards."""
 
 MERGE_LAUNCHES = 5
 """Kernels that merge a block, besides the one that computes it."""
@@ -201,9 +174,9 @@ class Arrangement:
 
     def __str__(self) -> str:
         """`ulysses 4 × ring 2`; `ring 8`."""
-        if self.name == "hybrid":
+        if self.ring > 1 and self.ulysses > 1:
             return f"ulysses {self.ulysses} × ring {self.ring}"
-        return f"{self.name} {self.ring * self.ulysses}" if self.name != "local" else "local"
+        return f"{self.name} {self.ring * self.ulysses}" if self.ring * self.ulysses > 1 else self.name
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -263,80 +236,13 @@ class Spent:
         return float((self.compute + self.exchange + self.wait).max())
 
 
-def modelled_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:
-    """Seconds of attention of the slowest rank, in one layer and micro-batch, forward and backward.
-
-    Args:
-        work: of a ring of `how.ring` ranks.
-    """
-    return spent(setup, how, work).seconds
-
-
-def spent(setup: Setup, how: Arrangement, work: RingWork) -> Spent:
-    """What each rank does in `modelled_seconds`."""
-    exchanged, sent = _exchange_seconds(setup, how.ulysses, work.num_tokens)
-    if setup.in_a_node(how.ulysses) and not setup.in_a_node(setup.sp):
-        sent = 0.0  # the ring's links, between nodes, are others
-    passes = _gather_passes if how.name == "gather" else _ring_passes
-    forward, backward = passes(setup, how, work)
-    zero = np.zeros(how.ring)
-    return Spent(compute=zero, exchange=zero + exchanged, wait=zero, link=sent) + forward + backward
-
-
-def _exchange_seconds(setup: Setup, ulysses: int, num_tokens: int) -> tuple[float, float]:
-    """Of all exchanges for heads, and of these the seconds that a link is busy."""
-    if ulysses == 1:
-        return 0.0, 0.0
-    copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, ulysses)
-    heads = 2 * (setup.num_heads + setup.num_key_value_heads * copies)
-    held = 2 * heads * setup.head_size * setup.element_size * num_tokens / setup.sp  # forward and backward
-    sent = setup.exchange_seconds(held, ulysses)
-    return 4 * setup.device.message_seconds + sent + EXCHANGE_COPIES * held / setup.device.memory_speed, sent
-
-
-def _key_value_elements(setup: Setup, how: Arrangement) -> float:
+def key_value_elements(setup: Setup, how: Arrangement) -> float:
     """Of a token, for the heads that a ring rank has."""
     copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, how.ulysses)
     return 2 * setup.num_key_value_heads * copies / how.ulysses * setup.head_size
 
 
-def _gather_passes(setup: Setup, how: Arrangement, work: RingWork) -> tuple[Spent, Spent]:
-    """Forward and backward."""
-    groups = _head_groups(setup.num_key_value_heads)
-    moved = int(work.received[:, 1:2].max(initial=0)) * how.ring * _key_value_elements(setup, how)
-    latency = groups * setup.gather_latency(how.ring) * (moved > 0)
-    travel = setup.gather_seconds(moved * setup.element_size, how.ring) + latency
-    home = setup.gather_seconds(moved * 4, how.ring) + latency
-    forward, backward = _block_seconds(setup, how, work, groups)
-    back = _overlapped(backward, travel, groups)
-    return _overlapped(forward, travel, groups), replace(back, exchange=back.exchange + home, link=travel + home)
-
-
-def _ring_passes(setup: Setup, how: Arrangement, work: RingWork) -> tuple[Spent, Spent]:
-    """Forward and backward."""
-    message, elements = setup.device.message_seconds, _key_value_elements(setup, how)
-    received = np.pad(work.received, ((0, 0), (0, 2)))  # hops R and R + 1 bring nothing
-    seconds = received * (elements / _incoming_speed(setup, how))[:, None]
-    keys = seconds[:, 1:] * setup.element_size + message * (received[:, 1:] > 0)
-    gradients = seconds[:, :-1] * 4 + message * (received[:, :-1] > 0)
-    forward, backward = _block_seconds(setup, how, work, 1)
-    # While block h is computed, k and v of hop h + 1 travel; backward, also the gradients of block h - 1.
-    return _pipeline(forward, keys), _pipeline(backward, keys + np.pad(gradients, ((0, 0), (1, 0)))[:, :-1])
-
-
-def _incoming_speed(setup: Setup, how: Arrangement) -> Seconds:
-    """float64 [R]: bytes a second that ring rank r receives from r - 1, the slowest of its U ranks."""
-    node = np.arange(setup.sp).reshape(how.ring, how.ulysses) // setup.devices_per_node
-    crosses = (node != np.roll(node, 1, axis=0)).any(axis=1)
-    return np.where(crosses, setup.device.across.pass_on, setup.device.within.pass_on)
-
-
-def _head_groups(num_key_value_heads: int) -> int:
-    """How many parts a gather goes in, as `longctx.ring.attention` has it where no stride is given."""
-    return -(-num_key_value_heads // -(-num_key_value_heads // 4))
-
-
-def _block_seconds(setup: Setup, how: Arrangement, work: RingWork, groups: int) -> tuple[Seconds, Seconds]:
+def block_seconds(setup: Setup, how: Arrangement, work: RingWork, groups: int) -> tuple[Seconds, Seconds]:
     """Each rank's computation at each hop, [R, R], forward and backward."""
     device, elements = setup.device, setup.num_heads / how.ulysses * setup.head_size
     launches = (work.entries > 0) * np.where(np.arange(how.ring) > 0, 1 + MERGE_LAUNCHES, 1)
@@ -350,7 +256,7 @@ def _block_seconds(setup: Setup, how: Arrangement, work: RingWork, groups: int) 
     return forward, backward
 
 
-def _pipeline(compute: Seconds, travel: Seconds) -> Spent:
+def pipeline(compute: Seconds, travel: Seconds) -> Spent:
     """One pass around the ring: `travel[r, h]` into rank r begins when r and r - 1 begin with block h.
 
     Args:
@@ -368,7 +274,7 @@ def _pipeline(compute: Seconds, travel: Seconds) -> Spent:
     return Spent(compute=computed, exchange=exchange, wait=waited, link=float(travel.sum(1).max()))
 
 
-def _overlapped(compute: Seconds, travel: float, groups: int) -> Spent:
+def overlapped(compute: Seconds, travel: float, groups: int) -> Spent:
     """One pass over all head groups, whose keys and values come one after the other.
 
     A group computes its own block, hop 0 of `compute` [R, R], before it needs its part of `travel`. Equal groups wait

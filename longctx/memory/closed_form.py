@@ -16,6 +16,7 @@ MLP, q = H·D the width of all query heads and kv = K·D that of all key/value h
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.attention.backend import KeyValues
+from longctx.attention.backends import BACKENDS
 from longctx.attention.support import head_size, num_heads
 from longctx.liger import fuses_layers
 from longctx.loss import TILE_BYTES
@@ -155,10 +158,10 @@ class MemorySetup:
     sp: int = 1
     ring: int = 1
     """Ranks that pass keys and values around; sp / ring exchange tokens for heads."""
-    gathers: bool = False
-    """Whether a ring collects keys and values at once (sp_backend gather), instead of passing them on."""
+    sp_backend: str | None = None
+    """As --sp_backend has it; None means the first registered backend that has these degrees."""
     passes_gradients_on: bool = False
-    """Whether it passes their gradients on all the same, as torch's context parallelism does."""
+    """Whether a gather passes the gradients on from rank to rank, as torch's context parallelism does."""
     ranks_per_node: int = 1
     engine: Engine = "none"
     bf16: bool = True
@@ -240,7 +243,7 @@ class MemorySetup:
             dp_replicate=dims.dp_replicate,
             sp=dims.sp,
             ring=dims.ring,
-            gathers=backend == "gather",
+            sp_backend=backend if dims.sp > 1 else None,
             ranks_per_node=ranks_per_node,
             engine=cast(Engine, f"zero{zero_stage}" if zero_stage else "fsdp2" if engine == "fsdp1" else engine),
             bf16=bool(get("bf16")) or get("dtype") == "bfloat16",
@@ -250,7 +253,7 @@ class MemorySetup:
             fused_layers=bool(get("use_liger_kernel")) and fuses_layers(get("liger_kernel_config")),
             gradient_checkpointing=checkpoints,
             every_n_layers=kwargs.get("every_n_layers") or 1,
-            selective_checkpointing=checkpoints and bool(kwargs.get("selective", dims.ring > 1)),
+            selective_checkpointing=checkpoints and bool(kwargs.get("selective", BACKENDS[backend].keeps_output)),
             activation_offloading=checkpoints and bool(get("activation_offloading") or kwargs.get("offload")),
             tiled_mlp_num_shards=get("tiled_mlp_num_shards")
             if not get("tiled_mlp")
@@ -267,12 +270,19 @@ class MemorySetup:
 
     @property
     def backend(self) -> str:
-        """As --sp_backend has it, or `local`."""
+        """As --sp_backend has it, or `local`.
+
+        Raises:
+            ValueError: if `sp_backend` does not have these degrees.
+        """
         if self.sp == 1:
             return "local"
-        if self.ring == 1:
-            return "ulysses"
-        return "gather" if self.gathers else "ring" if self.ulysses == 1 else "hybrid"
+        able = _backends_with(self.sp, self.ring)
+        if self.sp_backend not in (None, *able):
+            raise ValueError(
+                f"sp_backend {self.sp_backend} has no ring of {self.ring} with sp {self.sp}. Use {', '.join(able)}."
+            )
+        return self.sp_backend or able[0]
 
     @property
     def ulysses(self) -> int:
@@ -292,6 +302,12 @@ class MemorySetup:
     def local_tokens(self, length: int) -> float:
         """Of a rank, where rows have this many tokens."""
         return length * self.num_rows / self.sp
+
+
+@functools.cache
+def _backends_with(sp: int, ring: int) -> tuple[str, ...]:
+    """The names of those that can arrange sp > 1 ranks in such a ring."""
+    return tuple(name for name, its in BACKENDS.items() if any(how.ring == ring for how in its.arrangements(sp)))
 
 
 def _reduce_bytes(asked: str | None, engine: str, bf16: bool) -> int:
@@ -552,18 +568,20 @@ def _attention(setup: MemorySetup) -> tuple[float, float, float]:
     shared = (8 * kv * copies if setup.kernel == "flash-attn 3" else 2 * b * q) if shares else 0
     kernel = b * heads + (4 * q if setup.bf16 else 0) + shared
     if setup.ring > 1:
-        parts = _ring_parts(setup)
         made = b * q + 8 * q + kernel - (4 * q if setup.bf16 else 0)
-        held: float = 2 * 2 * b * kv * copies  # what arrives, while what came before is attended
-        grads: float = 32 * kv * copies  # own, of the block, on the way and coming, fp32
-        if setup.gathers:
-            held = 2 * b * kv * copies * setup.ring * min(1, 2 * parts)
-            if not setup.passes_gradients_on:
-                grads = 8 * kv * copies * (1 + setup.ring * parts)
-        exchange = 2 * b * kv * copies + held + grads
+        held, grads = BACKENDS[setup.backend].held(
+            KeyValues(
+                elements=kv * copies,
+                element_size=b,
+                num_heads=model.num_key_value_heads,
+                ring=setup.ring,
+                heads_k_stride=setup.heads_k_stride,
+            )
+        )
+        exchange = 2 * b * kv * copies + held + (32 * kv * copies if setup.passes_gradients_on else grads)
     else:
         made, exchange = b * q + kernel, 0.0
-    in_stages = setup.heads_k_stride is not None and not setup.gathers
+    in_stages = setup.heads_k_stride is not None and BACKENDS[setup.backend].has_stages
     if setup.ulysses == 1:
         if in_stages:  # the gradients of all heads, and what a stage makes
             part = _stage(setup, copies)
@@ -575,13 +593,6 @@ def _attention(setup: MemorySetup) -> tuple[float, float, float]:
         return own, own + part * (3 * b * heads + made), part * (3 * b * heads + exchange)
     # The output in both layouts; the gradient of the one takes the place of the other, which its projection has read.
     return b * heads + 2 * b * q, made - b * q, exchange
-
-
-def _ring_parts(setup: MemorySetup) -> float:
-    """The part of the key/value heads that a gather collects at a time."""
-    heads = setup.model.num_key_value_heads
-    stride = setup.heads_k_stride or -(-heads // 4)
-    return min(1.0, stride / heads)
 
 
 def _stage(setup: MemorySetup, copies: int) -> float:

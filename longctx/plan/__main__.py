@@ -298,7 +298,8 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
     rows = [["backend", "sp", "dp", *(f"longest, {p}" for p in presets), *(f"s at {tokens_label(n)}" for n in lengths)]]
     for same in _by_degrees(result["candidates"]):
         first = next(iter(same.values()))
-        name = f"hybrid {first['ulysses']} x {first['ring']}" if first["backend"] == "hybrid" else first["backend"]
+        degrees = f" {first['ulysses']} x {first['ring']}" if min(first["ulysses"], first["ring"]) > 1 else ""
+        name = first["backend"] + degrees
         longest = [f"{same[p]['max_length']:,}{HOST_FULL if same[p]['binds'] == 'host' else ''}" for p in presets]
         rows.append([name, str(first["sp"]), str(first["dp"]), *longest])
         for i in range(len(lengths)):

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig
 
+from longctx.attention.backends import BACKENDS
 from longctx.memory.closed_form import MemorySetup, ModelSizes, Reach, predict, reach
 from longctx.memory.step import StepSettings, trace_training_step
 from longctx.memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
@@ -94,7 +95,7 @@ def corrected(found: Sequence[Candidate], machine: Machine, calibrations: Sequen
 
 def _kind(candidate: Candidate) -> tuple[str, str, int]:
     """Candidates with the same factor: degrees change a token's bytes alike, but for hybrid's heads at a time."""
-    by_heads = candidate.backend == "hybrid" and candidate.setup.heads_k_stride is not None
+    by_heads = BACKENDS[candidate.backend].has_ring_size and candidate.setup.heads_k_stride is not None
     return candidate.backend, candidate.memory, candidate.dims.ulysses if by_heads else 0
 
 
@@ -215,7 +216,7 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
         reduce_dtype=torch.bfloat16 if setup.reduce_bytes == 2 else torch.float32,
         activation_checkpointing=checkpointing if setup.gradient_checkpointing else None,
         on_host=on_host,
-        levers=levers | ({"ring_size": setup.ring} if setup.backend == "hybrid" else {}),
+        levers=levers | ({"ring_size": setup.ring} if BACKENDS[setup.backend].has_ring_size else {}),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from longctx.attention.backends import BACKENDS
 from longctx.attention.support import num_heads, num_linear_heads
 from longctx.levers import Place, resolve_levers
 from longctx.memory.closed_form import Breakdown, MemorySetup, ModelSizes, predict, reach
@@ -65,7 +66,7 @@ class Candidate:
     def flags(self) -> list[str]:
         """What asks longctx.train for it."""
         spread = ["--sp", str(self.dims.sp), *(["--sp_backend", self.backend] if self.dims.sp > 1 else [])]
-        ring = ["--ring_size", str(self.dims.ring)] if self.backend == "hybrid" else []
+        ring = ["--ring_size", str(self.dims.ring)] if BACKENDS[self.backend].has_ring_size else []
         return [*spread, *ring, *(["--memory", self.memory] if self.memory != "balanced" else [])]
 
     @property
@@ -74,7 +75,8 @@ class Candidate:
         return f"{self} --memory {self.memory}"
 
     def __str__(self) -> str:
-        ways = f"{self.dims.ulysses} x ring {self.dims.ring}" if self.backend == "hybrid" else str(self.dims.sp)
+        both = self.dims.ring > 1 and self.dims.ulysses > 1
+        ways = f"{self.dims.ulysses} x ring {self.dims.ring}" if both else str(self.dims.sp)
         return f"{self.backend} {ways}" if self.dims.sp > 1 else "one device"
 
 
@@ -126,17 +128,14 @@ def _arrangements(config: PretrainedConfig, gpus: int, per_node: int) -> Iterato
         if sp == 1:
             yield "local", ParallelDims.arrange(gpus)
             continue
-        if heads % sp == 0 and (not linear or linear % sp == 0):
-            yield "ulysses", ParallelDims.arrange(gpus, ulysses=sp)
-        if linear:
-            continue
-        for backend in ("ring", "gather"):
-            yield backend, ParallelDims.arrange(gpus, ring=sp)
-        splits = [n for n in range(2, sp) if sp % n == 0 and heads % (sp // n) == 0]
-        if sp > per_node:
-            splits = [n for n in splits if sp // n <= per_node][:1]
-        for ring in splits:
-            yield "hybrid", ParallelDims.arrange(gpus, ring=ring, ulysses=sp // ring)
+        for name, backend in BACKENDS.spread.items():
+            ways = [how for how in backend.arrangements(sp) if heads % how.ulysses == 0]
+            if linear:
+                ways = [how for how in ways if how.ring == 1 and linear % how.ulysses == 0]
+            if sp > per_node and backend.has_ring_size:
+                ways = [how for how in ways if how.ulysses <= per_node][:1]
+            for how in ways:
+                yield name, ParallelDims.arrange(gpus, ring=how.ring, ulysses=how.ulysses)
 
 
 def _candidate(
@@ -149,7 +148,7 @@ def _candidate(
     flags: dict[str, Any],
 ) -> Candidate:
     in_4_bit = flags.get("load_in_4bit")  # of which longctx.train keeps a copy on every rank, on FSDP2
-    engine = "none" if dims.world_size == 1 else "deepspeed" if backend == "ulysses" and not in_4_bit else "fsdp2"
+    engine = "none" if dims.world_size == 1 else "fsdp2" if in_4_bit else BACKENDS[backend].engine
     if engine == "none" and preset == "longest" and not in_4_bit:
         engine = "deepspeed"  # which alone offloads states of one device
     stage = 3 if engine == "deepspeed" else None

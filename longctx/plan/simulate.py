@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, RingWork, Seconds, spent
+from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, RingWork, Seconds
+from longctx.attention.modelled import spent
 from longctx.memory.closed_form import MemorySetup
 from longctx.step_time import (
     Speeds,

@@ -1,0 +1,120 @@
+"""The record of an attention backend: everything that the rest of the project knows of it.
+
+A backend is a package that defines such a record; one line in `longctx.attention.backends` registers it. Flags, the
+choice of a backend, its modelled time, the memory forecast, pictures and the sweep read the record, and nothing else
+tells backends apart by name.
+
+Shape legend: P = R · U ranks share a sequence, R of them in a ring and U of Ulysses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from longctx.attention.cost import Arrangement, RingWork, Setup, Spent
+from longctx.batch import Attend
+
+AttentionOfBatch = Callable[..., Attend]
+"""(layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None) -> attention.
+
+It serves all layers of the batch that have this window; None means full attention. `heads_k_stride` is how many
+key/value heads of a rank travel and are attended at a time; None means the backend's default.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyValues:
+    """The keys and values of a layer, as far as the memory that a ring takes depends on them."""
+
+    elements: float
+    """Elements of k, or of v, for one token and all heads."""
+    element_size: int
+    """Bytes of an element."""
+    num_heads: int
+    """Key/value heads."""
+    ring: int
+    """R, at least 2."""
+    heads_k_stride: int | None
+    """Key/value heads at a time; None means the backend's default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One attention backend. Every field has to be given, so that an incomplete backend cannot be made."""
+
+    name: str
+    """The value of --sp_backend."""
+    attention: AttentionOfBatch
+    """Makes the attention of a batch on this rank."""
+    arrangements: Callable[[int], Sequence[Arrangement]]
+    """Return every way to spread attention over so many ranks, at least 2, those with the smallest ring first.
+
+    The degrees decide the order of the tokens: with a ring of at least 2 it is that of `plan_ring`, else every rank
+    holds a contiguous slice.
+    """
+    arrange: Callable[[Setup, int | None], Arrangement]
+    """Return the arrangement for a run that asks for this backend, from its heads and its --ring_size.
+
+    Raises ValueError with the heads or degrees, the legal ones and the remedy.
+    """
+    has_ring_size: bool
+    """Whether --ring_size chooses among its arrangements."""
+    passes: Callable[[Setup, Arrangement, RingWork], tuple[Spent, Spent]]
+    """Return the modelled seconds of a layer's attention, forward and backward, without the exchange for heads."""
+    held: Callable[[KeyValues], tuple[float, float]]
+    """Return the bytes a token of a rank that a ring holds in the backward pass: received keys and values, and the
+    gradients of keys and values."""
+    engine: Literal["deepspeed", "fsdp2"]
+    """The engine that --engine auto takes."""
+    keeps_output: bool
+    """Whether activation checkpoints keep attention's output by default, because messages would be sent again."""
+    has_stages: bool
+    """Whether --heads_k_stride makes all of attention run in stages, and not only what a gather collects."""
+    can_chunk: bool
+    """Whether the sequence-chunked step runs on it."""
+    accelerate_degree: str | None
+    """The degree of accelerate's ParallelismConfig that asks for it, `cp` or `sp`."""
+    color: str
+    """In pictures, as `#RRGGBB`."""
+    marker: str
+    """In pictures, as Matplotlib names it."""
+
+
+_TRIED = (2, 3, 4, 8)
+"""Numbers of ranks for which the registry looks at a backend's arrangements."""
+
+
+class Registry(dict[str, Backend]):
+    """The backends by name, in the order in which messages list them."""
+
+    def register(self, backend: Backend) -> None:
+        """Add a backend.
+
+        Raises:
+            ValueError: for a name that is taken or reserved, or for arrangements that are not its own or do not have
+                the number of ranks that was asked for.
+        """
+        if backend.name in (*self, "auto"):
+            raise ValueError(f"An attention backend {backend.name!r} is registered already. Choose another name.")
+        for sp in _TRIED:
+            for how in backend.arrangements(sp):
+                if (how.name, how.ring * how.ulysses) != (backend.name, sp):
+                    raise ValueError(
+                        f"Attention backend {backend.name!r} arranges {sp} ranks as {how!r}. Return arrangements of "
+                        f"its own name whose degrees multiply to {sp}."
+                    )
+        self[backend.name] = backend
+
+    def __missing__(self, name: str) -> Backend:
+        raise ValueError(f"The attention backend {name!r} is unknown. Use one of {', '.join(self)}.")
+
+    def of_degree(self, accelerate_degree: str) -> str:
+        """The name of the one that a degree of accelerate's ParallelismConfig, `cp` or `sp`, asks for."""
+        return next(name for name, backend in self.items() if backend.accelerate_degree == accelerate_degree)
+
+    @property
+    def spread(self) -> dict[str, Backend]:
+        """Those that spread a sequence over several ranks: all but `local`."""
+        return {name: backend for name, backend in self.items() if any(map(backend.arrangements, _TRIED))}

@@ -1,0 +1,60 @@
+"""Modelled seconds of attention, forward and backward, for every way to spread it over a sequence group.
+
+The model counts what each rank computes, exchanges and waits for, per layer and micro-batch. Everything else in a
+layer is the same for every backend, so it is left out. A layer with a sliding window counts as one without.
+
+**Ulysses** (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2) exchanges q, k, v for heads and the output back, and
+their gradients likewise. Every rank keeps 1/U of each and sends
+
+    2 · (2·H + 2·K·c) · s · D · e · (U-1)/U bytes,
+
+k and v repeated c times where fewer heads than ranks make that necessary. Nothing overlaps with it. What goes to
+ranks of the same node and what leaves it take different links, at the same time.
+
+A **ring** and a **gather** are modelled in `longctx.ring.cost`. **Hybrid** (USP, arXiv 2405.07719, section 3) is the
+exchange among U neighbours, then the ring with 1/U of the heads.
+
+For one long document, where all of k and v travels, the bytes of ring or gather over those of Ulysses are about
+K·P/(H+K) forward.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longctx.attention.backends import BACKENDS
+from longctx.attention.cost import Arrangement, RingWork, Setup, Spent
+from longctx.ulysses.exchange import key_value_copies
+
+EXCHANGE_COPIES = 4
+"""Times an exchanged element is read or written besides: gathered before it is sent, put in order afterwards."""
+
+
+def modelled_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:
+    """Seconds of attention of the slowest rank, in one layer and micro-batch, forward and backward.
+
+    Args:
+        work: of a ring of `how.ring` ranks.
+    """
+    return spent(setup, how, work).seconds
+
+
+def spent(setup: Setup, how: Arrangement, work: RingWork) -> Spent:
+    """What each rank does in `modelled_seconds`."""
+    exchanged, sent = _exchange_seconds(setup, how.ulysses, work.num_tokens)
+    if setup.in_a_node(how.ulysses) and not setup.in_a_node(setup.sp):
+        sent = 0.0  # the ring's links, between nodes, are others
+    forward, backward = BACKENDS[how.name].passes(setup, how, work)
+    zero = np.zeros(how.ring)
+    return Spent(compute=zero, exchange=zero + exchanged, wait=zero, link=sent) + forward + backward
+
+
+def _exchange_seconds(setup: Setup, ulysses: int, num_tokens: int) -> tuple[float, float]:
+    """Of all exchanges for heads, and of these the seconds that a link is busy."""
+    if ulysses == 1:
+        return 0.0, 0.0
+    copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, ulysses)
+    heads = 2 * (setup.num_heads + setup.num_key_value_heads * copies)
+    held = 2 * heads * setup.head_size * setup.element_size * num_tokens / setup.sp  # forward and backward
+    sent = setup.exchange_seconds(held, ulysses)
+    return 4 * setup.device.message_seconds + sent + EXCHANGE_COPIES * held / setup.device.memory_speed, sent

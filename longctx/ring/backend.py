@@ -1,0 +1,104 @@
+"""Ring attention and its gather as backends: keys and values travel round all ranks, or are collected on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from longctx.attention.backend import Backend, KeyValues
+from longctx.attention.cost import Arrangement, Setup
+from longctx.attention.operator import attend
+from longctx.batch import Attend, BatchLayout
+from longctx.mesh import SequenceGroups
+from longctx.ring.attention import ring_schedule
+from longctx.ring.cost import gather_passes, ring_passes
+from longctx.ulysses import scheduled_attention
+
+
+def ring_attention_of(
+    layout: BatchLayout,
+    groups: SequenceGroups,
+    window: int | None,
+    heads_k_stride: int | None = None,
+    *,
+    exchanges: bool = False,
+) -> Attend:
+    """Return ring attention; with `exchanges`, among ranks that exchange tokens for heads before."""
+    assert layout.plan is not None, "a ring has a plan"
+    assert groups.ring is not None, "a ring has a group"
+    schedule = ring_schedule(layout.plan, groups.ring, window=window)
+    group = groups.ulysses if exchanges else None
+    return scheduled_attention(schedule, group, heads_k_stride, split_queries=False)
+
+
+def _gather_attention_of(
+    layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None
+) -> Attend:
+    assert layout.plan is not None, "a gather has a plan"
+    assert groups.ring is not None, "a gather has a group"
+    schedule = ring_schedule(layout.plan, groups.ring, transport="gather", heads_k_stride=heads_k_stride, window=window)
+    return partial(attend, schedule)
+
+
+def ring_held(kv: KeyValues) -> tuple[float, float]:
+    """What arrives while what came before is attended; gradients in fp32: own, of the block, on the way and coming."""
+    return 4 * kv.element_size * kv.elements, 32 * kv.elements
+
+
+def _gather_held(kv: KeyValues) -> tuple[float, float]:
+    """A part of the heads of all ranks, and the part that is collected meanwhile; gradients of a part in fp32."""
+    part = min(1.0, (kv.heads_k_stride or -(-kv.num_heads // 4)) / kv.num_heads)
+    held = 2 * kv.element_size * kv.elements * kv.ring * min(1, 2 * part)
+    return held, 8 * kv.elements * (1 + kv.ring * part)
+
+
+def _ring_of(sp: int) -> Sequence[Arrangement]:
+    return [Arrangement(name="ring", ring=sp, ulysses=1)]
+
+
+def _gather_of(sp: int) -> Sequence[Arrangement]:
+    return [Arrangement(name="gather", ring=sp, ulysses=1)]
+
+
+def _whole_ring(setup: Setup, ring_size: int | None) -> Arrangement:
+    """Any number of heads suits a ring."""
+    return _ring_of(setup.sp)[0]
+
+
+def _whole_gather(setup: Setup, ring_size: int | None) -> Arrangement:
+    return _gather_of(setup.sp)[0]
+
+
+RING = Backend(
+    name="ring",
+    attention=ring_attention_of,
+    arrangements=_ring_of,
+    arrange=_whole_ring,
+    has_ring_size=False,
+    passes=ring_passes,
+    held=ring_held,
+    engine="fsdp2",
+    keeps_output=True,
+    has_stages=True,
+    can_chunk=False,
+    accelerate_degree="cp",
+    color="#E69F00",
+    marker="s",
+)
+
+GATHER = Backend(
+    name="gather",
+    attention=_gather_attention_of,
+    arrangements=_gather_of,
+    arrange=_whole_gather,
+    has_ring_size=False,
+    passes=gather_passes,
+    held=_gather_held,
+    engine="fsdp2",
+    keeps_output=True,
+    has_stages=False,
+    can_chunk=False,
+    accelerate_degree=None,
+    color="#56B4E9",
+    marker="v",
+)

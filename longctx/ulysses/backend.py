@@ -1,0 +1,86 @@
+"""Ulysses as a backend, and attention on one device, which is Ulysses without an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from longctx.attention.backend import Backend, KeyValues
+from longctx.attention.cost import Arrangement, Setup
+from longctx.attention.operator import LocalSchedule
+from longctx.batch import Attend, BatchLayout
+from longctx.mesh import SequenceGroups
+from longctx.ring.cost import ring_passes
+from longctx.ulysses.attention import scheduled_attention
+from longctx.ulysses.exchange import heads_message
+
+
+def _attention_of(
+    layout: BatchLayout,
+    groups: SequenceGroups,
+    window: int | None,
+    heads_k_stride: int | None = None,
+    *,
+    exchanges: bool,
+) -> Attend:
+    schedule = LocalSchedule(layout.cu_seqlens, window)
+    group = groups.ulysses if exchanges else None
+    return scheduled_attention(schedule, group, heads_k_stride, split_queries=True)
+
+
+def _nothing_held(kv: KeyValues) -> tuple[float, float]:
+    """Without a ring, nothing travels between ranks while attention runs."""
+    return 0.0, 0.0
+
+
+def _exchange_over(sp: int) -> Sequence[Arrangement]:
+    return [Arrangement(name="ulysses", ring=1, ulysses=sp)]
+
+
+def _whole_heads(setup: Setup, ring_size: int | None) -> Arrangement:
+    if setup.num_heads % setup.sp:
+        raise ValueError(heads_message(setup.num_heads, setup.sp))
+    return _exchange_over(setup.sp)[0]
+
+
+def _nowhere(sp: int) -> Sequence[Arrangement]:
+    return []
+
+
+def _alone(setup: Setup, ring_size: int | None) -> Arrangement:
+    return Arrangement(name="local", ring=1, ulysses=1)
+
+
+ULYSSES = Backend(
+    name="ulysses",
+    attention=partial(_attention_of, exchanges=True),
+    arrangements=_exchange_over,
+    arrange=_whole_heads,
+    has_ring_size=False,
+    passes=ring_passes,  # of a ring of one rank, which sends nothing
+    held=_nothing_held,
+    engine="deepspeed",
+    keeps_output=False,
+    has_stages=True,
+    can_chunk=True,
+    accelerate_degree="sp",
+    color="#009E73",
+    marker="D",
+)
+
+LOCAL = Backend(
+    name="local",
+    attention=partial(_attention_of, exchanges=False),
+    arrangements=_nowhere,
+    arrange=_alone,
+    has_ring_size=False,
+    passes=ring_passes,
+    held=_nothing_held,
+    engine="fsdp2",
+    keeps_output=False,
+    has_stages=True,
+    can_chunk=True,
+    accelerate_degree=None,
+    color="#000000",
+    marker="o",
+)
