@@ -96,6 +96,7 @@ def _target(document: str, link: str) -> str:
 def flags_page() -> str:
     """Every flag of `longctx train`, by what it does."""
     from longctx import supported
+    from longctx.attention.backends import BACKENDS
     from longctx.flags import SequenceArguments
 
     lines = [
@@ -110,6 +111,8 @@ def flags_page() -> str:
     rows = []
     for f in fields(SequenceArguments):
         choices = re.findall(r"['\"](\w+)['\"]", str(f.type))
+        if f.name == "sp_backend":
+            choices = ["auto", *BACKENDS.spread]
         default = "" if f.default is None else f"`{f.default}`"
         rows.append([f"`--{f.name}`", " ".join(f"`{c}`" for c in choices), default, f.metadata["help"]])
     lines += _table(["flag", "values", "default", "meaning"], rows)
