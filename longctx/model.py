@@ -291,15 +291,16 @@ def _remedy_for_missing(model: PreTrainedModel, missing: list[str]) -> str:
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Parameters of the whole model, each once; ZeRO-3 with zero3_init_flag leaves a rank with empty ones."""
-    return sum(map(_numel, model.parameters()))
+    return sum(map(num_elements, model.parameters()))
 
 
 def count_trained_parameters(model: torch.nn.Module) -> int:
     """Those that are not frozen."""
-    return sum(_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    return sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _numel(parameter: torch.nn.Parameter) -> int:
-    if (quantized := getattr(parameter, "quant_state", None)) is not None:  # two 4-bit weights are in a byte
+def num_elements(parameter: torch.nn.Parameter) -> int:
+    """Weights of the whole parameter, also where 4-bit ones are packed into bytes or ZeRO-3 holds a part."""
+    if (quantized := getattr(parameter, "quant_state", None)) is not None:
         return int(quantized.shape.numel())
     return getattr(parameter, "ds_numel", parameter.numel())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from longctx.memory.closed_form import ModelSizes
 from longctx.model import load_config, load_model
 from longctx.train import main
 from tests.reference import dense_loss, train_reference
@@ -85,6 +86,15 @@ def test_an_adapter_of_4_bit_weights_trains_as_on_one_process(kind, folder, tmp_
         base = quantized(folder, quantization)
         saved = dense_loss(peft.PeftModel.from_pretrained(base, tmp_path / case), documents).item()
         assert saved == pytest.approx(dense_loss(adapt.model, documents).item(), rel=1e-4)
+
+
+def test_the_forecast_counts_four_bit_weights_whole(folder):
+    """Two of them lie in a byte."""
+    pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    config = load_config(folder)
+    quantized = load_model(folder, config, quantization=BitsAndBytesConfig(load_in_4bit=True))
+    found, expected = ModelSizes.of_model(quantized), ModelSizes.of_model(load_model(folder, config))
+    assert (found.num_parameters, found.layer_parameters) == (expected.num_parameters, expected.layer_parameters)
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ from longctx.attention.support import head_size, num_heads
 from longctx.liger import fuses_layers
 from longctx.loss import TILE_BYTES
 from longctx.mesh import ParallelDims
+from longctx.model import num_elements
 from longctx.model_files import without_weights
 from longctx.ulysses.exchange import key_value_copies
 
@@ -111,9 +112,9 @@ class ModelSizes:
         heads, key_value_heads = num_heads(config)
         width, experts = _mlp_width(text)
         return cls(
-            num_parameters=sum(map(_numel, model.parameters())),
-            num_trained_parameters=sum(_numel(x) for x in model.parameters() if x.requires_grad),
-            layer_parameters=max(sum(map(_numel, layer.parameters())) for layer in layers),
+            num_parameters=sum(map(num_elements, model.parameters())),
+            num_trained_parameters=sum(num_elements(x) for x in model.parameters() if x.requires_grad),
+            layer_parameters=max(sum(map(num_elements, layer.parameters())) for layer in layers),
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
@@ -124,10 +125,6 @@ class ModelSizes:
             head_size=head_size(config),
             has_qk_norm=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
         )
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _adapter_rows(model: ModelSizes) -> int:
