@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.packing import pack
-from longctx.ring.plan import plan_ring
+from longctx.ring.planner import plan_ring
 
 from .packing import print_head, print_row
 

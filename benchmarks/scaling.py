@@ -27,7 +27,7 @@ from longctx.packing import balanced_order, pack, shuffled_order, spread_step
 from longctx.pictures import BACKEND_LOOKS
 from longctx.plan.candidates import DEVICE_BYTES
 from longctx.plan.simulate import SimulatedStep, simulate
-from longctx.ring.plan import MAX_IMBALANCE
+from longctx.ring.planner import MAX_IMBALANCE
 from longctx.rows import linear_cost
 from longctx.step_time import Speeds
 

@@ -16,7 +16,7 @@ from longctx.batch import BatchLayout
 from longctx.data import IGNORE_INDEX
 from longctx.host import send
 from longctx.mesh import ParallelDims
-from longctx.ring.plan import plan_ring
+from longctx.ring.planner import plan_ring
 
 
 def complete_position_ids(batch: Mapping[str, Tensor]) -> Tensor:

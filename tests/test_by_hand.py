@@ -69,7 +69,7 @@ def read_metrics() -> dict:
     import torch.distributed as dist
 
     from longctx.batch import BatchLayout
-    from longctx.ring.plan import plan_ring
+    from longctx.ring.planner import plan_ring
 
     rank, now = dist.get_rank(), [100.0]
     import longctx.memory.report
@@ -131,7 +131,7 @@ def test_what_is_logged_of_two_ranks() -> None:
 def test_ulysses_ranks_share_pairs_equally() -> None:
     """And in a hybrid the two of a ring rank share those of that rank."""
     from longctx.batch import BatchLayout
-    from longctx.ring.plan import plan_ring
+    from longctx.ring.planner import plan_ring
 
     cu_seqlens = np.array([0, 6, 12, 16])
     without_ring = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=4, plan=None)

@@ -83,7 +83,9 @@ FILES = {_module_name(path): path for top in ("longctx", "benchmarks") for path 
 
 # Pure, or nearly so: these import nothing of ours but each other, and every stage may import them.
 ANYWHERE = {
+    "longctx.ring.line",
     "longctx.ring.plan",
+    "longctx.ring.planner",
     "longctx.host",
     "longctx.regular_files",
     "longctx.working_directory",

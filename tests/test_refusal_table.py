@@ -46,7 +46,7 @@ from longctx.packing import plan_packing
 from longctx.parallel import _documents, parallelize
 from longctx.plan.documents import drawn_from
 from longctx.ring.attention import ring_schedule
-from longctx.ring.plan import plan_ring
+from longctx.ring.planner import plan_ring
 from longctx.ring.transport import check_shard
 from longctx.rows import _template
 from longctx.tiled_mlp import install_tiled_mlp

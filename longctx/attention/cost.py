@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from longctx.attention.support import head_size, num_heads, num_linear_heads
-from longctx.ring.plan import MAX_IMBALANCE, plan_ring
+from longctx.ring.planner import MAX_IMBALANCE, plan_ring
 from longctx.ulysses.exchange import key_value_copies
 
 Seconds = NDArray[np.float64]

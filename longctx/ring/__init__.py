@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from longctx.ring.plan import RingPlan, plan_ring
+from longctx.ring.plan import RingPlan
+from longctx.ring.planner import plan_ring
 
 if TYPE_CHECKING:
     from longctx.ring.attention import ring_attention
