@@ -12,8 +12,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longctx.attention.backends import BACKENDS
-
 NONE, CPU, NVME = "none", "cpu", "nvme"
 
 CHUNK_TOKENS = 8192
@@ -54,8 +52,8 @@ OWN_FLAGS = (*PROFILE_LEVERS, "tiled_mlp", "tiled_mlp_num_shards", "heads_k_stri
 class Place(NamedTuple):
     """Of a run, what decides which levers there are."""
 
-    backend: str
-    """A name of `longctx.attention.backends.BACKENDS`."""
+    backend_can_chunk: bool
+    """Whether the sequence-chunked step runs on the attention backend."""
     engine: str
     """deepspeed, fsdp2, fsdp1 or none."""
     zero_stage: int | None
@@ -68,7 +66,7 @@ class Place(NamedTuple):
 
     @property
     def can_chunk(self) -> bool:
-        return BACKENDS[self.backend].can_chunk and not self.has_linear_attention and self.engine != "fsdp1"
+        return self.backend_can_chunk and not self.has_linear_attention and self.engine != "fsdp1"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from trl import SFTConfig
 
+from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.attention.support import num_linear_heads
@@ -71,7 +72,7 @@ class Run:
             ValueError: for one that the run has no place for.
         """
         place = Place(
-            backend=self.backend.name,
+            backend_can_chunk=BACKENDS[self.backend.name].can_chunk,
             engine=self.engine,
             zero_stage=self.zero_stage,
             use_cpu=self.use_cpu,

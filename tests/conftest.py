@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 refusals.install()  # before anything imports longctx
 
+from benchmarks.max_length.processes import start_server  # noqa: E402
 from tests.small_model import HEADS, save_small_model  # noqa: E402
 from tests.softcuda.build import unavailable  # noqa: E402
 from tests.softcuda.ranks import SoftGPUs  # noqa: E402
@@ -110,6 +111,15 @@ def pytest_runtest_makereport(item, call):
     rows = item.stash.get(_PARITY, []) if call.when == "call" else []
     report.parity = [(case, start, *map(float, errors)) for case, start, *errors in rows]
     return report
+
+
+def pytest_sessionstart(session):
+    """Each worker of a whole run forks its ranks from a server that starts here, before a test changes the environment.
+
+    Without workers, files come in the order of their names, and the first that forks ranks changes nothing.
+    """
+    if hasattr(session.config, "workerinput"):
+        start_server()
 
 
 def pytest_sessionfinish(session):

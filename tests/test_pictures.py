@@ -39,7 +39,7 @@ def test_a_png_is_written(draw, what, tmp_path) -> None:
     ("draw", "what", "message"),
     [
         (max_length_picture, [], "nothing to draw"),
-        (max_length_picture, [Bar("local", 1, 10)], "Backends local have no colour. Use one device, ring"),
+        (max_length_picture, [Bar("local", 1, 10)], "Backends local have no colour. Use one device, ulysses"),
         (max_length_picture, [Bar("ring", 2, 10), Bar("ring", 2, 20)], "ring 2 is given twice"),
         (seconds_per_step_picture, POINTS[:1] * 2, "ring 2 4096 is given twice"),
         (memory_picture, [Stack("device", {}, 1e9)], "no memory to draw"),

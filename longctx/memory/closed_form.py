@@ -274,7 +274,7 @@ class MemorySetup:
         """
         if self.sp == 1:
             return "local"
-        able = _backends_with(self.sp, self.ring)
+        able = _backends_with(self.sp, self.ring, tuple(BACKENDS))
         if self.sp_backend not in (None, *able):
             raise ValueError(
                 f"sp_backend {self.sp_backend} has no ring of {self.ring} with sp {self.sp}. Use {', '.join(able)}."
@@ -302,9 +302,9 @@ class MemorySetup:
 
 
 @functools.cache
-def _backends_with(sp: int, ring: int) -> tuple[str, ...]:
-    """The names of those that can arrange sp > 1 ranks in such a ring."""
-    return tuple(name for name, its in BACKENDS.items() if any(how.ring == ring for how in its.arrangements(sp)))
+def _backends_with(sp: int, ring: int, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the backends that can arrange sp > 1 ranks in such a ring."""
+    return tuple(name for name in names if any(how.ring == ring for how in BACKENDS[name].arrangements(sp)))
 
 
 def _reduce_bytes(asked: str | None, engine: str, bf16: bool) -> int:

@@ -154,7 +154,7 @@ def _candidate(
     stage = 3 if engine == "deepspeed" else None
 
     place = Place(
-        backend=backend,
+        backend_can_chunk=BACKENDS[backend].can_chunk,
         engine=engine,
         zero_stage=stage,
         use_cpu=False,
