@@ -123,6 +123,10 @@ def collectives() -> dict[str, list[float]]:
     pair = [dist.P2POp(dist.isend, values(rank), 1 - rank), dist.P2POp(dist.irecv, results["received"], 1 - rank)]
     for work in dist.batch_isend_irecv(pair):
         work.wait()
+    results["received in turn"] = torch.empty(1, device="cuda")
+    turns = [lambda: dist.send(values(rank), 1 - rank), lambda: dist.recv(results["received in turn"], 1 - rank)]
+    for take_turn in turns if rank == 0 else reversed(turns):
+        take_turn()
     results["broadcast"] = values(rank + 7)
     dist.broadcast(results["broadcast"], src=1)
     objects = [None, None]
@@ -134,8 +138,8 @@ def collectives() -> dict[str, list[float]]:
 def test_nccl_computes_what_it_should(soft_gpus):
     shared = {"sum": [3, 20], "mean": [1.5, 10], "gathered": [0, 5, 1, 5], "broadcast": [8]}
     first, second = soft_gpus.run(2, f"{__name__}:collectives")
-    assert first == {**shared, "scattered": [1], "exchanged": [0, 10], "received": [1]}
-    assert second == {**shared, "scattered": [2], "exchanged": [1, 11], "received": [0]}
+    assert first == {**shared, "scattered": [1], "exchanged": [0, 10], "received": [1], "received in turn": [1]}
+    assert second == {**shared, "scattered": [2], "exchanged": [1, 11], "received": [0], "received in turn": [0]}
 
 
 # Planted bugs: each function ends with the error that gives it away
@@ -232,6 +236,43 @@ def wrong_order_of_collectives() -> None:
         dist.all_reduce(tensor)
 
 
+def all_send_first() -> None:
+    rank, number = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    works = [dist.isend(torch.ones(3, device="cuda"), (rank + 1) % number)]
+    works.append(dist.irecv(torch.empty(3, device="cuda"), (rank - 1) % number))
+    for work in works:
+        work.wait()
+
+
+def all_send_first_in_a_ring_of_three() -> None:
+    all_send_first()
+
+
+def single_messages_for_a_group() -> None:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    own, received = torch.ones(3, device="cuda"), torch.empty(3, device="cuda")
+    dist.all_reduce(own)
+    if rank == 0:
+        works = [dist.isend(own, 1), dist.irecv(received, 1)]
+    else:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, 0), dist.P2POp(dist.irecv, received, 0)])
+    for work in works:
+        work.wait()
+
+
+def first_exchange_without_all_ranks() -> None:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if rank < 2:  # and the third has nothing to send
+        keys = torch.ones(3, device="cuda")
+        operation = dist.isend if rank == 0 else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, keys, 1 - rank, group)]):
+            work.wait()
+
+
 def gradient_on_another_thread() -> None:
     """A hook on a host tensor, as of the layers of the sequence-chunked step, and a parameter on the GPU."""
     parameter, found = torch.ones(3, device="cuda", requires_grad=True), []
@@ -287,6 +328,27 @@ PLANTED = [
     Planted(result_read_before_it_is_there, r"read \[nan", "results are NaN until the work is waited for", 2),
     Planted(buffer_reused_before_it_is_sent, r"was changed while send was reading it", "hazard", 2),
     Planted(wrong_order_of_collectives, r"(?s)mismatch between collectives.*ALLREDUCE", "TORCH_DISTRIBUTED_DEBUG", 2),
+    Planted(
+        all_send_first, r"NCCL would hang: rank \d sends to rank \d, rank \d sends", "error in place of NCCL's hang", 2
+    ),
+    Planted(
+        all_send_first_in_a_ring_of_three,
+        r"NCCL would hang: rank \d sends to rank \d, rank \d sends to rank \d, rank \d sends",
+        "error in place of NCCL's hang",
+        3,
+    ),
+    Planted(
+        single_messages_for_a_group,
+        r"NCCL would hang: .*rank 1 sends to rank 0 and receives from rank 0 in a group",
+        "error in place of NCCL's hang",
+        2,
+    ),
+    Planted(
+        first_exchange_without_all_ranks,
+        r"rank 2 has not come to the first operation",
+        "error in place of NCCL's hang",
+        3,
+    ),
     Planted(gradient_on_another_thread, r"the hook found \d+ of 20 gradients", "autograd has a thread for each GPU"),
 ]
 

@@ -1,7 +1,8 @@
 // torch.distributed's "nccl" over soft devices: gloo on the devices' bytes, with NCCL's rules. A module for Python.
 //
 //   tensors      Only CUDA's, and dense.
-//   devices      Each rank of a communicator brings a GPU of its own.
+//   devices      Each rank of a communicator brings a GPU of its own, and all ranks come to its first operation.
+//   messages     Single sends and receives run one after the other: p2p.h.
 //   completion   In strict mode results read as NaN until their work is waited for, and what is sent must not change
 //                before that.
 //   order        Ranks issue the same collectives: TORCH_DISTRIBUTED_DEBUG=DETAIL has torch itself compare them.
@@ -13,6 +14,7 @@
 
 #include <set>
 
+#include "p2p.h"
 #include "softcuda.h"
 
 namespace py = pybind11;
@@ -115,6 +117,7 @@ struct SoftWork : Work {
   Buffers buffers;
   int num_ranks;
   Tensors results;  // of an all-reduce
+  std::function<void()> meet = [] {};  // wait until other ranks have come, where gloo would not
   bool is_finished = false;
 
   SoftWork(intrusive_ptr<Work> work_, Buffers buffers_, int num_ranks_)
@@ -124,6 +127,7 @@ struct SoftWork : Work {
   int sourceRank() const override { return work->sourceRank(); }
   bool wait(std::chrono::milliseconds timeout) override {
     if (is_finished) return true;
+    meet();
     work->wait(timeout);
     is_finished = true;
     at::NoGradGuard no_grad;
@@ -138,6 +142,27 @@ struct SoftWork : Work {
     future->markCompleted(c10::IValue(results));
     return future;
   }
+};
+
+// What was issued between startCoalescing and endCoalescing.
+struct SoftGroup : Work {
+  std::vector<intrusive_ptr<Work>> works;
+  std::function<void()> meet;
+
+  SoftGroup(std::vector<intrusive_ptr<Work>> works_, std::function<void()> meet_)
+      : works(std::move(works_)), meet(std::move(meet_)) {}
+  bool isCompleted() override {
+    return std::all_of(works.begin(), works.end(), [](auto& work) { return work->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(works.begin(), works.end(), [](auto& work) { return work->isSuccess(); });
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    meet();
+    for (auto& work : works) work->wait(timeout);
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
 };
 
 // DDP measures its steps on its device.
@@ -164,8 +189,12 @@ struct SoftNCCL : Backend {
   intrusive_ptr<Store> store;
   intrusive_ptr<NcclOptions> options;
   std::set<int> devices;  // that this rank has brought
+  bool has_come = false;  // to the communicator of all ranks
   int num_splits = 0;
   int64_t stream = new_stream();
+  std::shared_ptr<softcuda::PeerOrder> order;
+  std::optional<softcuda::Unit> group;  // that is being issued
+  std::vector<intrusive_ptr<Work>> group_works;
 
   static int64_t new_stream() {
     static std::atomic<int64_t> last{1 << 20};  // beyond those of torch
@@ -174,7 +203,8 @@ struct SoftNCCL : Backend {
 
   SoftNCCL(int rank, int size, intrusive_ptr<Backend> gloo_, intrusive_ptr<Store> store_,
            intrusive_ptr<NcclOptions> options_)
-      : Backend(rank, size), gloo(std::move(gloo_)), store(std::move(store_)), options(std::move(options_)) {}
+      : Backend(rank, size), gloo(std::move(gloo_)), store(std::move(store_)), options(std::move(options_)),
+        order(std::make_shared<softcuda::PeerOrder>(rank, size, store)) {}
 
   static intrusive_ptr<SoftNCCL> make(py::object store, int rank, int size, intrusive_ptr<NcclOptions> options) {
     auto c10d = py::module_::import("torch._C._distributed_c10d");
@@ -186,7 +216,7 @@ struct SoftNCCL : Backend {
   const std::string getBackendName() const override { return "nccl"; }
   intrusive_ptr<Backend::Options> getBackendOptions() override { return options; }
   void eagerConnectSingleDevice(at::Device) override {}
-  bool supportsCoalescing() const override { return false; }
+  bool supportsCoalescing() const override { return true; }
   void setSequenceNumberForGroup() override { gloo->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo->getSequenceNumberForGroup(); }
   void abort() override {}
@@ -205,24 +235,55 @@ struct SoftNCCL : Backend {
     return make(c10d.attr("PrefixStore")(name, py::cast(parent)), own - ranks.begin(), ranks.size(), split_options);
   }
 
-  // NCCL makes a communicator of one GPU for each rank when the first tensor of a GPU comes.
-  void bring(const Tensor& tensor) {
-    if (!tensor.is_cuda() || !devices.insert(tensor.device().index()).second) return;
-    const auto key = "softnccl_gpu_" + std::to_string(tensor.device().index());
-    const auto own = std::to_string(rank_);
-    const std::string owner = store->compareSet(key, std::string(), own);
-    TORCH_CHECK(owner == own, "NCCL error: ncclInvalidUsage. Duplicate GPU detected: rank ", owner, " and rank ", own,
-                " both on CUDA device ", tensor.device().index(), " (soft NCCL)");
+  // NCCL makes a communicator of one GPU for each rank when the first tensor of a GPU comes. Single sends and receives
+  // have one of two ranks, the others that of all ranks, which come to it together.
+  void bring(const Tensor& tensor, bool with_all = true) {
+    if (!tensor.is_cuda()) return;
+    const bool is_first = with_all && !std::exchange(has_come, true);
+    if (is_first) store->set(coming(rank_), "1");
+    claim(tensor.device().index());
+    if (is_first) wait_for_all();
   }
-  void bring(const Tensors& tensors) {
-    for (auto& tensor : tensors) bring(tensor);
+  void bring(const Tensors& tensors, bool with_all = true) {
+    for (auto& tensor : tensors) bring(tensor, with_all);
   }
   void bring(const TensorLists& lists) {
     for (auto& tensors : lists) bring(tensors);
   }
+  void claim(int device) {
+    if (!devices.insert(device).second) return;
+    const auto own = std::to_string(rank_);
+    const std::string owner = store->compareSet("softnccl_gpu_" + std::to_string(device), std::string(), own);
+    TORCH_CHECK(owner == own, "NCCL error: ncclInvalidUsage. Duplicate GPU detected: rank ", owner, " and rank ", own,
+                " both on CUDA device ", device, " (soft NCCL)");
+  }
+  static std::string coming(int rank) { return "softnccl_coming_" + std::to_string(rank); }
+  void wait_for_all() {
+    const auto end = std::chrono::steady_clock::now() + options->timeout;
+    for (int rank = 0; rank < size_; rank++)
+      while (!store->check({coming(rank)})) {
+        TORCH_CHECK(std::chrono::steady_clock::now() < end, "Timed out: rank ", rank, " has not come to the first ",
+                    "operation of its process group within ", options->timeout.count(), " ms. All ranks take part in ",
+                    "it, since it makes NCCL's communicator (soft NCCL)");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+  }
 
-  intrusive_ptr<Work> under_way(Buffers buffers, intrusive_ptr<Work> work) {
-    return c10::make_intrusive<SoftWork>(std::move(work), std::move(buffers), size_);
+  void startCoalescing() override { group = softcuda::Unit{true}; }
+  intrusive_ptr<Work> endCoalescing() override {
+    auto works = std::exchange(group_works, {});
+    auto unit = *std::exchange(group, std::nullopt);
+    if (works.empty()) return {};
+    return c10::make_intrusive<SoftGroup>(std::move(works), unit.open.empty() ? std::function<void()>([] {}) : meeting(unit));
+  }
+  std::function<void()> meeting(const softcuda::Unit& unit) {
+    return [order = order, number = order->issue(unit), timeout = options->timeout] { order->wait_for(number, timeout); };
+  }
+
+  intrusive_ptr<SoftWork> under_way(Buffers buffers, intrusive_ptr<Work> work) {
+    auto soft = c10::make_intrusive<SoftWork>(std::move(work), std::move(buffers), size_);
+    if (group) group_works.push_back(soft);
+    return soft;
   }
   // The options for gloo; what it sums is divided afterwards.
   template <class Options>
@@ -247,7 +308,7 @@ struct SoftNCCL : Backend {
     auto data = buffers.update(tensors);
     buffers.start();
     auto for_gloo = sum_for_mean(given, data, buffers);
-    auto work = c10::make_intrusive<SoftWork>(gloo->allreduce(data, for_gloo), std::move(buffers), size_);
+    auto work = under_way(std::move(buffers), gloo->allreduce(data, for_gloo));
     work->results = tensors;
     return work;
   }
@@ -331,18 +392,25 @@ struct SoftNCCL : Backend {
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
-    bring(tensors);
+    bring(tensors, group.has_value());
     Buffers buffers{"send", stream};
     auto data = buffers.read(tensors);
     buffers.start();
-    return under_way(std::move(buffers), gloo->send(data, to, tag));
+    return message({true, to}, under_way(std::move(buffers), gloo->send(data, to, tag)));
   }
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
-    bring(tensors);
+    bring(tensors, group.has_value());
     Buffers buffers{"recv", stream};
     auto data = buffers.write(tensors);
     buffers.start();
-    return under_way(std::move(buffers), gloo->recv(data, from, tag));
+    return message({false, from}, under_way(std::move(buffers), gloo->recv(data, from, tag)));
+  }
+  intrusive_ptr<Work> message(softcuda::Operation operation, intrusive_ptr<SoftWork> work) {
+    if (group)
+      group->open.push_back(operation);
+    else
+      work->meet = meeting({false, {operation}});
+    return work;
   }
   intrusive_ptr<Work> barrier(const BarrierOptions& given) override {
     if (softcuda::is_watched()) softcuda::tell("host waits for device", "barrier", 0, 0);
