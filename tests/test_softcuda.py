@@ -189,6 +189,21 @@ def source_changed_under_its_copy() -> None:
     host.fill_(2)
 
 
+def kernels_of_two_streams() -> None:
+    x = torch.ones(4, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # its wait_stream(torch.cuda.current_stream()) is missing
+        x.mul_(2)
+
+
+def memory_that_another_stream_uses() -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+    del x  # x.record_stream(side) is missing
+    torch.empty(4, device="cuda")
+
+
 def uninitialised_memory() -> None:
     total = torch.empty(4, device="cuda")
     total += 1
@@ -317,6 +332,8 @@ PLANTED = [
     Planted(wait_for_an_event_before_the_copy, r"read \[nan", "the host tensor is NaN until its copy is waited for"),
     Planted(missing_event_wait, r"reads host memory that stream \d has yet to write", "hazard"),
     Planted(source_changed_under_its_copy, r"was changed while its copy to the device was under way", "hazard"),
+    Planted(kernels_of_two_streams, r"aten::mul.* does not wait for aten::fill_", "race"),
+    Planted(memory_that_another_stream_uses, r"was freed while aten::sum.* may use it", "race"),
     Planted(uninitialised_memory, r"computed \[nan", "fresh memory is NaN"),
     Planted(
         cpu_tensor_handed_to_nccl, r"No backend type associated with device type cpu", "error of torch.distributed", 2

@@ -71,12 +71,15 @@ def _be_rank(function, arguments, environment, path, backend):
 
     torch.set_num_threads(1)
     code = 1
+    soft_device = sys.modules.get("tests.softcuda.library")
     try:
+        if soft_device:
+            soft_device.watch_for_hazards()
         choose_interface(os.environ)
         if backend is not None:
             dist.init_process_group(backend, **meeting_point(os.environ))
         path.with_suffix(".pkl").write_bytes(pickle.dumps(function(*arguments)))
-        if soft_device := sys.modules.get("tests.softcuda.library"):
+        if soft_device:
             soft_device.check_hazards()
         if dist.is_initialized():
             dist.barrier()

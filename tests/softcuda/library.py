@@ -46,14 +46,23 @@ def hazards() -> list[str]:
     return [library.soft_hazard(i).decode() for i in range(library.soft_num_hazards())]
 
 
+def watch_for_hazards() -> None:
+    """Look for races between streams, too, from now on: see watch.py."""
+    from tests.softcuda.watch import for_races
+
+    for_races.start()
+
+
 def check_hazards() -> None:
     """Finish all copies.
 
     Raises:
-        AssertionError: with what was read before it was there, or changed while it was being read.
+        AssertionError: with what was read before it was there, or changed while it was being read, and with races.
     """
+    from tests.softcuda.watch import for_races
+
     for device in range(NUM_DEVICES):
         library.soft_synchronize(device)
-    found = hazards()
+    found = list(dict.fromkeys([*hazards(), *for_races.races]))
     library.soft_forget_hazards()
     assert not found, "\n".join(found)

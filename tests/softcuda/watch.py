@@ -12,6 +12,9 @@ The device tells of each event in the order in which the host issues them:
 
 From the same events torch's own sanitizer (`torch.cuda._sanitizer`) works out which kernels are ordered; it has no
 memory that is given to another tensor while a stream still uses it, which is looked for here, too.
+
+A race is found whatever the order in which the kernels ran: in every order that the events allow, a program without
+races has each kernel read the same bytes. Memory is compared by storages, so that two parts of one count as the same.
 """
 
 from __future__ import annotations
@@ -91,9 +94,10 @@ class _Memory:
 class Watch:
     """Watches the device from `start` to `stop`, or while its context is entered."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_waits: bool = True) -> None:
         self.races: list[str] = []
         self.num_kernels = 0
+        self._keeps_waits = keeps_waits
         self._waits: list[tuple[str, tuple[str, ...], str | None, int]] = []
         self.span: str | None = None
         """What happens now is a part of this: a micro-batch."""
@@ -163,7 +167,8 @@ class Watch:
             case "use on stream":
                 self._memory_at(subject).used_on.add(stream)
             case _:
-                self._waits.append((name, tuple(map(_call, _frames())), self.span, self.num_kernels))
+                if self._keeps_waits:
+                    self._waits.append((name, tuple(map(_call, _frames())), self.span, self.num_kernels))
                 if what == "host waits for stream":
                     order.all_streams_wait_for_stream(stream)
                 elif what == "host waits for event":
@@ -210,6 +215,10 @@ class Watch:
         if memory is not None and memory.stream is not None:
             others = [a for a in memory.accesses() if a.stream not in (memory.stream, *memory.used_on)]
             self._freed[memory.stream] += others
+
+
+for_races = Watch(keeps_waits=False)
+"""Of every rank on soft GPUs, from its start until another watch begins: see `tests.workers.run_ranks`."""
 
 
 def _frames() -> Iterator[FrameType]:
