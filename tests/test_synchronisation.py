@@ -133,6 +133,10 @@ OTHER_RUNS = {
     "ulysses, zero3": ["--sp_backend", "ulysses", "--engine", "deepspeed"],
     "ring, zero3, offload": ["--sp_backend", "ring", "--engine", "deepspeed", "--activation_offloading", "True"],
 }
+ON_FOUR = {
+    "hybrid": ["--sp", "4", "--sp_backend", "hybrid", "--ring_size", "2"],
+    "hybrid, windows": ["--sp", "4", "--sp_backend", "hybrid", "--ring_size", "2"],
+}
 
 
 def arguments_of(case, flags, other_models, tmp_path, data):  # noqa: F811
@@ -143,12 +147,17 @@ def arguments_of(case, flags, other_models, tmp_path, data):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "runs", [pytest.param(RUNS, id="covering"), pytest.param(OTHER_RUNS, id="others", marks=pytest.mark.long)]
+    ("ranks", "runs"),
+    [
+        pytest.param(2, RUNS, id="covering"),
+        pytest.param(2, OTHER_RUNS, id="others", marks=pytest.mark.long),
+        pytest.param(4, ON_FOUR, id="four", marks=pytest.mark.long),
+    ],
 )
-def test_the_host_waits_for_no_micro_batch_and_no_streams_race(runs, other_models, tmp_path, soft_gpus):  # noqa: F811
+def test_the_host_waits_for_no_micro_batch_and_no_streams_race(ranks, runs, other_models, tmp_path, soft_gpus):  # noqa: F811
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(SHAPES["packed"][0] * 2 * MICRO_BATCHES))
     cases = {case: arguments_of(case, flags, other_models, tmp_path, data) for case, flags in runs.items()}
-    for rank in soft_gpus.run(2, f"{__name__}:watched_runs", cases, backend=None):
+    for rank in soft_gpus.run(ranks, f"{__name__}:watched_runs", cases, backend=None):
         for case, run in rank.items():
             assert not run.races, case
             assert len(run.kernels) == MICRO_BATCHES, case
