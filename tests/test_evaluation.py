@@ -149,6 +149,22 @@ def run_evaluations(cases):
     return results
 
 
+def check_evaluations(result, before, after):
+    """What `run_evaluations` gives of a case, with what is expected before training and after it."""
+    log, again, metrics, predictions = result
+    assert after[0]["loss"] != pytest.approx(before[0]["loss"], rel=1e-4)
+    start, end = [entry for entry in log if "eval_loss" in entry][:2]
+    check_means(start, before, "eval_")
+    check_means(end, after, "eval_")
+    check_means(again, after, "eval_")
+    check_means(metrics, after, "test_")
+    trained_on = [entry["num_tokens"] for entry in log if "loss" in entry][-1]
+    assert (start["eval_num_tokens"], end["eval_num_tokens"]) == (0, trained_on)
+    assert [len(row) for row in predictions] == EVAL_LENGTHS
+    for row, expected in zip(predictions, after[3], strict=True):
+        np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
+
+
 ALWAYS = ("ring sp 2 × dp 2 on ZeRO-3",)
 
 
@@ -163,20 +179,9 @@ def test_evaluation_equals_one_process(layout, model, data, tmp_path):
         case = [*COMMON, *EVALUATES, *ROWS[rows], *flags, "--per_device_eval_batch_size", str(batch)]
         case += ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", str(tmp_path / str(number))]
         cases[number] = case
-    for rank, results in enumerate(run_ranks(processes, f"{__name__}:run_evaluations", cases)):
-        for case, (log, again, metrics, predictions) in results.items():
-            after = dense_means(tmp_path / str(case), EVALUATION)
-            assert after[0]["loss"] != pytest.approx(before[0]["loss"], rel=1e-4)
-            start, end = [entry for entry in log if "eval_loss" in entry][:2]
-            check_means(start, before, "eval_")
-            check_means(end, after, "eval_")
-            check_means(again, after, "eval_")
-            check_means(metrics, after, "test_")
-            trained_on = [entry["num_tokens"] for entry in log if "loss" in entry][-1]
-            assert (start["eval_num_tokens"], end["eval_num_tokens"]) == (0, trained_on)
-            assert [len(row) for row in predictions] == EVAL_LENGTHS, f"rank {rank}"
-            for row, expected in zip(predictions, after[3], strict=True):
-                np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
+    for results in run_ranks(processes, f"{__name__}:run_evaluations", cases):
+        for case, result in results.items():
+            check_evaluations(result, before, dense_means(tmp_path / str(case), EVALUATION))
 
 
 def test_every_layout_is_tested():

@@ -7,7 +7,13 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,12 +21,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from longctx import parallelize
+from longctx.attention.cost import DEVICES
+from longctx.attention.kernels.varlen import AtenFlashKernel
+from longctx.mesh import ParallelDims, select_device, sequence_groups
+from longctx.plan import measure
+from longctx.ring.transport import PeerToPeer
+from longctx.step_time import Speeds
+from tests import parity_page, test_evaluation
 from tests.reference import train_reference
 from tests.softcuda.ranks import soft_environment
 from tests.test_models import TOLERANCE, largest_error, make_batch, make_model, stock_step
 from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, relative, write_jsonl
+from tests.test_verify import QUICK, verify
 from tests.workers import run_ranks
 
+PARITY = Path(__file__).parents[1] / "benchmarks" / "results" / "soft_device_parity_2026-11-23.md"
 WRAPPINGS = ("layers", "every part", "layers, kept whole")
 TRAINED = {"all": "", "adapters": "q_proj", "adapters of the last layer": "1.mlp.down_proj"}
 
@@ -162,6 +177,25 @@ def test_training_on_soft_gpus_equals_one_process(runs, models, tmp_path, docume
         check(results, reference, case, "soft GPUs", parity_table)
 
 
+def first_hop(meets: bool) -> list[float]:
+    """What this rank of three has received, when the first alone has something to send, to the second."""
+    device = select_device(torch.device("cuda", dist.get_rank()))
+    with nullcontext() if meets else patch("longctx.mesh._meet"):
+        ring = sequence_groups(ParallelDims(world_size=3, ring=3), device).ring
+    if not meets:
+        ring._get_backend(device)._set_default_timeout(timedelta(seconds=2))
+    keys = torch.full((6, 2, 1, 1), dist.get_rank() + 1.0, device=device)
+    prefixes = np.array([[6, 4, 0, 0], [6, 0, 0, 0], [6, 0, 0, 0]])
+    return PeerToPeer(ring, dist.get_rank(), prefixes, keys).receive(SimpleNamespace(hop=1)).flatten().tolist()
+
+
+def test_ranks_with_nothing_to_send_meet_the_others_before_a_rings_first_hop(soft_gpus):
+    """NCCL makes a communicator in the first operation of a process group, which therefore needs all its ranks."""
+    assert soft_gpus.run(3, f"{__name__}:first_hop", True) == [[], [1.0] * 8, []]
+    with pytest.raises(AssertionError, match=r"rank 2 has not come to the first operation of its process group"):
+        soft_gpus.run(3, f"{__name__}:first_hop", False)
+
+
 ON_FOUR = {
     "ring, fsdp2, sp 4": ["--sp_backend", "ring"],
     "hybrid, fsdp2, sp 4": ["--sp_backend", "hybrid", "--ring_size", "2"],
@@ -252,9 +286,79 @@ def test_a_rank_that_does_not_come_is_named_before_nccl_ends_the_run(backend, en
 
 
 @pytest.mark.long
+def test_evaluation_on_soft_gpus_equals_one_process(models, tmp_path, soft_gpus):
+    """Before training, after it, by evaluate() and by predict(), in fp32, with the tolerances of evaluation on CPUs."""
+    model, data, cases = models["GQA 4:2"], tmp_path / "data", {}
+    data.mkdir()
+    write_jsonl(data / "train.jsonl", test_evaluation.TRAIN)
+    write_jsonl(data / "test.jsonl", test_evaluation.EVALUATION)
+    common = [*test_evaluation.COMMON, *test_evaluation.EVALUATES, "--sp", "2", "--bf16", "False"]
+    common += ["--per_device_eval_batch_size", "2", "--dataset_name", str(data), "--model_name_or_path", model]
+    for case, rows in {"ring, fsdp2": "evaluation packed, training not", "ulysses, zero3": "padded"}.items():
+        flags = [*test_evaluation.ROWS[rows], *RUNS[case], "--output_dir", str(tmp_path / case)]
+        cases[case] = [*common, *flags]
+    before = test_evaluation.dense_means(model, test_evaluation.EVALUATION)
+    for results in soft_gpus.run(2, "tests.test_evaluation:run_evaluations", cases, backend=None):
+        for case, result in results.items():
+            after = test_evaluation.dense_means(tmp_path / case, test_evaluation.EVALUATION)
+            test_evaluation.check_evaluations(result, before, after)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ring", "ulysses"])
+def test_verify_passes_on_soft_gpus(backend, soft_gpus):
+    """In bf16, with the kernel that training takes there."""
+    code, result, stderr = verify(*QUICK, "--sp_backend", backend, environment=soft_environment())
+    assert code == 0, (result, stderr)
+    assert result["ok"] is True
+    assert result["run"]["precision"] == "bf16"
+    found = {finding["name"]: finding["value"] for finding in result["machine"]}
+    assert found["devices"] == "2 × NVIDIA H100 80GB HBM3, 8 GiB"
+    assert AtenFlashKernel.name in found["attention kernel"]
+
+
+def measured_speeds() -> Speeds:
+    """`longctx plan --measure` on this group, of less work than keeps a GPU busy."""
+    sizes = {"tokens": 64, "hidden_size": 64, "intermediate_size": 96, "row": 256, "num_heads": 4, "head_size": 16}
+    work = measure.Work(dtype=torch.bfloat16, num_key_value_heads=2, num_elements=1 << 16, **sizes)
+    return measure.measure_together(work=work)
+
+
+def test_speeds_are_measured_on_soft_gpus(soft_gpus):
+    """The device says that it is an H100, and a CPU is slower than what is published of one in every figure."""
+    found, same = soft_gpus.run(2, f"{__name__}:measured_speeds")
+    assert found == same  # the slowest rank's
+    device, published = found.device, DEVICES["H100"]
+    assert 0 < device.attention_flops < published.attention_flops
+    assert 0 < device.memory_speed < published.memory_speed
+    assert 0 < device.within.exchange < published.within.exchange
+    assert 0 < device.within.pass_on < published.within.pass_on
+    assert published.launch_seconds < device.launch_seconds < 1
+    assert 0 < found.matmul_flops < 1e13
+    assert 0 < found.host_link < 1e12
+    assert 0 < found.host_memory < 1e12
+
+
+@pytest.mark.long
 def test_what_needs_a_gpu_passes_on_a_soft_one(soft_gpus):
     """`pytest -m gpu`, with short sequences, so that it works where there is a real GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"]
     ended = subprocess.run(command, env=soft_environment(), timeout=900, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
     assert " passed, 1 skipped" in ended.stdout
+
+
+def test_the_page_of_parity_is_within_the_bounds():
+    """Every case of these tests that it has; all that run by default are among them."""
+    bounds = {f"{case}, bf16": (BF16["loss"], BF16["gradient"], BF16["run"]) for case in RUNS}
+    bounds |= dict.fromkeys([*RUNS, *OTHER_RUNS, *ON_FOUR], (1e-5, 1e-5, 1e-4))
+    found = parity_page.read(PARITY.read_text())
+    assert {CHUNKED[-1], *(f"{case}, bf16" for case in RUNS)} <= found.keys() <= bounds.keys()
+    for case, errors in found.items():
+        assert all(error <= bound for error, bound in zip(errors, bounds[case], strict=True)), case
+
+
+def test_a_page_of_parity_keeps_the_cases_that_did_not_run():
+    before = parity_page.page("", [("a", "soft GPUs", 0.0, 2e-7, 3e-7), ("b", "soft GPUs", 1e-7, 2e-7, 3e-7)])
+    after = parity_page.page(before, [("b", "soft GPUs", 4e-7, 5e-7, 6e-7), ("c", "torchrun", 1.0, 1.0, 1.0)])
+    assert parity_page.read(after) == {"a": [0.0, 2e-7, 3e-7], "b": [4e-7, 5e-7, 6e-7]}

@@ -39,9 +39,9 @@ CHECKS = [
 QUICK = ["--sp", "2", "--max_length", "128"]
 
 
-def verify(*arguments, module="longctx.verify", launcher=("-m",), broken=None):
+def verify(*arguments, module="longctx.verify", launcher=("-m",), broken=None, environment=os.environ):
     """(exit code, what --json prints, stderr) of a verification in processes of its own."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"BREAK": broken} if broken else {})
+    env = environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"BREAK": broken} if broken else {})
     command = [sys.executable, *launcher, module, "--json", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=ROOT)
     return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
