@@ -280,11 +280,10 @@ def single_messages_for_a_group() -> None:
 def first_exchange_without_all_ranks() -> None:
     rank = dist.get_rank()
     torch.cuda.set_device(rank)
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    dist.group.WORLD._get_backend(torch.device("cuda")).wrapped_pg._set_default_timeout(timedelta(seconds=2))
     if rank < 2:  # and the third has nothing to send
         keys = torch.ones(3, device="cuda")
-        operation = dist.isend if rank == 0 else dist.irecv
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, keys, 1 - rank, group)]):
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if rank == 0 else dist.irecv, keys, 1 - rank)]):
             work.wait()
 
 
