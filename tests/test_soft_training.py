@@ -298,7 +298,7 @@ def test_evaluation_on_soft_gpus_equals_one_process(models, tmp_path, soft_gpus)
         flags = [*test_evaluation.ROWS[rows], *RUNS[case], "--output_dir", str(tmp_path / case)]
         cases[case] = [*common, *flags]
     before = test_evaluation.dense_means(model, test_evaluation.EVALUATION)
-    for results in soft_gpus.run(2, "tests.test_evaluation:run_evaluations", cases, backend=None):
+    for results in soft_gpus.run(2, "tests.test_evaluation:run_evaluations", cases, backend=None, timeout=600):
         for case, result in results.items():
             after = test_evaluation.dense_means(tmp_path / case, test_evaluation.EVALUATION)
             test_evaluation.check_evaluations(result, before, after)

@@ -157,7 +157,7 @@ def arguments_of(case, flags, other_models, tmp_path, data):  # noqa: F811
 def test_the_host_waits_for_no_micro_batch_and_no_streams_race(ranks, runs, other_models, tmp_path, soft_gpus):  # noqa: F811
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(SHAPES["packed"][0] * 2 * MICRO_BATCHES))
     cases = {case: arguments_of(case, flags, other_models, tmp_path, data) for case, flags in runs.items()}
-    for rank in soft_gpus.run(ranks, f"{__name__}:watched_runs", cases, backend=None):
+    for rank in soft_gpus.run(ranks, f"{__name__}:watched_runs", cases, backend=None, timeout=150 * ranks):
         for case, run in rank.items():
             assert not run.races, case
             assert len(run.kernels) == MICRO_BATCHES, case
