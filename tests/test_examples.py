@@ -69,9 +69,9 @@ def losses_of_one_process() -> list[float]:
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(s, marks=pytest.mark.long if s.stem in ("torch_loop", "accelerate_loop") else ()) for s in SCRIPTS],
+    [pytest.param(s, marks=() if s.stem == "sft_trainer" else pytest.mark.long) for s in SCRIPTS],
     ids=lambda script: script.stem,
-)  # README's loop, which a plain pytest runs, is one of these two
+)  # a plain pytest runs README's loop, too
 def test_an_example_at_sp_2_has_the_losses_of_one_process(script, tmp_path):
     losses = losses_of(script, tmp_path)
     # fp32 sums over other tokens first; four AdamW steps amplify their rounding.

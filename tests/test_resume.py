@@ -373,9 +373,8 @@ def test_nodes_with_disks_of_their_own(models, tmp_path):
         assert whole == resumed
 
 
-@pytest.mark.parametrize(
-    "layout", ["1 process", *(pytest.param(name, marks=pytest.mark.long) for name in ("ring", "ulysses", "stream"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["1 process", "ring", "ulysses", "stream"])
 def test_runs_killed_at_random_moments_are_those_that_were_not(layout):
     """A short part of what benchmarks/soak.py does."""
     command = [sys.executable, "-m", "benchmarks.soak", "--kills", "2", "--layouts", layout]
