@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -9,13 +11,15 @@ from datetime import date
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from longctx.config import resolve
 from longctx.flags import parse_flags
 from longctx.launch.profile import read_profile
+from longctx.model import load_config
 from tests.matrix import FEATURES, MODELS, RUNS, SETUPS, Feature, TrainingRun
 
 PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
@@ -67,6 +71,19 @@ def _refusal_of(once: Callable[..., str | None], setup: str, name: str) -> str |
     return once(setup, run.model, run.flags_on(SETUPS[setup]) + feature.flags, feature.only_on_gpu)
 
 
+_version = cache(version)
+
+
+@cache
+def _config(name: str, options: str) -> PretrainedConfig:
+    return load_config(name, **json.loads(options))
+
+
+def _load_config(name: str, **options: Any) -> PretrainedConfig:
+    """As longctx.model's, which looks at a configuration in a process of its own, but once for each."""
+    return copy.deepcopy(_config(name, json.dumps(options)))
+
+
 def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu: bool = False) -> str | None:
     """What resolving the flags says on a process of this set-up; nothing but the model's config.json is read."""
     row = SETUPS[setup]
@@ -76,7 +93,8 @@ def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu
     given = ["--model_name_or_path", str(models / model), "--dataset_name", "data.jsonl", "--max_length", "256"]
     given += ["--max_steps", "5"]
     with (
-        mock.patch("longctx.config.version", cache(version)),  # reads files
+        mock.patch("longctx.config.version", _version),
+        mock.patch("longctx.config.load_config", _load_config),
         mock.patch("longctx.config.QLORA_VERSIONS", {}),  # bitsandbytes is in no extra of the tests
         mock.patch("longctx.config.device_count", return_value=devices),
         mock.patch("longctx.config.default_config_file", return_value=None),  # may be left behind on this machine
