@@ -70,17 +70,31 @@ def _kind(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
+def check_data_file(path: Path) -> Path:
+    """Return the path of a regular file, or of a link to one, so that nothing of a data set is left out unnoticed.
+
+    Raises:
+        ValueError: if it is anything else, or a link to nothing.
+    """
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link to {os.readlink(path)}, where no file is. Remove it, or restore the file.")
+    return check_file(path)
+
+
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield the regular files of a folder and of those below it, except through links to folders."""
+    """Yield what a folder and those below it hold, but for folders and what links to folders lead to."""
     for root, folders, names in os.walk(folder, followlinks=False):
         folders.sort()
-        yield from (path for name in sorted(names) if (path := Path(root, name)).is_file())
+        yield from (Path(root, name) for name in sorted(names))
 
 
 def matching_files(pattern: str) -> list[Path]:
     """Return the regular files that a glob matches, sorted; `**` does not go through links to folders.
 
     Names with a leading dot are matched by a pattern with one only, as in a shell.
+
+    Raises:
+        ValueError: if it matches something that is neither a file nor a folder, or a link to nothing.
     """
     parts = Path(pattern).parts
     first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
@@ -92,9 +106,9 @@ def matching_files(pattern: str) -> list[Path]:
         wanted.append("*")
     dotted = [part for part in wanted if part.startswith(".")]
     return sorted(
-        path
+        check_data_file(path)
         for path in root.glob("/".join(wanted))
-        if path.is_file() and not _is_hidden(path.relative_to(root), dotted)
+        if not path.is_dir() and not _is_hidden(path.relative_to(root), dotted)
     )
 
 

@@ -89,6 +89,24 @@ def test_folders_that_lead_in_circles(tmp_path):
     assert _data_files_identity(str(folder / "**" / "*.jsonl")) is not None
 
 
+@pytest.mark.parametrize("read", ["{}", "{}/*", "{}/**"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a link to gone, where no file is"])
+def test_nothing_of_a_data_set_is_passed_over(tmp_path, kind, suffix, read):
+    for name in ("train-0", "train-1"):
+        (tmp_path / f"{name}.{suffix}").write_text('{"text": "a b"}\n')
+    (tmp_path / ".#train-0.txt").symlink_to("somebody@a-machine")  # hidden: what an editor leaves there
+    assert len(load_records(read.format(tmp_path))) == 2
+    broken = tmp_path / f"train-1.{suffix}"
+    if kind.startswith("a link"):
+        broken.unlink()
+        broken.symlink_to("gone")
+    else:
+        put_in_place(broken, kind)
+    with pytest.raises(ValueError, match=rf"train-1\.{suffix} is {kind}"):
+        load_records(read.format(tmp_path))
+
+
 def test_globs_match_what_they_did(tmp_path):
     for name in ("a.txt", "b/c.txt", "b/d/e.txt", ".hidden/f.txt", "b/.g.txt", "[x].txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader
 from longctx.data.kinds import record_kind
 from longctx.data.saved import is_saved, saved_splits
 from longctx.data.text_files import STDLIB, TextFiles, stdlib_files
-from longctx.regular_files import check_folder, files_below, leads_outside, matching_files
+from longctx.regular_files import check_data_file, check_folder, files_below, leads_outside, matching_files
 
 Records = TypeVar("Records", Dataset, IterableDataset)
 
@@ -181,9 +181,13 @@ def _check_links(files: Sequence[Path], folder: Path) -> None:
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Files below a folder, sorted by path, without hidden ones, caches and the notes beside data files."""
+    """Files below a folder, sorted by path, without hidden ones, caches and the notes beside data files.
+
+    Raises:
+        ValueError: for a link to nothing, and for what is no regular file.
+    """
     files = [
-        file
+        check_data_file(file)
         for file in files_below(folder)
         if not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
     ]
