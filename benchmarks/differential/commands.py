@@ -13,13 +13,10 @@ from typing import Any
 
 import yaml
 
-from .data import Data, Steps, make_data, steps_of
+from .data import SEED, Data, Steps, make_data, steps_of
 from .models import name_of
 from .reference import MOST_SEARCHED
 from .space import LAUNCHERS, Case
-
-SEED = 42
-"""TrainingArguments' default."""
 
 ZERO = {
     "ACCELERATE_USE_DEEPSPEED": "true",

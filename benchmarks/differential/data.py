@@ -18,6 +18,8 @@ from .space import TEXT_RECORDS, Case
 Document = tuple[list[int], list[int]]
 """Token ids, and labels that are not shifted, -100 where nothing is learnt."""
 
+SEED = 42
+"""TrainingArguments' default."""
 IGNORED = -100
 SOURCES = 2
 """Data sets of a mixture."""
@@ -52,9 +54,12 @@ def make_data(case: Case, folder: Path) -> Data:
     if case.file == "folder" and case.evaluation:  # files of text have no splits
         tests, flags["dataset_test_split"] = parts, "train"
     evaluation = [document for test in tests for document in test]
+    documents = _weighted(case, parts) if case.reading == "weighted" else list(itertools.chain(*parts))
+    if case.unlucky == "shuffle_dataset True":
+        documents = [documents[place] for place in np.random.default_rng(SEED).permutation(len(documents))]
     return Data(
         flags=flags,
-        documents=_cut(case, _weighted(case, parts) if case.reading == "weighted" else list(itertools.chain(*parts))),
+        documents=_cut(case, documents),
         evaluation=_cut(case, evaluation),
     )
 
@@ -182,7 +187,7 @@ def _cut(case: Case, documents: Sequence[Document]) -> list[Document]:
 
 
 def _weighted(case: Case, parts: Sequence[list[Document]]) -> list[Document]:
-    """What `datasets` draws, with transformers' default seed."""
+    """What `datasets` draws."""
     from datasets import Dataset, interleave_datasets
 
     sources = [
@@ -190,7 +195,7 @@ def _weighted(case: Case, parts: Sequence[list[Document]]) -> list[Document]:
         for number, part in enumerate(parts)
     ]
     shares = [weight / sum(WEIGHTS) for weight in WEIGHTS]
-    drawn = interleave_datasets(sources, shares, seed=42, stopping_strategy="all_exhausted")["place"]
+    drawn = interleave_datasets(sources, shares, seed=SEED, stopping_strategy="all_exhausted")["place"]
     return [parts[number][place] for number, place in drawn]
 
 

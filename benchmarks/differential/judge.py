@@ -70,6 +70,8 @@ COMPARED_UNLUCKY = {
     "max_grad_norm": ("clipping", float),
 }
 """Unlucky flags that the reference follows: keys of its plan."""
+FOLLOWED_IN_DATA = ("shuffle_dataset",)
+"""Unlucky flags by which the documents of a plan lie otherwise."""
 WITHOUT_EFFECT = (
     "pad_to_multiple_of",
     "sequence_chunk_size",
@@ -79,7 +81,6 @@ WITHOUT_EFFECT = (
     "dataset_num_proc",
     "torch_empty_cache_steps",
     "save_total_limit",
-    "shuffle_dataset",
     "on_nonfinite",
     "balance_packs",
     "communication_data_type",
@@ -268,7 +269,7 @@ def _followed(prepared: Prepared, logged: Sequence[Mapping[str, Any]]) -> dict[s
     if name in COMPARED_UNLUCKY:
         key, kind = COMPARED_UNLUCKY[name]
         plan[key] = kind(value)
-    elif name and name not in WITHOUT_EFFECT:
+    elif name and name not in WITHOUT_EFFECT + FOLLOWED_IN_DATA:
         return None
     plan["num_steps"] = len(logged) if prepared.total is None else prepared.total
     plan["evaluate_at"] = evaluated_at(case, plan["num_steps"], plan["steps_per_epoch"])
