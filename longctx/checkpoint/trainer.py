@@ -467,6 +467,8 @@ class _Continued(TrainerCallback):
 
     def __init__(self, trainer: ResumableTrainer, manifest: Manifest, path: Path):
         self.trainer, self.ranks, self.path = trainer, manifest.progress["ranks"], path
+        if not self.ranks:
+            raise ValueError("the progress of no rank is in it")
         for rank in self.ranks:
             if not all(math.isfinite(rank[name]) for name in ("loss", "last_logged", "total_loss")):
                 raise ValueError(f"a rank's progress is {str(rank)[:60]}")

@@ -105,9 +105,13 @@ def exchange_attention(
 def heads_message(num_heads: int, sp: int) -> str:
     """Why Ulysses cannot spread this many heads, and what it can do."""
     return (
-        f"Ulysses gives every rank whole attention heads, and {num_heads} heads cannot be divided by sp {sp}. "
+        f"Ulysses gives every rank whole attention heads, and {_heads(num_heads)} cannot be divided by sp {sp}. "
         f"Use {usable_sizes(num_heads)}, or --sp_backend ring, which works with any number of heads."
     )
+
+
+def _heads(count: int) -> str:
+    return f"{count} head" if count == 1 else f"{count} heads"
 
 
 def ulysses_remedy(num_heads: int, sp: int) -> str:
@@ -115,6 +119,6 @@ def ulysses_remedy(num_heads: int, sp: int) -> str:
     if num_heads % sp == 0:
         return "Use --sp_backend ulysses, or leave it out."
     return (
-        f"Ulysses alone runs it, and {num_heads} heads cannot be divided by sp {sp}. Use {usable_sizes(num_heads)}, or "
+        f"Ulysses alone runs it, and {_heads(num_heads)} cannot be divided by sp {sp}. Use {usable_sizes(num_heads)}, or "
         "leave it out."
     )
