@@ -344,7 +344,10 @@ FORGED = {
     ),
     "random numbers": (_edit_json("random-00000.json", torch=[1, 2]), "random-00000.json is damaged: "),
     "a generator": (_edit_json("random-00000.json", numpy=["MT19937", "x"]), "random-00000.json is damaged: "),
-    "no progress": (lambda folder: _edit(folder, progress={"ranks": []}), "longctx.json is damaged: the progress of no rank"),
+    "no progress": (
+        lambda folder: _edit(folder, progress={"ranks": []}),
+        "longctx.json is damaged: the progress of no rank",
+    ),
     "infinite progress": (
         lambda folder: _edit(folder, progress={"ranks": [{"loss": float("inf"), "last_logged": 0, "total_loss": 0}]}),
         "longctx.json is damaged: ",

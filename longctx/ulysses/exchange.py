@@ -119,6 +119,6 @@ def ulysses_remedy(num_heads: int, sp: int) -> str:
     if num_heads % sp == 0:
         return "Use --sp_backend ulysses, or leave it out."
     return (
-        f"Ulysses alone runs it, and {_heads(num_heads)} cannot be divided by sp {sp}. Use {usable_sizes(num_heads)}, or "
-        "leave it out."
+        f"Ulysses alone runs it, and {_heads(num_heads)} cannot be divided by sp {sp}. "
+        f"Use {usable_sizes(num_heads)}, or leave it out."
     )
