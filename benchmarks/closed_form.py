@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.attention.backends import BACKENDS
-from longctx.memory import closed_form
-from longctx.memory.closed_form import GB, MemorySetup, ModelSizes, Reach, predict, reach
-from longctx.plan.candidates import DEVICE_BYTES
+from longctx.forecast import closed_form
+from longctx.forecast.candidates import DEVICE_BYTES
+from longctx.forecast.closed_form import GB, MemorySetup, ModelSizes, Reach, predict, reach
 
 from .published import CONFIGS, HELD_BACK, HOST_BYTES, PUBLISHED, Published, read
 
@@ -226,13 +226,13 @@ TRACED: dict[str, dict[str, Any]] = {
     },
     "ulysses, 8,192 tokens at a time": {"sp": 8, "sequence_chunk_size": 8192},
 }
-"""Set-ups that `longctx.memory.step` traces too."""
+"""Set-ups that `longctx.forecast.traced_step` traces too."""
 LEVERS = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
 
 
 def traces() -> str:
     """Layers of Llama-8B, 65,536 tokens a rank, against `trace_training_step`."""
-    from longctx.memory.step import StepSettings, trace_training_step
+    from longctx.forecast.traced_step import StepSettings, trace_training_step
 
     config = copy.deepcopy(CONFIGS["meta-llama/Llama-3.1-8B"])
     config.update({"num_hidden_layers": TRACED_LAYERS, "vocab_size": 4096})

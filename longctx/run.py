@@ -24,13 +24,39 @@ from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
 import longctx
-from longctx.adapter import add_adapter, changes_base, quantization_of
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.attention.kernels import Kernel
-from longctx.attention.support import kernel_of
-from longctx.checkpoint import (
+from longctx.collate import SequenceCollator
+from longctx.data import DataError, name_data
+from longctx.forecast.closed_form import ModelSizes
+from longctx.forecast.memory_options import NVME
+from longctx.launch.failures import FollowSteps
+from longctx.launch.network import choose_interface
+from longctx.launch.restarts import renew_store
+from longctx.layers.liger import check_liger, install_liger
+from longctx.model.adapter import add_adapter, changes_base, quantization_of
+from longctx.model.allow_list import kernel_of
+from longctx.model.files import check_savable
+from longctx.model.load import (
+    count_parameters,
+    count_trained_parameters,
+    is_template_file,
+    load_model,
+    load_tokenizer,
+    take_chat_template,
+)
+from longctx.parallel import parallelize
+from longctx.ranks.agreement import check_agreement, first_ranks, gathered, sharing, together
+from longctx.ranks.watchdog import leave, limit_waiting
+from longctx.report.page import reported
+from longctx.sequence.host_tensors import SavedOnHost
+from longctx.sequence.mesh import select_device
+from longctx.settings.machine_checks import check_kernels
+from longctx.settings.resolve import MINIMUM_VERSIONS, REQUIRED_VERSIONS
+from longctx.settings.run import Run, row_length
+from longctx.training.checkpoint import (
     MANIFEST,
     Manifest,
     candidates,
@@ -40,14 +66,9 @@ from longctx.checkpoint import (
     optimization_flags,
     read_manifest,
 )
-from longctx.checkpoint.masters import loaded_in_fp32
-from longctx.collate import SequenceCollator
-from longctx.config import MINIMUM_VERSIONS, REQUIRED_VERSIONS
-from longctx.data import DataError, name_data
-from longctx.guards import check_kernels
-from longctx.host import SavedOnHost
-from longctx.identity import compare_files, data_identity
-from longctx.launch.engines import (
+from longctx.training.checkpoint.masters import loaded_in_fp32
+from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
+from longctx.training.engines import (
     load_on_every_rank,
     offload_fsdp,
     promote,
@@ -57,32 +78,11 @@ from longctx.launch.engines import (
     start_on_gpu,
     stay_on_cpu,
 )
-from longctx.launch.failures import FollowSteps
-from longctx.launch.network import choose_interface
-from longctx.launch.restarts import renew_store
-from longctx.levers import NVME
-from longctx.liger import check_liger, install_liger
-from longctx.memory.closed_form import ModelSizes
-from longctx.mesh import select_device
-from longctx.model import (
-    count_parameters,
-    count_trained_parameters,
-    is_template_file,
-    load_model,
-    load_tokenizer,
-    take_chat_template,
-)
-from longctx.model_files import check_savable
-from longctx.parallel import parallelize
-from longctx.profiling import ProfileSteps
-from longctx.resolved import Run, row_length
-from longctx.rows import StreamedRows, TrainingRows, prepare_rows
-from longctx.run_report import reported
-from longctx.schedule import check_learning_rates, check_training_steps
-from longctx.trainer import SequenceTrainer
-from longctx.turns import check_agreement, first_ranks, gathered, sharing, together
-from longctx.verify.reference import single_device_step
-from longctx.watch import leave, limit_waiting
+from longctx.training.fingerprint import compare_files, data_identity
+from longctx.training.profiling import ProfileSteps
+from longctx.training.reference import single_device_step
+from longctx.training.schedule import check_learning_rates, check_training_steps
+from longctx.training.trainer import SequenceTrainer
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ def meet(kind: str) -> None:
 
 
 def plant() -> None:
-    from longctx.trainer import SequenceTrainer
+    from longctx.training.trainer import SequenceTrainer
 
     kind, rank, step = os.environ["FAULT"].split()
     once = os.environ.get("FAULT_ONCE")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from longctx.shard import complete_position_ids
+from longctx.sequence.shard import complete_position_ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import assumed_documents, choose_backend
 from longctx.attention.cost import Arrangement, Setup, device_named
-from longctx.memory import closed_form
-from longctx.memory.closed_form import MemorySetup, predict
-from longctx.plan.candidates import Machine, candidates
-from longctx.step_time import Speeds
+from longctx.forecast import closed_form
+from longctx.forecast.candidates import Machine, candidates
+from longctx.forecast.closed_form import MemorySetup, predict
+from longctx.forecast.step_time import Speeds
 from tests.reference import train_reference
 from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
 from tests.toy_backend import TOY
@@ -91,8 +91,8 @@ def test_a_setup_whose_backend_has_no_such_degrees_is_refused(llama_sizes) -> No
 
 @pytest.fixture(scope="module")
 def llama_sizes():
-    from longctx.memory.closed_form import ModelSizes
-    from longctx.tiny import tiny_config
+    from longctx.forecast.closed_form import ModelSizes
+    from longctx.model.tiny import tiny_config
 
     return ModelSizes.of_config(tiny_config())
 
@@ -129,8 +129,8 @@ def test_a_new_record_is_offered_chosen_and_forecast(toy, llama_sizes) -> None:
 
 def test_a_new_record_is_planned_swept_and_drawn(toy, tmp_path, monkeypatch) -> None:
     from benchmarks.max_length.combinations import resolved_for
-    from longctx.pictures import BACKEND_LOOKS, Bar, max_length_picture
-    from longctx.tiny import tiny_config
+    from longctx.model.tiny import tiny_config
+    from longctx.report.pictures import BACKEND_LOOKS, Bar, max_length_picture
 
     found = candidates(tiny_config(), MACHINE, presets=("balanced",))
     assert {(c.dims.ring, c.dims.ulysses, c.engine) for c in found if c.backend == "toy"} == {

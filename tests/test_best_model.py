@@ -89,7 +89,7 @@ EVALUATES = ["--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "4
     ],
 )
 def test_bad_input(flags, parts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
     given = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--output_dir", str(tmp_path)]
     assert main([*given, *flags]) == 2

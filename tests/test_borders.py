@@ -13,14 +13,14 @@ from longctx.attention.interface import longctx_attention
 from longctx.attention.kernels import block_backward, block_forward, choose
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
-from longctx.batch import AttentionContext, BatchLayout
-from longctx.guards import LARGEST_INT32, check_row_length
-from longctx.mesh import ParallelDims
-from longctx.metrics import StepMetrics, attention_work
+from longctx.model.tiny import tiny_config
 from longctx.packing.lookahead import LookAhead
-from longctx.shard import complete_position_ids
-from longctx.tiny import tiny_config
-from longctx.trainer import SequenceTrainer
+from longctx.sequence.batch import AttentionContext, BatchLayout
+from longctx.sequence.mesh import ParallelDims
+from longctx.sequence.shard import complete_position_ids
+from longctx.settings.machine_checks import LARGEST_INT32, check_row_length
+from longctx.training.metrics import StepMetrics, attention_work
+from longctx.training.trainer import SequenceTrainer
 from tests.test_attention import KINDS, dense_attention, make_inputs, relative_error, sharded_case, subgroups
 from tests.workers import run_ranks
 

@@ -21,14 +21,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from longctx.attention.cost import Arrangement, Device, Link, RingWork, Setup
+from longctx.attention.cost import PEAK_FLOPS, Arrangement, Device, Link, RingWork, Setup
 from longctx.attention.modelled import modelled_seconds, spent
-from longctx.memory import closed_form
-from longctx.memory.closed_form import MemorySetup, ModelSizes, predict, saved_by_layer
-from longctx.memory.report import GIB, PeakMemory
-from longctx.metrics import PEAK_FLOPS, StepMetrics, _peak_flops, attention_work
-from longctx.plan.simulate import simulate
-from longctx.step_time import Speeds, optimizer_seconds, step_time, weights_seconds
+from longctx.forecast import closed_form
+from longctx.forecast.closed_form import MemorySetup, ModelSizes, predict, saved_by_layer
+from longctx.forecast.simulate import simulate
+from longctx.forecast.step_time import Speeds, optimizer_seconds, step_time, weights_seconds
+from longctx.training.metrics import StepMetrics, _peak_flops, attention_work
+from longctx.training.peak_memory import GIB, PeakMemory
 from tests.workers import run_ranks
 
 CONFIG = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}
@@ -68,16 +68,16 @@ def read_metrics() -> dict:
     """On a rank of two, which share two micro-batches of one row: what is logged, after SECONDS and again after 1."""
     import torch.distributed as dist
 
-    from longctx.batch import BatchLayout
     from longctx.ring.planner import plan_ring
+    from longctx.sequence.batch import BatchLayout
 
     rank, now = dist.get_rank(), [100.0]
-    import longctx.memory.report
-    import longctx.metrics
+    import longctx.training.metrics
+    import longctx.training.peak_memory
 
-    longctx.metrics.time = SimpleNamespace(perf_counter=lambda: now[0])
+    longctx.training.metrics.time = SimpleNamespace(perf_counter=lambda: now[0])
     peak = ((3 + 3 * rank) * GIB, 7 * GIB, (10 - rank) * GIB, 0, 80 * GIB, 200 * GIB)
-    longctx.memory.report.PeakMemory.here = classmethod(lambda cls, device: peak)
+    longctx.training.peak_memory.PeakMemory.here = classmethod(lambda cls, device: peak)
     metrics = StepMetrics(
         sp=2, sp_rank=rank, config=LlamaConfig(**CONFIG), flops_per_token=6 * 2088, device=torch.device("cpu")
     )
@@ -130,8 +130,8 @@ def test_what_is_logged_of_two_ranks() -> None:
 
 def test_ulysses_ranks_share_pairs_equally() -> None:
     """And in a hybrid the two of a ring rank share those of that rank."""
-    from longctx.batch import BatchLayout
     from longctx.ring.planner import plan_ring
+    from longctx.sequence.batch import BatchLayout
 
     cu_seqlens = np.array([0, 6, 12, 16])
     without_ring = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=4, plan=None)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longctx.checkpoint.files import (
+from longctx.train import main
+from longctx.training.checkpoint.files import (
     CheckpointError,
     _digest_of,
     candidates,
@@ -26,9 +27,8 @@ from longctx.checkpoint.files import (
     take_place,
     writing,
 )
-from longctx.checkpoint.pieces import _zero_piece, pieces
-from longctx.checkpoint.states import StateReader, write_states
-from longctx.train import main
+from longctx.training.checkpoint.shards import _zero_piece, pieces
+from longctx.training.checkpoint.states import StateReader, write_states
 from tests.test_training import COMMON, LEARNING_RATE, make_documents, write_jsonl
 
 LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120]

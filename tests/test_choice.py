@@ -40,8 +40,8 @@ from longctx.attention.cost import (
     measure_link,
 )
 from longctx.attention.modelled import modelled_seconds
-from longctx.mesh import ParallelDims
-from longctx.tiny import tiny_model
+from longctx.model.tiny import tiny_model
+from longctx.sequence.mesh import ParallelDims
 from tests.workers import run_ranks
 
 ONE_LONG = 131_072

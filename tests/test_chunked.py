@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from longctx import parallelize
 from longctx.attention.operator import varlen_attention
-from longctx.attention.support import GATED_DELTA_MODELS
-from longctx.chunked import HostAttention
-from longctx.chunked.tiles import check_one_thread
-from longctx.tiny import tiny_model
+from longctx.layers.chunked import HostAttention
+from longctx.layers.chunked.tiles import check_one_thread
+from longctx.model.allow_list import GATED_DELTA_MODELS
+from longctx.model.tiny import tiny_model
 from tests.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
 from tests.workers import run_ranks
 

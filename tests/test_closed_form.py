@@ -20,9 +20,9 @@ from transformers import (
 
 from benchmarks import closed_form as published
 from benchmarks.published import CONFIGS, HELD_BACK, PUBLISHED
-from longctx.memory import closed_form
-from longctx.memory.closed_form import GB, MemorySetup, ModelSizes, max_length, predict, reach
-from longctx.memory.step import StepSettings, trace_training_step
+from longctx.forecast import closed_form
+from longctx.forecast.closed_form import GB, MemorySetup, ModelSizes, max_length, predict, reach
+from longctx.forecast.traced_step import StepSettings, trace_training_step
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}

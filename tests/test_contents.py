@@ -21,9 +21,9 @@ from longctx.data.cache import cache_folder
 from longctx.data.contents import content_digests
 from longctx.data.encoders import TextEncoder
 from longctx.data.tokenize import _fingerprint
-from longctx.identity import model_identity
-from longctx.model import load_config
-from longctx.tiny import tiny_tokenizer
+from longctx.model.load import load_config
+from longctx.model.tiny import tiny_tokenizer
+from longctx.training.fingerprint import model_identity
 
 
 @pytest.fixture(autouse=True)

@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import save_file
 from transformers import EarlyStoppingCallback, LlamaConfig, TrainerState
 
-from longctx.checkpoint.files import CheckpointError, Manifest, damage_named
-from longctx.checkpoint.soundness import check_side_files
-from longctx.checkpoint.states import StateReader
-from longctx.checkpoint.trainer import ResumableTrainer
-from longctx.config_file import check_tokenizer_files
-from longctx.confined import Bounds, Confined, OutOfBounds
 from longctx.data import DataError
 from longctx.data.json_records import _elements
 from longctx.data.text_files import _read_text
-from longctx.model_files import without_weights
-from longctx.regular_files import check_file
-from longctx.tied_head import _lazy_tensors
+from longctx.model.config_file import check_tokenizer_files
+from longctx.model.files import without_weights
+from longctx.model.tied_head import _lazy_tensors
+from longctx.training.checkpoint.files import CheckpointError, Manifest, damage_named
+from longctx.training.checkpoint.soundness import check_side_files
+from longctx.training.checkpoint.states import StateReader
+from longctx.training.checkpoint.trainer import ResumableTrainer
+from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
+from longctx.untrusted.files import check_file
 
 STATE = {"global_step": 1, "log_history": [], "stateful_callbacks": {"EarlyStoppingCallback": {"attributes": [1]}}}
 
@@ -65,7 +65,7 @@ def test_files_of_models(tmp_path, monkeypatch):
         _lazy_tensors(tmp_path / "model.safetensors", opened)
     with pytest.raises(ValueError, match=r"x cannot be opened: Not a directory"):
         check_file(tmp_path / "model.safetensors" / "x")
-    monkeypatch.setattr("longctx.model_files._MOST_IN_A_BUFFER", 1)
+    monkeypatch.setattr("longctx.model.files._MOST_IN_A_BUFFER", 1)
     with pytest.raises(ValueError, match=r"describes a buffer of .* and the limit is 1"):
         without_weights(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=8))
 

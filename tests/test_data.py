@@ -33,8 +33,8 @@ from longctx.data import (
     tokenize_stream,
     with_place,
 )
-from longctx.model import take_chat_template
-from longctx.tiny import tiny_model, tiny_tokenizer
+from longctx.model.load import take_chat_template
+from longctx.model.tiny import tiny_model, tiny_tokenizer
 
 VOCAB_SIZE = 272
 EOS = 256
@@ -935,7 +935,9 @@ def test_document_lengths() -> None:
 
 
 def test_import_is_light() -> None:
-    script = "import sys, longctx.data, longctx.tiny; print([m for m in ('trl', 'deepspeed') if m in sys.modules])"
+    script = (
+        "import sys, longctx.data, longctx.model.tiny; print([m for m in ('trl', 'deepspeed') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from longctx.data import DataError, load_records, tokenize_records
-from longctx.tiny import tiny_tokenizer
+from longctx.model.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 NAMES = itertools.count()

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import longctx
-from longctx import mesh, parallel
+from longctx import parallel
 from longctx.attention.kernels.blockwise import ShortDenseKernel
-from longctx.guards import check_kernels
-from longctx.mesh import select_device
-from longctx.tiny import tiny_model
+from longctx.model.tiny import tiny_model
+from longctx.sequence import mesh
+from longctx.sequence.mesh import select_device
+from longctx.settings.machine_checks import check_kernels
 
 CUDA = torch.device("cuda")
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longctx.checkpoint.files import candidates, check_files, checkpoints, read_manifest
+from longctx.training.checkpoint.files import candidates, check_files, checkpoints, read_manifest
 from tests.test_training import COMMON, make_documents, write_jsonl
 
 LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120]

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from longctx.attention.support import GATED_DELTA_MODELS
-from longctx.launch.engines import ENGINE_ENVIRONMENT
-from longctx.tiny import tiny_tokenizer
+from longctx.model.allow_list import GATED_DELTA_MODELS
+from longctx.model.tiny import tiny_tokenizer
+from longctx.training.engines import ENGINE_ENVIRONMENT
 from tests.reference import adamw_steps
 from tests.test_families import documents_loss
 from tests.test_models import CONFIG_MAPPING, FAMILIES

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.packing import balanced_order, shuffled_order
-from longctx.steps import StepLoader, StepSampler
+from longctx.training.data_order import StepLoader, StepSampler
 from tests.small_model import save_small_model
 from tests.test_steps import LAYOUTS, MODES, costs_of
 from tests.test_training import write_jsonl
@@ -153,10 +153,10 @@ def built_trainer(flags):
     """A trainer of this process as `longctx train` makes it, and its model."""
     from accelerate.state import AcceleratorState
 
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
     from longctx.run import build_trainer, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state(True)
     environment = dict(os.environ)
@@ -178,10 +178,10 @@ def train(flags, resume_from=None, num_steps=None):
     from accelerate.state import AcceleratorState
     from transformers import TrainerCallback
 
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
     from longctx.run import build_trainer, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state(True)
     environment = dict(os.environ)

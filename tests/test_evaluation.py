@@ -125,10 +125,10 @@ def trained(arguments):
     """A finished run on this process group."""
     from accelerate.state import AcceleratorState
 
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
     from longctx.run import fit, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state()
     prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.tiny import tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_model, tiny_tokenizer
 from tests.reference import adamw_steps, dense_loss
 from tests.softcuda.ranks import soft_environment
 
@@ -97,5 +97,5 @@ def test_an_example_is_short_and_needs_the_public_interface_only(script):
     text = script.read_text()
     assert len(text.splitlines()) < (120 if script == PREFERENCES else 80)
     modules = set(re.findall(r"^(?:from|import) (longctx[\w.]*)", text, re.MULTILINE))
-    assert modules == {"longctx", "longctx.collate", "longctx.data", "longctx.tiny"}
+    assert modules == {"longctx", "longctx.collate", "longctx.data", "longctx.model.tiny"}
     assert set(re.findall(r"longctx\.(\w+)\(", text)) == {"parallelize"}

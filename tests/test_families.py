@@ -17,15 +17,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.cost import Setup
-from longctx.attention.support import (
+from longctx.model.allow_list import (
     CAUSAL_MODELS,
     GATED_DELTA_MODELS,
     VISION_MODELS,
     UnsupportedModelError,
     check_model,
 )
-from longctx.model import load_config, load_model
-from longctx.tiny import tiny_tokenizer
+from longctx.model.load import load_config, load_model
+from longctx.model.tiny import tiny_tokenizer
 from longctx.train import main
 from longctx.ulysses.gated_delta import _convolve_documents
 from tests.reference import train_reference
@@ -65,7 +65,7 @@ def test_no_ring_runs_gated_delta_layers(model_type, backend):
 
 @pytest.mark.parametrize("backend", ["ring", "gather", "hybrid"])
 def test_the_command_line_refuses_rings_before_anything_starts(backend, folder, capsys, monkeypatch):
-    monkeypatch.setattr("longctx.launch.processes.spawn", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
     given = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "--sp", "2"]
     assert main([*given, "--sp_backend", backend]) == 2
     error = capsys.readouterr().err

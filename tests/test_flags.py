@@ -11,11 +11,11 @@ import pytest
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from longctx.config import DEMO, resolve
-from longctx.flags import SequenceArguments, parse_flags
-from longctx.launch.profile import read_profile
 from longctx.run import _first_step_report
-from longctx.supported import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT, REASONS
+from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import DEMO, resolve
+from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT, REASONS
 from longctx.train import main
 from tests.workers import run_ranks
 
@@ -24,7 +24,7 @@ OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
 
 
 def resolved(*arguments):
@@ -213,8 +213,8 @@ TABLES = {
 def test_every_flag_is_classified_once(name):
     tables = [table for table, names in TABLES.items() if name in names]
     assert len(tables) == 1, (
-        f"--{name} is in {tables or 'no table'} of longctx/supported.py. Find out whether it acts in SequenceTrainer "
-        "exactly as on one device, and enter it in one table."
+        f"--{name} is in {tables or 'no table'} of longctx/settings/trl_flags.py. Find out whether it acts in "
+        "SequenceTrainer exactly as on one device, and enter it in one table."
     )
 
 
@@ -424,7 +424,7 @@ def alone(arguments):
 
 def test_the_demo_runs_on_the_cpu_where_its_processes_have_no_gpu_each(monkeypatch):
     """The process that starts the others, and each of those, decide the same and say so."""
-    monkeypatch.setattr("longctx.config.device_count", lambda: 1)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
     group = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     for env in ({}, group):
         run = resolve(parse_flags(["--sp", "4"]), read_profile(dict(env)), env)
@@ -436,7 +436,7 @@ def test_the_demo_runs_on_the_cpu_where_its_processes_have_no_gpu_each(monkeypat
 
 @pytest.mark.parametrize("gpus", [2, 3])
 def test_the_demo_shares_a_sequence_over_the_gpus_that_a_launcher_has_taken(gpus, monkeypatch):
-    monkeypatch.setattr("longctx.config.device_count", lambda: gpus)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
     env = {"RANK": "1", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)}
     run = resolve(parse_flags(["--sp", "4"]), read_profile(dict(env)), env)
     assert (run.use_cpu, run.dims.sp) == (False, gpus)
@@ -461,7 +461,7 @@ def test_the_demos_closing_line_says_what_was_computed_in_bf16(bf16, said, monke
 
 def test_what_a_user_names_is_refused_instead(monkeypatch):
     """A model of one's own, or the device by its flag."""
-    monkeypatch.setattr("longctx.config.device_count", lambda: 1)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
     for named in (OWN, ["--use_cpu", "False"]):
         with pytest.raises(ValueError, match="4 processes on this machine need 4 GPUs, and 1 are visible"):
             resolved(*named, "--sp", "4")

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.profile import read_profile
-from longctx.memory.closed_form import predict
-from longctx.tiny import tiny_tokenizer
+from longctx.forecast.closed_form import predict
+from longctx.model.tiny import tiny_tokenizer
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from tests.reference import train_reference
 from tests.test_models import make_batch, make_model, stock_step
 from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, log_of, make_documents, relative, write_jsonl

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu.catalogue import OURS, QUICK, SLICES, TRLS, Catalogue
 from benchmarks.gpu.page import PAGE, write_page
 from benchmarks.gpu.probes import overlap
-from longctx.step_time import KERNELS
+from longctx.forecast.step_time import KERNELS
 from tests.softcuda.ranks import soft_environment
 
 DEVICE = {

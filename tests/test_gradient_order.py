@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longctx import parallelize
-from longctx.tiled_mlp import install_tiled_mlp
+from longctx.layers.tiled_mlp import install_tiled_mlp
 from tests.test_models import make_model
 
 SEQUENCES = {  # the small models are 32 wide, which is the length of an automatic tile

@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from longctx import turns
-from longctx.turns import first_ranks, gathered
-from longctx.watch import limit_waiting, speaks_after, watch
+from longctx.ranks import agreement
+from longctx.ranks.agreement import first_ranks, gathered
+from longctx.ranks.watchdog import limit_waiting, speaks_after, watch
 from tests.workers import run_ranks
 
 NCCL_ALONE = "cuda:nccl"
@@ -88,4 +88,4 @@ def test_objects_go_over_the_group_itself_where_it_has_a_cpu(monkeypatch):
     world = object()
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "new_group", lambda **_: pytest.fail("another group was made"))
-    assert turns._host_group(world) is world
+    assert agreement._host_group(world) is world

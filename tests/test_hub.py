@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from longctx.checkpoint.files import check_files, read_manifest
+from longctx.training.checkpoint.files import check_files, read_manifest
 from tests.hub import stand_in
 from tests.test_training import make_documents, write_jsonl
 

@@ -17,22 +17,22 @@ from datasets import Dataset, disable_caching, enable_caching
 from transformers import AutoTokenizer
 from trl.scripts.utils import DatasetConfig
 
-from longctx.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
-from longctx.checkpoint.trainer import _OPTIMIZATION
-from longctx.config import resolve
 from longctx.data import Mixture, load_records, tokenize_records
 from longctx.data.cache import cache_folder
 from longctx.data.chat import ChatEncoder
 from longctx.data.encoders import PretokenizedEncoder, TextEncoder
 from longctx.data.tokenize import encoder_key
-from longctx.flags import SequenceArguments, parse_flags
-from longctx.identity import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
-from longctx.launch.profile import read_profile
+from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.packing import PackedStream, Packing, pack_dataset, plan_packing
-from longctx.rows import _evaluation_settings, prepare_rows
 from longctx.run import _OF_A_NODE, _decided
-from longctx.supported import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
-from longctx.tiny import tiny_config, tiny_tokenizer
+from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
+from longctx.training.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
+from longctx.training.checkpoint.trainer import _OPTIMIZATION
+from longctx.training.dataset import _evaluation_settings, prepare_rows
+from longctx.training.fingerprint import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
 
 TEXTS = ["one", "two and more", "three " * 5, "", "five, five, five", "six", "seven " * 9, "eight"]
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
@@ -275,7 +275,7 @@ def test_a_streamed_mixture_is_known_by_every_field_of_its_entries(data):
 def PackedStreamOf(documents):
     """A stream of no documents, as `prepare_rows` gives one."""
     from longctx.data import MixedStream
-    from longctx.rows import StreamedRows
+    from longctx.training.dataset import StreamedRows
 
     return StreamedRows(documents=None, rows=PackedStream(MixedStream(documents, Mixture(names=())), 8))
 
@@ -345,7 +345,7 @@ def test_what_followed_from_settings_and_releases_has_to_agree(part, data, monke
 
 def rows_of(packing, documents, evaluation=None):
     from longctx.packing import PackedDataset, PackingReport
-    from longctx.rows import TrainingRows
+    from longctx.training.dataset import TrainingRows
 
     names = [field.name for field in fields(PackingReport) if field.type == "int"]
     report = PackingReport(strategy="bfd", overlong="split", **dict.fromkeys(names, 0))
@@ -503,7 +503,7 @@ PLANNED = {
 
 def test_plans_are_kept_under_everything_they_depend_on(data, tmp_path, monkeypatch):
     """And without packing under another key than with it, whatever the strategy is called."""
-    monkeypatch.setattr("longctx.rows.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("longctx.training.dataset.cache_folder", lambda: tmp_path)
     assert set(inspect.signature(plan_packing).parameters) == set(PLANNED)
     seen: set[str] = set()
     for name, changed in {"nothing": {}, **PLANNED, "packing": {"packing": "False"}}.items():

@@ -13,7 +13,7 @@ from longctx.attention.kernels import CpuFlashKernel, DenseKernel, merge
 from longctx.attention.kernels.check import make_entries
 from longctx.attention.kernels.entries import Rows
 from longctx.attention.operator import varlen_attention
-from longctx.loss import fused_token_outputs
+from longctx.layers.loss import fused_token_outputs
 from tests.test_attention import dense_attention
 from tests.test_loss import dense
 from tests.test_rounding import host_attention

@@ -22,19 +22,19 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-import longctx.host
+import longctx.sequence.host_tensors
 from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.guards import check_host_memory
-from longctx.host import SavedOnHost, allocates_host_memory
-from longctx.launch.engines import set_up_allocators, settle_deepspeed, settle_fsdp
-from longctx.launch.profile import read_profile
-from longctx.levers import PRESETS
-from longctx.memory.closed_form import MemorySetup, ModelSizes
-from longctx.memory.machine import available_host_memory
-from longctx.tiny import tiny_config
+from longctx.forecast.closed_form import MemorySetup, ModelSizes
+from longctx.forecast.machine_memory import available_host_memory
+from longctx.forecast.memory_options import PRESETS
+from longctx.model.tiny import tiny_config
+from longctx.sequence.host_tensors import SavedOnHost, allocates_host_memory
+from longctx.settings.flags import parse_flags
+from longctx.settings.machine_checks import check_host_memory
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.training.engines import set_up_allocators, settle_deepspeed, settle_fsdp
 from tests.reference import train_reference
 from tests.small_model import save_small_model
 from tests.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -46,7 +46,7 @@ TINY += ["--per_device_train_batch_size", "1"]
 
 @pytest.fixture(autouse=True)
 def no_devices(monkeypatch):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
 
 
 def resolved(*flags, env=None):
@@ -156,7 +156,7 @@ def test_offloading_of_a_deepspeed_file_is_ours(tmp_path):
 
 
 def test_fsdp1_has_the_levers_that_leave_layers_as_they_are(monkeypatch):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 2)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "RANK": "0", "WORLD_SIZE": "2"}
 
     def on_gpus(*flags):
@@ -270,8 +270,10 @@ def test_what_autograd_saves_waits_on_the_host(monkeypatch):
 
 
 def test_attention_that_checkpoints_keep_waits_there_too(monkeypatch):
-    made, empty = [], longctx.host.host_empty
-    monkeypatch.setattr("longctx.host.host_empty", lambda *shape, **k: made.append(shape) or empty(*shape, **k))
+    made, empty = [], longctx.sequence.host_tensors.host_empty
+    monkeypatch.setattr(
+        "longctx.sequence.host_tensors.host_empty", lambda *shape, **k: made.append(shape) or empty(*shape, **k)
+    )
     weight = torch.randn(16, 16, requires_grad=True)
 
     def layer(x):

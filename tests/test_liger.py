@@ -10,9 +10,9 @@ import json
 
 import pytest
 
-from longctx.liger import BOUNDS, LIGER_MODELS, describe_liger, fuses_layers, liger_parts
-from longctx.memory.closed_form import predict
-from longctx.model import load_config
+from longctx.forecast.closed_form import predict
+from longctx.layers.liger import BOUNDS, LIGER_MODELS, describe_liger, fuses_layers, liger_parts
+from longctx.model.load import load_config
 from tests.reference import train_reference
 from tests.test_flags import resolved
 from tests.test_models import FAMILIES, TOLERANCE
@@ -188,7 +188,7 @@ def test_training_equals_itself_without_liger(name, tolerance, models, tmp_path)
 
 
 def test_on_a_gpu_the_run_says_what_liger_computes(monkeypatch, tmp_path):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 2)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
     run = resolved("--use_liger_kernel", "True", "--output_dir", str(tmp_path))
     says = "RMSNorm, SwiGLU, rotary embeddings by Liger's Triton kernels; the loss is longctx's own"
     assert any(line.startswith(f"liger     {says}") for line in run.describe())
@@ -200,7 +200,7 @@ def test_on_a_gpu_the_run_says_what_liger_computes(monkeypatch, tmp_path):
 
 
 def test_the_forecast_has_fewer_bytes_with_liger(monkeypatch):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 2)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
     setups = [resolved(*flags).memory_setup(1) for flags in (("--use_liger_kernel", "True"), ())]
     with_liger, without = (sum(predict(setup, 100_000).device.values()) for setup in setups)
     assert with_liger < without
@@ -212,7 +212,7 @@ def test_the_cpu_is_refused(refusal):
 
 
 def test_a_missing_liger_is_refused(refusal, monkeypatch):
-    monkeypatch.setattr("longctx.config.LIGER_VERSIONS", {"liger-kernel-of-tomorrow": "9.0"})
+    monkeypatch.setattr("longctx.settings.resolve.LIGER_VERSIONS", {"liger-kernel-of-tomorrow": "9.0"})
     error = refusal("--model_name_or_path", "tiny", "--use_liger_kernel", "True")
     assert (
         "liger-kernel-of-tomorrow is not installed and --use_liger_kernel needs 9.0 or later. Run pip install" in error

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.liger import BOUNDS
+from longctx.layers.liger import BOUNDS
 from tests.workers import run_ranks
 
 CAPABILITIES = (80, 90, 100)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import longctx
 from longctx.collate import SequenceCollator
-from longctx.tiny import tiny_model
+from longctx.model.tiny import tiny_model
 from tests.workers import run_ranks
 
 LENGTHS = [40, 3, 101, 1, 17, 64]
@@ -114,7 +114,7 @@ def wrapped(engine, model):
     if engine == "deepspeed":
         import deepspeed
 
-        from longctx.launch.engines import _start_deepspeed_on_gloo, stay_on_cpu
+        from longctx.training.engines import _start_deepspeed_on_gloo, stay_on_cpu
 
         stay_on_cpu()
         _start_deepspeed_on_gloo()

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-import longctx.loss
-from longctx.loss import PLAIN, TILE_BYTES, LogitScaling, TokenOutputs, fuse_head, fused_token_outputs
+import longctx.layers.loss
+from longctx.layers.loss import PLAIN, TILE_BYTES, LogitScaling, TokenOutputs, fuse_head, fused_token_outputs
 from tests.reference import train_reference
 from tests.small_model import save_small_model
 from tests.test_models import FAMILIES, LENGTHS, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
@@ -174,8 +174,8 @@ def test_hidden_states_in_host_memory(monkeypatch):
         made.append(real(*shape, **kwargs).fill_(torch.nan))  # every row must be written
         return made[-1]
 
-    real = longctx.loss.host_empty
-    monkeypatch.setattr(longctx.loss, "host_empty", host_empty)
+    real = longctx.layers.loss.host_empty
+    monkeypatch.setattr(longctx.layers.loss, "host_empty", host_empty)
     *leaves, targets = make_inputs()
     for kind in ("summed", "weighted"):
         outputs = [
@@ -253,13 +253,13 @@ def test_head_of_every_family_equals_stock_transformers(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])  # a head of its own, and one tied to the embeddings
 def test_head_after_layers_that_leave_their_output_in_host_memory(family, monkeypatch):
-    real, shapes = longctx.loss.host_empty, []
+    real, shapes = longctx.layers.loss.host_empty, []
 
     def host_empty(*shape, **kwargs):
         shapes.append(shape)
         return real(*shape, **kwargs)
 
-    monkeypatch.setattr(longctx.loss, "host_empty", host_empty)
+    monkeypatch.setattr(longctx.layers.loss, "host_empty", host_empty)
     compare_with_stock(family, sequence_chunk_size=8)
     assert shapes == [(1, sum(LENGTHS), make_model(family).config.hidden_size)]  # the gradient of its input
 
@@ -278,7 +278,7 @@ def test_labels_that_change_after_the_cut_count(labels):
             targets[targets == -100] = 5
             targets[:, :4] = -100
         outputs = model(**shard.inputs, shift_labels=targets, token_outputs=True)
-        expected = longctx.loss.token_losses(model(**shard.inputs).logits, targets)
+        expected = longctx.layers.loss.token_losses(model(**shard.inputs).logits, targets)
     assert torch.equal(outputs.losses != 0, targets != -100)
     torch.testing.assert_close(outputs.losses, expected)  # fp32, sums in another order
 

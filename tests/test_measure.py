@@ -18,10 +18,10 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.step_time import HERE
 from longctx.attention.cost import DEVICES
-from longctx.memory.closed_form import MemorySetup, ModelSizes
+from longctx.forecast.closed_form import MemorySetup, ModelSizes
+from longctx.forecast.step_time import Speeds, step_time
+from longctx.model.tiny import tiny_tokenizer
 from longctx.plan import measure
-from longctx.step_time import Speeds, step_time
-from longctx.tiny import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longctx.advice import LEVERS, out_of_memory_explained
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.profile import read_profile
-from longctx.memory.closed_form import MemorySetup, ModelSizes, max_length, predict
-from longctx.memory.machine import host_bytes
-from longctx.memory.report import GIB, MemoryWarnings, PeakMemory, how_far, is_out_of_memory, tokens
-from longctx.metrics import StepMetrics
-from longctx.tiny import tiny_config
+from longctx.forecast.closed_form import MemorySetup, ModelSizes, max_length, predict
+from longctx.forecast.machine_memory import host_bytes
+from longctx.model.tiny import tiny_config
+from longctx.report.memory_advice import LEVERS, out_of_memory_explained
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.training.metrics import StepMetrics
+from longctx.training.peak_memory import GIB, MemoryWarnings, PeakMemory, how_far, is_out_of_memory, tokens
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -240,7 +240,7 @@ def test_every_lever_is_a_flag() -> None:
 SHORT_OF_MEMORY = """
 import resource, sys
 import deepspeed, torch, trl
-import longctx.advice, longctx.run
+import longctx.report.memory_advice, longctx.run
 from longctx.train import main
 taken = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30),) * 2)

@@ -12,12 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from longctx.host import host_memory
-from longctx.loss import TILE_BYTES
-from longctx.memory import step
-from longctx.memory import trace as trace_module
-from longctx.memory.step import StepSettings, fsdp2, row_of, trace_training_step
-from longctx.memory.trace import (
+from longctx.forecast import memory_trace as trace_module
+from longctx.forecast import traced_step as step
+from longctx.forecast.memory_trace import (
     ACTIVATIONS,
     CATEGORIES,
     GATHERED,
@@ -29,8 +26,11 @@ from longctx.memory.trace import (
     MemoryTrace,
     MemoryTracer,
 )
+from longctx.forecast.traced_step import StepSettings, fsdp2, row_of, trace_training_step
+from longctx.layers.loss import TILE_BYTES
+from longctx.model.tiny import tiny_config, tiny_model
 from longctx.parallel import parallelize
-from longctx.tiny import tiny_config, tiny_model
+from longctx.sequence.host_tensors import host_memory
 from tests.workers import run_ranks
 
 SP, LENGTH, VOCAB, HIDDEN = 4, 65536, 131072, 32
@@ -42,7 +42,7 @@ WIDTH = (HEADS + 2 * KEY_VALUE_HEADS) * HEAD_DIM
 """Queries, keys and values of a token, which Ulysses exchanges together: the widest that a layer makes of it."""
 BOUND = 4 * max(LOCAL * max(WIDTH, INTERMEDIATE), VOCAB * HIDDEN + HIDDEN)
 """Bytes of the largest tensor in a step: one of S/sp tokens, as wide as said, or what FSDP2 gathers at once, in fp32.
-In the head, a tile's logits, `longctx.loss.TILE_BYTES`."""
+In the head, a tile's logits, `longctx.layers.loss.TILE_BYTES`."""
 
 
 def _config() -> Qwen3Config:

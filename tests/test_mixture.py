@@ -17,8 +17,8 @@ import pytest
 from datasets import Dataset
 
 from longctx.data import MixedStream, Mixture, load_records, mix, stream_records, tokenize_records, tokenize_stream
+from longctx.model.tiny import tiny_tokenizer
 from longctx.packing import PackedStream
-from longctx.tiny import tiny_tokenizer
 from longctx.train import main
 from tests.test_resume import run_all, values, weights
 from tests.test_training import COMMON, make_documents, relative

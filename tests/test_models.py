@@ -12,9 +12,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
 
 from longctx import parallelize
-from longctx.attention.support import CAUSAL_MODELS, GATED_DELTA_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
-from longctx.metrics import _peak_flops
-from longctx.model import load_config, load_model
+from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
+from longctx.model.load import load_config, load_model
+from longctx.training.metrics import _peak_flops
 from tests.workers import run_ranks
 
 LENGTHS = [9, 1, 14, 5, 3]  # 32 tokens: no padding for 2 ranks

@@ -91,11 +91,11 @@ def run_cases(cases):
     from accelerate.state import AcceleratorState
     from torch.distributed.fsdp import FSDPModule
 
-    from longctx.adapter import add_adapter
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
+    from longctx.model.adapter import add_adapter
     from longctx.run import fit, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     environment, results = dict(os.environ), {}
     for case, arguments in cases.items():
@@ -211,7 +211,7 @@ def test_peft_that_is_missing_or_old(found, says, refusal, monkeypatch):
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr("longctx.config.version", version)
+    monkeypatch.setattr("longctx.settings.resolve.version", version)
     error = refusal("--model_name_or_path", "tiny")
     assert says in error
     assert "--use_peft" in error
@@ -220,6 +220,6 @@ def test_peft_that_is_missing_or_old(found, says, refusal, monkeypatch):
 
 def test_dropout_is_off_unless_asked_for(folder, monkeypatch, capsys):
     """TRL's default is 0.05: another value than TRL's is printed."""
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     assert main(["--dataset_name", "stdlib", "--model_name_or_path", folder, "--use_peft", "--dry_run"]) == 0
     assert "--lora_dropout 0.0 (TRL: 0.05)" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from longctx.pictures import (
+from longctx.report.pictures import (
     Bar,
     Point,
     Stack,

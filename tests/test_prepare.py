@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import longctx.data.encoders
-import longctx.rows
-from longctx.checkpoint.trainer import _OPTIMIZATION
-from longctx.identity import column_arrays, digest
+import longctx.training.dataset
 from longctx.packing import Packing, load_plan, plan_packing, save_plan
 from longctx.train import main
+from longctx.training.checkpoint.trainer import _OPTIMIZATION
+from longctx.training.fingerprint import column_arrays, digest
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +125,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 def run_flags(tmp_path, monkeypatch):
     """Flags of a small run on text, with a cache of its own."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"{i} " * (20 + 7 * i)}) + "\n" for i in range(40)))
     flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), "--max_length", "256"]
@@ -141,7 +141,7 @@ def plans(tmp_path):
 
 
 def test_prepare_only_prints_the_report_and_loads_no_weights(run_flags, tmp_path, monkeypatch, capsys):
-    for target in ("longctx.run.load_model", "longctx.launch.processes.spawn", "torch.distributed.init_process_group"):
+    for target in ("longctx.run.load_model", "longctx.launch.spawn.spawn", "torch.distributed.init_process_group"):
         monkeypatch.setattr(target, never)
     assert main([*run_flags, "--prepare_only", "--sp", "4"]) == 0
     output = capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_prepare_only_prints_the_report_and_loads_no_weights(run_flags, tmp_path
 def test_prepare_only_on_other_local_ranks_is_over_at_once(run_flags, tmp_path, monkeypatch, capsys):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("longctx.rows.prepare_rows", never)
+    monkeypatch.setattr("longctx.training.dataset.prepare_rows", never)
     assert main([*run_flags, "--prepare_only"]) == 0
     assert capsys.readouterr().out == ""
 
@@ -180,7 +180,7 @@ def test_a_later_run_neither_tokenises_nor_plans(run_flags, tmp_path, monkeypatc
     written = before.stat().st_mtime_ns
     monkeypatch.setattr(longctx.data.encoders.Encoder, "__call__", never)
     with monkeypatch.context() as patch:
-        patch.setattr(longctx.rows, "plan_packing", never)
+        patch.setattr(longctx.training.dataset, "plan_packing", never)
         assert main([*run_flags, "--prepare_only"]) == 0
         assert main([*run_flags, "--max_steps", "1", "--report_to", "none", "--save_strategy", "no"]) == 0
     assert before.stat().st_mtime_ns == written
@@ -195,7 +195,7 @@ def test_a_later_run_neither_tokenises_nor_plans(run_flags, tmp_path, monkeypatc
 def test_other_documents_and_tokenizers_have_other_plans(run_flags, tmp_path):
     from transformers import AutoTokenizer
 
-    from longctx.tiny import tiny_config, tiny_tokenizer
+    from longctx.model.tiny import tiny_config, tiny_tokenizer
 
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     tiny_config().save_pretrained(tmp_path / "model")
@@ -298,7 +298,7 @@ def free_port():
 
 
 def outcome(function, *arguments):
-    from longctx.turns import RefusedTogether
+    from longctx.ranks.agreement import RefusedTogether
 
     start = time.monotonic()
     try:
@@ -312,8 +312,8 @@ def outcome(function, *arguments):
 
 def wait_for_slow_first_rank(port, folder):
     """Every case in one process group; {case: (result, seconds)}."""
-    from longctx import turns, watch
-    from longctx.turns import first_rank_first, together
+    from longctx.ranks import agreement, watchdog
+    from longctx.ranks.agreement import first_rank_first, together
 
     rank = short_group(port)
     finished = Path(folder, "finished")
@@ -345,10 +345,10 @@ def wait_for_slow_first_rank(port, folder):
     results["fails"] = outcome(first_rank_first, fails, folder)
     results["crashes"] = outcome(first_rank_first, crashes, folder)
     results["second fails"] = outcome(together, second_fails)
-    usual = turns.SILENCE_SECONDS, watch.BEAT_SECONDS
-    turns.SILENCE_SECONDS, watch.BEAT_SECONDS = 1.5, 60 if rank == 0 else 0.3
+    usual = agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS
+    agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS = 1.5, 60 if rank == 0 else 0.3
     results["silent"] = outcome(first_rank_first, lambda: time.sleep(4 if rank == 0 else 0), folder)
-    turns.SILENCE_SECONDS, watch.BEAT_SECONDS = usual
+    agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS = usual
     results["after all"] = outcome(together, lambda: rank)
     return results
 
@@ -377,7 +377,7 @@ def test_ranks_wait_for_the_first_beyond_the_time_out_and_end_with_it(tmp_path):
 
 def prepare_on_two_nodes(port, folder):
     """Rank 0 on one node, ranks 1 and 2 on another, each with a disk of its own behind the same relative path."""
-    from longctx.turns import first_rank_first
+    from longctx.ranks.agreement import first_rank_first
 
     rank = short_group(port)
     node = Path(folder, "first" if rank == 0 else "second")

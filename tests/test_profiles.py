@@ -20,10 +20,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.processes import find_profile, relaunch, shipped_configs
-from longctx.launch.profile import read_profile
+from longctx.settings.flags import parse_flags
+from longctx.settings.launcher import find_profile, relaunch, shipped_configs
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from tests.workers import run_ranks
 
 REPOSITORY = Path(__file__).parent.parent
@@ -197,7 +197,7 @@ def test_hybrid_profile_carries_fsdp2_and_its_run_yaml_the_degrees(launch):
 
 
 def test_demo_yaml_is_the_demo_preset():
-    from longctx.config import DEMO
+    from longctx.settings.resolve import DEMO
 
     assert yaml.safe_load((CONFIGS / "run/demo.yaml").read_text()) == DEMO
 
@@ -294,7 +294,9 @@ def test_wheel_holds_the_profiles(tmp_path):
     wheels, target = tmp_path / "wheels", tmp_path / "target"
     _check_call([*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", str(wheels)], cwd=tmp_path / "source")
     _check_call([*pip, "install", "--no-deps", "--target", str(target), str(next(wheels.glob("*.whl")))], cwd=tmp_path)
-    look_up = "from longctx.launch.processes import find_profile as f; print(f('zero3')); print(f('zero3').read_text())"
+    look_up = (
+        "from longctx.settings.launcher import find_profile as f; print(f('zero3')); print(f('zero3').read_text())"
+    )
     env = os.environ | {"PYTHONPATH": str(target)}
     path, _, text = _check_call([sys.executable, "-c", look_up], cwd=tmp_path, env=env).partition("\n")
     assert Path(path) == target / "longctx/configs/zero3.yaml"
@@ -446,7 +448,7 @@ def test_default_config_left_behind_works(kind, default_config):
 
 
 def test_use_cpu_of_a_default_config_is_ours(default_config, monkeypatch):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 8)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 8)
     assert resolve_launched(default_config("NO"), TINY).use_cpu
 
 

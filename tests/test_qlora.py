@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from longctx.memory.closed_form import ModelSizes
-from longctx.model import load_config, load_model
+from longctx.forecast.closed_form import ModelSizes
+from longctx.model.load import load_config, load_model
 from longctx.train import main
 from tests.reference import dense_loss, train_reference
 from tests.small_model import save_small_model
@@ -127,7 +127,7 @@ REFUSED = {
 
 @pytest.fixture
 def refusal(refusal, monkeypatch):
-    monkeypatch.setattr("longctx.config.QLORA_VERSIONS", {})
+    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
     return partial(refusal, "--load_in_4bit", "True")
 
 

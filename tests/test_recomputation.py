@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import longctx
 from longctx.attention.interface import longctx_attention
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
-from longctx.tiny import tiny_model
+from longctx.model.tiny import tiny_model
 from tests.test_borders import a_context
 from tests.test_chunked import chunked_errors
 from tests.test_models import TOLERANCE

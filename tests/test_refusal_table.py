@@ -17,46 +17,46 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
-from longctx.adapter import check_adapter
 from longctx.attention.choice import choose_backend
 from longctx.attention.interface import longctx_attention
 from longctx.attention.operator import varlen_attention
-from longctx.checkpoint.files import Manifest, read_manifest, write_manifest
-from longctx.checkpoint.states import StateReader, _parts
-from longctx.chunked.layer import _chunk_of
-from longctx.chunked.model import install_chunked
 from longctx.collate.sequence import _varlen_arguments
-from longctx.config import resolve
 from longctx.data import DocumentStream, Mixture, load_records, stdlib_files, tokenize_records
 from longctx.data.columns import arrow_table, token_columns
 from longctx.data.contents import file_state
 from longctx.data.encoders import TextEncoder
 from longctx.data.mixing import _order, _part, _Reader
-from longctx.flags import parse_flags
+from longctx.forecast.closed_form import MemorySetup, reach
+from longctx.forecast.documents import drawn_from
+from longctx.forecast.memory_trace import MemoryTracer
+from longctx.forecast.traced_step import StepSettings, fake_process_group
 from longctx.launch.network import choose_interface
-from longctx.launch.profile import read_profile
 from longctx.launch.slurm import first_host
-from longctx.memory.closed_form import MemorySetup, reach
-from longctx.memory.step import StepSettings, fake_process_group
-from longctx.memory.trace import MemoryTracer
-from longctx.mesh import ParallelDims
-from longctx.model import _config_errors, load_config, load_model
-from longctx.model_files import _parameters
+from longctx.layers.chunked.layer import _chunk_of
+from longctx.layers.chunked.model import install_chunked
+from longctx.layers.tiled_mlp import install_tiled_mlp
+from longctx.model.adapter import check_adapter
+from longctx.model.files import _parameters
+from longctx.model.load import _config_errors, load_config, load_model
+from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.packing import plan_packing
 from longctx.parallel import _documents, parallelize
-from longctx.plan.documents import drawn_from
 from longctx.ring.attention import ring_schedule
 from longctx.ring.planner import plan_ring
 from longctx.ring.transport import check_shard
-from longctx.rows import _template
-from longctx.tiled_mlp import install_tiled_mlp
-from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.sequence.mesh import ParallelDims
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from longctx.train import main
-from longctx.trainer import SequenceTrainer
+from longctx.training.checkpoint.files import Manifest, read_manifest, write_manifest
+from longctx.training.checkpoint.states import StateReader, _parts
+from longctx.training.dataset import _template
+from longctx.training.trainer import SequenceTrainer
 from longctx.ulysses.attention import ulysses_attention
 from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import _Heads, check_stride
-from longctx.verify.subject import check_engine, telling_rows
+from longctx.verify.setup import check_engine, telling_rows
 from tests import refusals
 from tests.test_by_hand import MODEL
 from tests.test_choice import QWEN3_8B, a_setup
@@ -477,7 +477,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("case", COMMANDS)
 def test_command_lines_that_cannot_be_exact_are_refused(case, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     flags, words = COMMANDS[case]

@@ -13,8 +13,8 @@ import pytest
 from accelerate.state import AcceleratorState
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from longctx.attention.support import check_model
-from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.model.allow_list import check_model
+from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.train import main
 
 OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
@@ -23,8 +23,8 @@ OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
 @pytest.fixture(autouse=True)
 def single_process(monkeypatch, tmp_path):
     """No GPU and no launcher, nothing is spawned, no weights are read, no trace is left."""
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.launch.processes.spawn", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
     monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_dp_replicate_does_not_divide(refused):
 
 
 def test_more_ranks_than_devices(refused, monkeypatch):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 2)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
     refused(*OWN, "--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -290,7 +290,7 @@ def test_offloading_that_the_zero_stage_does_not_have(device, stage, parts, refu
 
 
 def test_host_memory_that_is_not_there(refused, monkeypatch):
-    monkeypatch.setattr("longctx.config.available_host_memory", lambda: 2**30)
+    monkeypatch.setattr("longctx.settings.resolve.available_host_memory", lambda: 2**30)
     offloads = [*OWN, *RING, "--activation_offloading", "True", "--per_device_train_batch_size", "1"]
     assert main([*offloads, "--max_length", "65536", "--dry_run"]) == 0
     refused(
@@ -302,9 +302,9 @@ def test_host_memory_that_is_not_there(refused, monkeypatch):
 
 def test_disk_and_op_that_are_not_there(refused, monkeypatch, tmp_path):
     flags = [*OWN, *ULYSSES, "--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", str(tmp_path)]
-    monkeypatch.setattr("longctx.guards._has_async_io", lambda use_cpu: False)
+    monkeypatch.setattr("longctx.settings.machine_checks._has_async_io", lambda use_cpu: False)
     refused(*flags, parts=("nvme", "async_io", "libaio-dev", "ds_report"))
-    monkeypatch.setattr("longctx.guards.shutil.disk_usage", lambda folder: FullDisk)
+    monkeypatch.setattr("longctx.settings.machine_checks.shutil.disk_usage", lambda folder: FullDisk)
     refused(*flags, parts=(f"--offload_optimizer_nvme_path {tmp_path}", "0.0 GiB free"))
 
 
@@ -356,13 +356,17 @@ def test_tensor_parallel_profile(refused, launched_by_accelerate):
 )
 def test_package_versions_below_the_minimum(package, arguments, refused, monkeypatch):
     installed = importlib.metadata.version
-    monkeypatch.setattr("longctx.config.version", lambda name: "0.1.2" if name == package else installed(name))
+    monkeypatch.setattr(
+        "longctx.settings.resolve.version", lambda name: "0.1.2" if name == package else installed(name)
+    )
     refused(*arguments, parts=(f"{package} 0.1.2 is installed", " needs ", f"pip install -U '{package}>="))
 
 
 def test_a_backend_asks_only_for_what_it_needs(monkeypatch):
     installed = importlib.metadata.version
-    monkeypatch.setattr("longctx.config.version", lambda name: "0.1.2" if name == "deepspeed" else installed(name))
+    monkeypatch.setattr(
+        "longctx.settings.resolve.version", lambda name: "0.1.2" if name == "deepspeed" else installed(name)
+    )
     assert main(["--sp", "2", "--sp_backend", "ring", "--dry_run"]) == 0
 
 
@@ -529,7 +533,7 @@ def test_pad_token_that_the_model_lacks(tmp_path, refused):
 
 
 def test_weights_that_are_not_there(tmp_path, folder_without_weights, refused, monkeypatch):
-    from longctx.model import load_model
+    from longctx.model.load import load_model
 
     monkeypatch.setattr("longctx.run.load_model", load_model)
     (tmp_path / "data.jsonl").write_text(lines(*TEXT))
@@ -541,7 +545,7 @@ def test_weights_of_which_some_are_missing(tmp_path):
     """transformers draws them at random, with a warning."""
     from safetensors.torch import load_file, save_file
 
-    from longctx.model import load_config, load_model
+    from longctx.model.load import load_config, load_model
 
     tiny_model().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -564,7 +568,7 @@ def test_data_that_cannot_be_read(tmp_path, folder_without_weights, refused):
 
 TIMED = """
 import runpy, sys, time
-import longctx.config, longctx.flags, longctx.run, longctx.launch.processes
+import longctx.settings.resolve, longctx.settings.flags, longctx.run, longctx.launch.spawn
 start = time.monotonic()
 try:
     runpy.run_module("longctx.train", run_name="__main__")

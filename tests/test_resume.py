@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from longctx.turns import RefusedTogether, together
+from longctx.ranks.agreement import RefusedTogether, together
 from tests.small_model import save_small_model
 from tests.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -35,10 +35,10 @@ def log_of(arguments):
     """The whole log of a run."""
     from accelerate.state import AcceleratorState
 
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
     from longctx.run import fit, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state()
     environment = dict(os.environ)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longctx.rope import extended, parse_rope_scaling
-from longctx.tiny import tiny_config
+from longctx.model.rope import extended, parse_rope_scaling
+from longctx.model.tiny import tiny_config
 from longctx.train import main
 from tests.reference import train_reference
 from tests.small_model import save_small_model
@@ -55,10 +55,10 @@ def scaled_by_hand(folder, rope_parameters, copy):
 
 def run_cases(cases, resumed):
     """Logs of each case, and what the run that goes on with another scaling is refused with."""
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
     from longctx.run import prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
     from tests import test_training
 
     results = test_training.run_cases(cases)
@@ -239,7 +239,7 @@ def test_a_dry_run_says_what_becomes_of_the_context(folder, tmp_path, capsys):
 
 
 def test_a_plan_takes_it_and_hands_it_on(capsys):
-    from longctx.plan.__main__ import main as plan
+    from longctx.plan import main as plan
 
     assert tiny_config().rope_parameters["rope_type"] == "default"
     flags = ["--model_name_or_path", "tiny", "--gpus", "2", "--no_calibration", "--max_length", "2097152"]

@@ -19,14 +19,14 @@ import longctx
 from longctx.attention.kernels import DenseKernel, choose
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import LocalSchedule, attend
-from longctx.batch import BatchLayout
-from longctx.chunked import HostAttention
-from longctx.chunked.tiles import ParameterGradients
-from longctx.loss import TokenOutputs, fused_token_outputs, token_losses
-from longctx.metrics import StepMetrics
+from longctx.layers.chunked import HostAttention
+from longctx.layers.chunked.tiles import ParameterGradients
+from longctx.layers.loss import TokenOutputs, fused_token_outputs, token_losses
+from longctx.model.tiny import tiny_model
 from longctx.ring import plan_ring, ring_attention
 from longctx.ring.attention import ring_schedule
-from longctx.tiny import tiny_model
+from longctx.sequence.batch import BatchLayout
+from longctx.training.metrics import StepMetrics
 from longctx.ulysses.gated_delta import gated_delta_layers
 from longctx.ulysses.head_chunks import HeadChunks, _Heads
 from tests.test_attention import make_inputs

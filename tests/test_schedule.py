@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import SchedulerType
 from trl import SFTConfig
 
-from longctx.schedule import check_learning_rates
+from longctx.training.schedule import check_learning_rates
 from tests.small_model import save_small_model
 from tests.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -42,10 +42,10 @@ TRAINED = "cosine_with_min_lr"
 
 def rates_of_all(cases):
     """{engine: (rates in a log, {schedule: (rates of every step and group, the same when resumed after step 3)})}."""
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
     from longctx.run import fit, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     rates = {}
     for engine, (stage, arguments) in cases.items():
@@ -229,7 +229,7 @@ WARNED = {
 def test_learning_rates_that_train_little_are_said(case, caplog, clean_state, tmp_path):
     settings, message = WARNED[case]
     args = SFTConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "learning_rate": 1e-3, **settings})
-    with caplog.at_level(logging.WARNING, logger="longctx.schedule"):
+    with caplog.at_level(logging.WARNING, logger="longctx.training.schedule"):
         check_learning_rates(args, 4)
     assert message in caplog.text
     assert bool(caplog.text) == bool(message)

@@ -18,7 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.fuzz import main as fuzz
-from longctx.checkpoint.files import (
+from longctx.data import DataError, load_records, tokenize_records
+from longctx.model.load import load_config, load_model, load_tokenizer
+from longctx.model.tiny import tiny_tokenizer
+from longctx.train import main
+from longctx.training.checkpoint.files import (
     CheckpointError,
     Manifest,
     check_files,
@@ -26,10 +30,6 @@ from longctx.checkpoint.files import (
     read_manifest,
     write_manifest,
 )
-from longctx.data import DataError, load_records, tokenize_records
-from longctx.model import load_config, load_model, load_tokenizer
-from longctx.tiny import tiny_tokenizer
-from longctx.train import main
 
 ROOT = Path(__file__).parents[1]
 

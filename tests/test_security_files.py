@@ -14,11 +14,11 @@ from pathlib import Path
 import datasets
 import pytest
 
-from longctx.checkpoint.files import CheckpointError, read_manifest
 from longctx.data import DataError, load_records
-from longctx.identity import _data_files_identity
-from longctx.model import load_config, load_tokenizer
-from longctx.regular_files import matching_files
+from longctx.model.load import load_config, load_tokenizer
+from longctx.training.checkpoint.files import CheckpointError, read_manifest
+from longctx.training.fingerprint import _data_files_identity
+from longctx.untrusted.files import matching_files
 from tests.test_security import checkpoint, load
 
 MIB = 1 << 20

@@ -13,9 +13,9 @@ from benchmarks import scaling
 from benchmarks.published import CONFIGS
 from longctx.attention.choice import assumed_documents
 from longctx.attention.cost import Link, RingWork
-from longctx.memory.closed_form import MemorySetup, ModelSizes
-from longctx.plan.simulate import SimulatedStep, simulate
-from longctx.step_time import Speeds, step_time, weights_seconds
+from longctx.forecast.closed_form import MemorySetup, ModelSizes
+from longctx.forecast.simulate import SimulatedStep, simulate
+from longctx.forecast.step_time import Speeds, step_time, weights_seconds
 
 LLAMA = ModelSizes.of_config(CONFIGS["meta-llama/Llama-3.1-8B"])
 SPEEDS = Speeds.of("H100", "flash-attn 3")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
-from longctx.loss import fused_token_outputs
+from longctx.layers.loss import fused_token_outputs
 from tests.reference import train_reference
 from tests.test_training import (
     COMMON,

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from longctx import parallelize
 from longctx.attention.cost import DEVICES
 from longctx.attention.kernels.varlen import AtenFlashKernel
-from longctx.mesh import ParallelDims, select_device, sequence_groups
+from longctx.forecast.step_time import Speeds
 from longctx.plan import measure
 from longctx.ring.transport import PeerToPeer
-from longctx.step_time import Speeds
+from longctx.sequence.mesh import ParallelDims, select_device, sequence_groups
 from tests import parity_page, test_evaluation
 from tests.reference import train_reference
 from tests.softcuda.ranks import soft_environment
@@ -180,7 +180,7 @@ def test_training_on_soft_gpus_equals_one_process(runs, models, tmp_path, docume
 def first_hop(meets: bool) -> list[float]:
     """What this rank of three has received, when the first alone has something to send, to the second."""
     device = select_device(torch.device("cuda", dist.get_rank()))
-    with nullcontext() if meets else patch("longctx.mesh._meet"):
+    with nullcontext() if meets else patch("longctx.sequence.mesh._meet"):
         ring = sequence_groups(ParallelDims(world_size=3, ring=3), device).ring
     if not meets:
         ring._get_backend(device)._set_default_timeout(timedelta(seconds=2))

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.published import HELD_BACK, PUBLISHED
 from benchmarks.step_time import SPEEDS, chunked, comparison, modelled, timed
-from longctx.step_time import Speeds, step_time
+from longctx.forecast.step_time import Speeds, step_time
 
 ROOT = Path(__file__).parents[1]
 

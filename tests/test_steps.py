@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
+from longctx.model.tiny import tiny_model
 from longctx.packing import Packing, balanced_order, pack, pack_costs, shuffled_order, spread_step
 from longctx.packing.balance import LINEAR_COST, WINDOW_STEPS
-from longctx.rows import linear_cost
-from longctx.steps import StepSampler
-from longctx.tiny import tiny_model
+from longctx.training.data_order import StepSampler
+from longctx.training.dataset import linear_cost
 
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))  # micro-batch size, dp, accumulation
 NUM_ROWS = st.integers(0, 150)

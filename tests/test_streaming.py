@@ -17,7 +17,7 @@ from longctx.collate import SequenceCollator
 from longctx.data import DataError
 from longctx.packing import PackedDataset, PackedStream, pack
 from longctx.packing.lookahead import LookAhead
-from longctx.steps import StepSampler, StepStream
+from longctx.training.data_order import StepSampler, StepStream
 
 STREAMS = st.tuples(
     st.lists(st.integers(0, 70), max_size=60),  # lengths

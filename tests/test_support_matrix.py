@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, interleave_datasets
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from longctx.tiny import tiny_tokenizer
+from longctx.model.tiny import tiny_tokenizer
 from tests import support_page
 from tests.matrix import RUNS, SETUPS, TRAINED_MODELS, YARN
 from tests.reference import train_reference

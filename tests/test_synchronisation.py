@@ -30,16 +30,16 @@ MICRO_BATCHES = 2
 PAGE = Path(__file__).parents[1] / "benchmarks" / "results" / "gpu_waits_and_races.md"
 
 IN_A_MICRO_BATCH = {
-    "longctx.chunked.tiles.settle": "Hidden states lie in host memory between layers, where any code may read them.",
+    "longctx.layers.chunked.tiles.settle": "Hidden states lie in host memory between layers; any code may read them.",
 }
 """Functions in which the host waits for a micro-batch that is under way, and why it has to."""
 
 BETWEEN_MICRO_BATCHES = {
     "longctx.parallel.SequenceParallel.count_label_tokens": "The loss is divided by the label tokens of the step.",
-    "longctx.trainer.SequenceTrainer._get_grad_norm": "A norm that is not finite stops the run before weights change.",
+    "longctx.training.trainer.SequenceTrainer._get_grad_norm": "A norm that is not finite stops the run.",
     "accelerate.utils.deepspeed.DeepSpeedEngineWrapper.get_global_grad_norm": "The same norm, of DeepSpeed.",
-    "longctx.checkpoint.signals.StopOnSignal.on_step_end": "Ranks agree whether a signal has come.",
-    "longctx.metrics.StepMetrics": "The log has sums over all ranks.",
+    "longctx.training.checkpoint.signals.StopOnSignal.on_step_end": "Ranks agree whether a signal has come.",
+    "longctx.training.metrics.StepMetrics": "The log has sums over all ranks.",
     "transformers.trainer.Trainer._maybe_log_save_evaluate": "The log has the loss and the norm as numbers.",
     "transformers.trainer.Trainer.store_flos": "So has it the operations of all ranks.",
     "transformers.trainer_pt_utils.distributed_broadcast_scalars": "The same.",
@@ -74,7 +74,7 @@ def watched_runs(cases: dict[str, list[str]]) -> dict[str, Run]:
 
 
 def _watched_run(arguments: list[str]) -> Run:
-    from longctx.trainer import SequenceTrainer
+    from longctx.training.trainer import SequenceTrainer
     from tests.softcuda.watch import Watch
 
     get_batch_samples, training_step = SequenceTrainer.get_batch_samples, SequenceTrainer.training_step
@@ -301,8 +301,8 @@ def _plants() -> dict[str, Callable[[], Any]]:
     from longctx import parallel
     from longctx.attention.kernels import entries
     from longctx.attention.kernels.varlen import AtenFlashKernel
-    from longctx.batch import AttentionContext
     from longctx.ring import attention, transport
+    from longctx.sequence.batch import AttentionContext
 
     def blocking(_):
         return lambda tensor, device: tensor.to(device)
@@ -377,7 +377,7 @@ CAUGHT = {
     "a condition on the device": r"the host waits: aten::_local_scalar_dense",
     "boundaries copied to the host": r"the host waits: blocking copy to the host",
     "a mask as an index": r"the host waits: aten::nonzero",
-    "label positions asked for": r"the host waits: aten::nonzero in longctx.loss._tiles",
+    "label positions asked for": r"the host waits: aten::nonzero in longctx.layers.loss._tiles",
     "a number copied to the device": r"the host waits: blocking copy to the device",
     "a batch from pageable memory": r"the host waits: blocking copy to the device",
     "torch.cuda.synchronize": r"the host waits: torch.cuda.synchronize",

@@ -12,10 +12,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from longctx.launch.engines import ENGINE_ENVIRONMENT
-from longctx.model import load_config, load_model
-from longctx.tied_head import untie_as_stored
-from longctx.tiny import tiny_tokenizer
+from longctx.model.load import load_config, load_model
+from longctx.model.tied_head import untie_as_stored
+from longctx.model.tiny import tiny_tokenizer
+from longctx.training.engines import ENGINE_ENVIRONMENT
 from tests.reference import train_reference
 from tests.test_models import SMALL
 from tests.test_peft import Adapt

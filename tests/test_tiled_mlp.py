@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-from longctx.tiled_mlp import find_mlps, install_tiled_mlp
-from longctx.tiny import tiny_tokenizer
+from longctx.layers.tiled_mlp import find_mlps, install_tiled_mlp
+from longctx.model.tiny import tiny_tokenizer
 from tests.reference import train_reference
 from tests.small_model import save_small_model
 from tests.test_models import FAMILIES, make_model
@@ -93,7 +93,7 @@ def test_what_is_no_number_of_tiles_is_refused():
 def checkpointed_step(num_shards):
     """One step of tiny with activation checkpointing: tokens that its gates saw, by layer, and the gradients."""
     from longctx import parallelize
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
     from tests.test_parallel import packed_batch
 
     model, sequence = parallelize(tiny_model(), sp=1, tiled_mlp_num_shards=num_shards)
@@ -174,9 +174,9 @@ def run_tiled(cases):
     from accelerate.state import AcceleratorState
 
     import longctx.run
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     parallelize, environment, results = longctx.run.parallelize, dict(os.environ), {}
     for (case, stage, tiles), arguments in cases.items():

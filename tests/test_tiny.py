@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from longctx.tiny import MAX_POSITION_EMBEDDINGS, tiny_config, tiny_model, tiny_tokenizer
+from longctx.model.tiny import MAX_POSITION_EMBEDDINGS, tiny_config, tiny_model, tiny_tokenizer
 
 TEXTS = [
     "",
@@ -31,7 +31,7 @@ MESSAGES = [
 # Runs in a fresh interpreter; prints one checksum per way of building the model.
 CHECKSUM_SCRIPT = """
 import hashlib, torch
-from longctx.tiny import tiny_model
+from longctx.model.tiny import tiny_model
 
 def checksum():
     digest = hashlib.sha256()

@@ -67,10 +67,10 @@ def run_cases(cases):
 
 def log_of(arguments):
     """The log's history of a run, on this rank."""
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
     from longctx.run import fit, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
     return fit(prepared, load(prepared)).state.log_history
@@ -232,7 +232,7 @@ def other_models(models, tmp_path_factory):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
-    from longctx.tiny import tiny_tokenizer
+    from longctx.model.tiny import tiny_tokenizer
 
     plain = AutoConfig.from_pretrained(models["GQA 4:2"])
     windows, experts = copy.deepcopy(plain), Qwen3MoeConfig(**{**plain.to_dict(), **EXPERTS})
@@ -346,7 +346,7 @@ def test_the_example_of_the_trl_documentation(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    from longctx.tiny import tiny_tokenizer
+    from longctx.model.tiny import tiny_tokenizer
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 272}

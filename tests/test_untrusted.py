@@ -14,13 +14,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from longctx import confined
-from longctx.confined import Bounds, Confined, OutOfBounds
 from longctx.data import DataError, load_records, stream_records, tokenize_records, tokenize_stream
 from longctx.data.cache import cache_folder
-from longctx.model import load_config, load_model, load_tokenizer, take_chat_template
-from longctx.model_files import without_weights
-from longctx.tiny import tiny_config, tiny_tokenizer
+from longctx.model.files import without_weights
+from longctx.model.load import load_config, load_model, load_tokenizer, take_chat_template
+from longctx.model.tiny import tiny_config, tiny_tokenizer
+from longctx.untrusted import confined
+from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
 
 
 @pytest.fixture
@@ -169,15 +169,15 @@ def test_parts_of_a_configuration_at_any_depth(folder, part, message, place):
 
 def test_what_a_configuration_takes_is_bounded(folder, monkeypatch):
     """By the process that makes it first, whatever the key is called: here one that nobody has thought of."""
-    monkeypatch.setattr("longctx.config_file.MOST_LABELS", 1 << 31)
-    monkeypatch.setattr("longctx.config_file.BOUNDS", Bounds(seconds=60, memory_bytes=1 << 26))
+    monkeypatch.setattr("longctx.model.config_file.MOST_LABELS", 1 << 31)
+    monkeypatch.setattr("longctx.model.config_file.BOUNDS", Bounds(seconds=60, memory_bytes=1 << 26))
     change(folder / "config.json", num_labels=5_000_000)
     with pytest.raises(ValueError, match=r"config.json cannot be used: it asked for more than 64 MiB of memory"):
         load_config(str(folder))
 
 
 def test_what_a_model_takes_before_its_weights_is_bounded(monkeypatch):
-    monkeypatch.setattr("longctx.model_files.BOUNDS", Bounds(seconds=1, memory_bytes=1 << 27))
+    monkeypatch.setattr("longctx.model.files.BOUNDS", Bounds(seconds=1, memory_bytes=1 << 27))
     config = tiny_config()
     config.update({"num_hidden_layers": 50_000, "layer_types": ["full_attention"] * 50_000})
     with pytest.raises(ValueError, match=r"no model can be made of this config.json: it (ran for|asked for) more than"):

@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.profile import read_profile
-from longctx.memory.closed_form import ModelSizes
-from longctx.tiny import tiny_model, tiny_tokenizer
+from longctx.forecast.closed_form import ModelSizes
+from longctx.model.tiny import tiny_model, tiny_tokenizer
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.training.reference import check_reference_fits, reference_bytes
 from longctx.verify import machine, parity
 from longctx.verify.machine import check_settings, check_shared_memory, check_versions, measure_pairs, slow_pairs
 from longctx.verify.parity import gradient_errors, worst_gradient
-from longctx.verify.reference import check_reference_fits, reference_bytes
 from longctx.verify.report import Check, as_advice, as_json, as_table, culprit, error_check
-from longctx.verify.subject import few_layers, with_defaults
+from longctx.verify.setup import few_layers, with_defaults
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -152,7 +152,7 @@ def resolved(*arguments):
 
 
 def test_large_models_are_verified_on_layers_of_every_kind(tmp_path, monkeypatch):
-    monkeypatch.setattr("longctx.verify.subject.LARGE", 1000)
+    monkeypatch.setattr("longctx.verify.setup.LARGE", 1000)
     run = resolved("--model_name_or_path", str(folder_with(LARGE, tmp_path)), "--use_cpu", "True")
     config = few_layers(run, None).model_config
     assert config.num_hidden_layers == 4
@@ -197,7 +197,7 @@ def test_errors_above_the_promised_ones_fail():
 
 
 def test_random_weights_are_the_same_everywhere():
-    from longctx.verify.subject import _random_weights
+    from longctx.verify.setup import _random_weights
 
     first, second = _random_weights(LARGE).state_dict(), _random_weights(LARGE).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -269,8 +269,8 @@ def test_every_pair_is_measured():
     [(2, [], True), (2, ["--use_cpu", "True"], False), (0, [], False), (2, ["--bf16", "False"], False)],
 )
 def test_the_precision_is_that_of_training_on_gpus(gpus, arguments, bf16, monkeypatch):
-    monkeypatch.setattr("longctx.config.device_count", lambda: gpus)
-    monkeypatch.setattr("longctx.verify.subject.device_count", lambda: gpus)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
+    monkeypatch.setattr("longctx.verify.setup.device_count", lambda: gpus)
     profile = read_profile({})
     run = resolve(with_defaults(parse_flags(["--sp", "2", *arguments]), profile), profile, {})
     assert run.settings["bf16"] is bf16

@@ -25,11 +25,11 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from longctx import charts
-from longctx.progress import ProgressBar, describe
 from longctx.regions import PARTS, Clock
-from longctx.run_report import HIDDEN, MOST_ROWS, RunReport, without_secrets
+from longctx.report import svg as charts
+from longctx.report.page import HIDDEN, MOST_ROWS, RunReport, without_secrets
 from longctx.train import main
+from longctx.training.progress import ProgressBar, describe
 from tests.test_training import COMMON, make_documents, run_cases, write_jsonl
 from tests.workers import run_ranks
 

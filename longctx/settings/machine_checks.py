@@ -1,0 +1,126 @@
+"""What a run asks of a machine, checked before processes start: host memory, disks, and numbers that fit 32 bits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
+from longctx.forecast.closed_form import MemorySetup, max_length, predict
+from longctx.forecast.memory_options import NVME, Levers
+
+GIB = 2**30
+LARGEST_INT32 = 2**31 - 1
+
+
+def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
+    """Check what the ranks compute attention with.
+
+    Args:
+        found: the device and the attention kernel of every rank, by name.
+        tokens: that a rank has of a document, at most.
+
+    Raises:
+        ValueError: if devices of one kind have different kernels, of which one was passed over on a rank alone; or if
+            the dense one is left for more tokens than it is for.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (device, kernel) in enumerate(found):
+        other, expected = first.setdefault(device, (rank, kernel))
+        if kernel != expected:
+            raise ValueError(
+                f"attention kernels differ on devices of one kind ({device}): {expected} on rank {other}, {kernel} on "
+                f"rank {rank}. The log of one of them says why it passes another one over. Install the same packages "
+                "on all nodes, and look whether that GPU is in order."
+            )
+    if tokens > DENSE_TOKENS and any(kernel == ShortDenseKernel.name for _, kernel in found):
+        raise ValueError(dense_refusal(tokens))
+
+
+def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
+    """
+    Args:
+        length: of a row, in tokens.
+        available: bytes of host memory that the run may take.
+
+    Raises:
+        ValueError: if more than that would be offloaded, with the categories and the length that fits.
+    """
+    host = predict(setup, length).host
+    needed = sum(host.values())
+    if needed <= available:
+        return
+    parts = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in host.items())
+    fits = max_length(setup, float("inf"), available)
+    shorter = f"--max_length {fits} fits" if fits else "no length fits"
+    raise ValueError(
+        f"What is offloaded needs about {needed / GIB:,.1f} GiB of host memory on this machine for its "
+        f"{setup.ranks_per_node} processes ({parts}), and {available / GIB:,.1f} GiB are available. {shorter}; or "
+        "leave out a lever that offloads, spread the run over more machines, or give the job more memory."
+    )
+
+
+def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
+    """What NVMe offload needs.
+
+    Raises:
+        ValueError: if a folder for NVMe offload cannot be written or has too little room, or DeepSpeed cannot build
+            what reads and writes it.
+    """
+    parameters = setup.model.num_parameters * setup.ranks_per_node / setup.world_size
+    bytes_each = {"optimizer": 12, "param": setup.element_size}  # fp32 weights and AdamW's two moments
+    on_disk = [kind for kind in bytes_each if getattr(levers, f"offload_{kind}_device") == NVME]
+    for kind in on_disk:
+        folder = Path(getattr(levers, f"offload_{kind}_nvme_path"))
+        _check_folder(f"--offload_{kind}_nvme_path", folder, bytes_each[kind] * parameters)
+    if on_disk and not _has_async_io(use_cpu):
+        raise ValueError(
+            "Offloading to nvme needs DeepSpeed's async_io, which cannot be built here: it needs a C++ compiler, ninja "
+            "and libaio's headers (apt install libaio-dev); ds_report says what is missing. Install them, or use cpu."
+        )
+
+
+def _check_folder(flag: str, folder: Path, needed: float) -> None:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"{flag} {folder} is no folder that can be written. Name one on a local SSD.")
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ValueError(
+            f"{flag} {folder} has {free / GIB:,.1f} GiB free, and about {needed / GIB:,.1f} GiB go there. Name a "
+            "folder with more, or spread the run over more machines."
+        )
+
+
+def _has_async_io(use_cpu: bool) -> bool:
+    if use_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+def check_row_length(max_length: int, num_rows: int, *, heads: int, ring: int) -> None:
+    """What attention kernels count in int32: the borders of documents in a row, and elements of the log-sum-exp, one
+    for each head and token of a call. All else, torch's kernels included, counts in 64 bits.
+
+    Args:
+        heads: query heads that a rank attends with.
+        ring: ranks that a rank's row is cut over.
+
+    Raises:
+        ValueError: for more than that holds.
+    """
+    row = f"--max_length {max_length} × --per_device_train_batch_size {num_rows}"
+    counts = {
+        "a row of {:,} tokens": max_length * num_rows,
+        f"{{:,}} sums of {heads} heads on a rank": -(-max_length * num_rows // ring) * heads,
+    }
+    for what, count in counts.items():
+        if count > LARGEST_INT32:
+            raise ValueError(
+                f"{row} is {what.format(count)}, and attention kernels count {LARGEST_INT32:,} at most, in int32. "
+                "Lower one of them, or raise --sp."
+            )
