@@ -1,4 +1,4 @@
-"""What tests/test_liger.py runs in processes of their own, in which every Triton kernel is interpreted."""
+"""What tests/layers/test_liger.py runs in processes of their own, in which every Triton kernel is interpreted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import triton_on_cpu
-from tests.test_models import gradients, largest_error, make_batch, make_model, stock_step
+from tests.model.test_models import gradients, largest_error, make_batch, make_model, stock_step
 
 
 def alone() -> dict[str, Any]:
@@ -264,10 +264,10 @@ def _refusal(call: Callable[[], None]) -> str:
 
 
 def train(cases: dict[str, list[str]]) -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
-    """`tests.test_training.run_cases`, and which kernels ran after they were checked."""
+    """`tests.training.test_training.run_cases`, and which kernels ran after they were checked."""
     triton_on_cpu.install()
     from longctx import run
-    from tests.test_training import run_cases
+    from tests.training.test_training import run_cases
 
     check = run.check_liger
 

@@ -269,7 +269,7 @@ def test_there_are_commands_that_run():
 
 
 def test_the_slurm_script_is_the_one_that_is_tested():
-    """By tests/test_slurm.py."""
+    """By tests/launch/test_slurm.py."""
     [script] = [block.values[0].text for block in BLOCKS if block.values[0].is_script]
     assert script == (ROOT / "examples/slurm/several_nodes.sbatch").read_text(encoding="utf-8")
 

@@ -81,7 +81,7 @@ def test_an_example_at_sp_2_has_the_losses_of_one_process(script, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_an_example_on_two_soft_gpus_has_the_losses_of_one_process(script, tmp_path, soft_gpus):
-    # SFTConfig trains in bf16 on GPUs: 1.2e-4 off here, with the bound of tests/test_soft_training.py.
+    # SFTConfig trains in bf16 on GPUs: 1.2e-4 off here, with the bound of tests/gpu/test_soft_training.py.
     tolerance = 5e-4 if script.stem == "sft_trainer" else 1e-5
     losses = losses_of(script, tmp_path, env=soft_environment())
     assert losses == pytest.approx(losses_of_one_process(), rel=tolerance)

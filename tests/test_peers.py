@@ -19,8 +19,8 @@ from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from tests.matrix import SETUPS
 from tests.reference import train_reference
-from tests.test_evaluation import dense_means
-from tests.test_training import make_documents, relative, write_jsonl
+from tests.training.test_evaluation import dense_means
+from tests.training.test_training import make_documents, relative, write_jsonl
 from tests.workers import run_ranks
 
 BOUND = 1e-5

@@ -58,10 +58,10 @@ from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import _Heads, check_stride
 from longctx.verify.setup import check_engine, telling_rows
 from tests import refusals
-from tests.test_by_hand import MODEL
-from tests.test_choice import QWEN3_8B, a_setup
-from tests.test_key_fields import a_packing, identity, resolved, rows_of
-from tests.test_refusals import save_config
+from tests.attention.test_choice import QWEN3_8B, a_setup
+from tests.forecast.test_by_hand import MODEL
+from tests.settings.test_refusals import save_config
+from tests.training.test_key_fields import a_packing, identity, resolved, rows_of
 
 # ------------------------------------------------------------------------------------------------
 # The table
@@ -87,7 +87,7 @@ def test_every_refusal_has_a_test_or_a_reason():
 def test_a_condition_that_never_holds_is_noticed():
     """The check itself: a test that ran and did not meet its refusal, one that did, and one that ran in part."""
     row, test = next(
-        (row, test) for row, test in refusals.read_table().items() if test.startswith("tests/test_ring_plan")
+        (row, test) for row, test in refusals.read_table().items() if test.startswith("tests/ring/test_ring_plan")
     )
     run = refusals.RefusalsMet()
     run.collected[test] = run.passed[test] = 1

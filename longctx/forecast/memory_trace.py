@@ -11,7 +11,7 @@ What differs from `torch.distributed._tools.mem_tracker.MemTracker`: `longctx.at
 the buffers of its schedules are unseen, where here the schedule runs under the trace; host memory is told apart from
 the device's on a machine without one; an activation is what outlives the forward pass and not whatever the forward
 pass makes; every allocation keeps its name. On a step without these the two agree to the byte
-(tests/test_memory_trace.py).
+(tests/forecast/test_memory_trace.py).
 
 What an operator takes and gives back inside itself is unseen: an upper bound has to leave room for it. For
 FlashAttention's backward pass under fake tensors it is known and counted, see `FLASH_WORKSPACE`.

@@ -2,7 +2,7 @@
 
 Liger's loss stays out: the loss here is fused already, counts the label tokens of all ranks, and gives the token
 outputs that metrics come from. Experts stay as transformers has them, too; the norms and rotary embeddings around them
-are Liger's. Each model type of LIGER_MODELS is compared with transformers' own layers by tests/test_liger.py.
+are Liger's. Each model type of LIGER_MODELS is compared with transformers' own layers by tests/layers/test_liger.py.
 
 Liger also replaces classes and functions in transformers' modules, for every model that the process makes later, such
 as the one that a result is compared with. That is undone here: one model gets the kernels, and no other.

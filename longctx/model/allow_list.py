@@ -51,7 +51,7 @@ CAUSAL_MODELS = (
     "smollm3",
     "starcoder2",
 )
-"""model_type of every decoder that tests/test_models.py compares with stock transformers, document by document."""
+"""model_type of every decoder that tests/model/test_models.py compares with stock transformers, each document alone."""
 
 WINDOW_MODELS = (
     "cohere2",
