@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from longctx.settings.run import Run
 
 GIB = 2**30
 LARGEST_INT32 = 2**31 - 1
+LONGEST_SOCKET = 107
+"""Bytes of the path of a Unix socket."""
 
 
 def check_machine(run: Run, env: Mapping[str, str]) -> None:
@@ -27,6 +30,7 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
         heads=run.setup.num_heads // run.dims.ulysses,
         ring=run.dims.ring,
     )
+    check_worker_sockets(int(run.settings["dataloader_num_workers"] or 0), tempfile.gettempdir())
     if not run.levers.offloads:
         return
     local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
@@ -34,6 +38,23 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
     setup = replace(run.memory_setup(min(local, run.dims.world_size)), is_cpu=False)
     check_host_memory(setup, run.settings["max_length"], available_host_memory())
     check_disks(run.levers, setup, use_cpu=run.use_cpu)
+
+
+@check("dataloader_num_workers")
+def check_worker_sockets(num_workers: int, folder: str) -> None:
+    """Check that data loader workers can make their sockets in the folder for temporary files.
+
+    A worker that cannot make one gives no batch, and its rank waits for ever.
+
+    Raises:
+        ValueError: if the folder's path is too long for the system's sockets.
+    """
+    longest = LONGEST_SOCKET - len("/pymp-12345678/listener-12345678")  # as multiprocessing calls them
+    if num_workers and len(os.fsencode(folder)) > longest:
+        raise ValueError(
+            f"--dataloader_num_workers {num_workers} needs sockets in {folder}, whose path has more than {longest} "
+            "bytes. Set TMPDIR to a shorter one, or use --dataloader_num_workers 0."
+        )
 
 
 @check("attn_implementation", "max_length")

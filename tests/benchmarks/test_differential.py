@@ -59,7 +59,8 @@ def test_random_cases_reach_every_value_and_are_written_and_read():
 def test_the_reference_is_independent():
     code = "import sys, benchmarks.differential.reference; print([m for m in sys.modules if m.startswith('longctx')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['longctx.untrusted.working_directory', 'longctx']"  # which guard the import path
+    guards = ["longctx.untrusted", "longctx.untrusted.working_directory", "longctx"]  # of the import path
+    assert done.stdout.strip() == str(guards)
 
 
 @pytest.mark.parametrize(("drop_last", "looked_through"), [(True, [4, 4, 1]), (False, [4, 1, 4])])

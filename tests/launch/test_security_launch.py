@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -47,8 +48,7 @@ def listening(process: psutil.Process) -> set[str]:
 
 def test_a_run_is_reached_from_nowhere_else_and_runs_nothing_of_its_folder(planted, tmp_path):
     """One run for both: two ranks, a data loader worker each, started from inside a folder with planted modules."""
-    temporary = tmp_path / "t"
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # sockets have short paths
     flags = "--sp 2 --sp_backend ring --use_cpu True --max_steps 3 --max_length 256 --dataloader_num_workers 1"
     command = [sys.executable, "-m", "longctx.train", *flags.split(), "--output_dir", str(tmp_path / "out")]
     env = os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
@@ -66,6 +66,7 @@ def test_a_run_is_reached_from_nowhere_else_and_runs_nothing_of_its_folder(plant
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
     assert modes == {0o700}
     assert list(temporary.glob("longctx-*")) == []
+    shutil.rmtree(temporary)
     assert not (tmp_path / "marker").exists(), (tmp_path / "marker").read_text()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Listener
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -298,6 +301,19 @@ def test_host_memory_that_is_not_there(refused, monkeypatch):
         *("--max_length", "8388608"),
         parts=("GiB of host memory", "2 processes", "checkpoints", "1.0 GiB are available", "--max_length"),
     )
+
+
+def test_a_folder_for_temporary_files_too_deep_for_workers_sockets(refused, monkeypatch):
+    deep = "/tmp/" + "d" * 71
+    monkeypatch.setattr("tempfile.tempdir", deep)
+    refused("--dataloader_num_workers", "2", parts=("--dataloader_num_workers 2", deep, "more than 75", "Set TMPDIR"))
+    for folder, fits in ((deep[:-1], True), (deep, False)):
+        os.makedirs(inner := f"{folder}/pymp-12345678", exist_ok=True)
+        try:
+            with pytest.raises(OSError, match="too long") if not fits else contextlib.nullcontext():
+                Listener(f"{inner}/listener-12345678", "AF_UNIX").close()
+        finally:
+            shutil.rmtree(folder)
 
 
 def test_disk_and_op_that_are_not_there(refused, monkeypatch, tmp_path):
