@@ -168,7 +168,7 @@ class RunReport:
         steps = [entry for entry in self.history if "loss" in entry]
         packings = [entry["packing"] for entry in self.history if "packing" in entry]
         page = _PAGE.format(
-            style=resources.files("longctx").joinpath("run_report.css").read_text(encoding="utf-8"),
+            style=resources.files("longctx.report").joinpath("page.css").read_text(encoding="utf-8"),
             name=_text(self.name),
             state="done" if self.is_complete else "stopped",
             ended=_text(self.ended),
