@@ -10,7 +10,7 @@ import torch
 import longctx.attention.operator
 import longctx.parallel
 import longctx.run
-import longctx.training.trainer
+import longctx.training.collators
 from longctx.verify import __main__ as verify
 
 
@@ -21,7 +21,7 @@ def break_documents():
     def one_document(position_ids, *args):
         return plan(torch.arange(position_ids.numel())[None].view(position_ids.shape), *args)
 
-    longctx.parallel.plan_batch = longctx.training.trainer.plan_batch = one_document
+    longctx.parallel.plan_batch = longctx.training.collators.plan_batch = one_document
 
 
 def break_labels():
