@@ -54,8 +54,8 @@ from longctx.report.page import reported
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.sequence.mesh import select_device
 from longctx.settings.machine_checks import check_kernels
-from longctx.settings.resolve import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.settings.run import Run, row_length
+from longctx.settings.versions import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.training.checkpoint import (
     MANIFEST,
     Manifest,

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import pytest
 
+import longctx.settings.model_config
 import longctx.settings.resolve
 from benchmarks.differential.__main__ import _parser as differential_parser
 from benchmarks.gpu.__main__ import _parser as gpu_parser
@@ -130,9 +131,9 @@ def needs_more_than_is_here(words: list[str]) -> bool:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A place with the reader's data; models of the hub are those of the same sizes that are published."""
-    load = longctx.settings.resolve.load_config
+    load = longctx.settings.model_config.load_config
     monkeypatch.setattr(
-        longctx.settings.resolve, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k)
+        longctx.settings.model_config, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k)
     )
     monkeypatch.setattr(longctx.settings.resolve, "QLORA_VERSIONS", {})  # bitsandbytes is in no extra of the tests
     monkeypatch.chdir(tmp_path)

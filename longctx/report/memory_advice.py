@@ -15,7 +15,7 @@ from longctx.forecast.closed_form import MemorySetup, ModelSizes
 from longctx.forecast.machine_memory import address_room, available_host_memory, host_bytes
 from longctx.forecast.memory_options import CHUNK_TOKENS, prefers_ulysses
 from longctx.sequence.mesh import ParallelDims
-from longctx.settings.resolve import Run
+from longctx.settings.run import Run
 from longctx.training.peak_memory import (
     PeakMemory,
     how_far,

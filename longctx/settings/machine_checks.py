@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
 from longctx.forecast.closed_form import MemorySetup, max_length, predict
+from longctx.forecast.machine_memory import available_host_memory
 from longctx.forecast.memory_options import NVME, Levers
+from longctx.settings.checks import check
+from longctx.settings.run import Run
 
 GIB = 2**30
 LARGEST_INT32 = 2**31 - 1
 
 
+def check_machine(run: Run, env: Mapping[str, str]) -> None:
+    """Check that this machine has room for a row, and for what is offloaded."""
+    check_row_length(
+        run.settings["max_length"],
+        run.settings["per_device_train_batch_size"],
+        heads=run.setup.num_heads // run.dims.ulysses,
+        ring=run.dims.ring,
+    )
+    if not run.levers.offloads:
+        return
+    local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
+    # As if on devices, so that what it has on the host is what is offloaded.
+    setup = replace(run.memory_setup(min(local, run.dims.world_size)), is_cpu=False)
+    check_host_memory(setup, run.settings["max_length"], available_host_memory())
+    check_disks(run.levers, setup, use_cpu=run.use_cpu)
+
+
+@check("attn_implementation", "max_length")
 def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
     """Check what the ranks compute attention with.
 
@@ -39,8 +61,10 @@ def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
         raise ValueError(dense_refusal(tokens))
 
 
+@check("max_length", "offload_optimizer_device", "offload_param_device", "activation_offloading", "sequence_chunk_size")
 def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
-    """
+    """Check that the host has room for what is offloaded.
+
     Args:
         length: of a row, in tokens.
         available: bytes of host memory that the run may take.
@@ -62,8 +86,9 @@ def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
     )
 
 
+@check("offload_optimizer_device", "offload_param_device")
 def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
-    """What NVMe offload needs.
+    """Check that DeepSpeed can write to NVMe here.
 
     Raises:
         ValueError: if a folder for NVMe offload cannot be written or has too little room, or DeepSpeed cannot build
@@ -82,7 +107,9 @@ def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
         )
 
 
+@check("offload_optimizer_nvme_path", "offload_param_nvme_path")
 def _check_folder(flag: str, folder: Path, needed: float) -> None:
+    """Check that a folder for NVMe offload can be written, and has room."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"{flag} {folder} is no folder that can be written. Name one on a local SSD.")
@@ -102,9 +129,12 @@ def _has_async_io(use_cpu: bool) -> bool:
     return bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
+@check("max_length", "per_device_train_batch_size", "sp")
 def check_row_length(max_length: int, num_rows: int, *, heads: int, ring: int) -> None:
-    """What attention kernels count in int32: the borders of documents in a row, and elements of the log-sum-exp, one
-    for each head and token of a call. All else, torch's kernels included, counts in 64 bits.
+    """Check that a row is not longer than attention kernels can count, in int32.
+
+    They count so the borders of documents in a row, and elements of the log-sum-exp, one for each head and token of a
+    call. All else, torch's kernels included, counts in 64 bits.
 
     Args:
         heads: query heads that a rank attends with.

@@ -9,7 +9,8 @@ from typing import Any
 
 from trl.scripts.utils import DatasetConfig
 
-from longctx.settings.flags import Flags
+from longctx.settings.checks import check
+from longctx.settings.values import Values
 
 _OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
 """Flags of a single data set, which TRL passes over beside `datasets`."""
@@ -17,36 +18,40 @@ _OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
 _NEEDS_DATASETS = ("streaming", "test_split_size", "dataset_weights", "dataset_stopping_strategy")
 
 
-def take_mixture(flags: Flags, settings: dict[str, Any]) -> list[str]:
-    """Check the flags; `datasets` becomes a list of DatasetConfig, and its `streaming` is --dataset_streaming.
+@check("datasets", "dataset_name", "streaming")
+def take_mixture(values: Values) -> Values:
+    """Check that the data is a single set or a mixture.
 
-    Returns:
-        Notes on flags that were set and change nothing.
+    `datasets` becomes a list of DatasetConfig, and its `streaming` is --dataset_streaming.
 
     Raises:
         ValueError: for what does not go together or is not built.
     """
-    settings["datasets"] = [_source(entry) for entry in settings["datasets"] or []]
-    sources: list[DatasetConfig] = settings["datasets"]
+    sources = [_source(entry) for entry in values["datasets"] or []]
+    values = values.set(datasets=sources)
     if not sources:
-        return [f"--{name} has no effect without --datasets" for name in _NEEDS_DATASETS if name in flags.explicit]
-    if settings["dataset_name"] is not None:
+        return values.note(
+            *(f"--{name} has no effect without --datasets" for name in _NEEDS_DATASETS if values.is_given(name))
+        )
+    if values["dataset_name"] is not None:
         paths = " ".join(source.path for source in sources)
-        raise ValueError(f"--dataset_name {settings['dataset_name']} beside --datasets {paths}: keep one of the two.")
-    settings["dataset_streaming"] = settings["dataset_streaming"] or settings["streaming"]
-    _check_shares(settings, sources)
-    _check_test_split(settings)
-    idle = [name for name in _OF_ONE if name in flags.explicit]
-    if settings["dataset_weights"] is None and "dataset_stopping_strategy" in flags.explicit:
+        raise ValueError(f"--dataset_name {values['dataset_name']} beside --datasets {paths}: keep one of the two.")
+    values = values.set(dataset_streaming=values["dataset_streaming"] or values["streaming"])
+    _check_shares(values, sources)
+    _check_test_split(values)
+    idle = [name for name in _OF_ONE if values.is_given(name)]
+    if values["dataset_weights"] is None and values.is_given("dataset_stopping_strategy"):
         idle.append("dataset_stopping_strategy")
     reasons = dict.fromkeys(_OF_ONE, "with --datasets: each names its own") | {
         "dataset_stopping_strategy": "without --dataset_weights"
     }
-    return [f"--{name} has no effect {reasons[name]}" for name in idle]
+    return values.note(*(f"--{name} has no effect {reasons[name]}" for name in idle))
 
 
+@check("datasets")
 def _source(entry: object) -> DatasetConfig:
-    """
+    """Check that an entry of `datasets` names a data set, and nothing that is not built.
+
     Raises:
         ValueError: for an entry that names no data set, or with keys that are not built.
     """
@@ -72,7 +77,9 @@ def _source(entry: object) -> DatasetConfig:
     return source
 
 
+@check("dataset_weights", "datasets", "dataset_streaming")
 def _check_shares(settings: Mapping[str, Any], sources: list[DatasetConfig]) -> None:
+    """Check that data sets are drawn by weights or by fractions, one for each."""
     weights, fractions = settings["dataset_weights"], [source.fraction for source in sources]
     if weights is not None:
         if not isinstance(weights, list) or len(weights) != len(sources):
@@ -92,12 +99,16 @@ def _check_shares(settings: Mapping[str, Any], sources: list[DatasetConfig]) -> 
             )
 
 
+@check("dataset_weights", "datasets")
 def _check_positive(name: str, values: list[Any]) -> None:
+    """Check that each weight or fraction is above 0."""
     if not all(isinstance(value, int | float) and 0 < value < math.inf for value in values):
         raise ValueError(f"{name} {values}: each has to be a number above 0. Leave out a data set of weight 0.")
 
 
+@check("test_split_size", "dataset_streaming", "dataset_weights", "dataset_stopping_strategy")
 def _check_test_split(settings: Mapping[str, Any]) -> None:
+    """Check that what is evaluated on is a share of the documents, and none that is trained on."""
     size = settings["test_split_size"]
     if size is None:
         return

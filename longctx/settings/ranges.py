@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longctx.settings.checks import check
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Range:
@@ -45,13 +47,13 @@ _RANGES: Mapping[str, _Range] = {
     "num_train_epochs": _Range(),
     "save_steps": _Range(),
     "seed": _SEED,
-    "warmup_ratio": _Range(most=1),
     "warmup_steps": _Range(),
     "weight_decay": _FP32,
 }
 """Limits by flag. Flags that no entry names may have any finite value."""
 
 
+@check(*_RANGES)
 def check_numbers(settings: Mapping[str, Any]) -> None:
     """Check that every number is finite, and in its range.
 

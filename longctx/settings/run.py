@@ -20,6 +20,7 @@ from longctx.forecast.memory_options import Levers, Place, resolve_levers
 from longctx.layers.liger import describe_liger
 from longctx.model.allow_list import num_linear_heads
 from longctx.sequence.mesh import ParallelDims
+from longctx.settings.checks import check
 from longctx.settings.flags import Flags
 
 
@@ -186,8 +187,9 @@ def row_length(settings: Mapping[str, Any]) -> int:
     return int(settings["max_length"] * settings["per_device_train_batch_size"])
 
 
+@check("pad_to_multiple_of")
 def given_multiple(flags: Flags) -> int | None:
-    """--pad_to_multiple_of as the user set it; None where it follows from the backend."""
+    """Check that --pad_to_multiple_of is a number or auto; None where it follows from the backend."""
     given = flags.pad_to_multiple_of if "pad_to_multiple_of" in flags.explicit else "auto"
     if str(given).lower() in ("none", "null", "auto"):
         return None
@@ -200,7 +202,9 @@ def given_multiple(flags: Flags) -> int | None:
     return wanted
 
 
+@check("pad_to_multiple_of", "sp", "ring_size")
 def pad_multiple(given: int | None, dims: ParallelDims) -> int:
+    """Check that the backend can cut a row of a multiple of --pad_to_multiple_of."""
     if given is not None and given % dims.multiple:
         raise ValueError(
             f"--pad_to_multiple_of {given} is no multiple of {dims.multiple}, which ring {dims.ring} × ulysses "

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
+from longctx.settings.checks import check
 from longctx.settings.flags import Flags, SequenceArguments
 
 _ACTING_GROUPS = {
@@ -169,8 +170,9 @@ IDLE = {name: why for why, names in _IDLE_GROUPS.items() for name in names.split
 """Flags that change nothing, and why: most belong to a switch that is off, as in TRL. Setting one earns a note."""
 
 
+@check(*NOT_BUILT, *GIVEN_ELSEWHERE)
 def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
-    """Refuse what has no exact meaning here; returns a note for every flag that was set and changes nothing.
+    """Check that every flag of TRL's has an exact meaning here; return a note for each that changes nothing.
 
     Raises:
         ValueError: with the flag, its value, and the values that are built.
@@ -216,6 +218,7 @@ def _reason(name: str, allowed: tuple[Any, ...]) -> str:
     return reason if name in REASONS else f"{reason}. Leave it out"
 
 
+@check("report_to")
 def _check_report_to(names: str | list[str] | None) -> None:
     """Check that transformers has these integrations, and that their packages are installed.
 
@@ -236,8 +239,9 @@ def _check_report_to(names: str | list[str] | None) -> None:
             )
 
 
+@check("eval_strategy", "eval_on_start", "load_best_model_at_end", "per_device_eval_batch_size", "eval_steps")
 def _check_evaluation(settings: Mapping[str, Any]) -> None:
-    """Values that the Trainer would fail on after the weights are loaded, or read as something else."""
+    """Check what the Trainer would fail on after the weights are loaded, or read as something else."""
     if settings["eval_strategy"] == "no":
         for name in ("eval_on_start", "load_best_model_at_end", "early_stopping_patience"):
             if settings[name] is not None and settings[name] is not False:  # a patience of 0 is given, too
@@ -260,7 +264,9 @@ def _check_evaluation(settings: Mapping[str, Any]) -> None:
         )
 
 
+@check("metric_for_best_model", "load_best_model_at_end", "save_only_model")
 def _check_best_model(settings: Mapping[str, Any]) -> None:
+    """Check that an evaluation measures what the best model is chosen by, and that it can be loaded."""
     metric = settings["metric_for_best_model"]
     if metric is not None and metric.removeprefix("eval_") not in METRICS:
         raise ValueError(
@@ -273,7 +279,9 @@ def _check_best_model(settings: Mapping[str, Any]) -> None:
         )
 
 
+@check("early_stopping_patience")
 def _check_early_stopping(settings: Mapping[str, Any]) -> None:
+    """Check that training waits for at least one evaluation before it stops early."""
     patience = settings["early_stopping_patience"]
     if patience is not None and patience < 1:
         raise ValueError(

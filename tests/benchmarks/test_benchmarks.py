@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,14 @@ def test_packs_are_full_and_within_the_limit() -> None:
         packs = attention.draw_packs(1024, longest, 3)
         assert len(packs) == 3
         assert all(p.sum() == 1024 and p.max() <= longest and p.min() > 0 for p in packs)
+
+
+def test_the_list_has_every_benchmark_and_the_index_every_result():
+    folder = ROOT / "benchmarks"
+    listed = subprocess.run([sys.executable, "-m", "benchmarks"], capture_output=True, text=True, check=True, cwd=ROOT)
+    programs = {path.stem for path in folder.glob("[a-z]*.py") if 'if __name__ == "__main__"' in path.read_text()}
+    programs |= {path.parent.name for path in folder.glob("*/__main__.py")}
+    assert set(re.findall(r"python -m benchmarks\.(\w+)", listed.stdout)) == programs
+    index = (folder / "results" / "README.md").read_text()
+    linked = {target.partition("/")[0] for target in re.findall(r"\]\(([^)]+)\)", index)}
+    assert linked == {path.name for path in (folder / "results").iterdir()} - {"README.md"}

@@ -14,8 +14,9 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 from longctx.run import _first_step_report
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile
-from longctx.settings.resolve import DEMO, resolve
+from longctx.settings.resolve import resolve
 from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT, REASONS
+from longctx.settings.values import DEMO
 from longctx.train import main
 from tests.workers import run_ranks
 

@@ -197,7 +197,7 @@ def test_hybrid_profile_carries_fsdp2_and_its_run_yaml_the_degrees(launch):
 
 
 def test_demo_yaml_is_the_demo_preset():
-    from longctx.settings.resolve import DEMO
+    from longctx.settings.values import DEMO
 
     assert yaml.safe_load((CONFIGS / "run/demo.yaml").read_text()) == DEMO
 

@@ -290,7 +290,7 @@ def test_offloading_that_the_zero_stage_does_not_have(device, stage, parts, refu
 
 
 def test_host_memory_that_is_not_there(refused, monkeypatch):
-    monkeypatch.setattr("longctx.settings.resolve.available_host_memory", lambda: 2**30)
+    monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: 2**30)
     offloads = [*OWN, *RING, "--activation_offloading", "True", "--per_device_train_batch_size", "1"]
     assert main([*offloads, "--max_length", "65536", "--dry_run"]) == 0
     refused(
@@ -357,7 +357,7 @@ def test_tensor_parallel_profile(refused, launched_by_accelerate):
 def test_package_versions_below_the_minimum(package, arguments, refused, monkeypatch):
     installed = importlib.metadata.version
     monkeypatch.setattr(
-        "longctx.settings.resolve.version", lambda name: "0.1.2" if name == package else installed(name)
+        "longctx.settings.versions.version", lambda name: "0.1.2" if name == package else installed(name)
     )
     refused(*arguments, parts=(f"{package} 0.1.2 is installed", " needs ", f"pip install -U '{package}>="))
 
@@ -365,7 +365,7 @@ def test_package_versions_below_the_minimum(package, arguments, refused, monkeyp
 def test_a_backend_asks_only_for_what_it_needs(monkeypatch):
     installed = importlib.metadata.version
     monkeypatch.setattr(
-        "longctx.settings.resolve.version", lambda name: "0.1.2" if name == "deepspeed" else installed(name)
+        "longctx.settings.versions.version", lambda name: "0.1.2" if name == "deepspeed" else installed(name)
     )
     assert main(["--sp", "2", "--sp_backend", "ring", "--dry_run"]) == 0
 
