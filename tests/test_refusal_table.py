@@ -474,7 +474,7 @@ COMMANDS = {
 @pytest.mark.parametrize("case", COMMANDS)
 def test_command_lines_that_cannot_be_exact_are_refused(case, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     flags, words = COMMANDS[case]
     given = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--dry_run", "True"]
