@@ -68,7 +68,7 @@ def refusal(monkeypatch, capsys):
     from longctx.train import main
 
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
 
     def run(*arguments):

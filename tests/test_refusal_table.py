@@ -52,7 +52,7 @@ from longctx.train import main
 from longctx.training.checkpoint.files import Manifest, read_manifest, write_manifest
 from longctx.training.checkpoint.states import StateReader, _parts
 from longctx.training.dataset import _template
-from longctx.training.trainer import SequenceTrainer
+from longctx.training.evaluation import rows_to_evaluate
 from longctx.ulysses.attention import ulysses_attention
 from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import _Heads, check_stride
@@ -175,10 +175,6 @@ CALLS = {
 }
 
 
-def a_trainer(eval_rows=None):
-    return SimpleNamespace(eval_dataset=eval_rows)
-
-
 def a_prepared_run(num_rows):
     """Of a verification, with this many rows for a step of two."""
     data = rows_of(a_packing(), Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]}))
@@ -220,14 +216,14 @@ CALLS |= {
         "no model can be made of its config.json",
     ),
     "nothing to evaluate": (
-        lambda: SequenceTrainer._rows_to_evaluate(a_trainer(), None),
+        lambda: rows_to_evaluate(None),
         "there is no evaluation data",
     ),
     "texts to evaluate": (
-        lambda: SequenceTrainer._rows_to_evaluate(a_trainer(), Dataset.from_dict({"text": ["a"]})),
+        lambda: rows_to_evaluate(Dataset.from_dict({"text": ["a"]})),
         "rows to evaluate need input_ids, and these have .'text'.",
     ),
-    "rows of another type": (lambda: SequenceTrainer._rows_to_evaluate(a_trainer([1]), None), "the type list"),
+    "rows of another type": (lambda: rows_to_evaluate([1]), "the type list"),
     "too few rows to verify": (lambda: telling_rows(a_prepared_run(1)), "gives 1 rows of up to 8 tokens"),
 }
 
@@ -478,7 +474,7 @@ COMMANDS = {
 @pytest.mark.parametrize("case", COMMANDS)
 def test_command_lines_that_cannot_be_exact_are_refused(case, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     flags, words = COMMANDS[case]
     given = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--dry_run", "True"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longctx.data import IGNORE_INDEX
 from longctx.ring.planner import plan_ring
-from longctx.sequence.batch import BatchLayout
+from longctx.sequence.batch import BatchLayout, ShardedBatch
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims
 
@@ -91,6 +91,23 @@ def unshard_tokens(shards: Tensor, layout: BatchLayout) -> Tensor:
         order = send(torch.from_numpy(layout.plan.permutation), flat.device)
         flat = torch.empty_like(flat).index_copy_(0, order, flat)
     return flat.reshape(*layout.shape, *shards.shape[2:])
+
+
+def check_shard_length(shard: ShardedBatch, log_probs: Tensor, num_layers: int) -> None:
+    """Check, after a forward pass, that every layer worked on S/sp tokens: a cut that did not happen is silent.
+
+    Args:
+        log_probs: of the model's output, [1, T/P] where the cut did happen.
+    """
+    assert shard.context.calls == num_layers, (
+        f"{shard.context.calls} of {num_layers} attention layers went through longctx; the others would not see "
+        "the other ranks' tokens"
+    )
+    assert log_probs.dtype.itemsize >= 4, f"per-token losses are {log_probs.dtype}; their sum would be rounded"
+    assert log_probs.shape == (1, shard.layout.local_length), (
+        f"the model's output has shape {tuple(log_probs.shape)}, expected one row of {shard.layout.local_length} "
+        f"tokens: {shard.layout.num_tokens} over sp {shard.layout.sp}"
+    )
 
 
 def _positions_from_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

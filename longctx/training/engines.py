@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from longctx.forecast.closed_form import ModelSizes
     from longctx.forecast.memory_options import Levers
 
@@ -183,3 +185,23 @@ def settle_fsdp(plugin: Any, levers: Levers, *, use_cpu: bool) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.bfloat16)
     if use_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # only a GPU's driver pins
+
+
+def save_whole_models(accelerator: Accelerator) -> None:
+    """Have FSDP save a standard folder in every checkpoint and in output_dir, whatever format the profile asks for."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+
+
+def keep_sums_in_fp32(accelerator: Accelerator) -> None:
+    """Have FSDP2 under bf16 return per-token losses as computed, and add up gradients over micro-batches in fp32.
+
+    accelerate's policy casts what the model returns to bf16, and with it the scale of the whole gradient.
+    """
+    import torch
+
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if policy is not None and plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)

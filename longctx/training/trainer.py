@@ -1,63 +1,62 @@
-"""A thin subclass of TRL's SFTTrainer: our rows, our cut, our loss, our log. No attention code."""
+"""A thin subclass of TRL's SFTTrainer: our rows, our cut, our loss, our log. No attention code.
+
+A step reads from top to bottom: which rows a rank reads, their collation and cut (`longctx.training.collators`), how
+many label tokens the step has, the forward pass and the loss, the gradient's norm, the log. Evaluation is in the class
+beneath (`longctx.training.evaluation`), saving and resuming in the one beneath that (`longctx.training.checkpoint`).
+"""
 
 from __future__ import annotations
 
-import copy
-import copyreg
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as TorchDataset
 from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
 )
 from transformers.trainer_callback import DefaultFlowCallback
-from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
+from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig
 
 from longctx.collate import SequenceCollator
 from longctx.data import MixedStream, SourceReport
 from longctx.layers.loss import TokenOutputs
 from longctx.model.card import model_card
-from longctx.model.load import count_parameters, count_trained_parameters, is_template_file
+from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.saved_buffers import saved_buffers_handed_on
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
-from longctx.ranks.agreement import gathered
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
-from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import complete_position_ids, plan_batch
-from longctx.training.checkpoint import EpochEndsWithItsStep, ResumableTrainer, StopOnSignal
-from longctx.training.data_order import MicroBatch, StepLoader, StepSampler, StepStream
-from longctx.training.metrics import StepMetrics, TokenMeans
+from longctx.sequence.shard import check_shard_length
+from longctx.training.callbacks import EpochByRows, PackingEntry, ScheduleGoesOn, StreamEntry
+from longctx.training.checkpoint import EpochEndsWithItsStep, StopOnSignal
+from longctx.training.collators import PlanningCollator, StreamCollator
+from longctx.training.data_order import MicroBatch, StepSampler, StepStream
+from longctx.training.engines import keep_sums_in_fp32, save_whole_models
+from longctx.training.evaluation import EvaluatingTrainer
+from longctx.training.metrics import StepMetrics
 from longctx.training.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
 from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import use_one_bar
 from longctx.training.schedule import add_defaults
+from longctx.training.trl_arguments import without_data_preparation
 
 
-class SequenceTrainer(ResumableTrainer):
+class SequenceTrainer(EvaluatingTrainer):
     """Trains on rows cut over sequence groups.
 
     Args:
@@ -79,7 +78,6 @@ class SequenceTrainer(ResumableTrainer):
 
     _name = "longctx"
     _tag_names = ("trl", "sft", "longctx")
-    control: TrainerControl
     _tr_loss: torch.Tensor
     loss_is_scaled_for_ga = True
 
@@ -102,7 +100,7 @@ class SequenceTrainer(ResumableTrainer):
         base_config: PretrainedConfig | None = None,
         **kwargs: Any,
     ):
-        self.sequence, self.rows, self.costs = sequence, rows, costs
+        self.rows, self.costs = rows, costs
         self._data_identity, self.on_nonfinite, self.base_config = data_identity, on_nonfinite, base_config
         self.step_metrics = StepMetrics(
             sp=sequence.dims.sp,
@@ -115,31 +113,31 @@ class SequenceTrainer(ResumableTrainer):
         self._layers_checked = False
         self.has_seen_labels = False
         """Whether a step of this run had a token with a label; the same on every rank."""
-        self._token_means = TokenMeans(sequence.device)
-        self._predictions: list[list[NDArray[np.float32]]] | None = None
         super().__init__(
             model=model,
-            args=_without_data_preparation(args),
-            data_collator=_PlanningCollator(collator, sequence.dims, sequence.rank),
+            args=without_data_preparation(args),
+            sequence=sequence,
+            data_collator=PlanningCollator(collator, sequence.dims, sequence.rank),
             train_dataset=documents,
             eval_dataset=eval_rows,
             processing_class=processing_class,
             **kwargs,
         )
-        _keep_sums_in_fp32(self.accelerator)
+        keep_sums_in_fp32(self.accelerator)
         if self.is_fsdp_enabled:
-            _save_whole_models(self.accelerator)
+            save_whole_models(self.accelerator)
         use_one_bar(self)
         self.stream_read: MicroBatch | None = None
         if isinstance(rows, PackedStream):
-            self.add_callback(_StreamEntry(self))  # `epoch` stays the Trainer's, steps / max_steps
+            # `epoch` stays the Trainer's, steps / max_steps
+            self.add_callback(StreamEntry(lambda: self.stream_read, self.mixture_read))
         else:
-            self.add_callback(_EpochByRows(self.step_sampler(dp_rank=0)))
+            self.add_callback(EpochByRows(self.step_sampler(dp_rank=0)))
         self.remove_callback(DefaultFlowCallback)
         self.add_callback(EpochEndsWithItsStep())
         if report is not None:
-            self.add_callback(_PackingEntry(report, mixture))
-        self.add_callback(_ScheduleGoesOn(self))
+            self.add_callback(PackingEntry(report, mixture))
+        self.add_callback(ScheduleGoesOn(self))
         self.stop_on_signal = StopOnSignal(sequence.device)
         self.add_callback(self.stop_on_signal)
 
@@ -279,47 +277,9 @@ class SequenceTrainer(ResumableTrainer):
         dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
         options = self._worker_options() | {"persistent_workers": self.args.dataloader_persistent_workers}
         if isinstance(self.rows, PackedStream):
-            collator: Any = _StreamCollator(self.data_collator)  # of one micro-batch, not of a list
+            collator: Any = StreamCollator(self.data_collator)  # of one micro-batch, not of a list
             return DataLoader(self.step_stream(dp_rank), batch_size=None, collate_fn=collator, **options)
         return self._loader(self.rows, self.step_sampler(dp_rank), **options)
-
-    def _worker_options(self) -> dict[str, Any]:
-        args = self.args
-        return {
-            "num_workers": args.dataloader_num_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            "multiprocessing_context": args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
-        }
-
-    def _loader(self, rows: PackedDataset | Dataset, sampler: StepSampler, **options: Any) -> StepLoader:
-        # A map-style data set by protocol; packing does not know torch.
-        return StepLoader(cast(TorchDataset, rows), batch_sampler=sampler, collate_fn=self.data_collator, **options)
-
-    def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
-        """Each row once, in order, dealt over the data-parallel ranks; a rank without rows left feeds padding."""
-        rows = self._rows_to_evaluate(eval_dataset)
-        dims = self.sequence.dims
-        sampler = StepSampler(
-            len(rows),
-            micro_batch_size=self.args.eval_batch_size,
-            accumulation_steps=1,
-            dp=dims.dp,
-            dp_rank=dims.dp_rank(self.sequence.rank),
-            seed=None,
-        )
-        return self._loader(rows, sampler, **self._worker_options())
-
-    def _rows_to_evaluate(self, rows: PackedDataset | Dataset | None) -> PackedDataset | Dataset:
-        rows = self.eval_dataset if rows is None else rows
-        if rows is None:
-            raise ValueError("there is no evaluation data: pass rows, or eval_rows to the trainer (--eval_strategy)")
-        columns = getattr(rows, "column_names", None)
-        if not isinstance(columns, list) or "input_ids" not in columns:
-            raise ValueError(
-                f"rows to evaluate need input_ids, and these have {columns or f'the type {type(rows).__name__}'}. "
-                "Tokenise them with longctx.data.tokenize_records."
-            )
-        return rows
 
     def get_total_train_batch_size(self, args: SFTConfig) -> int:
         """Sequences in an optimizer step."""
@@ -368,116 +328,10 @@ class SequenceTrainer(ResumableTrainer):
             token_outputs=True,
             label_smoothing=self.args.label_smoothing_factor,
         )
-        self._check_shard_length(shard, outputs.log_probs)
+        if not self._layers_checked:
+            check_shard_length(shard, outputs.log_probs, self.model.config.get_text_config().num_hidden_layers)
+            self._layers_checked = True
         return shard, outputs
-
-    def evaluate(
-        self,
-        eval_dataset: PackedDataset | Dataset | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Means over all label tokens of the rows: `eval_loss`, `eval_mean_token_accuracy`, `eval_entropy`.
-
-        And, as in TRL, `eval_num_tokens`: the tokens trained on so far. Called by all ranks together.
-
-        Args:
-            eval_dataset: rows with `input_ids` and, where not all tokens count, `labels`; the trainer's own if None.
-
-        Raises:
-            ValueError: without rows, or for rows that are not tokenised.
-        """
-        self._memory_tracker.start()
-        metrics = self._means(self.get_eval_dataloader(eval_dataset), "Evaluation", metric_key_prefix)
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self._memory_tracker.stop_and_update_metrics(metrics)
-        return metrics
-
-    def predict(
-        self,
-        test_dataset: PackedDataset | Dataset,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "test",
-    ) -> PredictionOutput:
-        """What the model makes of every token, and the means of `evaluate`. Called by all ranks together.
-
-        Args:
-            test_dataset: rows as `evaluate` takes them; single documents, or packs.
-
-        Returns:
-            `predictions`, the same on every rank: for each row in data set order a float32 array [tokens], the
-            log-probability of each token given those before it in its document, and 0 where it is no target.
-
-        Raises:
-            ValueError: for rows that are not tokenised.
-        """
-        self._memory_tracker.start()
-        self._predictions = []
-        try:
-            metrics = self._means(self.get_eval_dataloader(test_dataset), "Prediction", metric_key_prefix)
-            rows = self._gather_rows(self._predictions)
-        finally:
-            self._predictions = None
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
-        self._memory_tracker.stop_and_update_metrics(metrics)
-        return PredictionOutput(predictions=cast(Any, rows), label_ids=None, metrics=metrics)
-
-    def _means(self, loader: StepLoader, description: str, prefix: str) -> dict[str, float]:
-        start = time.time()
-        self._token_means = TokenMeans(self.sequence.device)
-        with self.step_metrics.paused(), region("evaluation"):
-            output = self.evaluation_loop(loader, description, prediction_loss_only=True, metric_key_prefix=prefix)
-        means = {**self._token_means.read(), "num_tokens": self.step_metrics.tokens_so_far()}
-        named = {f"{prefix}_{name}": value for name, value in means.items()}
-        speed = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=len(loader))
-        return {**output.metrics, **named, **speed}
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Adds one batch to the sums; the evaluation loop is given nothing to average."""
-        with torch.no_grad(), self.compute_loss_context_manager():
-            shard, outputs = self._forward(model, inputs)
-        self._token_means.add(
-            shift_labels=shard.shift_labels,
-            losses=outputs.losses,
-            correct=outputs.is_top1,
-            entropy=outputs.entropy,
-        )
-        if self._predictions is not None:
-            self._predictions.append(self._log_probs_of_rows(inputs, shard, outputs.log_probs))
-        return None, None, None
-
-    def _log_probs_of_rows(
-        self, inputs: dict[str, Any], shard: ShardedBatch, log_probs: torch.Tensor
-    ) -> list[NDArray[np.float32]]:
-        """[1, T/P], each at the token before its target -> [tokens] for each row of the batch, at the target."""
-        whole = self.sequence.unshard(log_probs, shard.layout).float().cpu().numpy()
-        flat, lengths = np.roll(whole.reshape(-1), 1), np.array(inputs["lengths"], dtype=np.int64)
-        rows, width = shard.layout.shape
-        starts = np.arange(rows) * width if rows > 1 else np.cumsum(lengths) - lengths
-        return [flat[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-
-    def _gather_rows(self, batches: list[list[NDArray[np.float32]]]) -> list[NDArray[np.float32]]:
-        """[batch][row] of every data-parallel rank -> the rows in the order that they were dealt from."""
-        dims = self.sequence.dims
-        ranks = gathered(batches if dims.sp_rank(self.sequence.rank) == 0 else [])[:: dims.sp]
-        return [row for dealt in zip(*ranks, strict=True) for batch in dealt for row in batch]
-
-    def _check_shard_length(self, shard, log_probs: torch.Tensor) -> None:
-        """In the first step, prove that every layer worked on S/sp tokens: a cut that did not happen is silent."""
-        if self._layers_checked:
-            return
-        layers = self.model.config.get_text_config().num_hidden_layers
-        assert shard.context.calls == layers, (
-            f"{shard.context.calls} of {layers} attention layers went through longctx; the others would not see "
-            "the other ranks' tokens"
-        )
-        assert log_probs.dtype.itemsize >= 4, f"per-token losses are {log_probs.dtype}; their sum would be rounded"
-        assert log_probs.shape == (1, shard.layout.local_length), (
-            f"the model's output has shape {tuple(log_probs.shape)}, expected one row of {shard.layout.local_length} "
-            f"tokens: {shard.layout.num_tokens} over sp {shard.layout.sp}"
-        )
-        self._layers_checked = True
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" not in logs:
@@ -540,129 +394,3 @@ class SequenceTrainer(ResumableTrainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return super().floating_point_ops(inputs) / self.sequence.dims.sp
-
-
-class _EpochByRows(TrainerCallback):
-    """`epoch` in the log by rows trained on. The Trainer's, by micro-batches, depends on how a step is spread."""
-
-    def __init__(self, sampler: StepSampler):
-        step = sampler.rows_per_step
-        self.rows = sampler.num_rows // step * step if sampler.drop_last else sampler.num_rows
-        self.rows_per_step, self.steps = step, -(-self.rows // step)
-
-    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        epochs, steps = divmod(state.global_step, self.steps)
-        state.epoch = epochs + steps * self.rows_per_step / self.rows
-
-
-class _ScheduleGoesOn(TrainerCallback):
-    """Past a step that DeepSpeed has left out, as it does on other engines."""
-
-    def __init__(self, trainer: SequenceTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.trainer.accelerator.optimizer_step_was_skipped:
-            scheduler: Any = self.trainer.lr_scheduler
-            getattr(scheduler, "scheduler", scheduler).step()
-
-
-class _PackingEntry(TrainerCallback):
-    """Puts the packing report into the log's history, and so into trainer_state.json, before the first step."""
-
-    def __init__(self, report: PackingReport, mixture: Sequence[SourceReport]):
-        self.report = report.to_dict()
-        self.mixture = {"mixture": [source.to_dict() for source in mixture]} if mixture else {}
-
-    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not any(entry.get("packing") == self.report for entry in state.log_history):  # a resumed run has it
-            state.log_history.append({"step": state.global_step, "packing": self.report, **self.mixture})
-
-
-class _StreamEntry(TrainerCallback):
-    """The same for a stream, of what has been read up to this step."""
-
-    def __init__(self, trainer: SequenceTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        read, history = self.trainer.stream_read, state.log_history
-        assert read is not None, "a step has read something"
-        packing = read.report.to_dict() | {"passes": read.passes}
-        entry = {"step": state.global_step, "packing": packing}
-        if mixture := self.trainer.mixture_read():
-            entry["mixture"] = [source.to_dict() for source in mixture]
-        history[:] = [entry, *(e for e in history if "packing" not in e)]
-
-
-def _save_whole_models(accelerator: Accelerator) -> None:
-    """A standard folder in every checkpoint and in output_dir, also where the profile asks for FSDP's sharded ones."""
-    plugin: Any = accelerator.state.fsdp_plugin
-    plugin.state_dict_config = plugin.optim_state_dict_config = None
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-
-
-def _keep_sums_in_fp32(accelerator: Accelerator) -> None:
-    """FSDP2 under bf16: per-token losses come out as computed, and gradients add up over micro-batches in fp32.
-
-    accelerate's policy casts what the model returns to bf16, and with it the scale of the whole gradient.
-    """
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if policy is not None and plugin.fsdp_version == 2:
-        plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
-
-
-class _PlanningCollator:
-    """Adds what a data loader's worker can work out: how the batch is cut, and tokens without padding: `lengths` of
-    the rows and their sum `num_tokens`.
-
-    A rank without rows feeds padding alone.
-    """
-
-    def __init__(self, collator: SequenceCollator, dims: ParallelDims, rank: int):
-        self.collator, self.dims, self.rank = collator, dims, rank
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        with region("pack"):
-            batch = self.collator(rows) if rows else self.collator.empty()
-            layout = plan_batch(complete_position_ids(batch), self.dims, self.dims.sp_rank(self.rank))
-        lengths = [len(row["input_ids"]) for row in rows]
-        return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
-
-
-class _StreamCollator:
-    """Hands on what has been read of the stream as `stream_read`, from a data loader's worker too."""
-
-    def __init__(self, collator: _PlanningCollator):
-        self.collator = collator
-
-    def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        if micro_batch.rows is None:  # which the Trainer passes over
-            return {}
-        return self.collator(micro_batch.rows) | {"stream_read": micro_batch._replace(rows=[])}
-
-
-class _WithoutToken(SFTConfig):
-    """Arguments as any others, but that training_args.bin, beside every model, is written without the hub's token."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # As `SFTConfig` itself: copyreg.__newobj__ would insist on this class.
-        return copyreg._reconstructor, (SFTConfig, object, None), vars(self) | {"hub_token": None}  # type: ignore[attr-defined]
-
-
-def _without_data_preparation(args: SFTConfig) -> SFTConfig:
-    """Our rows are ready. TRL would refuse packing with a collator of one's own, and prepare and truncate by itself."""
-    prepared = copy.copy(args)
-    prepared.__class__ = _WithoutToken
-    prepared.packing = prepared.padding_free = prepared.eval_packing = prepared.assistant_only_loss = False
-    prepared.include_for_metrics = []  # the evaluation loop would gather the inputs
-    prepared.completion_only_loss = None
-    if prepared.chat_template_path and not is_template_file(prepared.chat_template_path):
-        prepared.chat_template_path = None  # the tokenizer has it; TRL would resize the embeddings besides
-    prepared.restore_callback_states_from_checkpoint = False  # ResumableTrainer does
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # the same by two names
-        if given := getattr(prepared, name, None):  # `selective` is carried out by longctx.parallelize
-            setattr(prepared, name, {key: value for key, value in given.items() if key != "selective"})
-    prepared.dataset_kwargs = {**(prepared.dataset_kwargs or {}), "skip_prepare_dataset": True}
-    return prepared

@@ -17,7 +17,7 @@ from longctx.model.tiny import tiny_config
 from longctx.packing.lookahead import LookAhead
 from longctx.sequence.batch import AttentionContext, BatchLayout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import complete_position_ids
+from longctx.sequence.shard import check_shard_length, complete_position_ids
 from longctx.settings.machine_checks import LARGEST_INT32, check_row_length
 from longctx.training.metrics import StepMetrics, attention_work
 from longctx.training.trainer import SequenceTrainer
@@ -161,15 +161,13 @@ def test_layers_that_are_no_plain_causal_attention_are_refused(keywords, named):
 def test_layers_that_bypass_our_attention_stop_the_first_step(missing):
     """One layer too few that was counted, or one too many: every rank would see its own tokens alone in it."""
     config, context = tiny_config(), a_context(8)
-    trainer = SimpleNamespace(_layers_checked=False, model=SimpleNamespace(config=config))
     layout = BatchLayout(shape=(1, 8), cu_seqlens=np.array([0, 8]), sp=1, plan=None)
     shard = SimpleNamespace(context=context, layout=layout)
     context.calls = config.num_hidden_layers - missing
     with pytest.raises(AssertionError, match=f"{context.calls} of {config.num_hidden_layers} attention layers"):
-        SequenceTrainer._check_shard_length(trainer, shard, torch.zeros(1, 8))
+        check_shard_length(shard, torch.zeros(1, 8), config.num_hidden_layers)
     context.calls = config.num_hidden_layers
-    SequenceTrainer._check_shard_length(trainer, shard, torch.zeros(1, 8))
-    assert trainer._layers_checked
+    check_shard_length(shard, torch.zeros(1, 8), config.num_hidden_layers)
 
 
 def test_no_more_tokens_wait_than_asked_for():

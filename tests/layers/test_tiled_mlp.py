@@ -173,12 +173,12 @@ def run_tiled(cases):
     """{(case, stage of ZeRO, tiles): (log of steps, all-gathers)} with one key/value head at a time."""
     from accelerate.state import AcceleratorState
 
-    import longctx.run
+    import longctx.run.model
     from longctx.settings.flags import parse_flags
     from longctx.settings.profile import read_profile
     from longctx.settings.resolve import resolve
 
-    parallelize, environment, results = longctx.run.parallelize, dict(os.environ), {}
+    parallelize, environment, results = longctx.run.model.parallelize, dict(os.environ), {}
     for (case, stage, tiles), arguments in cases.items():
         AcceleratorState._reset_state()
         for name in set(os.environ) - set(environment):
@@ -186,7 +186,7 @@ def run_tiled(cases):
         if stage is not None:
             os.environ.update(ZERO, ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage))
         levers = {"tiled_mlp_num_shards": tiles, "heads_k_stride": 1}
-        longctx.run.parallelize = lambda *args, levers=levers, **kwargs: parallelize(*args, **(kwargs | levers))
+        longctx.run.model.parallelize = lambda *args, levers=levers, **kwargs: parallelize(*args, **(kwargs | levers))
         prepared = longctx.run.prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
         with Gathers() as gathers:
             log = longctx.run.fit(prepared, longctx.run.load(prepared)).state.log_history

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from longctx.run import _first_step_report
+from longctx.run.training import _first_step_report
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
@@ -452,9 +452,9 @@ def test_the_demos_closing_line_says_what_was_computed_in_bf16(bf16, said, monke
         args=SimpleNamespace(bf16=bf16, label_smoothing_factor=0.0),
         state=SimpleNamespace(log_history=[{}, {"loss": 2.002, "grad_norm": 4.0}]),
     )
-    monkeypatch.setattr("longctx.run.first_step_batches", lambda *_: [])
-    monkeypatch.setattr("longctx.run.load_model", lambda *_: None)
-    monkeypatch.setattr("longctx.run.single_device_step", lambda *_: (2.0, 4.0))
+    monkeypatch.setattr("longctx.run.training.first_step_batches", lambda *_: [])
+    monkeypatch.setattr("longctx.run.training.load_model", lambda *_: None)
+    monkeypatch.setattr("longctx.run.training.single_device_step", lambda *_: (2.0, 4.0))
     line = _first_step_report(trainer, resolved())
     assert line.startswith(said)
     assert "to 1e-03 (loss 2.002000 and 2.000000, gradient norm 4.000000 and 4.000000)" in line

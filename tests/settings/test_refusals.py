@@ -28,7 +28,7 @@ def single_process(monkeypatch, tmp_path):
     """No GPU and no launcher, nothing is spawned, no weights are read, no trace is left."""
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
-    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
@@ -551,7 +551,7 @@ def test_pad_token_that_the_model_lacks(tmp_path, refused):
 def test_weights_that_are_not_there(tmp_path, folder_without_weights, refused, monkeypatch):
     from longctx.model.load import load_model
 
-    monkeypatch.setattr("longctx.run.load_model", load_model)
+    monkeypatch.setattr("longctx.run.model.load_model", load_model)
     (tmp_path / "data.jsonl").write_text(lines(*TEXT))
     given = ("--model_name_or_path", folder_without_weights, "--dataset_name", str(tmp_path / "data.jsonl"))
     refused(*given, "--use_cpu", parts=(folder_without_weights, "weights", "cannot be read"))

@@ -90,7 +90,7 @@ EVALUATES = ["--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "4
 )
 def test_bad_input(flags, parts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     given = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--output_dir", str(tmp_path)]
     assert main([*given, *flags]) == 2
     error = capsys.readouterr().err

@@ -24,7 +24,7 @@ from longctx.data.encoders import PretokenizedEncoder, TextEncoder
 from longctx.data.tokenize import encoder_key
 from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.packing import PackedStream, Packing, pack_dataset, plan_packing
-from longctx.run import _OF_A_NODE, _decided
+from longctx.run.processes import _OF_A_NODE, _decided
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
@@ -174,7 +174,7 @@ def resolved(data, flags):
 
 def identity(data, flags):
     """As `longctx.run.prepare` makes it, and as JSON gives it back."""
-    from longctx.run import _tokenizer
+    from longctx.run.preparation import _tokenizer
 
     run = resolved(data, flags)
     rows = prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
@@ -337,7 +337,9 @@ def test_what_followed_from_settings_and_releases_has_to_agree(part, data, monke
     elif part == "longctx":
         monkeypatch.setattr("longctx.__version__", "0")
     else:
-        monkeypatch.setattr("longctx.run.version", lambda package: "0" if package == part else before.get(package))
+        monkeypatch.setattr(
+            "longctx.run.processes.version", lambda package: "0" if package == part else before.get(package)
+        )
     if part == "accelerate":
         run = replace(run, engine="fsdp2")
     assert _decided(run, None).get(part) != before.get(part)

@@ -141,7 +141,11 @@ def plans(tmp_path):
 
 
 def test_prepare_only_prints_the_report_and_loads_no_weights(run_flags, tmp_path, monkeypatch, capsys):
-    for target in ("longctx.run.load_model", "longctx.launch.spawn.spawn", "torch.distributed.init_process_group"):
+    for target in (
+        "longctx.run.model.load_model",
+        "longctx.launch.spawn.spawn",
+        "torch.distributed.init_process_group",
+    ):
         monkeypatch.setattr(target, never)
     assert main([*run_flags, "--prepare_only", "--sp", "4"]) == 0
     output = capsys.readouterr().out
