@@ -20,12 +20,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch.distributed as dist
@@ -40,15 +40,23 @@ SHOWN_FRAMES = 5
 _WAITING_IN = ("/torch/distributed/", "/deepspeed/comm/")
 _WRAPPERS = ("/torch/nn/modules/", "/torch/_dynamo/", "/torch/utils/_contextlib.py", "c10d_logger.py")
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
-_PHASES = {
-    "compute_loss": "forward",
-    "prediction_step": "evaluation",
-    "backward": "backward",
-    "_get_grad_norm": "gradient norm",
-    "_save_checkpoint": "saving",
-    "get_batch_samples": "reading data",
-}
-"""Functions of a training step, and what they are called."""
+_PHASES: dict[CodeType, str] = {}
+"""What a function of a training step is called, by its code; see `phase`."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def phase(name: str) -> Callable[[_Function], _Function]:
+    """Return a decorator that names a function's part of a step; a rank that is in it is said to be there.
+
+    Only the function itself is meant, and none of another class that is called the same.
+    """
+
+    def enter(function: _Function) -> _Function:
+        _PHASES[function.__code__] = name
+        return function
+
+    return enter
 
 
 class Failure(NamedTuple):
@@ -74,18 +82,21 @@ class Position(NamedTuple):
     """The innermost ones, `file:line in function`, without wrappers."""
 
     @classmethod
-    def of(cls, stack: Sequence[tuple[str, int, str]], step: int) -> Position:
-        """
+    def of(cls, stack: Sequence[tuple[CodeType, int]], step: int) -> Position:
+        """Return what a stack says.
+
         Args:
-            stack: file, line and function, the innermost first.
+            stack: code and line, the innermost first.
         """
-        waits = any(part in stack[0][0] for part in _WAITING_IN) or ".wait()" in linecache.getline(*stack[0][:2])
-        calls = [function for file, _, function in stack[: 4 * SHOWN_FRAMES] if file.endswith(_COLLECTIVES)]
-        phase = next((_PHASES[function] for _, _, function in stack if function in _PHASES), "")
+        innermost, line = stack[0]
+        waiting_line = linecache.getline(innermost.co_filename, line)
+        waits = any(part in innermost.co_filename for part in _WAITING_IN) or ".wait()" in waiting_line
+        calls = [code.co_name for code, _ in stack[: 4 * SHOWN_FRAMES] if code.co_filename.endswith(_COLLECTIVES)]
+        phase = next((_PHASES[code] for code, _ in stack if code in _PHASES), "")
         shown = [
-            f"{_short(file)}:{line} in {function}"
-            for file, line, function in stack
-            if not any(part in file for part in (*_WRAPPERS, _COLLECTIVES))
+            f"{_short(code.co_filename)}:{line} in {code.co_name}"
+            for code, line in stack
+            if not any(part in code.co_filename for part in (*_WRAPPERS, _COLLECTIVES))
         ]
         return cls(step, phase, (calls[-1] if calls else "a collective") if waits else "", tuple(shown[:SHOWN_FRAMES]))
 
@@ -344,21 +355,20 @@ def describe_positions(watch: Watch, here: Position, others: dict[int, Position 
     return lines
 
 
-def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
+def _stack(frame: FrameType | None) -> list[tuple[CodeType, int]]:
     found = []
     while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return found
 
 
 def position_of(error: BaseException, step: int) -> Position:
     """Where it was raised."""
-    found: list[Any] = []
+    found: list[tuple[CodeType, int]] = []
     traceback = error.__traceback__
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        found.append((code.co_filename, traceback.tb_lineno, code.co_name))
+        found.append((traceback.tb_frame.f_code, traceback.tb_lineno))
         traceback = traceback.tb_next
     return Position.of(found[::-1], step)
 

@@ -19,6 +19,7 @@ from longctx.layers.loss import TokenOutputs
 from longctx.packing import PackedDataset
 from longctx.parallel import SequenceParallel
 from longctx.ranks.agreement import gathered
+from longctx.ranks.watchdog import phase
 from longctx.regions import region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.mesh import ParallelDims
@@ -134,6 +135,7 @@ class EvaluatingTrainer(ResumableTrainer):
         speed = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=len(loader))
         return {**output.metrics, **named, **speed}
 
+    @phase("evaluation")
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Adds one batch to the sums; the evaluation loop is given nothing to average."""
         with torch.no_grad(), self.compute_loss_context_manager():

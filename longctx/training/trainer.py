@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from torch import nn
@@ -39,6 +40,7 @@ from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.saved_buffers import saved_buffers_handed_on
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
+from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.shard import check_shard_length
@@ -54,6 +56,9 @@ from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import use_one_bar
 from longctx.training.schedule import add_defaults
 from longctx.training.trl_arguments import without_data_preparation
+
+phase("backward")(Accelerator.backward)
+phase("backward")(torch.Tensor.backward)  # of a loop of one's own
 
 
 class SequenceTrainer(EvaluatingTrainer):
@@ -205,6 +210,7 @@ class SequenceTrainer(EvaluatingTrainer):
         with self._wrapping():
             return super().evaluation_loop(*args, **kwargs)
 
+    @phase("gradient norm")
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """On all ranks the same, and known before the weights change; DeepSpeed leaves the step out by itself."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
@@ -285,10 +291,12 @@ class SequenceTrainer(EvaluatingTrainer):
         """Sequences in an optimizer step."""
         return self._train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
 
+    @phase("reading data")
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         with region("data", "data"):
             return super().get_batch_samples(*args, **kwargs)
 
+    @phase("saving")
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with region("saving", "saving"):
             super()._save_checkpoint(*args, **kwargs)
@@ -306,6 +314,7 @@ class SequenceTrainer(EvaluatingTrainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs  # cut on the CPU first; only this rank's part goes to the device
 
+    @phase("forward")
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.stream_read = inputs.pop("stream_read", self.stream_read)
         shard, outputs = self._forward(model, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from longctx.ranks import agreement
 from longctx.ranks.agreement import first_ranks, gathered
-from longctx.ranks.watchdog import limit_waiting, speaks_after, watch
+from longctx.ranks.watchdog import Position, _stack, limit_waiting, phase, speaks_after, watch
 from tests.workers import run_ranks
 
 NCCL_ALONE = "cuda:nccl"
@@ -89,3 +90,17 @@ def test_objects_go_over_the_group_itself_where_it_has_a_cpu(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "new_group", lambda **_: pytest.fail("another group was made"))
     assert agreement._host_group(world) is world
+
+
+def test_a_phase_is_known_by_its_function_and_not_by_the_functions_name():
+    class Trainer:
+        @phase("forward")
+        def compute_loss(self):
+            return Position.of(_stack(sys._getframe()), 3)
+
+    class Other:
+        def compute_loss(self):
+            return Position.of(_stack(sys._getframe()), 3)
+
+    assert str(Trainer().compute_loss()).startswith("is at (step 3, forward): ")
+    assert str(Other().compute_loss()).startswith("is at (step 3): ")
