@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from longctx.attention.cost import Link, RingWork
 from longctx.forecast.candidates import DEVICE_BYTES
-from longctx.forecast.closed_form import MemorySetup, ModelSizes, predict
+from longctx.forecast.closed_form import predict
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.simulate import SimulatedStep, simulate
 from longctx.forecast.step_time import Speeds
 from longctx.packing import balanced_order, pack, shuffled_order, spread_step

@@ -28,8 +28,10 @@ import numpy as np
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from longctx.forecast.candidates import DEVICE_BYTES
-from longctx.forecast.closed_form import MemorySetup, ModelSizes, predict, reach
+from longctx.forecast.closed_form import predict, reach
 from longctx.forecast.measure import measure_speeds
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, StepTime, step_time
 from longctx.model.tiny import tiny_tokenizer
 

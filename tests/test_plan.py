@@ -12,7 +12,8 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from longctx.forecast.calibrate import calibrate, corrected, trace_parts, traceable
 from longctx.forecast.candidates import Machine, candidates, outlook, recommend, why
-from longctx.forecast.closed_form import ModelSizes, predict
+from longctx.forecast.closed_form import predict
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds
 from longctx.forecast.traced_step import StepSettings, trace_training_step
 from longctx.model.load import load_config

@@ -26,8 +26,9 @@ from longctx.data.columns import arrow_table, token_columns
 from longctx.data.contents import file_state
 from longctx.data.encoders import TextEncoder
 from longctx.data.mixing import _order, _part, _Reader
-from longctx.forecast.closed_form import MemorySetup, reach
+from longctx.forecast.closed_form import reach
 from longctx.forecast.documents import drawn_from
+from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.memory_trace import MemoryTracer
 from longctx.forecast.traced_step import StepSettings, fake_process_group
 from longctx.launch.network import choose_interface

@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from longctx.forecast.closed_form import Breakdown, MemorySetup, predict
+from longctx.forecast.closed_form import Breakdown, predict
+from longctx.forecast.memory_setup import MemorySetup
 from longctx.model.allow_list import num_heads
 from longctx.model.load import load_config
 from longctx.settings.flags import parse_flags

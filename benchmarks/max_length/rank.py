@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import longctx.run
-from longctx.forecast.closed_form import MemorySetup
+from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
 from longctx.model.load import count_parameters, load_config, load_model, load_tokenizer
 from longctx.settings.flags import parse_flags

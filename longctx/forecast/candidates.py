@@ -9,9 +9,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.closed_form import Breakdown, MemorySetup, ModelSizes, predict, reach
+from longctx.forecast.closed_form import Breakdown, predict, reach
 from longctx.forecast.documents import Documents, one_document
 from longctx.forecast.memory_options import Place, resolve_levers
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, StepTime, step_time
 from longctx.model.allow_list import num_heads, num_linear_heads
 from longctx.sequence.mesh import ParallelDims

@@ -23,7 +23,7 @@ import numpy as np
 
 from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, RingWork, Seconds
 from longctx.attention.modelled import spent
-from longctx.forecast.closed_form import MemorySetup
+from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.step_time import (
     Speeds,
     attended_again_seconds,

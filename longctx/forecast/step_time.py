@@ -26,7 +26,10 @@ from longctx.attention.cost import (
     Setup,
 )
 from longctx.attention.modelled import modelled_seconds
-from longctx.forecast.closed_form import LOGIT_BYTES, MemorySetup, ModelSizes, saved_by_layer
+from longctx.forecast.coefficients import LOGIT_BYTES
+from longctx.forecast.layer_memory import saved_by_layer
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 
 MATMUL_EFFICIENCY = 0.6
 """Of the peak, reached by the matrices of layers of a few thousand columns."""

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from longctx.attention.choice import arrangements, choose_backend, chunking_backend
-from longctx.forecast.closed_form import MemorySetup, ModelSizes
 from longctx.forecast.machine_memory import address_room, available_host_memory, host_bytes
 from longctx.forecast.memory_options import CHUNK_TOKENS, prefers_ulysses
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.run import Run
 from longctx.training.peak_memory import (

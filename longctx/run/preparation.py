@@ -15,7 +15,7 @@ from trl import SFTConfig
 
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
-from longctx.forecast.closed_form import ModelSizes
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import is_template_file, load_tokenizer, take_chat_template
 from longctx.ranks.agreement import first_ranks, together
 from longctx.run.output import check_hub, settle_output

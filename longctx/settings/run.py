@@ -15,8 +15,9 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.data import name_data
-from longctx.forecast.closed_form import MemorySetup, ModelSizes
 from longctx.forecast.memory_options import Levers, Place, resolve_levers
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.layers.liger import describe_liger
 from longctx.model.allow_list import num_linear_heads
 from longctx.sequence.mesh import ParallelDims

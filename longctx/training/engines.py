@@ -14,8 +14,8 @@ from packaging.version import Version
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from longctx.forecast.closed_form import ModelSizes
     from longctx.forecast.memory_options import Levers
+    from longctx.forecast.model_sizes import ModelSizes
 
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longctx.forecast.closed_form import MemorySetup, max_length, predict, reach
+from longctx.forecast.closed_form import max_length, predict, reach
 from longctx.forecast.machine_memory import host_bytes, peak_resident_bytes
+from longctx.forecast.memory_setup import MemorySetup
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
-from longctx.forecast.closed_form import ModelSizes
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.sequence.shard import complete_position_ids
 
 GIB = 2**30

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel, PrinterCallback, T
 
 from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
-from longctx.forecast.closed_form import ModelSizes
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.ranks.agreement import gathered, together
 from longctx.run import first_step_batches
 from longctx.training.reference import check_reference_fits, documents_of, single_device_step

@@ -15,7 +15,8 @@ from longctx.attention.choice import assumed_documents, choose_backend
 from longctx.attention.cost import Arrangement, Setup, device_named
 from longctx.forecast import closed_form
 from longctx.forecast.candidates import Machine, candidates
-from longctx.forecast.closed_form import MemorySetup, predict
+from longctx.forecast.closed_form import predict
+from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.step_time import Speeds
 from tests.reference import train_reference
 from tests.toy_backend import TOY
@@ -91,7 +92,7 @@ def test_a_setup_whose_backend_has_no_such_degrees_is_refused(llama_sizes) -> No
 
 @pytest.fixture(scope="module")
 def llama_sizes():
-    from longctx.forecast.closed_form import ModelSizes
+    from longctx.forecast.model_sizes import ModelSizes
     from longctx.model.tiny import tiny_config
 
     return ModelSizes.of_config(tiny_config())

@@ -24,7 +24,10 @@ from transformers import LlamaConfig
 from longctx.attention.cost import PEAK_FLOPS, Arrangement, Device, Link, RingWork, Setup
 from longctx.attention.modelled import modelled_seconds, spent
 from longctx.forecast import closed_form
-from longctx.forecast.closed_form import MemorySetup, ModelSizes, predict, saved_by_layer
+from longctx.forecast.closed_form import predict
+from longctx.forecast.layer_memory import layer_bytes, saved_by_layer
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.simulate import simulate
 from longctx.forecast.step_time import Speeds, optimizer_seconds, step_time, weights_seconds
 from longctx.training.metrics import StepMetrics, _peak_flops, attention_work
@@ -463,7 +466,7 @@ def test_what_a_ring_of_two_holds(backend, exchanged) -> None:
 )
 def test_what_layers_keep_for_their_backward_pass(changed, on_device) -> None:
     setup = replace(ULYSSES, **changed)
-    assert closed_form._checkpoints(setup, closed_form._layer(setup)) == on_device
+    assert closed_form._checkpoints(setup, layer_bytes(setup)) == on_device
 
 
 def test_host_memory_of_a_node() -> None:

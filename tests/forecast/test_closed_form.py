@@ -20,8 +20,11 @@ from transformers import (
 
 from benchmarks import closed_form as published
 from benchmarks.published import CONFIGS, HELD_BACK, PUBLISHED
-from longctx.forecast import closed_form
-from longctx.forecast.closed_form import GB, MemorySetup, ModelSizes, max_length, predict, reach
+from longctx.forecast import coefficients
+from longctx.forecast.closed_form import max_length, predict, reach
+from longctx.forecast.coefficients import GB
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.traced_step import StepSettings, trace_training_step
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +59,8 @@ def test_committed_table_is_what_the_command_prints() -> None:
 
 
 def test_at_most_five_constants_are_fitted() -> None:
-    assert set(closed_form.FITTED) == published.GRID.keys()
-    assert len(closed_form.FITTED) <= 5
+    assert set(coefficients.FITTED) == published.GRID.keys()
+    assert len(coefficients.FITTED) <= 5
 
 
 def test_constants_are_near_the_best_fit() -> None:

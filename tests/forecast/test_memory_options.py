@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 import longctx.sequence.host_tensors
 from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
-from longctx.forecast.closed_form import MemorySetup, ModelSizes
 from longctx.forecast.machine_memory import available_host_memory
 from longctx.forecast.memory_options import PRESETS
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config
 from longctx.sequence.host_tensors import SavedOnHost, allocates_host_memory
 from longctx.settings.flags import parse_flags

@@ -13,7 +13,8 @@ from benchmarks import scaling
 from benchmarks.published import CONFIGS
 from longctx.attention.choice import assumed_documents
 from longctx.attention.cost import Link, RingWork
-from longctx.forecast.closed_form import MemorySetup, ModelSizes
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.simulate import SimulatedStep, simulate
 from longctx.forecast.step_time import Speeds, step_time, weights_seconds
 

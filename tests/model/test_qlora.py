@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from longctx.forecast.closed_form import ModelSizes
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import load_config, load_model
 from longctx.train import main
 from tests.model.test_peft import Adapt

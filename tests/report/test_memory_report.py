@@ -18,8 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longctx.forecast.closed_form import MemorySetup, ModelSizes, max_length, predict
+from longctx.forecast.closed_form import max_length, predict
 from longctx.forecast.machine_memory import host_bytes
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config
 from longctx.report.memory_advice import LEVERS, out_of_memory_explained
 from longctx.settings.flags import parse_flags

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from longctx.forecast.closed_form import ModelSizes
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_model, tiny_tokenizer
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
