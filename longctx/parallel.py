@@ -36,6 +36,7 @@ from longctx.sequence.shard import (
     unshard_tokens,
 )
 from longctx.ulysses import ulysses_remedy
+from longctx.ulysses.gated_delta import check_gated_delta
 from longctx.ulysses.head_chunks import check_stride
 
 
@@ -250,6 +251,7 @@ def parallelize(
     if selective_checkpointing is None:
         selective_checkpointing = backend.keeps_output
     install(model, selective_checkpointing=selective_checkpointing)
+    check_gated_delta(model, device)
     if tiled_mlp_num_shards is not None:
         install_tiled_mlp(model, tiled_mlp_num_shards)
     fuse_head(model, hidden_on_host=sequence_chunk_size is not None)

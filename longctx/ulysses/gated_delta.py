@@ -5,14 +5,22 @@ its own. So every rank takes all tokens of some heads, as in `exchange`, with th
 to them. Both start afresh with every document, padding included. Projections, gated norm and output see one token at
 a time and stay with the rank's own tokens.
 
+transformers takes flash-linear-attention's kernel for the delta rule wherever that package can be imported. Here it
+computes half precision on GPUs, once it has been compared with transformers' own operators, and these compute the
+rest. Releases before 0.5 take as many value heads as there are key heads, whatever they are given, and return other
+numbers in silence; and in fp32, Triton's products would be rounded to TF32.
+
 Shape legend: P ranks, S tokens of the whole row, K key heads of size D, V value heads of size E, V a multiple of K.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +33,12 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from longctx.attention.kernels.entries import upload
 from longctx.sequence.batch import AttentionContext
 from longctx.ulysses.exchange import all_to_all, tokens_to_ranks
+
+logger = logging.getLogger(__name__)
+
+KERNEL_BOUND = 2e-2
+"""Largest relative error of the kernel's outputs and gradients over a document, as of Liger's kernels: a number is
+rounded to 2^-9 of itself, and the kernel rounds a few times on the way."""
 
 
 def install_gated_delta(model: PreTrainedModel) -> None:
@@ -102,19 +116,24 @@ def _mix(layer: Any, parts: Sequence[Tensor], sequence: AttentionContext) -> Ten
     Returns:
         [1, S, V/P, E]
     """
-    functions = sys.modules[type(layer).__module__]
+    functions = _functions_of(layer)
     *qkv, b, a = parts
     sizes = layer.key_dim, layer.key_dim, layer.value_dim
     weight = torch.cat([_own(x, sequence.group) for x in layer.conv1d.weight.squeeze(1).split(sizes)])
-    convolve = partial(functions.causal_conv1d_fn, weight=weight, bias=None, activation=layer.activation)
+    convolution = functions.causal_conv1d_fn if qkv[0].is_cuda else inspect.unwrap(functions.causal_conv1d_fn)
+    convolve = partial(convolution, weight=weight, bias=None, activation=layer.activation)
     channels = torch.cat([x.flatten(1) for x in qkv], dim=1).T[None]  # [1, channels, S]
     channels = _convolve_documents(channels, sequence.cu_seqlens, convolve, reach=weight.shape[1] - 1)
     convolved = channels[0].T.split([x.shape[1:].numel() for x in qkv], dim=1)
     q, k, v = (x.unflatten(1, like.shape[1:])[None] for x, like in zip(convolved, qkv, strict=True))
     decay = -_own(layer.A_log, sequence.group).float().exp()  # as the model has it: in fp32, or -inf in fp16
     g = decay * nn.functional.softplus(a[None, ..., 0].float() + _own(layer.dt_bias, sequence.group))
-    rule = partial(functions.torch_chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True)
-    return _by_document(rule, (q, k, v, g, b[None, ..., 0].sigmoid()), sequence.cu_seqlens)
+    mix = _in_one_call if takes_kernel(q) else _by_document
+    return mix(functions.torch_chunk_gated_delta_rule, (q, k, v, g, b[None, ..., 0].sigmoid()), sequence.cu_seqlens)
+
+
+def _functions_of(layer: nn.Module) -> ModuleType:
+    return sys.modules[type(layer).__module__]
 
 
 def _own(per_head: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -136,14 +155,98 @@ def _convolve_documents(
     return convolve(apart).index_select(2, index)
 
 
-def _by_document(rule: Callable[..., tuple[Tensor, None]], inputs: Sequence[Tensor], cu_seqlens: np.ndarray) -> Tensor:
-    """The rule with a state that starts at 0 in every document: each input [1, S, ...] -> [1, S, V/P, E]."""
+def takes_kernel(q: Tensor) -> bool:
+    """Whether flash-linear-attention's kernel computes the delta rule of these queries."""
+    return q.is_cuda and q.dtype != torch.float32 and is_flash_linear_attention_available()
 
-    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs) -> Tensor:
-        return rule(q, k, v, g=g, beta=beta, **kwargs)[0]
 
-    if inputs[0].is_cuda and is_flash_linear_attention_available():  # then transformers takes its kernel
-        return run(*inputs, cu_seqlens=upload(cu_seqlens, inputs[0].device))
-    lengths = np.diff(cu_seqlens).tolist()
-    documents = zip(*(x.split(lengths, dim=1) for x in inputs), strict=True)
-    return torch.cat([run(*document) for document in documents], dim=1)
+def _in_one_call(rule: Callable[..., Any], inputs: Sequence[Tensor], cu_seqlens: np.ndarray) -> Tensor:
+    """The rule by a kernel that knows where documents begin: each input [1, S, ...] -> [1, S, V/P, E]."""
+    *qkv, g, beta = inputs
+    return rule(*qkv, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=upload(cu_seqlens, g.device))[0]
+
+
+def _by_document(rule: Callable[..., Any], inputs: Sequence[Tensor], cu_seqlens: np.ndarray) -> Tensor:
+    """The rule by transformers' own operators, with a state that starts at 0 in every document."""
+    own_rule = partial(inspect.unwrap(rule), use_qk_l2norm_in_kernel=True)
+    documents = zip(*(x.split(np.diff(cu_seqlens).tolist(), dim=1) for x in inputs), strict=True)
+    return torch.cat([own_rule(*qkv, g=g, beta=beta)[0] for *qkv, g, beta in documents], dim=1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Is the kernel exact here?
+# ------------------------------------------------------------------------------------------------
+
+_LENGTHS = (70, 1, 130)
+"""Tokens of the documents that are compared: the kernel works on 64 at a time."""
+
+
+def check_gated_delta(model: nn.Module, device: torch.device) -> None:
+    """Compare the kernel on this device with transformers' own operators, on packed documents, forward and backward.
+
+    Raises:
+        ValueError: where the kernel fails, or is off by more than KERNEL_BOUND.
+    """
+    layers = gated_delta_layers(model)
+    if not layers or device.type != "cuda":
+        return
+    if not is_flash_linear_attention_available():
+        logger.warning(
+            "linear-attention layers compute one document after the other, which is slow with many of them. "
+            "pip install flash-linear-attention for a kernel that takes all at once."
+        )
+        return
+    kernel = _functions_of(layers[0]).torch_chunk_gated_delta_rule
+    remedy = (
+        "Run `pip install --upgrade flash-linear-attention`, or uninstall it: transformers' own operators are exact."
+    )
+    try:
+        error = max(kernel_errors(kernel, layers[0], device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # whatever a compiler or driver raises
+        reason = str(failure).strip().partition("\n")[0]
+        raise ValueError(
+            f"flash-linear-attention's kernel of the gated delta rule fails on this machine: {type(failure).__name__}: "
+            f"{reason}. {remedy}"
+        ) from failure
+    if not error <= KERNEL_BOUND:  # NaN is wrong too
+        raise ValueError(
+            f"flash-linear-attention's kernel of the gated delta rule is off by {error:.1e} on this machine in bf16, "
+            f"and {KERNEL_BOUND:.0e} is allowed. {remedy}"
+        )
+
+
+def kernel_errors(kernel: Callable[..., Any], layer: Any, device: torch.device) -> list[float]:
+    """The largest relative error over a document of each output and gradient, in bf16 and for this layer's heads.
+
+    Two key heads are compared, since heads are computed alike, and transformers' operators compute in fp32 on the CPU.
+    """
+    generator = torch.Generator().manual_seed(0)
+    cu_seqlens = np.append(0, np.cumsum(_LENGTHS))
+    value_heads = 2 * layer.num_v_heads // layer.num_k_heads
+    shapes = [(2, layer.head_k_dim)] * 2 + [(value_heads, layer.head_v_dim), (value_heads,), (value_heads,)]
+    inputs = [torch.randn(1, cu_seqlens[-1], *shape, generator=generator) for shape in shapes]
+    inputs[3:] = [-inputs[3].exp(), inputs[4].sigmoid()]  # decays in fp32, as layers have them
+    inputs = [x if i == 3 else x.bfloat16() for i, x in enumerate(inputs)]
+    upstream = torch.randn(inputs[2].shape, generator=generator).bfloat16()
+
+    def results(mix: Callable[..., Tensor], device: torch.device, dtype: torch.dtype | None) -> list[Tensor]:
+        given = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = mix(kernel, given, cu_seqlens)
+        return [out.detach(), *torch.autograd.grad(out, given, upstream.to(out))]
+
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        exact = results(_by_document, torch.device("cpu"), torch.float32)
+        found = results(_in_one_call, device, None)
+    return [_error_over_documents(x.cpu(), wanted) for x, wanted in zip(found, exact, strict=True)]
+
+
+def _error_over_documents(actual: Tensor, exact: Tensor) -> float:
+    """Of the document that is off most, against its own norm, or a typical one of its length where its own is less."""
+    typical = exact.square().mean().sqrt()
+    pairs = zip(actual.float().split(_LENGTHS, dim=1), exact.split(_LENGTHS, dim=1), strict=True)
+    errors = [
+        (x - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=typical) for x, wanted in pairs
+    ]
+    return float(torch.stack(errors).max())

@@ -40,14 +40,11 @@ def flash_attn_sources(tmp_path_factory):
 def load_interface(sources: str):
     """flash_attn.flash_attn_interface over its Triton backend, on CPU tensors.
 
-    Three things would keep it from running: its operators are registered for CUDA, autotuning times CUDA graphs, and it
-    selects the tensors' device.
+    Two things would keep it from running: its operators are registered for CUDA, and it selects the tensors' device.
     """
     from tests import triton_on_cpu
 
     triton_on_cpu.install(undefined=1.0)  # its backward pass multiplies undefined log-sum-exps by 0
-    import triton
-
     os.environ["FLASH_ATTENTION_TRITON_AMD_ENABLE"] = "TRUE"
     sys.path.insert(0, sources)
     custom_op = torch.library.custom_op
@@ -55,11 +52,7 @@ def load_interface(sources: str):
     def on_any_device(name, fn=None, /, *, mutates_args, device_types=None, schema=None):
         return custom_op(name, fn, mutates_args=mutates_args, schema=schema)
 
-    def first_configuration(configs, key, **_):
-        values = configs[0].kwargs
-        return lambda fn: triton.heuristics({n: lambda _, v=v: v for n, v in values.items() if n in fn.arg_names})(fn)
-
-    torch.library.custom_op, triton.autotune = on_any_device, first_configuration
+    torch.library.custom_op = on_any_device
     torch.cuda.device = lambda *_: contextlib.nullcontext()
     from flash_attn import flash_attn_interface
 

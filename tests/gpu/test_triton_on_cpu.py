@@ -46,6 +46,11 @@ def interpreted() -> dict[str, object]:
     found["tanh"] = torch.empty(64)
     probes.tanh_kernel[(1,)](x[:64].float(), found["tanh"], BLOCK=64)
 
+    found["loop"] = torch.empty(16)
+    probes.loop_kernel[(1,)](x[:64].float(), found["loop"], torch.tensor([4]), BLOCK=16)
+    found["tuned"] = torch.empty(1)
+    probes.tuned_kernel[(1,)](found["tuned"], 1)
+
     found["careless"] = torch.empty(1)
     probes.careless_sum_kernel[(1,)](torch.ones(5), found["careless"], 5, BLOCK=8)
     found["unknown function"] = _failure(probes.unknown_function_kernel, torch.ones(4), torch.empty(4), BLOCK=4)
@@ -92,6 +97,15 @@ def test_products_of_bf16_are_added_up_in_fp32(found):
 def test_functions_of_libdevice(found):
     assert torch.allclose(found["tanh"], found["x"][:64].float().tanh(), rtol=1e-6, atol=1e-7)  # NumPy's last digit
     assert "libdevice's j0 has no counterpart" in found["unknown function"]
+
+
+def test_loops_count_in_tensors(found):
+    blocks = found["x"][:64].float().view(4, 16)
+    assert torch.allclose(found["loop"], (blocks * torch.arange(4.0)[:, None]).sum(0) + 1, rtol=0, atol=1e-5)
+
+
+def test_an_autotuned_kernel_has_its_first_configuration(found):
+    assert found["tuned"] == 3
 
 
 def test_what_a_load_leaves_out_is_not_zero(found):

@@ -1,10 +1,12 @@
 """Triton kernels on the CPU, with numbers that can be trusted: Triton's interpreter, mended and guarded.
 
 The interpreter runs a kernel's programs one after the other in NumPy. As Triton 3.9 ships it, it is not sound:
-arithmetic of bf16 values works on their bits, a kernel's Python floats are no fp32 scalars, functions of libdevice
-return None, and a load or a store outside its tensors reads or overwrites whatever lies there.
+arithmetic of bf16 values works on their bits, a kernel's Python floats are no fp32 scalars and its loops count in
+Python's integers, functions of libdevice return None, and a load or a store outside its tensors reads or overwrites
+whatever lies there. Autotuned kernels do not run at all, since there is no GPU to time them on.
 
-    arithmetic.py   bf16, scalars and libdevice as a GPU has them; what a GPU leaves undefined becomes NaN
+    arithmetic.py   bf16, scalars, loops and libdevice as a GPU has them; what a GPU leaves undefined becomes NaN; an
+                    autotuned kernel runs with the first of its configurations
     bounds.py       every load, store and atomic lies within the tensors that the launch was given
 
 What it does not show: races between programs, which run in order here; the rounding of tensor cores, since products of

@@ -8,14 +8,16 @@ to even, as a GPU does.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
 LIBDEVICE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -50,6 +52,8 @@ def install(undefined: float) -> None:
     for name in [name for name, value in vars(libdevice).items() if callable(value) and not name.startswith("_")]:
         setattr(libdevice, name, _elementwise(name, LIBDEVICE.get(name)))
     _mend_scalars()
+    _mend_loops()
+    Autotuner.run = _run_first_configuration
     _patch_language_once()
 
 
@@ -197,6 +201,34 @@ def _mend_scalars() -> None:
         return convert(argument)
 
     interpreter._implicit_cvt = implicit
+
+
+def _mend_loops() -> None:
+    """A loop over `range` counts in scalar tensors, as in a compiled kernel, and not in integers of Python."""
+    compile_and_exec = FunctionRewriter._compile_and_exec
+
+    def with_range(self, tree):
+        kernel = compile_and_exec(self, tree)
+        names = kernel.__globals__ | {"range": _range}  # a copy, since functions of the host count in integers
+        copy = FunctionType(kernel.__code__, names, kernel.__name__, kernel.__defaults__, kernel.__closure__)
+        copy.__annotations__ = kernel.__annotations__  # which tell constants
+        return copy
+
+    FunctionRewriter._compile_and_exec = with_range
+
+
+def _range(*bounds: Any) -> Iterator[tl.core.tensor]:
+    dtype = tl.int64 if any(getattr(bound, "dtype", None) == tl.int64 for bound in bounds) else tl.int32
+    for i in range(*bounds):
+        yield tl.core.tensor(TensorHandle(np.array([i], interpreter._get_np_dtype(dtype)), dtype), dtype)
+
+
+def _run_first_configuration(tuner: Autotuner, *arguments, **keywords) -> Any:
+    """Run an autotuned kernel with the first of its configurations, all of which compute the same; none is timed."""
+    tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
+    config = tuner.prune_configs(keywords)[0]
+    assert config.pre_hook is None, f"{tuner.base_fn.__name__} prepares its arguments for each configuration"
+    return tuner.fn.run(*arguments, **keywords, **config.all_kwargs())
 
 
 class _Lasting:

@@ -67,6 +67,24 @@ def atomic_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def loop_kernel(x_ptr, out_ptr, size_ptr, BLOCK: tl.constexpr):
+    """out = sum of the first blocks of x, as many as *size_ptr says, each times its number; counted as a GPU counts."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(tl.load(size_ptr)):
+        total += tl.load(x_ptr + i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)) * i
+    for j in range(2):
+        total += j.to(tl.float32)
+    tl.store(out_ptr + tl.arange(0, BLOCK), total)
+
+
+@triton.autotune([triton.Config({"STEP": 3}), triton.Config({"STEP": 5})], key=["size"])
+@triton.jit
+def tuned_kernel(out_ptr, size, STEP: tl.constexpr):
+    """out = the step of the configuration."""
+    tl.store(out_ptr, STEP)
+
+
+@triton.jit
 def shift_kernel(x_ptr, out_ptr, size, shift, BLOCK: tl.constexpr):
     """The planted bug: out = x moved by `shift` elements, with a mask that does not know of them."""
     at = tl.arange(0, BLOCK)

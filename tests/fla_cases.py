@@ -1,0 +1,156 @@
+"""flash-linear-attention's kernels in Triton's interpreter, for tests/model/test_gated_delta_kernel.py.
+
+Each function runs in a process of its own, which takes the package from the folder of its wheel, as an installed one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.ulysses import gated_delta
+from tests import triton_on_cpu
+from tests.model import test_models
+from tests.model.test_models import make_model
+
+MODELS = ("qwen3_next", "qwen3_5_text")
+
+LENGTHS = {"several chunks": (70, 1, 59), "whole chunks": (64, 128), "one token each": (1, 1, 1), "one": (130,)}
+"""Tokens of the documents of a row; the kernels work on 64 at a time."""
+HEADS = {"a key head of their own": (2, 2), "a key head for two": (1, 2), "a key head for four": (2, 8)}
+"""Key heads and value heads."""
+SIZES = {"narrow": (16, 16), "other sizes": (24, 40), "more than a block": (80, 72)}
+"""Of a head's keys and of its values; a kernel's blocks have 16, 32 or 64."""
+
+
+def load(folder: str) -> ModuleType:
+    """Return Qwen3-Next's module of transformers, which has taken the kernels by then."""
+    triton_on_cpu.install()
+    sys.path.insert(0, folder)
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    return modeling_qwen3_next
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The gated delta rule (arXiv 2412.06464, equation 10), one token after the other, with a state for each head.
+
+    Args:
+        q, k: [1, S, K, D]
+        v: [1, S, V, E]; V a multiple of K.
+        g, beta: [1, S, V], the logarithm of the decay and the strength of writing.
+
+    Returns:
+        [1, S, V, E]
+    """
+    shared = v.shape[2] // k.shape[2]
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x[0].repeat_interleave(shared, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+    out, at = [], 0
+    for length in lengths:
+        state = q.new_zeros(v.shape[2], k.shape[-1], v.shape[-1])
+        for t in range(at, at + length):
+            state = state * g[0, t].exp()[:, None, None]
+            read = torch.einsum("hd,hde->he", k[t], state)
+            written = beta[0, t][:, None] * (v[0, t] - read)
+            state = state + k[t][:, :, None] * written[:, None, :]
+            out.append(torch.einsum("hd,hde->he", q[t], state))
+        at += length
+    return torch.stack(out)[None]
+
+
+def _inputs(lengths, heads, sizes, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, g and beta; the decays are fp32 as in a layer, and some forget everything at once."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads[0], sizes[0]), (heads[0], sizes[0]), (heads[1], sizes[1]), (heads[1],), (heads[1],)]
+    q, k, v, g, beta = (torch.randn(1, sum(lengths), *shape, generator=generator) for shape in shapes)
+    return [q.to(dtype), k.to(dtype), v.to(dtype), -(1.5 * g).exp(), beta.sigmoid().to(dtype)]
+
+
+def kernels(folder: str) -> dict[tuple[str, str, str, str], tuple[float, ...]]:
+    """{(lengths, heads, sizes, dtype): relative errors of the output and of dq, dk, dv, dg and dbeta}."""
+    rule = load(folder).torch_chunk_gated_delta_rule
+    found = {}
+    for (of, lengths), (shared, heads), (wide, sizes) in _problems():
+        for dtype in (torch.float32, torch.bfloat16):
+            inputs = _inputs(lengths, heads, sizes, dtype)
+            given = [x.clone().requires_grad_() for x in inputs]
+            exact = [x.double().requires_grad_() for x in inputs]
+            out = gated_delta._in_one_call(rule, given, np.append(0, np.cumsum(lengths)))
+            wanted = recurrence(*exact, lengths)
+            upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            results = (out, *torch.autograd.grad(out, given, upstream))
+            references = (wanted, *torch.autograd.grad(wanted, exact, upstream.double()))
+            found[of, shared, wide, str(dtype)] = tuple(map(_error, results, references))
+    return found
+
+
+def _problems():
+    """Every kind of documents, of heads and of sizes, each beside the first of the others."""
+    kinds = [list(kind.items()) for kind in (LENGTHS, HEADS, SIZES)]
+    first = [kind[0] for kind in kinds]
+    yield tuple(first)
+    for i, kind in enumerate(kinds):
+        for case in kind[1:]:
+            yield (*first[:i], case, *first[i + 1 :])
+
+
+def _error(actual: Tensor, exact: Tensor) -> float:
+    difference, norm = (actual.detach().double() - exact.detach()).norm(), exact.detach().norm()
+    return float(difference / norm) if norm else float(difference)
+
+
+def checked(folder: str) -> dict[str, Any]:
+    """What the check at the start of a run finds: the errors of each model's heads, and what ran."""
+    load(folder)
+    found: dict[str, Any] = {}
+    for name in MODELS:
+        layer = gated_delta.gated_delta_layers(make_model(name))[0]
+        kernel = gated_delta._functions_of(layer).torch_chunk_gated_delta_rule
+        triton_on_cpu.launched().clear()
+        found[name] = gated_delta.kernel_errors(kernel, layer, torch.device("cpu"))
+        found[f"{name} ran"] = set(triton_on_cpu.launched())
+    return found
+
+
+def models(folder: str) -> dict[str, dict[str, float]]:
+    """Errors of a packed step of this rank against stock transformers with operators of its own, by model."""
+    load(folder)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    found = {}
+    for name in MODELS:
+        functions = gated_delta._functions_of(gated_delta.gated_delta_layers(make_model(name))[0])
+        own = inspect.unwrap(functions.torch_chunk_gated_delta_rule)
+
+        def stock_step(model, functions=functions, own=own, step=test_models.stock_step):
+            with mock.patch.object(functions, "torch_chunk_gated_delta_rule", own):
+                return step(model)
+
+        triton_on_cpu.launched().clear()
+        with (
+            mock.patch.object(gated_delta, "takes_kernel", return_value=True),
+            mock.patch.object(test_models, "stock_step", stock_step),
+            mock.patch.object(test_models, "largest_error", _largest_error),
+        ):
+            found[name] = test_models.sharded_step(name, size, "ulysses" if size > 1 else "auto")
+        found[name]["kernels"] = len(set(triton_on_cpu.launched()))
+    return found
+
+
+def _largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """As that of tests/test_models.py, but relative to 2% of all gradients where a decay's are less.
+
+    The kernel computes them as differences of sums that are a thousand times larger in these models.
+    """
+    assert actual.keys() == expected.keys()
+    total = torch.nn.utils.get_total_norm(expected.values())
+    least = {name: 2e-2 if name.endswith(("A_log", "dt_bias")) else 1e-3 for name in expected}
+    return max(float((actual[n] - e).norm() / e.norm().clamp(min=least[n] * total)) for n, e in expected.items())
