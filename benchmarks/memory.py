@@ -45,7 +45,8 @@ from transformers.models.qwen3 import modeling_qwen3
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
-from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace, MemoryTracer
+from longctx.forecast.allocations import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace
+from longctx.forecast.memory_trace import MemoryTracer
 from longctx.forecast.traced_step import (
     StepSettings,
     fake_process_group,

@@ -23,16 +23,13 @@ import functools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
-from torch.autograd.graph import save_on_cpu
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -45,78 +42,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longctx.attention.operator import run_schedule
-from longctx.sequence.host_tensors import allocates_host_memory, host_memory
-
-PARAMETERS = "parameters"
-"""What a rank holds of them throughout."""
-GATHERED = "gathered parameters"
-"""Of FSDP2 and ZeRO-3: whole, for as long as a layer needs them."""
-GRADIENTS = "gradients"
-OPTIMIZER_STATES = "optimizer states"
-ACTIVATIONS = "activations"
-"""Made in the forward pass and alive when the backward pass begins."""
-INPUTS = "inputs"
-"""There before the trace began and none of the above: the batch."""
-TEMPORARY = "temporary"
-"""All else: freed before the backward pass begins, or made in it, recomputed layers included."""
-CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER_STATES, ACTIVATIONS, INPUTS, TEMPORARY)
-
-
-@dataclass(eq=False, kw_only=True)
-class Allocation:
-    """One storage, by the tensor that it was first seen as."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    op: str
-    """The operator that made it; empty where it was there before."""
-    module: str
-    """The innermost module that was running, or in a backward pass the autograd node."""
-    phase: str
-    """`before`, `forward`, `backward` or `optimizer`: when it was made."""
-    category: str
-    on_host: bool
-    nbytes: int = 0
-    """The most that it held."""
-
-    def __str__(self) -> str:
-        where = "host " if self.on_host else ""
-        shape = ", ".join(map(str, self.shape))
-        dtype = str(self.dtype).removeprefix("torch.")
-        made = f"{self.op} in {self.module or 'no module'}" if self.op else self.module
-        return f"{_gib(self.nbytes)} {where}{self.category}: {dtype} [{shape}] by {made}, {self.phase}"
-
-
-@dataclass(frozen=True, eq=False)
-class MemoryTrace:
-    """The bytes of one traced step. Predicted where the step ran on fake tensors."""
-
-    peak_bytes: int
-    """The most that the device held at once."""
-    by_category: dict[str, int]
-    """Of these, in the order of `CATEGORIES`."""
-    host_peak_bytes: int
-    """The most that the host held at once, on the device's behalf."""
-    host_by_category: dict[str, int]
-    largest: tuple[Allocation, ...]
-    """What the device held at its peak, the largest first."""
-    allocations: tuple[Allocation, ...]
-    """Everything that was ever seen, in order."""
-    timeline: tuple[tuple[int, int], ...]
-    """(device, host) bytes after every allocation and release."""
-    peaks: dict[str, tuple[int, int]]
-    """The most (device, host) bytes while each part of the step ran: `forward model.layers.N.mlp`,
-    `backward MmBackward0`. Each is linear in the length and in the number of layers, where their maximum has kinks."""
-
-    def table(self, num_largest: int = 8) -> str:
-        """By category and by tensor, for people."""
-        lines = [f"device peak {_gib(self.peak_bytes)}, host peak {_gib(self.host_peak_bytes)}"]
-        for name in CATEGORIES:
-            device, host = self.by_category[name], self.host_by_category[name]
-            if device or host:
-                lines.append(f"  {name:20} {_gib(device):>12}" + (f"   host {_gib(host)}" if host else ""))
-        lines.append("largest at the peak")
-        return "\n".join(lines + [f"  {allocation}" for allocation in self.largest[:num_largest]])
+from longctx.forecast.allocations import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATES,
+    PARAMETERS,
+    TEMPORARY,
+    Allocation,
+    MemoryTrace,
+    by_category,
+)
+from longctx.forecast.unseen import FLASH_WORKSPACE, copies_to_host, watched_resizes
+from longctx.sequence.host_tensors import allocates_host_memory
 
 
 class MemoryTracer(TorchDispatchMode):
@@ -218,9 +157,9 @@ class MemoryTracer(TorchDispatchMode):
         held = {side: self._held(peak_at[side], on_host=side) for side in now}
         return MemoryTrace(
             peak_bytes=peaks[False],
-            by_category=_by_category(held[False]),
+            by_category=by_category(held[False]),
             host_peak_bytes=peaks[True],
-            host_by_category=_by_category(held[True]),
+            host_by_category=by_category(held[True]),
             largest=tuple(sorted(held[False], key=lambda x: -held[False][x])),
             allocations=tuple(self._allocations),
             timeline=tuple(timeline),
@@ -249,8 +188,8 @@ class MemoryTracer(TorchDispatchMode):
             register_optimizer_step_post_hook(self._after_optimizer),
         ):
             keep(handle.remove)
-        self._cleanup.enter_context(_watched_resizes(self._resized))
-        self._cleanup.enter_context(_copies_to_host())
+        self._cleanup.enter_context(watched_resizes(self._resized))
+        self._cleanup.enter_context(copies_to_host())
 
     def _finish(self) -> None:
         self._mark_states()
@@ -410,88 +349,3 @@ def _without_numbers(module: str) -> str:
 
 def _op_name(func: Any) -> str:
     return str(func).removesuffix(".default")
-
-
-def _by_category(held: dict[Allocation, int]) -> dict[str, int]:
-    sums = dict.fromkeys(CATEGORIES, 0)
-    for allocation, nbytes in held.items():
-        sums[allocation.category] += nbytes
-    return sums
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"
-
-
-@contextmanager
-def _watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """FSDP2 frees gathered parameters by resizing their storages to nothing, which is no operator."""
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int):
-        result = original(storage, size)
-        resized(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _copies_to_host() -> Iterator[None]:
-    """torch's `save_on_cpu` copies CPU tensors as it does a GPU's, so that offloading takes on a machine without a GPU
-    what it takes on one with.
-    """
-    original = save_on_cpu.__init__
-
-    def __init__(self: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
-        original(self, pin_memory, device_type)
-        torch.autograd.graph.saved_tensors_hooks.__init__(
-            self, partial(_to_host, self.pack_hook), partial(_from_host, self.unpack_hook)
-        )
-
-    save_on_cpu.__init__ = __init__  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        save_on_cpu.__init__ = original  # type: ignore[method-assign]
-
-
-def _to_host(pack: Callable[[Tensor], Any], tensor: Tensor) -> tuple[bool, Any]:
-    if tensor.device.type != "cpu":
-        with host_memory():
-            return False, pack(tensor)
-    with host_memory():
-        return True, tensor.clone()
-
-
-def _from_host(unpack: Callable[[Any], Tensor], packed: tuple[bool, Any]) -> Tensor:
-    is_copy, value = packed
-    return value.clone() if is_copy else unpack(value)
-
-
-def _flash_workspace(
-    grad_out: Tensor, q: Tensor, k: Tensor, *args: Any
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What FlashAttention-2's backward pass allocates besides its results (csrc/flash_attn/flash_api.cpp): dq in fp32,
-    one fp32 number a query and head, and with grouped heads dk and dv of every query head.
-    """
-    workspace = {
-        "dq_accum": (tuple(q.shape), torch.float32),
-        "softmax_d": (tuple(q.shape[:-1]), torch.float32),
-    }
-    heads = -2 if q.ndim == 3 else 1  # [N, H, D] varlen, [B, H, S, D] else
-    if q.shape[heads] != k.shape[heads]:
-        expanded = list(k.shape)
-        expanded[heads] = q.shape[heads]
-        workspace |= {name: (tuple(expanded), k.dtype) for name in ("dk_expanded", "dv_expanded")}
-    return workspace
-
-
-FLASH_WORKSPACE = dict.fromkeys(
-    ("aten._flash_attention_backward", "aten._scaled_dot_product_flash_attention_for_cpu_backward"), _flash_workspace
-)
-"""The second is what stock transformers' sdpa calls on CPU tensors, in the place of the first."""

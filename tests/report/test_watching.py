@@ -27,7 +27,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from longctx.regions import PARTS, Clock
 from longctx.report import svg as charts
-from longctx.report.page import HIDDEN, MOST_ROWS, RunReport, without_secrets
+from longctx.report.charts import MOST_ROWS
+from longctx.report.page import HIDDEN, RunReport, without_secrets
 from longctx.train import main
 from longctx.training.progress import ProgressBar, describe
 from tests.training.test_training import COMMON, make_documents, run_cases, write_jsonl

@@ -6,20 +6,18 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import upload_folder
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from longctx.ranks.agreement import gathered, together
 from longctx.training.checkpoint.files import (
@@ -40,6 +38,7 @@ from longctx.training.checkpoint.files import (
     write_manifest,
     writing,
 )
+from longctx.training.checkpoint.hub import PushingTrainer
 from longctx.training.checkpoint.masters import round_weights, set_fp32_weights
 from longctx.training.checkpoint.random_state import random_file, random_state, read_random_state, set_random_state
 from longctx.training.checkpoint.shards import WEIGHT, pieces, trained_shapes, update_working_weights
@@ -53,7 +52,7 @@ from longctx.training.nonfinite import NonFiniteError
 logger = logging.getLogger(__name__)
 
 
-class ResumableTrainer(SFTTrainer):
+class ResumableTrainer(PushingTrainer):
     """Saves in `checkpoint-N` a Transformers folder and, without --save_only_model, what a run needs to go on.
 
     Resuming gives the run that was never interrupted: weights, optimizer, schedule, the log's sums, and the place in
@@ -151,73 +150,6 @@ class ResumableTrainer(SFTTrainer):
             together(lambda: self.save_model(str(partial), _internal_call=True))
             together(lambda: self._save_state(partial))
             self._as_owner(lambda: take_places(partial, output_dir))
-
-    def push_results(self) -> None:
-        """All of output_dir but checkpoints, as it is on the disk, with a model card. Called by all ranks together.
-
-        Raises:
-            NotSavedError, RefusedTogether: on the rank that could not push, and on the others.
-        """
-        self._push(lambda: self._push_output_dir() if self.is_world_process_zero() else None)
-
-    def _push_output_dir(self) -> None:
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self._finish_current_push()
-        self.create_model_card()
-        upload_folder(
-            repo_id=str(self.hub_model_id),
-            folder_path=self.args.output_dir,
-            commit_message="End of training",
-            token=self.args.hub_token,
-            revision=self.args.hub_revision,
-            ignore_patterns=["_*", "checkpoint-*"],
-        )
-
-    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        self._push(lambda: super(ResumableTrainer, self).init_hf_repo(*args, **kwargs))
-        if getattr(self, "hub_model_id", None) is None:  # of the other ranks, which would want to make one again
-            self.hub_model_id: str | None = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        before = self._pushes()
-        super()._push_from_checkpoint(checkpoint_folder)
-        self._warn_of_failed(before)
-
-    def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        self._warn_of_failed(self._pushes())
-
-    def _pushes(self) -> list[Future[Any]]:
-        """In the background, on the rank that pushes."""
-        return getattr(getattr(self, "push_in_progress", None), "jobs", [])
-
-    def _warn_of_failed(self, pushes: list[Future[Any]]) -> None:
-        """Take those that have ended off the list. The run goes on."""
-        for push in [push for push in pushes if push.done()]:
-            pushes.remove(push)
-            if error := push.exception():
-                logger.warning(
-                    "--push_to_hub: a checkpoint of step %d or before could not be pushed (%s: %s). Training goes on; "
-                    "what is saved is in %s.",
-                    self.state.global_step,
-                    type(error).__name__,
-                    error,
-                    self.args.output_dir,
-                )
-
-    def _push(self, push: Callable[[], Any]) -> None:
-        """What rank 0 cannot push ends all ranks."""
-
-        def work() -> None:
-            try:
-                push()
-            except Exception as error:  # of several libraries
-                raise NotSavedError(
-                    f"--push_to_hub failed: {type(error).__name__}: {error}. Log in (hf auth login), or leave it out; "
-                    f"what was saved is in {self.args.output_dir}."
-                ) from error
-
-        together(work)
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[Path]:

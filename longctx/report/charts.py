@@ -1,0 +1,216 @@
+"""The numbers, charts and tables of a run's page, made from trainer_state.json's log_history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longctx.launch.terminal import number
+from longctx.regions import PARTS
+from longctx.report.page_elements import escaped, figure
+from longctx.report.svg import Series, area_chart, bar_chart, finite, line_chart
+
+PART_NAMES = {
+    "data": "waiting for data",
+    "attention": "attention",
+    "communication": "waiting for other ranks",
+    "saving": "saving checkpoints",
+    "rest": "rest",
+}
+PART_LOOKS = dict(zip(PARTS, ("c3", "c0", "c1", "c4", "c5"), strict=True))
+MOST_ROWS = 40
+"""Of the table of numbers."""
+MOST_RANKS = 64
+"""With a line or bar of their own."""
+
+
+def key_numbers(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The numbers that are asked for first."""
+    evaluated = [("last evaluation", f"{entry['eval_loss']:.4g}") for entry in history if "eval_loss" in entry][-1:]
+    if not steps:
+        return [("steps logged", "0"), *evaluated]
+    last = steps[-1]
+    settled = steps[1:] or steps  # the first has what is set up once
+    seconds = [sum(map(sum, entry["seconds"].values())) / len(entry["seconds"]["rest"]) for entry in _timed(steps)]
+    tiles = [
+        ("steps", f"{last['step']:,}"),
+        ("last loss", f"{last['loss']:.4g}"),
+        *evaluated,
+        ("tokens", number(last.get("num_tokens", 0))),
+        ("time in steps", _duration(sum(seconds))),
+    ]
+    for name, key in (("tokens/s", "tokens_per_second"), ("tokens/s/device", "tokens_per_second_per_device")):
+        if values := _values(settled, key):
+            tiles.append((name, number(_median(values))))
+    if values := _values(settled, "mfu"):
+        tiles.append(("MFU", f"{_median(values):.0%}"))
+    for name, key in (("peak GPU memory", "peak_memory_gib_max"), ("peak host memory", "peak_host_memory_gib_max")):
+        if values := _values(steps, key):
+            tiles.append((name, f"{max(values):.3g} GiB"))
+    return tiles
+
+
+def all_charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    evaluated = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
+    loss = [Series("training", _points(steps, "loss"), "c0"), Series("evaluation", evaluated, "c1 dashed")]
+    total = [Series("all devices", _points(steps, "tokens_per_second"), "c0")]
+    charts = [
+        figure("Loss", line_chart("Loss over steps", loss), [s for s in loss if s.points]),
+        figure("Tokens per second", line_chart("Tokens per second over steps", total, low=0)),
+        _memory(steps),
+        *_times(steps),
+    ]
+    for name, key, options in (
+        ("Padding", "padding_fraction", {"low": 0.0, "high": 0.05, "tick": _percent}),
+        ("Attention imbalance", "attention_imbalance", {"low": 1.0, "high": 1.1}),
+        ("Gradient norm", "grad_norm", {"low": 0.0}),
+        ("Learning rate", "learning_rate", {"low": 0.0, "tick": number}),
+    ):
+        chart = line_chart(f"{name} over steps", [Series(name.lower(), _points(steps, key), "c0")], **options)  # type: ignore[arg-type]
+        charts.append(figure(name, chart, note=_NOTES.get(name, "")))
+    return charts
+
+
+_NOTES = {
+    "Padding": "Part of the tokens computed that are padding.",
+    "Attention imbalance": "Attention work of the busiest rank over the mean; 1 is even.",
+}
+
+
+def _memory(steps: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each rank; of many, the fullest stands out."""
+    known = [entry for entry in steps if "memory" in entry]
+    kind = "allocated" if any("allocated" in entry["memory"] for entry in known) else "host"
+    known = [entry for entry in known if kind in entry["memory"]]
+    name = f"Peak {'GPU' if kind == 'allocated' else 'host'} memory by rank, GiB"
+    if not known:
+        return figure(name, line_chart(name, []))
+    last = known[-1]["memory"][kind]["gib_by_rank"]
+    fullest = last.index(max(last))
+    ranks = [rank for rank in range(min(len(last), MOST_RANKS)) if rank != fullest]
+    lines = [Series(f"rank {rank}", _of_rank(known, kind, rank), f"c{rank % 5} thin") for rank in ranks]
+    if len(last) > 5:
+        lines = [line._replace(look="c5 thin") for line in lines]
+    lines.append(Series(f"rank {fullest}", _of_rank(known, kind, fullest), "c1" if len(last) > 5 else f"c{fullest}"))
+    chart = line_chart(f"{name} over steps", lines, low=0)
+    shown = sorted(lines, key=lambda line: int(line.name.split()[1])) if len(last) <= 5 else lines[-2:]
+    if len(last) > 5:
+        shown = [shown[1]._replace(name=f"rank {fullest}, the fullest"), shown[0]._replace(name="the other ranks")]
+    return figure(name, chart, shown)
+
+
+def _of_rank(entries: Sequence[Mapping[str, Any]], kind: str, rank: int) -> list[tuple[float, float]]:
+    ranks = ((entry["step"], entry["memory"][kind]["gib_by_rank"]) for entry in entries)
+    return [(step, peaks[rank]) for step, peaks in ranks if rank < len(peaks)]
+
+
+def _times(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where the time went, over the steps and by rank."""
+    timed = _timed(steps)
+    totals = [sum(map(sum, entry["seconds"].values())) for entry in timed]
+    shares = {
+        part: [(e["step"], sum(e["seconds"][part]) / total) for e, total in zip(timed, totals, strict=True)]
+        for part in PARTS
+    }
+    parts = [
+        Series(PART_NAMES[part], shares[part], PART_LOOKS[part]) for part in PARTS if any(y for _, y in shares[part])
+    ]
+    over_steps = area_chart("Where the time went, over steps", [entry["step"] for entry in timed], parts)
+    num_ranks = len(timed[-1]["seconds"]["rest"]) if timed else 0
+    alike = [entry for entry in timed if len(entry["seconds"]["rest"]) == num_ranks]
+    unit, name = next((u for u in _UNITS if sum(totals) > 2 * u[0] * max(num_ranks, 1)), (1, "s"))
+    rows = [
+        (f"rank {rank}", [(PART_LOOKS[p], sum(e["seconds"][p][rank] for e in alike) / unit) for p in PARTS])
+        for rank in range(min(num_ranks, MOST_RANKS))
+    ]
+    notes = []
+    if num_ranks > MOST_RANKS:
+        notes.append(f"The first {MOST_RANKS} of {num_ranks} ranks.")
+    if len(alike) < len(timed):
+        notes.append(f"The {len(alike)} logged steps with {num_ranks} ranks.")
+    by_rank = bar_chart("Where the time went, by rank", rows, name)
+    return [
+        figure("Where the time went", over_steps, parts, note=_TIMES_NOTE),
+        figure("Where the time went, by rank", by_rank, parts, note=" ".join(notes)),
+    ]
+
+
+_TIMES_NOTE = (
+    "Mean over ranks. Waiting for other ranks is what attention's messages did not hide; what FSDP or ZeRO gathers and "
+    "reduces is part of the rest."
+)
+
+
+def numbers_table(history: Sequence[Mapping[str, Any]]) -> str:
+    """The table, a row for each logged step; of a long run every so many of them."""
+    steps: dict[int, dict[str, Any]] = {}
+    for entry in history:
+        if "loss" in entry or "eval_loss" in entry:
+            steps.setdefault(entry["step"], {}).update(entry)
+    entries = list(steps.values())
+    every = max(1, -(-len(entries) // MOST_ROWS))
+    shown = [entry for i, entry in enumerate(entries) if i % every == 0 or i == len(entries) - 1]
+    columns = {name: write for name, write in _COLUMNS.items() if any(_is_number(entry.get(name)) for entry in shown)}
+    head = "".join(f'<th scope="col">{escaped(name.replace("_", " "))}</th>' for name in columns)
+    rows = (
+        "".join(f"<td>{write(e[name]) if _is_number(e.get(name)) else ''}</td>" for name, write in columns.items())
+        for e in shown
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    table = f"<table class=numbers><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    if every == 1:
+        return table
+    return f"<p>Every {every}th of {len(entries):,} logged steps; all are in trainer_state.json.</p>{table}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+_COLUMNS = {
+    "step": "{:,}".format,
+    "loss": "{:.4f}".format,
+    "eval_loss": "{:.4f}".format,
+    "grad_norm": "{:.3g}".format,
+    "learning_rate": "{:.3g}".format,
+    "tokens_per_second": number,
+    "mfu": _percent,
+    "peak_memory_gib_max": "{:.2f}".format,
+    "peak_host_memory_gib_max": "{:.2f}".format,
+    "padding_fraction": _percent,
+    "attention_imbalance": "{:.3f}".format,
+    "data_fraction": _percent,
+    "attention_fraction": _percent,
+    "communication_fraction": _percent,
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _points(entries: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    return [(entry["step"], float(entry[key])) for entry in entries if _is_number(entry.get(key))]
+
+
+def _values(entries: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [y for _, y in finite(_points(entries, key))]
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _timed(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [entry for entry in steps if any(map(sum, entry.get("seconds", {}).values()))]
+
+
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+def _duration(seconds: float) -> str:
+    """75 -> 1.25 min"""
+    for unit, name in _UNITS:
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
