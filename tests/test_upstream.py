@@ -109,13 +109,12 @@ MODULES = {
 
 OVERRIDDEN = {
     "longctx.settings.flags:_HelpFormatter": {"_get_help_string"},
+    "longctx.training.checkpoint.hub:PushingTrainer": {"_finish_current_push", "_push_from_checkpoint"},
     "longctx.training.checkpoint.trainer:ResumableTrainer": {
-        "_finish_current_push",
         "_load_best_model",
         "_load_from_checkpoint",
         "_load_rng_state",
         "_prepare_for_training",
-        "_push_from_checkpoint",
         "_run_epoch",
         "_save",
         "_save_checkpoint",

@@ -4,7 +4,8 @@
     until python -m benchmarks.gpu; do :; done   # all of it, about an hour
     python -m benchmarks.gpu --only kernels ring
     python -m benchmarks.gpu --quick             # tiny sizes, minutes: does everything work here?
-    python -m benchmarks.gpu --refit             # and write down the constants that the figures give
+    python -m benchmarks.gpu --refit             # and have the forecast use what was measured from now on
+    python -m benchmarks.gpu --refit --output FOLDER    # the same on any machine, from results that are there
 
 - *device*, *speeds*: what the GPU is, and the speeds that `longctx plan --measure` finds.
 - *kernels*: every attention kernel that is installed, on one document, packed documents and a window.
@@ -15,6 +16,10 @@
 
 Models have random weights and real sizes, so that no hub is needed. Each figure is measured in a process of its own and
 is on the disk before the next begins, in benchmarks/results/gpu_DEVICE/results.jsonl; README.md there is the page.
+
+`--refit` writes the constants that the figures give into the table that all forecasts read,
+longctx/attention/speeds.toml, once nothing is left to measure, and prints each with its source, before and after.
+Nothing is written without the flag. To have the old constants again, check out the file.
 
 Exit code 0 when nothing is left, 3 when the time was up first, 2 without a GPU.
 """
@@ -29,14 +34,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..max_length.processes import Ending, run_group, start_server
-from ..max_length.results import DECIDED, OK, OOM, REFUSED, TIMEOUT, Results
+from ..max_length.results import DECIDED, OK, OOM, REFUSED, TIMEOUT, Line, Results, read
+from ..max_length.results import FILE as RESULTS_FILE
 
 USAGE_ERROR, TIME_IS_UP = 2, 3
 RESULTS = Path(__file__).parents[1] / "results"
@@ -54,13 +60,17 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     import torch
 
+    if options.refit is not None and options.output and not torch.cuda.is_available():
+        return _refit(read(options.output / RESULTS_FILE), options.refit)
     from .catalogue import FULL, QUICK, SLICES, Catalogue
     from .page import write_page
     from .probes import facts
+    from .refit import constants_of
 
     if not torch.cuda.is_available():
         print("longctx: error: there is no CUDA device. Run it on a machine with a GPU.", file=sys.stderr)
         return USAGE_ERROR
+    from longctx.attention.speeds import SPEEDS
     from longctx.launch.terminal import quieten
     from longctx.training.engines import set_up_allocators
 
@@ -80,15 +90,17 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         catalogue = Catalogue(QUICK if options.quick else FULL, work)
         if not any(line["kind"] == "device" for line in results.lines):
-            results.add({"kind": "device", "name": "facts", "status": OK, **about.reports[0], **_versions()})
+            known = constants_of(about.reports[0]["device"], SPEEDS)
+            found = {**about.reports[0], **known, "quick": options.quick}
+            results.add({"kind": "device", "name": "facts", "status": OK, **found, **_versions()})
         is_done = _measure(catalogue, results, options.only or SLICES, until, work)
-        write_page(output, catalogue, results.lines, refit=options.refit)
+        write_page(output, catalogue, results.lines)
     finally:
         results.close()
     print(f"longctx: {output}/README.md, results.jsonl")
     if is_done:
         shutil.rmtree(work)
-        return 0
+        return 0 if options.refit is None else _refit(results.lines, options.refit)
     print("longctx: time is up; the same command goes on from here")
     return TIME_IS_UP
 
@@ -100,10 +112,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", metavar="SLICE", help="Slices to measure. Default: all.")
     parser.add_argument("--minutes", type=float, default=8.5, help="After which it stops. Default: 8.5.")
     parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that all of it works.")
-    parser.add_argument("--refit", action="store_true", help="Add the constants that the figures give to the page.")
+    parser.add_argument(
+        "--refit",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="Write the constants that the figures give into the forecast's table of speeds, or into FILE.",
+    )
     parser.add_argument("--output", type=Path, help="Folder. Default: benchmarks/results/gpu_DEVICE.")
     parser.add_argument("--work", type=Path, help="Folder for models and rows, some 10 GB. Default: that of --output.")
     return parser
+
+
+def _refit(lines: Iterable[Line], path: str) -> int:
+    """Write the constants into the table at `path`, or into the forecast's where it is empty; returns the exit code."""
+    from longctx.attention.speeds import FILE
+
+    from .refit import refit
+
+    table = Path(path) if path else FILE
+    try:
+        found = refit(list(lines), table)
+    except (ValueError, OSError) as error:
+        print(f"longctx: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    for change in found:
+        print(change)
+    print(f"longctx: {len(found)} constants of {table} have changed")
+    return 0
 
 
 def _measure(catalogue: Any, results: Results, slices: Sequence[str], until: float, work: Path) -> bool:

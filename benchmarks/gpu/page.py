@@ -4,60 +4,41 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.attention.cost import PEAK_FLOPS, Device, Link
-from longctx.forecast.step_time import HOST_LINK, HOST_MEMORY_SPEED, KERNELS, MATMUL_EFFICIENCY, Speeds, step_time
+from longctx.attention.speeds import SPEEDS, SpeedTable, number
+from longctx.forecast.step_time import Speeds, step_time
 
 from ..max_length.results import OK, Line
+from .refit import as_of, changes, known_kernel, row_of, speeds_of
 
 PAGE = "README.md"
 GIB = 2**30
 NONE = "—"
 
 
-def write_page(folder: Path, catalogue: Any, lines: Sequence[Line], *, refit: bool) -> None:
-    """Write the page of all lines so far."""
+def write_page(folder: Path, catalogue: Any, lines: Sequence[Line]) -> None:
+    """Write the page of all lines so far, with what the table of speeds had when the first of them was measured."""
     of: dict[str, list[Line]] = {}
     for line in lines:
         of.setdefault(line["kind"], []).append(line)
     device = of["device"][0]
+    table = as_of(device, SPEEDS)
     measured = next((speeds_of(line) for line in of.get("speeds", ()) if line["status"] == OK), None)
     parts = [
         _head(device),
-        _speeds(device, measured),
-        _kernels(device, of.get("kernels", ())),
+        _speeds(device, measured, table),
+        _kernels(device, of.get("kernels", ()), table),
         _ring(of.get("ring", ())),
         _steps(catalogue, measured, of.get("steps", ())),
         _levers(catalogue, measured, of.get("levers", ())),
         _longest(of.get("longest", ())),
         _failed(lines),
+        _constants(lines, table),
     ]
-    if refit:
-        parts.append(_refit(device, measured, of))
     (folder / PAGE).write_text("\n".join(text for part in parts for text in part))
-
-
-def speeds_of(line: Line) -> Speeds:
-    """As `longctx.forecast.measure` found them."""
-    links = {name: Link(**line["device"][name]) for name in ("within", "across")}
-    values = {name: line[name] for name in ("matmul_flops", "attention_forward_flops", "attention_backward_flops")}
-    values |= {name: line[name] for name in ("host_link", "host_memory")}
-    return Speeds(**values, device=Device(**line["device"] | links))
-
-
-def known_device(name: str) -> str | None:
-    """Its name in PEAK_FLOPS, if it is there."""
-    return next((key for key in PEAK_FLOPS if key in name), None)
-
-
-def known_kernel(name: str) -> str | None:
-    """Its name in KERNELS. torch's own varlen kernel is FlashAttention-2."""
-    if "aten varlen flash" in name:
-        return "flash-attn 2"
-    return next((key for key in KERNELS if key.lower() in name.lower()), None)
 
 
 def _head(device: Line) -> Iterator[str]:
@@ -74,14 +55,14 @@ def _head(device: Line) -> Iterator[str]:
     yield ""
 
 
-def _speeds(device: Line, measured: Speeds | None) -> Iterator[str]:
+def _speeds(device: Line, measured: Speeds | None, table: SpeedTable) -> Iterator[str]:
     if measured is None:
         return
-    known, kernel = known_device(device["device"]), known_kernel(device["kernel"])
-    named = Speeds.of(known, kernel) if known and kernel and known in KERNELS[kernel] else None
+    known, kernel = row_of(device["device"], table), known_kernel(device["kernel"], table)
+    named = Speeds.of(known, kernel, table) if known and kernel and known in table.kernels()[kernel] else None
     yield "## Speeds"
     yield ""
-    yield "What the forecast takes from published figures, beside what `longctx plan --measure` finds."
+    yield "What the forecast takes from its table of speeds, beside what `longctx plan --measure` finds."
     yield ""
     yield from _table(
         ("", "predicted", "measured", "measured / predicted"),
@@ -111,20 +92,20 @@ _SPEEDS: Sequence[tuple[str, float, Any]] = (
 )
 
 
-def _kernels(device: Line, lines: Sequence[Line]) -> Iterator[str]:
+def _kernels(device: Line, lines: Sequence[Line], table: SpeedTable) -> Iterator[str]:
     there = [line for line in lines if line["status"] == OK]
     if not there:
         return
-    known = known_device(device["device"])
-    peak = PEAK_FLOPS.get(known or "")
+    known = row_of(device["device"], table)
+    peak = table.values("peak_flops").get(known or "")
     yield "## Attention kernels"
     yield ""
     yield "TFLOP/s of causal attention in bf16, only legal pairs counted. Predicted are parts of the dense peak."
     yield ""
     rows = []
     for line in there:
-        kernel = known_kernel(line["kernel"])
-        parts = KERNELS.get(kernel or "", {}).get(known or "")
+        kernel = known_kernel(line["kernel"], table)
+        parts = table.kernels().get(kernel or "", {}).get(known or "")
         expected = NONE if parts is None or peak is None else " / ".join(f"{part * peak / 1e12:.0f}" for part in parts)
         found = (line["forward_flops"], line["backward_flops"])
         of_peak = NONE if peak is None else " / ".join(f"{flops / peak:.0%}" for flops in found)
@@ -253,36 +234,35 @@ def _failed(lines: Sequence[Line]) -> Iterator[str]:
     yield ""
 
 
-def _refit(device: Line, measured: Speeds | None, of: Mapping[str, Sequence[Line]]) -> Iterator[str]:
-    """Constants of longctx.forecast.step_time and of the closed form, as these figures would have them."""
-    name, peak = known_device(device["device"]), PEAK_FLOPS.get(known_device(device["device"]) or "")
+def _constants(lines: Sequence[Line], table: SpeedTable) -> Iterator[str]:
+    """Constants of the forecast, as these figures would have them."""
     yield "## Constants"
     yield ""
-    if name is None or peak is None or measured is None:
-        yield "There are no published constants of this device, or the speeds have not been measured."
+    try:
+        found = changes(lines, table)
+    except ValueError as error:
+        yield str(error)
         yield ""
         return
-    yield "In `longctx/forecast/step_time.py`, as these figures have them; of a kernel on its longest single document."
+    yield (
+        "Of the table of speeds (`longctx/attention/speeds.toml`), as these figures have them; of a kernel on its "
+        "longest single document. `--refit` writes them there."
+    )
     yield ""
     rows = [
-        ("MATMUL_EFFICIENCY", f"{MATMUL_EFFICIENCY}", f"{measured.matmul_flops / peak:.3f}"),
-        (f'HOST_LINK["{name}"]', f"{HOST_LINK[name]:.3g}", f"{measured.host_link:.3g}"),
-        ("HOST_MEMORY_SPEED", f"{HOST_MEMORY_SPEED:.3g}", f"{measured.host_memory:.3g}"),
+        (
+            f"{change.device} {change.name}",
+            NONE if change.before is None else number(change.before.value),
+            number(change.after.value),
+            NONE if change.before is None else change.before.source,
+        )
+        for change in found
     ]
-    best: dict[str, Line] = {}
-    for line in of.get("kernels", ()):
-        kernel = known_kernel(line["kernel"])
-        if kernel and line["status"] == OK and line["documents"] == "one document":
-            best[kernel] = max(best.get(kernel, line), line, key=lambda line: line["length"])
-    for kernel, line in best.items():
-        now = KERNELS[kernel].get(name)
-        found = (round(line["forward_flops"] / peak, 3), round(line["backward_flops"] / peak, 3))
-        rows.append((f'KERNELS["{kernel}"]["{name}"]', str(now), str(found)))
-    yield from _table(("constant", "now", "refitted"), rows)
+    yield from _table(("constant", "before", "refitted", "source before"), rows)
     ratios = [
         line["allocated"] / line["predicted_bytes"]
-        for line in (*of.get("steps", ()), *of.get("levers", ()))
-        if line["status"] == OK and line.get("predicted_bytes")
+        for line in lines
+        if line["kind"] in ("steps", "levers") and line["status"] == OK and line.get("predicted_bytes")
     ]
     if ratios:
         yield (

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
+from longctx.attention.speeds import SPEEDS, Constant, SpeedTable
 from longctx.model.allow_list import head_size, num_heads, num_linear_heads
 from longctx.ring.planner import MAX_IMBALANCE, plan_ring
 from longctx.ulysses.exchange import key_value_copies
@@ -74,34 +75,27 @@ class Device:
     """Per pair of token ranges in a call: kernels for packed rows take them all at once."""
 
 
-_PCIE = Link.of(32e9)
-DEVICES: dict[str, Device] = {
-    "A100": Device(attention_flops=170e12, memory_speed=2.0e12, within=Link.of(300e9), across=Link.of(25e9)),
-    "H100": Device(attention_flops=350e12, memory_speed=3.3e12, within=Link.of(450e9), across=Link.of(50e9)),
-    "H200": Device(attention_flops=350e12, memory_speed=4.8e12, within=Link.of(450e9), across=Link.of(50e9)),
-    "B200": Device(attention_flops=800e12, memory_speed=8.0e12, within=Link.of(900e9), across=Link.of(50e9)),
-    "GPU": Device(attention_flops=60e12, memory_speed=0.8e12, within=_PCIE, across=Link.of(12.5e9)),
-    "CPU": Device(
-        attention_flops=30e9,
-        memory_speed=13e9,
-        within=Link(exchange=0.9e9, pass_on=1.0e9),
-        across=Link(exchange=0.9e9, pass_on=1.0e9),
-        message_seconds=200e-6,
-        entry_seconds=80e-6,
-    ),
-}
-"""By a part of the device's name; the last two stand for every other one.
+def _device(constants: Mapping[str, Constant]) -> Device:
+    """Return the device of one section of the table of speeds."""
+    of = {name: constant.value for name, constant in constants.items()}
 
-Links: half of the bidirectional NVLink speed of NVIDIA's data sheets (A100 600, H100 and H200 900, B200 1800 GB/s),
-PCIe 4.0 x16; one 200 Gb/s adapter a GPU in a DGX A100, 400 Gb/s in a DGX H100 and B200, and 100 Gb/s Ethernet for
-others. Memory: the data sheets. Attention: 0.55 of the dense bf16 peak on A100 (FlashAttention-2 reaches 50 to 73%,
-arXiv 2307.08691), 0.35 on newer ones (what it reaches on H100, arXiv 2407.08608), half the 120 TFLOPs of an A10 or
-RTX class card for others. GPU latencies are round figures of their order. CPU: `measure_link` and the aten kernel in
-fp32, two gloo ranks of one thread each on an AMD EPYC, 2026-11-21.
-"""
+    def link(place: str) -> Link:
+        return Link(exchange=of[f"{place}_exchange"], pass_on=of[f"{place}_pass_on"])
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bf16 peak of a device whose name holds the key (NVIDIA data sheets)."""
+    names = ("attention_flops", "memory_speed", "message_seconds", "launch_seconds", "entry_seconds")
+    return Device(within=link("within"), across=link("across"), **{name: of[name] for name in names})
+
+
+def devices_of(table: SpeedTable) -> dict[str, Device]:
+    """Return the devices of a table of speeds, by the keys of DEVICES."""
+    return {name: _device(constants) for name, constants in table.constants.items()}
+
+
+DEVICES: dict[str, Device] = devices_of(SPEEDS)
+"""By a part of the device's name; the last two, GPU and CPU, stand for every other one. speeds.toml has the sources."""
+
+PEAK_FLOPS = SPEEDS.values("peak_flops")
+"""Dense bf16 peak of a device whose name holds the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +289,7 @@ def device_named(name: str) -> Device:
     if name == "CPU":
         return DEVICES["CPU"]
     device = next((row for key, row in DEVICES.items() if key in name), DEVICES["GPU"])
-    return replace(device, within=_PCIE) if "PCI" in name.upper() else device
+    return replace(device, within=DEVICES["GPU"].within) if "PCI" in name.upper() else device
 
 
 def devices_per_node(world_size: int, env: Mapping[str, str], visible: int) -> int:

@@ -2,8 +2,9 @@
 
 Three rates say how fast a device computes: its dense bf16 peak, the part of it that large matrices reach, and that of
 the attention kernel, forward and backward. Links are those of `longctx.attention.cost`, and so is attention's account
-of who waits for whom. Speeds are those published of a device (`Speeds.of`), or measured on the machine at hand by
-`longctx.forecast.measure`; `benchmarks.step_time` holds seconds against published steps, and against real ones here.
+of who waits for whom. Speeds are those of the table of `longctx.attention.speeds` (`Speeds.of`), or measured on the
+machine at hand by `longctx.forecast.measure`; `benchmarks.step_time` holds seconds against published steps, and against
+real ones here.
 """
 
 from __future__ import annotations
@@ -16,40 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.attention.cost import (
-    DEVICES,
     FLOPS_BACKWARD,
     FLOPS_FORWARD,
-    PEAK_FLOPS,
     Arrangement,
     Device,
     RingWork,
     Setup,
+    devices_of,
 )
 from longctx.attention.modelled import modelled_seconds
+from longctx.attention.speeds import SPEEDS, SpeedTable
 from longctx.forecast.coefficients import LOGIT_BYTES
 from longctx.forecast.layer_memory import saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 
-MATMUL_EFFICIENCY = 0.6
-"""Of the peak, reached by the matrices of layers of a few thousand columns."""
+KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = SPEEDS.kernels()
+"""Parts of the peak, forward and backward, on long documents with heads of 128: kernel -> device -> both."""
 
-KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "flash-attn 2": {"A100": (0.70, 0.55), "H100": (0.385, 0.295), "H200": (0.385, 0.295)},
-    "flash-attn 3": {"H100": (0.66, 0.555), "H200": (0.66, 0.555)},
-    "flash-attn 4": {"B200": (0.60, 0.50)},
-    "cuDNN": {"H100": (0.58, 0.485), "H200": (0.58, 0.485), "B200": (0.60, 0.50)},
-}
-"""Parts of the peak, forward and backward, on long documents with heads of 128: kernel -> device -> both.
-
-Round figures of the FlashAttention-2 and -3 papers (arXiv 2307.08691, 2407.08608) and of published step times.
-"""
-
-HOST_LINK = {"A100": 25e9, "H100": 50e9, "H200": 50e9, "B200": 50e9}
-"""Bytes a second between a device and pinned host memory: PCIe 4.0 and 5.0 x16, as far as copies reach them."""
-HOST_MEMORY_SPEED = 95e9
-"""Bytes a second that all processes of a node read and write: about what DeepSpeed's optimizer for the host reaches, a
-billion parameters in 0.3 s (ZeRO-Offload, arXiv 2101.06840)."""
 ADAMW_BYTES = 28
 """Read and written of each parameter: weight, gradient and two moments in fp32."""
 HOST_OPTIMIZER_BYTES = ADAMW_BYTES + 8 + 6
@@ -79,28 +64,30 @@ class Speeds:
     """Bytes that all processes of a node read and write."""
 
     @classmethod
-    def of(cls, device: str, kernel: str) -> Speeds:
-        """What is published of a device and an attention kernel, by their names in PEAK_FLOPS and KERNELS.
+    def of(cls, device: str, kernel: str, table: SpeedTable = SPEEDS) -> Speeds:
+        """What the table of speeds has of a device and an attention kernel, by their names in PEAK_FLOPS and KERNELS.
 
         Raises:
-            ValueError: for one that nothing is known of, with those that are.
+            ValueError: for one that the table does not have, with those that it has.
         """
-        if device not in PEAK_FLOPS:
-            raise ValueError(f"Nothing is known of the device {device!r}. Use one of {', '.join(PEAK_FLOPS)}.")
-        if device not in KERNELS.get(kernel, {}):
-            known = ", ".join(name for name, devices in KERNELS.items() if device in devices)
+        peaks, kernels = table.values("peak_flops"), table.kernels()
+        if device not in peaks:
+            raise ValueError(f"Nothing is known of the device {device!r}. Use one of {', '.join(peaks)}.")
+        if device not in kernels.get(kernel, {}):
+            known = ", ".join(name for name, devices in kernels.items() if device in devices)
             raise ValueError(f"Nothing is known of the kernel {kernel!r} on {device}. Use one of {known}.")
-        forward, backward = (part * PEAK_FLOPS[device] for part in KERNELS[kernel][device])
+        forward, backward = (part * peaks[device] for part in kernels[kernel][device])
         both = FLOPS_FORWARD + FLOPS_BACKWARD
         return cls(
-            matmul_flops=MATMUL_EFFICIENCY * PEAK_FLOPS[device],
+            matmul_flops=table.value(device, "matmul_part") * peaks[device],
             attention_forward_flops=forward,
             attention_backward_flops=backward,
             device=replace(
-                DEVICES[device], attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward)
+                devices_of(table)[device],
+                attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward),
             ),
-            host_link=HOST_LINK[device],
-            host_memory=HOST_MEMORY_SPEED,
+            host_link=table.value(device, "host_link"),
+            host_memory=table.value(device, "host_memory"),
         )
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.catalogue import OURS, QUICK, SLICES, TRLS, Catalogue
 from benchmarks.gpu.page import PAGE, write_page
 from benchmarks.gpu.probes import overlap
-from longctx.forecast.step_time import KERNELS
+from benchmarks.gpu.refit import changes, constants_of, refit
+from longctx.attention.cost import PEAK_FLOPS
+from longctx.attention.speeds import FILE, SPEEDS, SpeedTable
+from longctx.forecast.step_time import Speeds, step_time
 from tests.softcuda.ranks import soft_environment
 
 DEVICE = {
@@ -29,6 +37,24 @@ DEVICE = {
     "versions": {"torch": "2.11.0"},
 }
 LINK = {"exchange": 1e11, "pass_on": 1e11}
+SPEEDS_LINE = {
+    **{"kind": "speeds", "name": "measured", "status": "ok", "matmul_flops": 494.5e12},
+    **{"attention_forward_flops": 400e12, "attention_backward_flops": 300e12},
+    **{"host_link": 25e9, "host_memory": 190e9},
+    "device": {"memory_speed": 3e12, "attention_flops": 3e14, "within": LINK, "across": LINK, "launch_seconds": 4e-6},
+}
+KERNEL_LINE = {
+    **{"kind": "kernels", "name": "k", "status": "ok", "kernel": "aten varlen flash", "documents": "one document"},
+    **{"length": 4096, "forward_flops": 0.5 * 989e12, "backward_flops": 0.4 * 989e12},
+}
+SHORTER = KERNEL_LINE | {"name": "s", "length": 512, "forward_flops": 1e12, "backward_flops": 1e12}
+PACKED = KERNEL_LINE | {"name": "p", "length": 8192, "documents": "packed", "forward_flops": 2e12}
+MEASURED = [DEVICE, SPEEDS_LINE, SHORTER, KERNEL_LINE, PACKED]
+REFITTED = {
+    **{"matmul_part": 0.5, "attention_flops": 3e14, "memory_speed": 3e12, "launch_seconds": 4e-6},
+    **{"host_link": 25e9, "host_memory": 190e9, "flash-attn 2 forward": 0.5, "flash-attn 2 backward": 0.4},
+}
+"""What these figures give of an H100, whose peak is 989e12."""
 
 
 @pytest.fixture
@@ -90,37 +116,147 @@ def test_copies_hide_where_a_kernel_computes_at_the_same_time():
 
 
 def test_the_page_puts_predicted_beside_measured(catalogue, tmp_path):
-    speeds = {
-        **{"kind": "speeds", "name": "measured", "status": "ok", "matmul_flops": 494.5e12},
-        **{"attention_forward_flops": 400e12, "attention_backward_flops": 300e12},
-        **{"host_link": 25e9, "host_memory": 95e9},
-        "device": {"memory_speed": 3e12, "attention_flops": 3e14, "within": LINK, "across": LINK},
-    }
-    kernel = {
-        **{"kind": "kernels", "name": "k", "status": "ok", "kernel": "aten varlen flash", "documents": "one document"},
-        **{"length": 4096, "forward_flops": 0.5 * 989e12, "backward_flops": 0.4 * 989e12},
-    }
     step = {"kind": "steps", "model": "tiny", "length": 64, "status": "ok", "seconds": [9.0, 9.0, 1.0, 2.0, 3.0]}
     ours = step | {"name": "ours", "way": "balanced", "allocated": 3 * 2**30, "predicted_bytes": 3.3 * 2**30}
     trl = step | {"name": "trl", "way": "TRL", "allocated": 2**30, "seconds": [9.0, 9.0, 5.0]}
     broken = {"kind": "ring", "name": "2 ranks", "status": "fail", "error": "ValueError: no"}
-    write_page(tmp_path, catalogue, [DEVICE, speeds, kernel, ours, trl, broken], refit=True)
+    write_page(tmp_path, catalogue, [DEVICE, SPEEDS_LINE, KERNEL_LINE, ours, trl, broken])
     page = (tmp_path / PAGE).read_text()
     assert "| copies to and from the host, GB/s | 50 | 25 | 0.50 |" in page
     assert "| aten varlen flash | one document | 4,096 | 494 / 396 | 50% / 40% | 381 / 292 |" in page
     row = next(line for line in page.splitlines() if line.startswith("| tiny | 64 | balanced | 2 |"))
     assert row.endswith("| 3.00 | 3.30 | +10% | 2.50 |")
     assert "- ring: 2 ranks: fail, ValueError: no" in page
-    assert "| MATMUL_EFFICIENCY | 0.6 | 0.500 |" in page
-    now = KERNELS["flash-attn 2"]["H100"]
-    assert f'| KERNELS["flash-attn 2"]["H100"] | {now} | (0.5, 0.4) |' in page
+    assert f"| H100 matmul_part | 0.6 | 0.5 | {SPEEDS.constants['H100']['matmul_part'].source} |" in page
+    assert "| H100 flash-attn 2 forward | 0.385 | 0.5 |" in page
     assert "closed form: median 0.909" in page
+
+
+def forecast(catalogue, path, device="H100"):
+    """(the speeds of a step, its seconds), with the table of speeds at this path."""
+    setup = replace(catalogue.combination("tiny", "balanced").setup, engine="fsdp2", world_size=8)
+    speeds = Speeds.of(device, "flash-attn 2", SpeedTable.read(path))
+    return speeds, step_time(setup, 1 << 15, speeds).seconds
+
+
+def test_a_refit_changes_the_forecast_and_restoring_the_table_gives_the_old_one(catalogue, tmp_path):
+    path = tmp_path / "speeds.toml"
+    shutil.copy(FILE, path)
+    before, others = forecast(catalogue, path), [forecast(catalogue, path, of) for of in ("A100", "H200")]
+    found = refit(MEASURED, path)
+    after = SpeedTable.read(path)
+    assert {change.name: change.after.value for change in found} == REFITTED
+    assert {change.name: change.before for change in found} == {n: SPEEDS.constants["H100"][n] for n in REFITTED}
+    assert after.constants["H100"]["host_link"] == (
+        25e9,
+        "python -m benchmarks.gpu, NVIDIA H100 80GB HBM3, 2026-11-23, commit abc",
+    )
+    speeds, seconds = forecast(catalogue, path)
+    assert seconds != before[1]
+    assert speeds.matmul_flops == pytest.approx(494.5e12)
+    assert (speeds.attention_forward_flops, speeds.attention_backward_flops) == (0.5 * 989e12, 0.4 * 989e12)
+    assert (speeds.device.memory_speed, speeds.device.launch_seconds) == (3e12, 4e-6)
+    assert (speeds.host_link, speeds.host_memory) == (25e9, 190e9)
+    assert speeds.device.within == before[0].device.within  # one GPU has no links
+    assert [forecast(catalogue, path, of) for of in ("A100", "H200")] == others
+    assert refit(MEASURED, path) == []  # what is confirmed is no change
+    shutil.copy(FILE, path)
+    assert forecast(catalogue, path) == before
+
+
+def test_the_forecasts_own_table_is_as_the_writer_would_write_it(tmp_path):
+    SPEEDS.write(tmp_path / "speeds.toml")
+    assert (tmp_path / "speeds.toml").read_text() == FILE.read_text()
+
+
+def results(folder, lines):
+    folder.mkdir(exist_ok=True)
+    (folder / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(folder)
+
+
+def test_the_flag_writes_what_recorded_results_give_and_tells_what_was_there(tmp_path, capsys):
+    """On a machine without a GPU, into a file of its own; without the flag there, nothing is done."""
+    before, path = FILE.read_bytes(), tmp_path / "speeds.toml"
+    folder = results(tmp_path / "gpu", MEASURED)
+    assert main(["--output", folder]) == 2
+    assert "there is no CUDA device" in capsys.readouterr().err
+    assert main(["--refit", str(path), "--output", folder]) == 0
+    source = "python -m benchmarks.gpu, NVIDIA H100 80GB HBM3, 2026-11-23, commit abc"
+    was = SPEEDS.constants["H100"]["matmul_part"].source
+    told = capsys.readouterr().out
+    assert f"H100 matmul_part: 0.6 ({was}) -> 0.5 ({source})" in told
+    assert f"longctx: {len(REFITTED)} constants of {path} have changed" in told
+    assert {n: SpeedTable.read(path).value("H100", n) for n in REFITTED} == REFITTED
+    assert FILE.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ([], "There are no results of a GPU"),
+        ([DEVICE, KERNEL_LINE], "The speeds of this GPU are not among the results"),
+        ([DEVICE | {"device": "NVIDIA L4"}, SPEEDS_LINE], "has no row for 'NVIDIA L4'"),
+        ([DEVICE | {"device": "NVIDIA H100 PCIe"}, SPEEDS_LINE], "has no row for 'NVIDIA H100 PCIe'"),
+        ([DEVICE, SPEEDS_LINE | {"matmul_flops": 1e15}], "would have matmul_part = 1.011, which cannot be"),
+        ([DEVICE, SPEEDS_LINE | {"host_link": math.inf}], "would have host_link = inf, which cannot be"),
+        ([DEVICE | {"quick": True}, SPEEDS_LINE], "These results are of --quick"),
+    ],
+)
+def test_results_that_give_no_constants_change_nothing(lines, error, tmp_path, capsys):
+    before = FILE.read_bytes()
+    assert main(["--refit", "--output", results(tmp_path / "gpu", lines)]) == 2
+    assert error in capsys.readouterr().err
+    assert FILE.read_bytes() == before
+
+
+def test_the_page_predicts_with_the_constants_from_before_the_refit(catalogue, tmp_path):
+    """A second call after a refit would else find its own figures predicted."""
+    device = DEVICE | constants_of(DEVICE["device"], SPEEDS)
+    device["constants"] = {**device["constants"], "host_link": (100e9, "a page of old")}
+    write_page(tmp_path, catalogue, [device, SPEEDS_LINE, KERNEL_LINE])
+    assert "| copies to and from the host, GB/s | 100 | 25 | 0.25 |" in (tmp_path / PAGE).read_text()
+
+
+def test_a_kernel_that_the_table_lacks_on_this_gpu_is_added():
+    found = changes([*MEASURED, KERNEL_LINE | {"name": "4", "kernel": "flash-attn 4"}], SPEEDS)
+    [added] = [change for change in found if change.name == "flash-attn 4 forward"]
+    assert added.before is None
+    assert str(added).startswith("H100 flash-attn 4 forward: nothing -> 0.5 (")
+    assert PEAK_FLOPS["H100"] == 989e12
+
+
+@pytest.mark.long
+def test_plan_forecasts_with_what_the_flag_has_written(tmp_path):
+    """In a copy of the package, whose table the flag rewrites; the old table gives the old plan again."""
+    root = Path(__file__).parents[2]
+    for name in ("longctx", "benchmarks"):
+        left_out = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=left_out)
+    table = tmp_path / "longctx" / "attention" / FILE.name
+
+    def run(*arguments):
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=300).stdout
+
+    def plan():
+        flags = ("--memory", "balanced", "--lengths", "32768", "--no_calibration", "--json")
+        return json.loads(run("longctx.plan", "--model_name_or_path", "tiny", "--gpus", "2", *flags))
+
+    before, old = plan(), table.read_bytes()
+    told = run("benchmarks.gpu", "--refit", "--output", results(tmp_path / "gpu", MEASURED))
+    assert f"{len(REFITTED)} constants of {table} have changed" in told
+    after = plan()
+    assert after != before
+    table.write_bytes(old)
+    assert plan() == before
 
 
 @pytest.mark.long
 def test_all_of_it_runs_on_a_soft_gpu(soft_gpus, tmp_path):
     """But for what needs Triton's compiler: TRL's loss and Liger's kernels. The second call finds nothing left."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--refit", "--output", str(tmp_path)]
+    before, table = FILE.read_bytes(), tmp_path / "speeds.toml"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--refit", str(table), "--output", str(tmp_path)]
     for _ in range(2):
         done = subprocess.run(command, env=soft_environment() | {"SOFTCUDA_DEVICES": "1"}, check=True, timeout=900)
         assert done.returncode == 0
@@ -130,3 +266,8 @@ def test_all_of_it_runs_on_a_soft_gpu(soft_gpus, tmp_path):
     failed = [line["name"] for line in lines if line["status"] not in ("ok", "refused")]
     assert all("TRL" in name or "Liger" in name for name in failed), failed
     assert (tmp_path / PAGE).read_text().count("| tiny | 256 | balanced |") == 1
+    found = next(line for line in lines if line["kind"] == "speeds")
+    assert SpeedTable.read(table).value("H100", "memory_speed") == pytest.approx(
+        found["device"]["memory_speed"], rel=1e-3
+    )
+    assert FILE.read_bytes() == before
