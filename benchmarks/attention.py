@@ -46,9 +46,9 @@ from torch import Tensor
 
 from longctx.attention.kernels import Entries, block_backward, block_forward
 from longctx.attention.operator import varlen_attention
-from longctx.launch.engines import prefer_huge_pages
 from longctx.packing import pack
 from longctx.ring import plan_ring, ring_attention
+from longctx.training.engines import prefer_huge_pages
 from longctx.ulysses import ulysses_attention
 
 from .packing import device, histogram, line

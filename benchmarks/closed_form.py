@@ -33,9 +33,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.attention.backends import BACKENDS
-from longctx.memory import closed_form
-from longctx.memory.closed_form import GB, MemorySetup, ModelSizes, Reach, predict, reach
-from longctx.plan.candidates import DEVICE_BYTES
+from longctx.forecast import coefficients
+from longctx.forecast.candidates import DEVICE_BYTES
+from longctx.forecast.closed_form import Reach, predict, reach
+from longctx.forecast.coefficients import GB
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 
 from .published import CONFIGS, HELD_BACK, HOST_BYTES, PUBLISHED, Published, read
 
@@ -189,8 +192,8 @@ def constants() -> str:
         "FRAGMENTATION": "reserved beyond what is allocated, as a part of the activations",
         "COPIES_IN_FLIGHT": "layer inputs not yet free again while checkpoints are copied to the host",
     }
-    for name in closed_form.FITTED:
-        value = getattr(closed_form, name)
+    for name in coefficients.FITTED:
+        value = getattr(coefficients, name)
         lines.append(f"| {name} | {f'{value / GB:.1f} GB' if value > 1000 else value} | {meaning[name]} |")
     return "\n".join(lines)
 
@@ -226,13 +229,13 @@ TRACED: dict[str, dict[str, Any]] = {
     },
     "ulysses, 8,192 tokens at a time": {"sp": 8, "sequence_chunk_size": 8192},
 }
-"""Set-ups that `longctx.memory.step` traces too."""
+"""Set-ups that `longctx.forecast.traced_step` traces too."""
 LEVERS = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
 
 
 def traces() -> str:
     """Layers of Llama-8B, 65,536 tokens a rank, against `trace_training_step`."""
-    from longctx.memory.step import StepSettings, trace_training_step
+    from longctx.forecast.traced_step import StepSettings, trace_training_step
 
     config = copy.deepcopy(CONFIGS["meta-llama/Llama-3.1-8B"])
     config.update({"num_hidden_layers": TRACED_LAYERS, "vocab_size": 4096})
@@ -278,7 +281,7 @@ def fit() -> str:
     Not of its longest on one GPU: a recipe says that 555,000 tokens end in a kernel's illegal access, not in memory.
     """
     fitted = [row for row in rows() if row.published.stack == "ALST" and row.published.features in ALST_FITTED]
-    chosen = [getattr(closed_form, name) for name in GRID]
+    chosen = [getattr(coefficients, name) for name in GRID]
     found = []
     for values in itertools.product(*GRID.values()):
         _set(values)
@@ -306,7 +309,7 @@ ALST_FITTED = frozenset(
 
 def _set(values: Iterable[float]) -> None:
     for name, value in zip(GRID, values, strict=True):
-        setattr(closed_form, name, value)
+        setattr(coefficients, name, value)
 
 
 def _about_traces() -> list[str]:

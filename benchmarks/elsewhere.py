@@ -9,7 +9,7 @@ same rows, in real gloo processes that nothing else has used. "Exact" is one pro
 document after the other, token-weighted.
 
 accelerate refuses both engines on a machine without an accelerator. What it takes to run them, and nothing else of
-the stock stack, is changed: accelerate's state is set as longctx sets it (longctx.launch.engines.start_on_cpu);
+the stock stack, is changed: accelerate's state is set as longctx sets it (longctx.training.engines.start_on_cpu);
 torch's context_parallel gets the CPU's attention kernel beside the CUDA ones (`_give_ring_the_cpu_kernel`); and on
 four processes the backward of an all-gather does what it does on NCCL (`_repair_gather_backward`). The rows called
 "control" show that the stock stack, driven so, is exact where it has no reason not to be.
@@ -88,7 +88,7 @@ def write_model(folder: str, **changes: Any) -> str:
     """Save a random 2-layer model and its tokenizer; returns the folder."""
     from transformers import Qwen3ForCausalLM
 
-    from longctx.tiny import tiny_config, tiny_tokenizer
+    from longctx.model.tiny import tiny_config, tiny_tokenizer
 
     config = tiny_config()
     config.update({"initializer_range": WEIGHT_STD, **changes})
@@ -184,7 +184,7 @@ def trl_packed_step(
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from longctx.tiny import tiny_tokenizer
+    from longctx.model.tiny import tiny_tokenizer
 
     start_stock("fsdp2" if zero_stage is None else "deepspeed", zero_stage)
     options = {"packing": True, "max_length": ROW_LENGTH, "gradient_checkpointing": False}
@@ -199,7 +199,7 @@ def trl_packed_step(
 
 def start_stock(engine: str, zero_stage: int | None) -> None:
     """The state a launcher and an accelerator would have made."""
-    from longctx.launch.engines import promote, start_on_cpu, stay_on_cpu
+    from longctx.training.engines import promote, start_on_cpu, stay_on_cpu
 
     promote(engine)
     os.environ["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] = "sdpa"
@@ -289,8 +289,8 @@ def longctx_step(
     *, model: str, documents: list[Document], flags: list[str], zero_stage: int | None = None
 ) -> dict[str, float]:
     """One step of longctx.train, as a launcher would start it."""
-    from longctx.launch.engines import promote
     from longctx.train import main
+    from longctx.training.engines import promote
 
     if zero_stage is not None:
         promote("deepspeed")

@@ -279,9 +279,9 @@ def _write_saved(folder: Path, draw: random.Random) -> Path:
 @cache
 def _settings(**flags: str) -> dict[str, Any]:
     """Of a run on the built-in model."""
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.profile import read_profile
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
 
     given = {"model_name_or_path": "tiny", "dataset_name": "stdlib", "max_length": "64", "overlong": "split", **flags}
     arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
@@ -292,14 +292,14 @@ def _settings(**flags: str) -> dict[str, Any]:
 
 @cache
 def _tiny() -> tuple[Any, Any]:
-    from longctx.tiny import tiny_config, tiny_tokenizer
+    from longctx.model.tiny import tiny_config, tiny_tokenizer
 
     return tiny_tokenizer(), tiny_config()
 
 
 def _read_data(path: Path, folder: Path, *, template: str | None = None) -> str | None:
     """Prepare rows as a run does: of a stream, or by way of the cache."""
-    from longctx.rows import StreamedRows, prepare_rows
+    from longctx.training.dataset import StreamedRows, prepare_rows
 
     tokenizer, config = _tiny()
     name = folder / "data" if (folder / "data").is_dir() else path
@@ -379,7 +379,7 @@ def _read_template(path: Path, folder: Path) -> str | None:
 @cache
 def _model_folder() -> Path:
     """A whole one, with an index, beside which nothing is written."""
-    from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+    from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["FUZZ_FOLDER"]))
     config = tiny_config()
@@ -397,8 +397,8 @@ def _write_model(folder: Path, draw: random.Random, *, pattern: str) -> Path:
 
 def _read_model(path: Path, folder: Path) -> str | None:
     """What a run reads of it, in its order."""
-    from longctx.attention.support import check_model
-    from longctx.model import load_config, load_model, load_tokenizer
+    from longctx.model.allow_list import check_model
+    from longctx.model.load import load_config, load_model, load_tokenizer
 
     name = str(folder / "model")
     config = load_config(name)
@@ -414,7 +414,7 @@ def _read_model(path: Path, folder: Path) -> str | None:
 def _write_pickle(folder: Path, draw: random.Random) -> Path:
     import torch
 
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
 
     _write_model(folder, draw, pattern="config.json")
     for path in (folder / "model").glob("model*.safetensors*"):
@@ -425,13 +425,13 @@ def _write_pickle(folder: Path, draw: random.Random) -> Path:
 
 
 def _config_of(folder: Path) -> Any:
-    from longctx.model import load_config
+    from longctx.model.load import load_config
 
     return load_config(str(folder))
 
 
 def _read_pickle(path: Path, folder: Path) -> str | None:
-    from longctx.model import load_model
+    from longctx.model.load import load_model
 
     load_model(str(folder / "model"), _config_of(folder / "model"))
     return None
@@ -443,9 +443,9 @@ def _read_pickle(path: Path, folder: Path) -> str | None:
 def _write_checkpoint(folder: Path, draw: random.Random, *, target: str) -> Path:
     import torch
 
-    from longctx.checkpoint.files import Manifest, describe_files, write_manifest
-    from longctx.checkpoint.pieces import Piece
-    from longctx.checkpoint.states import write_states
+    from longctx.training.checkpoint.files import Manifest, describe_files, write_manifest
+    from longctx.training.checkpoint.shards import Piece
+    from longctx.training.checkpoint.states import write_states
 
     piece = Piece(
         name="w",
@@ -475,9 +475,9 @@ def _read_checkpoint(path: Path, folder: Path) -> str | None:
     """As a run that resumes; states, whose change a digest tells, are read all the same."""
     import torch
 
-    from longctx.checkpoint.files import check_files, check_same, read_manifest
-    from longctx.checkpoint.pieces import Piece
-    from longctx.checkpoint.states import StateReader
+    from longctx.training.checkpoint.files import check_files, check_same, read_manifest
+    from longctx.training.checkpoint.shards import Piece
+    from longctx.training.checkpoint.states import StateReader
 
     checkpoint = folder / "checkpoint-3"
     signed = path.suffix == ".json" and path.stat().st_size % 2 and _signed_anew(path)
@@ -498,7 +498,7 @@ def _read_checkpoint(path: Path, folder: Path) -> str | None:
 
 def _signed_anew(path: Path) -> bool:
     """Whether the manifest could be given a digest that fits, so that what it says is looked at."""
-    from longctx.checkpoint.files import _digest_of
+    from longctx.training.checkpoint.files import _digest_of
 
     try:
         values = json.loads(path.read_text())
@@ -544,7 +544,7 @@ def _write_run(folder: Path, draw: random.Random) -> Path:
 
 
 def _read_run(path: Path, folder: Path) -> str | None:
-    from longctx.flags import parse_flags
+    from longctx.settings.flags import parse_flags
 
     before = dict(os.environ)
     try:
@@ -573,7 +573,7 @@ def _write_deepspeed(folder: Path, draw: random.Random) -> Path:
 
 
 def _read_deepspeed(path: Path, folder: Path) -> str | None:
-    from longctx.launch.profile import read_profile
+    from longctx.settings.profile import read_profile
 
     read_profile({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)})
     return None
@@ -699,8 +699,9 @@ def _warm_up() -> None:
     warnings.simplefilter("ignore")
     import datasets
 
-    from longctx import model, rows  # noqa: F401
-    from longctx.checkpoint import read_manifest  # noqa: F401
+    from longctx.model import load  # noqa: F401
+    from longctx.training import dataset  # noqa: F401
+    from longctx.training.checkpoint import read_manifest  # noqa: F401
 
     datasets.disable_progress_bars()
     _settings()

@@ -4,8 +4,8 @@
     python -m benchmarks.memory --parts lengths --models Qwen3-0.6B --sp 8
     python -m benchmarks.memory --parts states time                            # real steps on the CPU, small model
 
-Lengths are predicted, not measured. One training step is traced on fake tensors (`longctx.memory.step`), for one rank
-of a fake process group, with FlashAttention-2 as the kernel and one document a row: FSDP2 over all devices in
+Lengths are predicted, not measured. One training step is traced on fake tensors (`longctx.forecast.traced_step`), for
+one rank of a fake process group, with FlashAttention-2 as the kernel and one document a row: FSDP2 over all devices in
 accelerate's wrapping, fp32 shards, bf16 compute, AdamW, activation checkpointing. What the device or the host holds
 while a part of the step runs is linear in the length and in the number of layers, so each part's line is fitted to
 four traces (two depths, two lengths), and the longest sequence is the last at which every part fits. *check* is a
@@ -45,13 +45,20 @@ from transformers.models.qwen3 import modeling_qwen3
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
-from longctx.host import SavedOnHost
-from longctx.launch.engines import start_on_cpu
+from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace, MemoryTracer
+from longctx.forecast.traced_step import (
+    StepSettings,
+    fake_process_group,
+    fsdp2,
+    row_of,
+    trace_fake_step,
+    trace_training_step,
+)
 from longctx.launch.network import choose_interface
 from longctx.launch.store import private_folder, store_file
-from longctx.memory.step import StepSettings, fake_process_group, fsdp2, row_of, trace_fake_step, trace_training_step
-from longctx.memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace, MemoryTracer
 from longctx.parallel import SequenceParallel, parallelize
+from longctx.sequence.host_tensors import SavedOnHost
+from longctx.training.engines import start_on_cpu
 
 from .packing import print_head, print_row
 from .published import CONFIGS, read

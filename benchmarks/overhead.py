@@ -32,11 +32,11 @@ import numpy as np
 from transformers import TrainerCallback
 
 from longctx import regions
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.profile import read_profile
 from longctx.run import build_trainer, finish, load, prepare
-from longctx.trainer import SequenceTrainer
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.training.trainer import SequenceTrainer
 
 from .packing import device
 

@@ -4,10 +4,10 @@
     python -m benchmarks.planned --models Qwen/Qwen3-0.6B --gpus 1 2 --output DIR
 
 Predicted, never measured: memory by the closed form with layers as traces of each model have them
-(`longctx.plan.calibrate`), time by `longctx.step_time`. Nodes have eight H100s of 80 GB and 1.9 TB of host memory. A
-row lies on all devices, so that steps are of one row; of hybrid, the split that does best. *balanced* and *longest* are
-presets of --memory; seconds are those of the fastest preset that fits. Everything is in planned.jsonl, with memory by
-category at the longest row.
+(`longctx.forecast.calibrate`), time by `longctx.forecast.step_time`. Nodes have eight H100s of 80 GB and 1.9 TB of host
+memory. A row lies on all devices, so that steps are of one row; of hybrid, the split that does best. *balanced* and
+*longest* are presets of --memory; seconds are those of the fastest preset that fits. Everything is in planned.jsonl,
+with memory by category at the longest row.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.memory.closed_form import predict
-from longctx.pictures import tokens_label
-from longctx.plan.calibrate import Calibration, calibrate, corrected
-from longctx.plan.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
-from longctx.plan.draw import draw_lengths_and_seconds
-from longctx.step_time import Speeds
+from longctx.forecast.calibrate import Calibration, calibrate, corrected
+from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
+from longctx.forecast.closed_form import predict
+from longctx.forecast.step_time import Speeds
+from longctx.report.forecast import draw_lengths_and_seconds
+from longctx.report.pictures import tokens_label
 
 from .published import CONFIGS, HOST_BYTES
 

@@ -3,9 +3,9 @@
     python -m benchmarks.scaling                  # the page, minutes
     python -m benchmarks.scaling --output docs    # and as docs/scaling.md with its pictures
 
-Every step is put together by `longctx.plan.simulate` from the plan of the documents that the ranks get: nothing here is
-measured. Rows hold either one document, or documents of the length histogram in benchmarks/data, cut to the row's
-length and packed best-fit-decreasing; what a pack leaves over is padding and counts as one more document.
+Every step is put together by `longctx.forecast.simulate` from the plan of the documents that the ranks get: nothing
+here is measured. Rows hold either one document, or documents of the length histogram in benchmarks/data, cut to the
+row's length and packed best-fit-decreasing; what a pack leaves over is padding and counts as one more document.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.attention.cost import Link, RingWork
-from longctx.memory.closed_form import MemorySetup, ModelSizes, predict
+from longctx.forecast.candidates import DEVICE_BYTES
+from longctx.forecast.closed_form import predict
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.simulate import SimulatedStep, simulate
+from longctx.forecast.step_time import Speeds
 from longctx.packing import balanced_order, pack, shuffled_order, spread_step
-from longctx.pictures import BACKEND_LOOKS
-from longctx.plan.candidates import DEVICE_BYTES
-from longctx.plan.simulate import SimulatedStep, simulate
+from longctx.report.pictures import BACKEND_LOOKS
 from longctx.ring.planner import MAX_IMBALANCE
-from longctx.rows import linear_cost
-from longctx.step_time import Speeds
+from longctx.training.dataset import linear_cost
 
 from .packing import DISTRIBUTIONS, line
 from .published import CONFIGS
@@ -428,9 +430,9 @@ def time_picture(path: Path, results: Mapping[str, Sequence[Run]], title: str) -
 HEAD = f"""\
 # How far each backend scales
 
-`python -m benchmarks.scaling --output docs`, {{date}}. **All simulated, nothing measured**: `longctx.plan.simulate`
+`python -m benchmarks.scaling --output docs`, {{date}}. **All simulated, nothing measured**: `longctx.forecast.simulate`
 puts steps together from the plan of the documents that ranks get (pairs of query and key at every hop, tokens that
-arrive), the published speeds of an {DEVICE} with {KERNEL} (`longctx.step_time`), nodes of {NODE} devices with
+arrive), the published speeds of an {DEVICE} with {KERNEL} (`longctx.forecast.step_time`), nodes of {NODE} devices with
 450 GB/s between them, and one adapter a device of 400 or 100 Gb/s between nodes.
 
 - Models train in bf16 on FSDP2 over all devices, with checkpoints that keep attention's output and wait in host memory.

@@ -7,7 +7,7 @@
 Rows are those of benchmarks/data/published_lengths.csv and held_back_lengths.csv that publish a time, set up as in
 `benchmarks.closed_form`. The attention kernel is the one that each author names, or the default of the time:
 FlashAttention-2, with torchtitan's Ulysses FlashAttention-3, and cuDNN's for TRL's context parallelism. Efficiencies
-are those of `longctx.step_time`, the same for all rows.
+are those of `longctx.forecast.step_time`, the same for all rows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from longctx.memory.closed_form import MemorySetup, ModelSizes, predict, reach
-from longctx.plan.candidates import DEVICE_BYTES
-from longctx.plan.measure import measure_speeds
-from longctx.step_time import Speeds, StepTime, step_time
-from longctx.tiny import tiny_tokenizer
+from longctx.forecast.candidates import DEVICE_BYTES
+from longctx.forecast.closed_form import predict, reach
+from longctx.forecast.measure import measure_speeds
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.step_time import Speeds, StepTime, step_time
+from longctx.model.tiny import tiny_tokenizer
 
 from .closed_form import Row, rows, sizes
 from .packing import device
@@ -126,7 +128,7 @@ SPREAD: dict[str, dict[str, Any]] = {
 
 
 def here() -> Iterator[str]:
-    """A small model's steps of `longctx.train`, in fp32, by the speeds that `longctx.plan.measure` finds."""
+    """A small model's steps of `longctx.train`, in fp32, by the speeds that `longctx.forecast.measure` finds."""
     yield "| spread | seconds a step, median (range) | predicted (before, after) | error | load | parts, after |"
     yield "| --- " * 6 + "|"
     model = ModelSizes.of_config(HERE)
@@ -174,9 +176,9 @@ def page_here() -> str:
             f"{device()}; {datetime.now(UTC):%Y-%m-%d}",
             "",
             f"`longctx.train` on {ModelSizes.of_config(HERE).num_parameters:,} parameters, {HERE_TOKENS:,} tokens a "
-            f"step, fp32, {HERE_STEPS - 1} steps after the first; predicted by `longctx.step_time` with the speeds "
-            "that `longctx.plan.measure` found right before and after. Wall time: other work on the machine counts "
-            "(load).",
+            f"step, fp32, {HERE_STEPS - 1} steps after the first; predicted by `longctx.forecast.step_time` with the "
+            "speeds that `longctx.forecast.measure` found right before and after. Wall time: other work on the "
+            "machine counts (load).",
             "",
             *here(),
             "",

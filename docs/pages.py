@@ -95,9 +95,9 @@ def _target(document: str, link: str) -> str:
 
 def flags_page() -> str:
     """Every flag of `longctx train`, by what it does."""
-    from longctx import supported
     from longctx.attention.backends import BACKENDS
-    from longctx.flags import SequenceArguments
+    from longctx.settings import trl_flags
+    from longctx.settings.flags import SequenceArguments
 
     lines = [
         "# Flags",
@@ -124,12 +124,12 @@ def flags_page() -> str:
     ]
     lines += ["start-up text names. These act:", ""]
     acting = [
-        [group, " ".join(f"`--{name}`" for name in names.split())] for group, names in supported._ACTING_GROUPS.items()
+        [group, " ".join(f"`--{name}`" for name in names.split())] for group, names in trl_flags._ACTING_GROUPS.items()
     ]
     lines += _table(["", "flags"], acting)
     lines += ["", "These act together with another:", ""]
     with_others: dict[str, list[str]] = {}
-    for name, (switch, values) in supported.ACTS_WITH.items():
+    for name, (switch, values) in trl_flags.ACTS_WITH.items():
         chosen = "" if values == (True,) else f" {' or '.join(values)}"
         with_others.setdefault(f"`--{switch}`{chosen}", []).append(f"`--{name}`")
     lines += _table(["with", "flags"], [[switch, " ".join(names)] for switch, names in with_others.items()])
@@ -138,15 +138,15 @@ def flags_page() -> str:
         [
             f"`--{name}`",
             " ".join(f"`{v}`" for v in allowed if v not in (None, "", [])) or "unset",
-            supported.REASONS.get(name, ""),
+            trl_flags.REASONS.get(name, ""),
         ]
-        for name, allowed in supported.NOT_BUILT.items()
+        for name, allowed in trl_flags.NOT_BUILT.items()
     ]
     lines += _table(["flag", "built", "why not others"], built)
     lines += ["", "These would shard a second time, and are refused:", ""]
-    lines += _table(["flag", "instead"], [[f"`--{name}`", way] for name, way in supported.GIVEN_ELSEWHERE.items()])
+    lines += _table(["flag", "instead"], [[f"`--{name}`", way] for name, way in trl_flags.GIVEN_ELSEWHERE.items()])
     lines += ["", "These change nothing, and setting one earns a note:", ""]
-    idle = [[why, " ".join(f"`--{n}`" for n in names.split())] for why, names in supported._IDLE_GROUPS.items()]
+    idle = [[why, " ".join(f"`--{n}`" for n in names.split())] for why, names in trl_flags._IDLE_GROUPS.items()]
     return "\n".join([*lines, *_table(["why", "flags"], idle), ""])
 
 

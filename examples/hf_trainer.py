@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 import longctx
 from longctx.collate import SequenceCollator
 from longctx.data import load_records, tokenize_records
-from longctx.tiny import tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_model, tiny_tokenizer
 
 SP = 2
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import longctx
 from longctx.collate import SequenceCollator
 from longctx.data import load_records, tokenize_records
-from longctx.tiny import tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_model, tiny_tokenizer
 
 SP, STEPS, BATCH_SIZE = 2, 4, 4
 

@@ -1,6 +1,6 @@
 """Sequence-parallel fine-tuning of language models: exact, or refused, never silently wrong."""
 
-from longctx.working_directory import leave_out_of_imports
+from longctx.untrusted.working_directory import leave_out_of_imports
 
 leave_out_of_imports()  # before the first import that a file of the working directory could stand for
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 import longctx
-from longctx.methods import METHODS, POINTER
+from longctx.settings.methods import METHODS, POINTER
 from longctx.train import USAGE_ERROR
 
 
@@ -20,7 +20,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("longctx.train", "train, exactly, or say before the first step why not"),
-    "plan": Command("longctx.plan.__main__", "predict what fits, how fast, and how to start it"),
+    "plan": Command("longctx.plan", "predict what fits, how fast, and how to start it"),
     "verify": Command("longctx.verify.__main__", "compare one step at --sp N with one device"),
     "bench": Command("longctx.benchmarks.max_length.__main__", "find every backend's longest row by training it"),
 }

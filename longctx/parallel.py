@@ -19,14 +19,15 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
-from longctx.attention.support import check_model
-from longctx.batch import AttentionContext, BatchLayout, ShardedBatch
-from longctx.chunked import install_chunked
-from longctx.host import send
-from longctx.loss import fuse_head, learnt_positions, step_loss, token_losses
-from longctx.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
+from longctx.layers.chunked import install_chunked
+from longctx.layers.loss import fuse_head, learnt_positions, step_loss, token_losses
+from longctx.layers.tiled_mlp import install_tiled_mlp
+from longctx.model.allow_list import check_model
 from longctx.regions import region
-from longctx.shard import (
+from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
+from longctx.sequence.host_tensors import send
+from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
+from longctx.sequence.shard import (
     complete_position_ids,
     count_label_tokens,
     plan_batch,
@@ -34,7 +35,6 @@ from longctx.shard import (
     shift_labels,
     unshard_tokens,
 )
-from longctx.tiled_mlp import install_tiled_mlp
 from longctx.ulysses import ulysses_remedy
 from longctx.ulysses.gated_delta import check_gated_delta
 from longctx.ulysses.head_chunks import check_stride
@@ -217,9 +217,9 @@ def parallelize(
         heads_k_stride: key/value heads of a rank that travel and are attended at a time; fewer take less memory and
             more messages. All where None, and a quarter of them for gather.
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
-            `longctx.tiled_mlp`; 0 for tiles as long as the model is wide, None for all tokens at once.
+            `longctx.layers.tiled_mlp`; 0 for tiles as long as the model is wide, None for all tokens at once.
         sequence_chunk_size: tokens of this rank that a layer works on at a time, the others waiting in host memory;
-            see `longctx.chunked`. For sp 1 and Ulysses. This thread's backward passes then stay in one thread,
+            see `longctx.layers.chunked`. For sp 1 and Ulysses. This thread's backward passes then stay in one thread,
             so call backward in the thread that calls this.
 
     Returns:

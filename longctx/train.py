@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longctx.resolved import Run
+    from longctx.settings.run import Run
 
 USAGE_ERROR = 2
 
@@ -17,19 +17,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one training; returns the exit code. Input that cannot be trained on exactly ends with one clear line."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
-    from longctx.launch.engines import prefer_huge_pages, set_up_allocators
     from longctx.launch.terminal import quieten, refuse
+    from longctx.training.engines import prefer_huge_pages, set_up_allocators
 
     quieten()
     prefer_huge_pages()
     set_up_allocators()
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.failures import failures_told, how_to_resume
-    from longctx.launch.processes import relaunch, spawn, who_starts
-    from longctx.launch.profile import read_profile
+    from longctx.launch.failures import failures_told
     from longctx.launch.restarts import check_restarts
     from longctx.launch.slurm import join_step
+    from longctx.launch.spawn import spawn
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.launcher import relaunch, who_starts
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
+    from longctx.training.checkpoint.files import how_to_resume
 
     try:
         check_restarts()
@@ -49,27 +51,27 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if run.settings["prepare_only"]:
         return prepare_only(run)
+    resume = partial(how_to_resume, run.settings["output_dir"])
     if run.must_spawn:
         print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
-        resume = partial(how_to_resume, run.settings["output_dir"])
         return spawn(run.dims.world_size, arguments, advice=resume)
 
-    from longctx.advice import out_of_memory_explained
+    from longctx.report.memory_advice import out_of_memory_explained
 
-    with out_of_memory_explained(run), failures_told(run.settings["output_dir"], run.settings["ddp_timeout"]):
+    with out_of_memory_explained(run), failures_told(resume, run.settings["ddp_timeout"]):
         return _train(run)
 
 
 def _train(run: Run) -> int:
     """From processes and data to the trained model; returns the exit code."""
-    from longctx.advice import describe_memory
-    from longctx.checkpoint import RESUMABLE, CheckpointError, NotSavedError
     from longctx.data import DataError
     from longctx.launch.terminal import refuse
-    from longctx.nonfinite import NonFiniteError
+    from longctx.ranks.agreement import RefusedTogether, leave_together
+    from longctx.ranks.watchdog import FAILED, watch
+    from longctx.report.memory_advice import describe_memory
     from longctx.run import finish, fit, load, prepare
-    from longctx.turns import RefusedTogether, leave_together
-    from longctx.watch import FAILED, watch
+    from longctx.training.checkpoint import RESUMABLE, CheckpointError, NotSavedError
+    from longctx.training.nonfinite import NonFiniteError
 
     try:
         prepared = prepare(run)
@@ -113,8 +115,8 @@ def _train(run: Run) -> int:
 
 def prepare_only(run: Run) -> int:
     """Tokenise and plan for later runs, once on each machine; returns the exit code."""
-    from longctx.launch.engines import stay_on_cpu
     from longctx.launch.terminal import refuse
+    from longctx.training.engines import stay_on_cpu
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0

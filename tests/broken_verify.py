@@ -9,8 +9,8 @@ import torch
 
 import longctx.attention.operator
 import longctx.parallel
-import longctx.run
-import longctx.trainer
+import longctx.run.model
+import longctx.training.collators
 from longctx.verify import __main__ as verify
 
 
@@ -21,7 +21,7 @@ def break_documents():
     def one_document(position_ids, *args):
         return plan(torch.arange(position_ids.numel())[None].view(position_ids.shape), *args)
 
-    longctx.parallel.plan_batch = longctx.trainer.plan_batch = one_document
+    longctx.parallel.plan_batch = longctx.training.collators.plan_batch = one_document
 
 
 def break_labels():
@@ -43,12 +43,12 @@ def break_count():
 
 def break_cut():
     """Ranks that should share a sequence train on sequences of their own."""
-    parallelize = longctx.run.parallelize
+    parallelize = longctx.run.model.parallelize
 
     def alone(model, sp, **kwargs):
         return parallelize(model, 1, dp_replicate=kwargs["dp_replicate"], device=kwargs["device"])
 
-    longctx.run.parallelize = alone
+    longctx.run.model.parallelize = alone
 
 
 def break_gradients():

@@ -43,7 +43,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory):
     """The folder of a tiny model of one layer with its tokenizer, to be read only."""
-    from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+    from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     config = tiny_config()
@@ -67,9 +67,9 @@ def refusal(monkeypatch, capsys):
     """Run longctx.train on the CPU; the one error that it refuses with, before weights are read or processes start."""
     from longctx.train import main
 
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
-    monkeypatch.setattr("longctx.launch.processes.spawn", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
 
     def run(*arguments):
         assert main(["--dataset_name", "stdlib", *arguments]) == 2

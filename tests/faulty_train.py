@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from longctx.launch import processes
+from longctx.launch import spawn
 from longctx.launch.slurm import join_step
 from longctx.train import main
 
@@ -30,7 +30,7 @@ def meet(kind: str) -> None:
 
 
 def plant() -> None:
-    from longctx.trainer import SequenceTrainer
+    from longctx.training.trainer import SequenceTrainer
 
     kind, rank, step = os.environ["FAULT"].split()
     once = os.environ.get("FAULT_ONCE")
@@ -50,7 +50,7 @@ def plant() -> None:
 
 
 if __name__ == "__main__":
-    processes.spawn = functools.partial(processes.spawn, module="tests.faulty_train")
+    spawn.spawn = functools.partial(spawn.spawn, module="tests.faulty_train")
     join_step(os.environ)
     if "RANK" in os.environ and "FAULT" in os.environ:
         plant()

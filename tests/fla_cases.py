@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels in Triton's interpreter, for tests/test_gated_delta_kernel.py.
+"""flash-linear-attention's kernels in Triton's interpreter, for tests/model/test_gated_delta_kernel.py.
 
 Each function runs in a process of its own, which takes the package from the folder of its wheel, as an installed one.
 """
@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.ulysses import gated_delta
-from tests import test_models, triton_on_cpu
-from tests.test_models import make_model
+from tests import triton_on_cpu
+from tests.model import test_models
+from tests.model.test_models import make_model
 
 MODELS = ("qwen3_next", "qwen3_5_text")
 

@@ -1,4 +1,4 @@
-"""What tests/test_liger.py runs in processes of their own, in which every Triton kernel is interpreted."""
+"""What tests/layers/test_liger.py runs in processes of their own, in which every Triton kernel is interpreted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import triton_on_cpu
-from tests.test_models import gradients, largest_error, make_batch, make_model, stock_step
+from tests.model.test_models import gradients, largest_error, make_batch, make_model, stock_step
 
 
 def alone() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def step(family: str, backend: str = "auto", *, checkpoints: bool = False, **lev
         levers: keywords of `longctx.parallelize`.
     """
     from longctx import parallelize
-    from longctx.liger import install_liger, liger_parts
+    from longctx.layers.liger import install_liger, liger_parts
 
     model, batch = make_model(family), make_batch()
     _, expected_loss, expected_gradients = stock_step(model)
@@ -138,7 +138,7 @@ def fused_losses() -> dict[tuple[str, str], list[float]]:
     triton_on_cpu.install()
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
-    from longctx.loss import LogitScaling, fused_token_outputs
+    from longctx.layers.loss import LogitScaling, fused_token_outputs
 
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 173, (1, 16), generator=generator)
@@ -183,7 +183,7 @@ def side_effects(names: list[str]) -> dict[str, list[str]]:
     triton_on_cpu.install()
     import liger_kernel.transformers.monkey_patch  # noqa: F401  (imports modules of transformers)
 
-    from longctx.liger import install_liger, liger_parts
+    from longctx.layers.liger import install_liger, liger_parts
 
     changed = {}
     for name in names:
@@ -231,7 +231,7 @@ def applied_by_the_user() -> dict[str, dict[str, float]]:
 def checked() -> dict[str, str]:
     """What the product says of sound kernels, and of what may be wrong with them on some machine."""
     triton_on_cpu.install()
-    from longctx.liger import check_liger, install_liger, liger_parts
+    from longctx.layers.liger import check_liger, install_liger, liger_parts
     from tests.triton_on_cpu import arithmetic
 
     config = make_model("gemma").config
@@ -264,16 +264,16 @@ def _refusal(call: Callable[[], None]) -> str:
 
 
 def train(cases: dict[str, list[str]]) -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
-    """`tests.test_training.run_cases`, and which kernels ran after they were checked."""
+    """`tests.training.test_training.run_cases`, and which kernels ran after they were checked."""
     triton_on_cpu.install()
-    from longctx import run
-    from tests.test_training import run_cases
+    from longctx.run import model
+    from tests.training.test_training import run_cases
 
-    check = run.check_liger
+    check = model.check_liger
 
     def checked(*arguments: Any) -> None:
         check(*arguments)
         triton_on_cpu.launched().clear()
 
-    with mock.patch.object(run, "check_liger", checked):
+    with mock.patch.object(model, "check_liger", checked):
         return run_cases(cases), set(triton_on_cpu.launched())

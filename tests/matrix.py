@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from longctx.shard import complete_position_ids
+from longctx.sequence.shard import complete_position_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ FEATURES = {
         only_on_gpu=True,
         flags=("--attn_implementation", "flash_attention_2"),
         without_gpu="the adapter of flash-attn 2 over that library's Triton backend, in Triton's interpreter "
-        "(tests/test_flash_triton.py)",
+        "(tests/attention/test_flash_triton.py)",
     ),
     "MHA": Feature(shown_by="padded"),
     "GQA": Feature(shown_by="packed"),
@@ -222,8 +222,8 @@ FEATURES = {
     "Liger kernels": Feature(
         only_on_gpu=True,
         flags=("--use_liger_kernel", "True"),
-        without_gpu="in Triton's interpreter equal to stock layers, at sp 1 and 2 (tests/test_liger.py); compiled for "
-        "sm_80, sm_90 and sm_100 (tests/test_liger_compiled.py)",
+        without_gpu="in Triton's interpreter equal to stock layers, at sp 1 and 2 (tests/layers/test_liger.py); "
+        "compiled for sm_80, sm_90 and sm_100 (tests/layers/test_liger_compiled.py)",
     ),
     "LoRA": Feature(shown_by="LoRA"),
     "QLoRA": Feature(only_on_gpu=True, flags=("--use_peft", "True", "--load_in_4bit", "True")),

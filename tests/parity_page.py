@@ -16,12 +16,12 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
 
 _HEAD = """# Training on soft GPUs beside one process
 
-`pytest tests/test_soft_training.py --parity-page PATH` enters what it has found into this page, and so does the same
-command with `-m long`. Soft GPUs are CUDA devices in host memory (`tests/softcuda`): training has the branches, kernels
-and threads that it has on CUDA, and its processes talk through NCCL's interface. The reference is one process on the
-CPU, in fp32, with dense attention. Each run takes five AdamW steps on packed documents, with `--sp 2` where its name
-does not say otherwise. Errors are relative to the reference's numbers. Rows named bf16 show what rounding costs, and
-the others are in fp32. Nothing here was measured on a GPU.
+`pytest tests/gpu/test_soft_training.py --parity-page PATH` enters what it has found into this page, and so does
+the same command with `-m long`. Soft GPUs are CUDA devices in host memory (`tests/softcuda`): training has the
+branches, kernels and threads that it has on CUDA, and its processes talk through NCCL's interface. The reference is one
+process on the CPU, in fp32, with dense attention. Each run takes five AdamW steps on packed documents, with `--sp 2`
+where its name does not say otherwise. Errors are relative to the reference's numbers. Rows named bf16 show what
+rounding costs, and the others are in fp32. Nothing here was measured on a GPU.
 
 Last written with Python {python}, {packages}.
 

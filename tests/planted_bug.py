@@ -9,7 +9,7 @@ import time
 def divide_by_one_more() -> None:
     """With label smoothing, divide the loss by one token too many."""
     from longctx.parallel import SequenceParallel
-    from longctx.trainer import SequenceTrainer
+    from longctx.training.trainer import SequenceTrainer
 
     def count(self, batch_samples, device):
         tokens = SequenceParallel.count_label_tokens(self.sequence, batch_samples)

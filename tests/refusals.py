@@ -111,7 +111,7 @@ def write_table(table: dict[Refusal, str]) -> None:
 
 
 def is_test(test: str) -> bool:
-    """Whether there is a test function `tests/test_x.py::test_y`."""
+    """Whether there is a test function `tests/training/test_x.py::test_y`."""
     file, _, function = test.removesuffix(CHILD).partition("::")
     return (ROOT / file).is_file() and function in _functions(file)
 
@@ -181,7 +181,7 @@ class RefusalsMet:
 
     @staticmethod
     def function(nodeid):
-        """`tests/test_x.py::test_y` of any of its parameters."""
+        """`tests/training/test_x.py::test_y` of any of its parameters."""
         return nodeid.partition("[")[0]
 
     @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ def save_small_model(folder, heads: int = 4, key_value_heads: int = 2, **setting
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from longctx.tiny import tiny_config, tiny_tokenizer
+    from longctx.model.tiny import tiny_config, tiny_tokenizer
 
     config = tiny_config()
     config.update({"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16})

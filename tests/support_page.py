@@ -16,10 +16,10 @@ from unittest import mock
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.profile import read_profile
-from longctx.model import load_config
+from longctx.model.load import load_config
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from tests.matrix import FEATURES, MODELS, RUNS, SETUPS, Feature, TrainingRun
 
 PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
@@ -80,7 +80,7 @@ def _config(name: str, options: str) -> PretrainedConfig:
 
 
 def _load_config(name: str, **options: Any) -> PretrainedConfig:
-    """As longctx.model's, which looks at a configuration in a process of its own, but once for each."""
+    """As longctx.model.load's, which looks at a configuration in a process of its own, but once for each."""
     return copy.deepcopy(_config(name, json.dumps(options)))
 
 
@@ -93,11 +93,13 @@ def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu
     given = ["--model_name_or_path", str(models / model), "--dataset_name", "data.jsonl", "--max_length", "256"]
     given += ["--max_steps", "5"]
     with (
-        mock.patch("longctx.config.version", _version),
-        mock.patch("longctx.config.load_config", _load_config),
-        mock.patch("longctx.config.QLORA_VERSIONS", {}),  # bitsandbytes is in no extra of the tests
-        mock.patch("longctx.config.device_count", return_value=devices),
-        mock.patch("longctx.config.default_config_file", return_value=None),  # may be left behind on this machine
+        mock.patch("longctx.settings.versions.version", _version),
+        mock.patch("longctx.settings.model_config.load_config", _load_config),
+        mock.patch("longctx.settings.resolve.QLORA_VERSIONS", {}),  # bitsandbytes is in no extra of the tests
+        mock.patch("longctx.settings.resolve.device_count", return_value=devices),
+        mock.patch(
+            "longctx.settings.profile_values.default_config_file", return_value=None
+        ),  # may be left behind on this machine
     ):
         try:
             resolve(parse_flags([*given, *flags]), read_profile(env), env)

@@ -23,15 +23,16 @@ from typing import NamedTuple
 
 import pytest
 
-import longctx.config
+import longctx.settings.model_config
+import longctx.settings.resolve
 from benchmarks.differential.__main__ import _parser as differential_parser
 from benchmarks.gpu.__main__ import _parser as gpu_parser
 from benchmarks.max_length.__main__ import _parser as bench_parser
 from benchmarks.published import CONFIGS
-from longctx.config import resolve
-from longctx.flags import SequenceArguments, parse_flags
-from longctx.launch.profile import read_profile
-from longctx.plan.__main__ import _parser as plan_parser
+from longctx.plan import _parser as plan_parser
+from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -130,9 +131,11 @@ def needs_more_than_is_here(words: list[str]) -> bool:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A place with the reader's data; models of the hub are those of the same sizes that are published."""
-    load = longctx.config.load_config
-    monkeypatch.setattr(longctx.config, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k))
-    monkeypatch.setattr(longctx.config, "QLORA_VERSIONS", {})  # bitsandbytes is in no extra of the tests
+    load = longctx.settings.model_config.load_config
+    monkeypatch.setattr(
+        longctx.settings.model_config, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k)
+    )
+    monkeypatch.setattr(longctx.settings.resolve, "QLORA_VERSIONS", {})  # bitsandbytes is in no extra of the tests
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "SLURM_"))]:
         monkeypatch.delenv(name)
@@ -267,7 +270,7 @@ def test_there_are_commands_that_run():
 
 
 def test_the_slurm_script_is_the_one_that_is_tested():
-    """By tests/test_slurm.py."""
+    """By tests/launch/test_slurm.py."""
     [script] = [block.values[0].text for block in BLOCKS if block.values[0].is_script]
     assert script == (ROOT / "examples/slurm/several_nodes.sbatch").read_text(encoding="utf-8")
 

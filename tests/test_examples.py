@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.tiny import tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_model, tiny_tokenizer
 from tests.reference import adamw_steps, dense_loss
 from tests.softcuda.ranks import soft_environment
 
@@ -81,7 +81,7 @@ def test_an_example_at_sp_2_has_the_losses_of_one_process(script, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_an_example_on_two_soft_gpus_has_the_losses_of_one_process(script, tmp_path, soft_gpus):
-    # SFTConfig trains in bf16 on GPUs: 1.2e-4 off here, with the bound of tests/test_soft_training.py.
+    # SFTConfig trains in bf16 on GPUs: 1.2e-4 off here, with the bound of tests/gpu/test_soft_training.py.
     tolerance = 5e-4 if script.stem == "sft_trainer" else 1e-5
     losses = losses_of(script, tmp_path, env=soft_environment())
     assert losses == pytest.approx(losses_of_one_process(), rel=tolerance)
@@ -97,5 +97,5 @@ def test_an_example_is_short_and_needs_the_public_interface_only(script):
     text = script.read_text()
     assert len(text.splitlines()) < (120 if script == PREFERENCES else 80)
     modules = set(re.findall(r"^(?:from|import) (longctx[\w.]*)", text, re.MULTILINE))
-    assert modules == {"longctx", "longctx.collate", "longctx.data", "longctx.tiny"}
+    assert modules == {"longctx", "longctx.collate", "longctx.data", "longctx.model.tiny"}
     assert set(re.findall(r"longctx\.(\w+)\(", text)) == {"parallelize"}

@@ -15,60 +15,21 @@ ROOT = Path(__file__).parents[1]
 
 # The one place where the order is stated. A module or folder of longctx/ stands under its own name.
 STAGES: list[tuple[str, ...]] = [
-    ("confined", "links"),  # what input of unknown origin is given to
+    ("untrusted",),  # input of unknown origin: bounded processes, checks of files
+    ("ranks", "launch", "regions"),  # processes that start, meet, agree and end together
     ("data",),  # names and files -> tokenised documents
     ("packing",),  # lengths -> packs
     ("collate",),  # packs -> batches
-    ("batch", "mesh", "shard"),  # batches -> one rank's part
-    ("host", "regular_files", "working_directory", "regions", "attention", "ring", "ulysses", "chunked", "tiled_mlp"),
-    ("liger", "loss"),
+    ("model",),  # files -> a model
+    ("sequence",),  # batches -> one rank's part
+    ("attention", "ring", "ulysses"),
+    ("layers",),  # the head and its loss, MLPs, chunked layers
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
-    (
-        "tiny",
-        "model",
-        "model_card",
-        "model_files",
-        "config_file",
-        "tied_head",
-        "rope",
-        "adapter",
-        "watch",
-        "turns",
-        "rows",
-        "identity",
-        "steps",
-        "schedule",
-        "metrics",
-        "checkpoint",
-        "nonfinite",
-        "saved_buffers",
-        "progress",
-        "profiling",
-        "memory",
-        "step_time",
-        "pictures",
-        "charts",
-    ),  # what a training run is put together from
-    ("trainer",),
-    (
-        "methods",
-        "flags",
-        "levers",
-        "guards",
-        "resolved",
-        "advice",
-        "supported",
-        "ranges",
-        "launch",
-        "run_report",
-        "config",
-        "mixture_flags",
-        "plan",
-        "verify",
-        "run",
-        "train",
-        "__main__",
-    ),  # the command line
+    ("forecast",),  # what a step takes
+    ("training",),  # the trainer and its checkpoints
+    ("settings",),  # flags, profiles, environment -> one resolved run
+    ("report",),  # what a run says of itself
+    ("run", "verify", "plan", "train", "__main__"),  # the command line
     ("benchmarks",),
 ]
 
@@ -86,9 +47,9 @@ ANYWHERE = {
     "longctx.ring.line",
     "longctx.ring.plan",
     "longctx.ring.planner",
-    "longctx.host",
-    "longctx.regular_files",
-    "longctx.working_directory",
+    "longctx.sequence.host_tensors",
+    "longctx.untrusted.files",
+    "longctx.untrusted.working_directory",
     *(name for name in FILES if name.startswith("longctx.attention.kernels")),
 }
 

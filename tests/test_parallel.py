@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import longctx
 from longctx.collate import SequenceCollator
-from longctx.mesh import ParallelDims
 from longctx.packing import PackedDataset, one_per_bin
-from longctx.shard import complete_position_ids, plan_batch, shard_tokens, shift_labels, unshard_tokens
+from longctx.sequence.mesh import ParallelDims
+from longctx.sequence.shard import complete_position_ids, plan_batch, shard_tokens, shift_labels, unshard_tokens
 from tests.workers import run_ranks
 
 LENGTHS = [40, 3, 100, 1, 17, 64, 9]
@@ -64,7 +64,7 @@ def test_a_length_that_cannot_be_cut_evenly_is_refused():
 
 def outputs_of_documents(change):
     """Logits of every document, put back in order, on ring and Ulysses; one document changed or none."""
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
 
     logits = {}
     for backend in ("ring", "ulysses"):
@@ -98,7 +98,7 @@ def loop_of_ones_own():
     """The README's loop: FSDP2 over all ranks, sp 2, three steps; returns the losses."""
     from torch.distributed.fsdp import fully_shard
 
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
 
     model, sequence = longctx.parallelize(tiny_model(), sp=2)
     for layer in model.model.layers:
@@ -122,8 +122,8 @@ def loop_of_ones_own():
 def checkpointed(kwargs, compiled):
     """One step of sp 2 with activation checkpointing: how often each schedule ran, and the error of the gradients."""
     from longctx.attention.operator import LocalSchedule
+    from longctx.model.tiny import tiny_model
     from longctx.ring.attention import RingSchedule
-    from longctx.tiny import tiny_model
 
     runs = []
 
@@ -183,7 +183,7 @@ def test_checkpointing_does_not_run_the_ring_again(kwargs, compiled, ring_runs, 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
 def test_a_second_backward_pass_over_saved_attention_is_refused():
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
 
     model, sequence = longctx.parallelize(tiny_model(), sp=1, selective_checkpointing=True)
     model.train()
@@ -200,7 +200,7 @@ def test_torch_compile_takes_the_rest_of_the_model():
     """Attention breaks the graph in every layer; the other graphs are compiled once and serve every batch."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
 
     counter, gradients = CompileCounterWithBackend("aot_eager"), []
     for compiled in (False, True):
@@ -221,7 +221,7 @@ def test_torch_compile_takes_the_rest_of_the_model():
 
 
 def test_a_loop_of_ones_own_equals_one_process():
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
     from tests.reference import dense_loss
 
     model = tiny_model()
@@ -244,7 +244,7 @@ def test_a_loop_of_ones_own_equals_one_process():
 
 
 def test_calling_the_model_without_a_cut_batch_is_refused():
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
 
     model, _ = longctx.parallelize(tiny_model(), sp=1)
     with pytest.raises(ValueError, match=r"sequence\.shard"):
@@ -254,7 +254,7 @@ def test_calling_the_model_without_a_cut_batch_is_refused():
 
 
 def test_a_cut_that_did_not_happen_stops_the_first_step():
-    from longctx.tiny import tiny_model
+    from longctx.model.tiny import tiny_model
 
     model, sequence = longctx.parallelize(tiny_model(), sp=1)
     shard = sequence.shard(packed_batch(8))

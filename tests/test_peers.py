@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.profile import read_profile
-from longctx.tiny import tiny_tokenizer
+from longctx.model.tiny import tiny_tokenizer
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from tests.matrix import SETUPS
 from tests.reference import train_reference
-from tests.test_evaluation import dense_means
-from tests.test_training import make_documents, relative, write_jsonl
+from tests.training.test_evaluation import dense_means
+from tests.training.test_training import make_documents, relative, write_jsonl
 from tests.workers import run_ranks
 
 BOUND = 1e-5
@@ -213,8 +213,12 @@ def test_deepspeed_that_reads_parameters_too_early_is_refused(monkeypatch):
     installed = importlib.metadata.version
     flags = parse_flags(["--sp", "2", "--sp_backend", "ulysses", "--use_cpu", "True"])
     env = {"RANK": "0", "WORLD_SIZE": "2"}
-    monkeypatch.setattr("longctx.config.version", lambda name: "0.19.7" if name == "deepspeed" else installed(name))
+    monkeypatch.setattr(
+        "longctx.settings.versions.version", lambda name: "0.19.7" if name == "deepspeed" else installed(name)
+    )
     with pytest.raises(ValueError, match=r"deepspeed 0\.19\.7 .*needs 0\.19\.8 or later.*pip install"):
         resolve(flags, read_profile(env), env)
-    monkeypatch.setattr("longctx.config.version", lambda name: "0.19.8" if name == "deepspeed" else installed(name))
+    monkeypatch.setattr(
+        "longctx.settings.versions.version", lambda name: "0.19.8" if name == "deepspeed" else installed(name)
+    )
     assert resolve(flags, read_profile(env), env).engine == "deepspeed"

@@ -10,17 +10,18 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from transformers import Gemma3TextConfig, LlamaConfig
 
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.profile import read_profile
-from longctx.memory.closed_form import ModelSizes, predict
-from longctx.memory.step import StepSettings, trace_training_step
-from longctx.model import load_config
-from longctx.plan.__main__ import main
-from longctx.plan.calibrate import calibrate, corrected, trace_parts, traceable
-from longctx.plan.candidates import Machine, candidates, outlook, recommend, why
-from longctx.step_time import Speeds
-from longctx.tiny import tiny_config
+from longctx.forecast.calibrate import calibrate, corrected, trace_parts, traceable
+from longctx.forecast.candidates import Machine, candidates, outlook, recommend, why
+from longctx.forecast.closed_form import predict
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.step_time import Speeds
+from longctx.forecast.traced_step import StepSettings, trace_training_step
+from longctx.model.load import load_config
+from longctx.model.tiny import tiny_config
+from longctx.plan import main
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
@@ -206,8 +207,8 @@ def wide_layers(tmp_path):
 @pytest.mark.parametrize("more", [[], ["--use_bnb_nested_quant", "True"]])
 def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, monkeypatch, capsys) -> None:
     """Each set-up of the plan is the one from which the run of its flags predicts its memory."""
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.config.QLORA_VERSIONS", {})  # nothing is quantised here
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})  # nothing is quantised here
     quantised = ["--use_peft", "True", "--load_in_4bit", "True", *more]
     assert main(["--model_name_or_path", wide_layers, "--no_calibration", "--gpus", "4", *quantised]) == 0
     assert " ".join(quantised[2:]) in capsys.readouterr().out

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longctx.tiny import tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_model, tiny_tokenizer
+from tests.layers.test_log_probs import dense_log_probs, dense_model
 from tests.reference import adamw_steps
 from tests.test_examples import PREFERENCES, losses_of, module_of
-from tests.test_log_probs import dense_log_probs, dense_model
 from tests.workers import run_ranks
 
 

@@ -17,51 +17,52 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
-from longctx.adapter import check_adapter
 from longctx.attention.choice import choose_backend
 from longctx.attention.interface import longctx_attention
 from longctx.attention.operator import varlen_attention
-from longctx.checkpoint.files import Manifest, read_manifest, write_manifest
-from longctx.checkpoint.states import StateReader, _parts
-from longctx.chunked.layer import _chunk_of
-from longctx.chunked.model import install_chunked
 from longctx.collate.sequence import _varlen_arguments
-from longctx.config import resolve
 from longctx.data import DocumentStream, Mixture, load_records, stdlib_files, tokenize_records
 from longctx.data.columns import arrow_table, token_columns
 from longctx.data.contents import file_state
 from longctx.data.encoders import TextEncoder
 from longctx.data.mixing import _order, _part, _Reader
-from longctx.flags import parse_flags
+from longctx.forecast.closed_form import reach
+from longctx.forecast.documents import drawn_from
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.memory_trace import MemoryTracer
+from longctx.forecast.traced_step import StepSettings, fake_process_group
 from longctx.launch.network import choose_interface
-from longctx.launch.profile import read_profile
 from longctx.launch.slurm import first_host
-from longctx.memory.closed_form import MemorySetup, reach
-from longctx.memory.step import StepSettings, fake_process_group
-from longctx.memory.trace import MemoryTracer
-from longctx.mesh import ParallelDims
-from longctx.model import _config_errors, load_config, load_model
-from longctx.model_files import _parameters
+from longctx.layers.chunked.layer import _chunk_of
+from longctx.layers.chunked.model import install_chunked
+from longctx.layers.tiled_mlp import install_tiled_mlp
+from longctx.model.adapter import check_adapter
+from longctx.model.files import _parameters
+from longctx.model.load import _config_errors, load_config, load_model
+from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.packing import plan_packing
 from longctx.parallel import _documents, parallelize
-from longctx.plan.documents import drawn_from
 from longctx.ring.attention import ring_schedule
 from longctx.ring.planner import plan_ring
 from longctx.ring.transport import check_shard
-from longctx.rows import _template
-from longctx.tiled_mlp import install_tiled_mlp
-from longctx.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.sequence.mesh import ParallelDims
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from longctx.train import main
-from longctx.trainer import SequenceTrainer
+from longctx.training.checkpoint.files import Manifest, read_manifest, write_manifest
+from longctx.training.checkpoint.states import StateReader, _parts
+from longctx.training.dataset import _template
+from longctx.training.evaluation import rows_to_evaluate
 from longctx.ulysses.attention import ulysses_attention
 from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import _Heads, check_stride
-from longctx.verify.subject import check_engine, telling_rows
+from longctx.verify.setup import check_engine, telling_rows
 from tests import refusals
-from tests.test_by_hand import MODEL
-from tests.test_choice import QWEN3_8B, a_setup
-from tests.test_key_fields import a_packing, identity, resolved, rows_of
-from tests.test_refusals import save_config
+from tests.attention.test_choice import QWEN3_8B, a_setup
+from tests.forecast.test_by_hand import MODEL
+from tests.settings.test_refusals import save_config
+from tests.training.test_key_fields import a_packing, identity, resolved, rows_of
 
 # ------------------------------------------------------------------------------------------------
 # The table
@@ -87,7 +88,7 @@ def test_every_refusal_has_a_test_or_a_reason():
 def test_a_condition_that_never_holds_is_noticed():
     """The check itself: a test that ran and did not meet its refusal, one that did, and one that ran in part."""
     row, test = next(
-        (row, test) for row, test in refusals.read_table().items() if test.startswith("tests/test_ring_plan")
+        (row, test) for row, test in refusals.read_table().items() if test.startswith("tests/ring/test_ring_plan")
     )
     run = refusals.RefusalsMet()
     run.collected[test] = run.passed[test] = 1
@@ -175,10 +176,6 @@ CALLS = {
 }
 
 
-def a_trainer(eval_rows=None):
-    return SimpleNamespace(eval_dataset=eval_rows)
-
-
 def a_prepared_run(num_rows):
     """Of a verification, with this many rows for a step of two."""
     data = rows_of(a_packing(), Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]}))
@@ -220,14 +217,14 @@ CALLS |= {
         "no model can be made of its config.json",
     ),
     "nothing to evaluate": (
-        lambda: SequenceTrainer._rows_to_evaluate(a_trainer(), None),
+        lambda: rows_to_evaluate(None),
         "there is no evaluation data",
     ),
     "texts to evaluate": (
-        lambda: SequenceTrainer._rows_to_evaluate(a_trainer(), Dataset.from_dict({"text": ["a"]})),
+        lambda: rows_to_evaluate(Dataset.from_dict({"text": ["a"]})),
         "rows to evaluate need input_ids, and these have .'text'.",
     ),
-    "rows of another type": (lambda: SequenceTrainer._rows_to_evaluate(a_trainer([1]), None), "the type list"),
+    "rows of another type": (lambda: rows_to_evaluate([1]), "the type list"),
     "too few rows to verify": (lambda: telling_rows(a_prepared_run(1)), "gives 1 rows of up to 8 tokens"),
 }
 
@@ -477,8 +474,8 @@ COMMANDS = {
 
 @pytest.mark.parametrize("case", COMMANDS)
 def test_command_lines_that_cannot_be_exact_are_refused(case, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("longctx.config.device_count", lambda: 0)
-    monkeypatch.setattr("longctx.run.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     flags, words = COMMANDS[case]
     given = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--dry_run", "True"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.tiny import tiny_tokenizer
+from longctx.model.tiny import tiny_tokenizer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "retrieval"
 

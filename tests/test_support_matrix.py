@@ -14,12 +14,12 @@ import torch
 from datasets import Dataset, interleave_datasets
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from longctx.tiny import tiny_tokenizer
+from longctx.model.tiny import tiny_tokenizer
 from tests import support_page
 from tests.matrix import RUNS, SETUPS, TRAINED_MODELS, YARN
 from tests.reference import train_reference
-from tests.test_evaluation import check_means, dense_means, trained
-from tests.test_training import make_documents, relative, write_jsonl
+from tests.training.test_evaluation import check_means, dense_means, trained
+from tests.training.test_training import make_documents, relative, write_jsonl
 from tests.workers import run_ranks
 
 LEARNING_RATE = 5e-3
@@ -243,13 +243,13 @@ def reference_of(name, model, data, monkeypatch):
     """(losses, gradient norms) of one process."""
     given = {}
     if name == "LoRA":
-        from tests.test_peft import Adapt
+        from tests.model.test_peft import Adapt
 
         given["adapt"] = Adapt(r=16, lora_alpha=32)
     if name == "label smoothing":
         given["label_smoothing"] = 0.1
     if name == "gated delta":
-        from tests.test_families import documents_loss
+        from tests.model.test_families import documents_loss
 
         monkeypatch.setattr("tests.reference.dense_loss", documents_loss)
     if name == "YaRN":

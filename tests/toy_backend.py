@@ -76,9 +76,9 @@ TOY = replace(
 
 
 def train(cases):
-    """On each rank: what `tests.test_training.run_cases` returns, with the toy registered."""
+    """On each rank: what `tests.training.test_training.run_cases` returns, with the toy registered."""
     BACKENDS.register(TOY)
-    from tests.test_training import run_cases
+    from tests.training.test_training import run_cases
 
     return run_cases(cases)
 

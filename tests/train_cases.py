@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from longctx.launch.slurm import join_step
-from tests.test_training import run_cases
+from tests.training.test_training import run_cases
 
 if __name__ == "__main__":
     join_step(os.environ)

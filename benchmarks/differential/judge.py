@@ -31,8 +31,8 @@ FINDINGS = ("wrong", "crash", "hang", "refused late", "unclear refusal", "nothin
 USAGE_ERROR, FAILED = 2, 1
 
 FIRST_STEP = {"loss": 1e-5, "grad_norm": 1e-4}
-"""Relative bounds, as in tests/test_training.py. fp32 has 6e-8; a sum over a few hundred tokens in another order
-differs by about 1e-7, and a gradient norm by 1e-6 where large gradients cancel."""
+"""Relative bounds, as in tests/training/test_training.py. fp32 has 6e-8; a sum over a few hundred tokens in another
+order differs by about 1e-7, and a gradient norm by 1e-6 where large gradients cancel."""
 LATER_STEPS = {"loss": 1e-4, "grad_norm": 2e-3}
 """Each step enlarges the differences of the one before."""
 PERTURBATION, AS_FAR = 3e-7, 10.0

@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from longctx.attention.support import CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
+from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
 
 ALWAYS_WINDOWED = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
 """Model types whose configuration always has windows in some layers."""

@@ -61,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("longctx: error: there is no CUDA device. Run it on a machine with a GPU.", file=sys.stderr)
         return USAGE_ERROR
-    from longctx.launch.engines import set_up_allocators
     from longctx.launch.terminal import quieten
+    from longctx.training.engines import set_up_allocators
 
     set_up_allocators()
     quieten()

@@ -11,10 +11,11 @@ import torch
 from transformers import PretrainedConfig
 
 from longctx.attention.kernels.choose import candidates
-from longctx.memory.closed_form import MemorySetup, predict
-from longctx.plan.documents import one_document
-from longctx.plan.measure import Work
-from longctx.tiny import tiny_config
+from longctx.forecast.closed_form import predict
+from longctx.forecast.documents import one_document
+from longctx.forecast.measure import Work
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.model.tiny import tiny_config
 
 from ..max_length.combinations import FLAGS, LONGCTX, ONE_DEVICE, TRL, Combination, resolved_for
 from ..max_length.rank import Task

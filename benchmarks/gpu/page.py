@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.attention.cost import Device, Link
-from longctx.metrics import PEAK_FLOPS
-from longctx.step_time import HOST_LINK, HOST_MEMORY_SPEED, KERNELS, MATMUL_EFFICIENCY, Speeds, step_time
+from longctx.attention.cost import PEAK_FLOPS, Device, Link
+from longctx.forecast.step_time import HOST_LINK, HOST_MEMORY_SPEED, KERNELS, MATMUL_EFFICIENCY, Speeds, step_time
 
 from ..max_length.results import OK, Line
 
@@ -42,7 +41,7 @@ def write_page(folder: Path, catalogue: Any, lines: Sequence[Line], *, refit: bo
 
 
 def speeds_of(line: Line) -> Speeds:
-    """As `longctx.plan.measure` found them."""
+    """As `longctx.forecast.measure` found them."""
     links = {name: Link(**line["device"][name]) for name in ("within", "across")}
     values = {name: line[name] for name in ("matmul_flops", "attention_forward_flops", "attention_backward_flops")}
     values |= {name: line[name] for name in ("host_link", "host_memory")}
@@ -255,7 +254,7 @@ def _failed(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _refit(device: Line, measured: Speeds | None, of: Mapping[str, Sequence[Line]]) -> Iterator[str]:
-    """Constants of longctx.step_time and of the closed form, as these figures would have them."""
+    """Constants of longctx.forecast.step_time and of the closed form, as these figures would have them."""
     name, peak = known_device(device["device"]), PEAK_FLOPS.get(known_device(device["device"]) or "")
     yield "## Constants"
     yield ""
@@ -263,7 +262,7 @@ def _refit(device: Line, measured: Speeds | None, of: Mapping[str, Sequence[Line
         yield "There are no published constants of this device, or the speeds have not been measured."
         yield ""
         return
-    yield "In `longctx/step_time.py`, as these figures have them; of a kernel on its longest single document."
+    yield "In `longctx/forecast/step_time.py`, as these figures have them; of a kernel on its longest single document."
     yield ""
     rows = [
         ("MATMUL_EFFICIENCY", f"{MATMUL_EFFICIENCY}", f"{measured.matmul_flops / peak:.3f}"),

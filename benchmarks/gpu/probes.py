@@ -21,10 +21,10 @@ from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD
 from longctx.attention.kernels.choose import candidates, choose_kernel
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
-from longctx.plan.measure import Work, measure_together
-from longctx.profiling import FOLDER
+from longctx.forecast.measure import Work, measure_together
+from longctx.model.tiny import tiny_tokenizer
 from longctx.ring import plan_ring
-from longctx.tiny import tiny_tokenizer
+from longctx.training.profiling import FOLDER
 
 from ..attention import CASES, Heads, clock_of, forward_backward, virtual_seconds
 from ..max_length.rank import Task, run_task

@@ -6,7 +6,8 @@ max_length.png and seconds_per_step.png, all of them up to date after every prob
 whatever way, goes on where it was when the same command is given again.
 
 On a machine without GPUs the ranks are processes on gloo, and --memory_budget_gib is held against the bytes that their
-real steps allocate, counted tensor by tensor (longctx.memory.trace); with GPUs it is a limit of torch's allocator.
+real steps allocate, counted tensor by tensor (longctx.forecast.memory_trace); with GPUs it is a limit of torch's
+allocator.
 
 Exit code 0, 2 for what cannot be swept, 130 if interrupted.
 """
@@ -154,8 +155,8 @@ def _check(options: argparse.Namespace) -> None:
 def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
     use_cpu = _prepare_environment(options.output)
     start_server(f"{__package__}.rank")  # it imports while we do
+    from longctx.forecast.documents import drawn_from, one_document
     from longctx.launch.terminal import quieten
-    from longctx.plan.documents import drawn_from, one_document
 
     from .combinations import Limits, combinations
     from .sweep import Settings, Sweep
@@ -201,7 +202,7 @@ def _prepare_environment(output: Path) -> bool:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
-    from longctx.launch.engines import prefer_huge_pages, set_up_allocators, stay_on_cpu
+    from longctx.training.engines import prefer_huge_pages, set_up_allocators, stay_on_cpu
 
     prefer_huge_pages()
     set_up_allocators()
@@ -231,8 +232,8 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
     Raises:
         ValueError: for more devices than there are, or a larger budget than one has.
     """
-    from longctx.launch.processes import device_count
-    from longctx.memory.machine import host_bytes
+    from longctx.forecast.machine_memory import host_bytes
+    from longctx.launch.spawn import device_count
 
     if not use_cpu and options.gpus[-1] > device_count():
         raise ValueError(f"--gpus {options.gpus[-1]}: {device_count()} are visible. Leave it out.")

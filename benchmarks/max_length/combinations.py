@@ -12,14 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from longctx.attention.support import num_heads
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.processes import find_profile
-from longctx.launch.profile import read_profile
-from longctx.memory.closed_form import Breakdown, MemorySetup, predict
-from longctx.model import load_config
-from longctx.resolved import Run
+from longctx.forecast.closed_form import Breakdown, predict
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.model.allow_list import num_heads
+from longctx.model.load import load_config
+from longctx.settings.flags import parse_flags
+from longctx.settings.launcher import find_profile
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.settings.run import Run
 
 LONGCTX: Final = "longctx"
 TRL: Final = "trl"
@@ -57,7 +58,7 @@ class Combination:
     """A backend on a number of devices."""
 
     backend: str
-    """A name of `longctx.pictures.BACKEND_LOOKS`."""
+    """A name of `longctx.report.pictures.BACKEND_LOOKS`."""
     devices: int
     stack: Literal["longctx", "trl"] = LONGCTX
     flags: tuple[str, ...] = ()

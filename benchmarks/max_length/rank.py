@@ -19,15 +19,15 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import longctx.run
-from longctx.config import resolve
-from longctx.flags import parse_flags
-from longctx.launch.engines import promote, start_on_gpu
-from longctx.launch.profile import read_profile
-from longctx.memory.closed_form import MemorySetup
-from longctx.memory.report import PeakMemory
-from longctx.memory.trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
-from longctx.metrics import StepMetrics
-from longctx.model import count_parameters, load_config, load_model, load_tokenizer
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
+from longctx.model.load import count_parameters, load_config, load_model, load_tokenizer
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.training.engines import promote, start_on_gpu
+from longctx.training.metrics import StepMetrics
+from longctx.training.peak_memory import PeakMemory
 
 from ..elsewhere import start_stock
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from longctx.tiny import tiny_tokenizer
+from longctx.model.tiny import tiny_tokenizer
 
 SHORTEST = 64
 """Tokens of the shortest document, the answer included."""

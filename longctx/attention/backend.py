@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longctx.attention.cost import Arrangement, RingWork, Setup, Spent
-from longctx.batch import Attend
+from longctx.sequence.batch import Attend
 
 AttentionOfBatch = Callable[..., Attend]
 """(layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None) -> attention.

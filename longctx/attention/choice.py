@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup
 from longctx.attention.modelled import modelled_seconds
-from longctx.mesh import ParallelDims
+from longctx.sequence.mesh import ParallelDims
 from longctx.ulysses import usable_sizes
 
 ASSUMED_MEAN_LENGTH = 2000

@@ -1,7 +1,7 @@
 """What the modelled time of attention is made of: the run's heads, the speeds of devices and links, the work of a ring.
 
 `longctx.attention.modelled` adds up the seconds that a rank computes, exchanges and waits for, per layer and
-micro-batch. `longctx.step_time` and `longctx.plan.simulate` put them together with the rest of a step.
+micro-batch. `longctx.forecast.step_time` and `longctx.forecast.simulate` put them together with the rest of a step.
 
 Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a row, s = T/P of them a rank; H query heads,
 K key/value heads, D head size, e bytes an element.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
-from longctx.attention.support import head_size, num_heads, num_linear_heads
+from longctx.model.allow_list import head_size, num_heads, num_linear_heads
 from longctx.ring.planner import MAX_IMBALANCE, plan_ring
 from longctx.ulysses.exchange import key_value_copies
 
@@ -99,6 +99,9 @@ arXiv 2307.08691), 0.35 on newer ones (what it reaches on H100, arXiv 2407.08608
 RTX class card for others. GPU latencies are round figures of their order. CPU: `measure_link` and the aten kernel in
 fp32, two gloo ranks of one thread each on an AMD EPYC, 2026-11-21.
 """
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bf16 peak of a device whose name holds the key (NVIDIA data sheets)."""
 
 
 @dataclass(frozen=True, kw_only=True)

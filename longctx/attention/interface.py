@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from longctx.attention.operator import selective_checkpoint_contexts
-from longctx.batch import AttentionContext
+from longctx.sequence.batch import AttentionContext
 from longctx.ulysses.gated_delta import install_gated_delta
 
 NAME = "longctx"

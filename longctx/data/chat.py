@@ -12,11 +12,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from longctx.confined import Bounds, OutOfBounds, confined
 from longctx.data.columns import IGNORE_INDEX
 from longctx.data.encoders import Encoder, mask_prompt
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import check_chat, kind_columns, to_chatml
+from longctx.untrusted.confined import Bounds, OutOfBounds, confined
 
 logger = logging.get_logger(__name__)
 

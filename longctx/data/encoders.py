@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from longctx.confined import Bounds, Confined
 from longctx.data.columns import IGNORE_INDEX, list_array
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import CHECKED_COLUMNS, check_text, kind_columns
+from longctx.untrusted.confined import Bounds, Confined
 
 logger = logging.get_logger(__name__)
 

@@ -18,7 +18,7 @@ from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader
 from longctx.data.kinds import record_kind
 from longctx.data.saved import is_saved, saved_splits
 from longctx.data.text_files import STDLIB, TextFiles, stdlib_files
-from longctx.regular_files import check_data_file, check_folder, files_below, leads_outside, matching_files
+from longctx.untrusted.files import check_data_file, check_folder, files_below, leads_outside, matching_files
 
 Records = TypeVar("Records", Dataset, IterableDataset)
 

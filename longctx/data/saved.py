@@ -16,7 +16,7 @@ from longctx.data.contents import content_digests
 from longctx.data.errors import DataError, name_record
 from longctx.data.files import Loader
 from longctx.data.memory import GROUP_MEMORY_BYTES, MemoryBound
-from longctx.regular_files import check_folder
+from longctx.untrusted.files import check_folder
 
 _THREADS = 8
 

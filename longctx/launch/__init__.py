@@ -1,1 +1,1 @@
-"""Start and configure processes on any machine."""
+"""Start processes on any machine, and have them meet: here, in SLURM, after a restart."""

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig
 
-from longctx.checkpoint.files import checkpoints
 from longctx.launch.terminal import tell
-from longctx.watch import FAILED, LEAVE_SECONDS, Failure, Watch, describe_positions, limit_waiting, position_of, watch
+from longctx.ranks.watchdog import (
+    FAILED,
+    LEAVE_SECONDS,
+    Failure,
+    Watch,
+    describe_positions,
+    limit_waiting,
+    position_of,
+    watch,
+)
 
 OWN_RUN = "longctx-"
 """How the ids of runs begin whose processes longctx starts. It sees how they end, so their ranks need not say it."""
@@ -24,11 +31,11 @@ _OF_CONNECTIONS = ("gloo", "Connection closed by peer", "Connection reset by pee
 
 
 @contextmanager
-def failures_told(output_dir: str | None, timeout: float) -> Iterator[None]:
+def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[None]:
     """Let an error through on the rank that meets it first; ranks that fail because of it leave without a word.
 
     Args:
-        output_dir: of the run, which may hold checkpoints.
+        how_to_resume: says how to go on after a failure.
         timeout: that ranks wait for each other, in seconds.
 
     Raises:
@@ -40,7 +47,7 @@ def failures_told(output_dir: str | None, timeout: float) -> Iterator[None]:
         watching = watch()
         if watching is None:
             raise
-        resume = how_to_resume(output_dir)
+        resume = how_to_resume()
         failure = _of_another(watching, error, timeout, resume) if _is_consequence(error) else None
         if failure is None:
             text = f"{watching.name(watching.rank)} stopped with {type(error).__name__}: {_first_line(error)}. {resume}"
@@ -94,15 +101,6 @@ def died(rank: str, by: str = "") -> str:
     """
     how = f"was killed by {by}" if by else "has died without an error of its own"
     return f"{rank} {how}. {_LIKELY.get(by or 'SIGKILL', 'Its last lines, above, may say why.')}"
-
-
-def how_to_resume(output_dir: str | None) -> str:
-    """The newest complete checkpoint, and the flag to go on from it."""
-    folder = Path(output_dir or "trainer_output")  # as TrainingArguments have it
-    last = next(iter(checkpoints(folder)), None)
-    if last is None:
-        return f"There is no checkpoint in {folder} to go on from (--save_steps writes some)."
-    return f"--resume_from_checkpoint auto goes on from {last}."
 
 
 def _is_consequence(error: BaseException | None) -> bool:

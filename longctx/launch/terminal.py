@@ -54,3 +54,12 @@ def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -
 def printable(message: str) -> str:
     """Return the message with what a terminal would act on escaped, such as control characters in a file's name."""
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+
+
+def number(value: float) -> str:
+    """Three digits, as people write them: 12300 -> 12.3k, 0.00002 -> 2e-05."""
+    size = abs(value)
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if 1e13 > size >= 0.9995 * unit:
+            return f"{value / unit:.3g}{suffix}"
+    return f"{value:.3g}"

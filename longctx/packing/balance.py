@@ -21,7 +21,7 @@ LINEAR_COST = 55_000
 
 The backward pass included, a token costs 6 · parameters FLOPs, and causal attention over a document of ℓ tokens
 6 · layers · heads · head_dim · ℓ². For a model of 8 billion parameters, 36 layers and 32 heads of 128 the quotient
-is 54,000. Training takes that of its model, `longctx.rows.linear_cost`.
+is 54,000. Training takes that of its model, `longctx.training.dataset.linear_cost`.
 """
 
 WINDOW_STEPS = 16

@@ -130,7 +130,7 @@ class PackedStream(IterableDataset):
     def rows(self) -> Iterator[dict[str, NDArray[Any]]]:
         """Every row of the one order, whichever rank and worker this is; raises as iterating does.
 
-        For those that deal the rows out by themselves, such as longctx.steps.StepStream.
+        For those that deal the rows out by themselves, such as longctx.training.data_order.StepStream.
         """
         places = np.arange(self.capacity)
         return (_row(pack, places) for pack in self._packs())

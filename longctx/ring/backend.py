@@ -8,10 +8,10 @@ from functools import partial
 from longctx.attention.backend import Backend, KeyValues
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import attend
-from longctx.batch import Attend, BatchLayout
-from longctx.mesh import SequenceGroups
 from longctx.ring.attention import ring_schedule
 from longctx.ring.cost import gather_passes, ring_passes
+from longctx.sequence.batch import Attend, BatchLayout
+from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses import scheduled_attention
 
 

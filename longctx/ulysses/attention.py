@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.operator import LocalSchedule, Schedule, attend
-from longctx.batch import Attend
+from longctx.sequence.batch import Attend
 from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import HeadChunks
 

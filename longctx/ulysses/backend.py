@@ -8,9 +8,9 @@ from functools import partial
 from longctx.attention.backend import Backend, KeyValues
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import LocalSchedule
-from longctx.batch import Attend, BatchLayout
-from longctx.mesh import SequenceGroups
 from longctx.ring.cost import ring_passes
+from longctx.sequence.batch import Attend, BatchLayout
+from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses.attention import scheduled_attention
 from longctx.ulysses.exchange import heads_message
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from longctx.attention.kernels.entries import upload
-from longctx.batch import AttentionContext
+from longctx.sequence.batch import AttentionContext
 from longctx.ulysses.exchange import all_to_all, tokens_to_ranks
 
 logger = logging.getLogger(__name__)

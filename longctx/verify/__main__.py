@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
 
 if TYPE_CHECKING:
-    from longctx.resolved import Run
+    from longctx.settings.run import Run
 
 OFF = 1
 USAGE_ERROR = 2
@@ -60,18 +60,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) -> int:
-    from longctx.launch.engines import prefer_huge_pages, set_up_allocators, stay_on_cpu
     from longctx.launch.terminal import quieten, refuse
+    from longctx.training.engines import prefer_huge_pages, set_up_allocators, stay_on_cpu
 
     quieten()
     prefer_huge_pages()
     set_up_allocators()
-    from longctx.config import resolve
-    from longctx.flags import parse_flags
-    from longctx.launch.processes import device_count, relaunch, spawn, who_starts
-    from longctx.launch.profile import read_profile
     from longctx.launch.slurm import join_step
-    from longctx.verify.subject import check_engine, few_layers, with_defaults
+    from longctx.launch.spawn import device_count, spawn
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.launcher import relaunch, who_starts
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
+    from longctx.verify.setup import check_engine, few_layers, with_defaults
 
     try:
         flags = replace(parse_flags(others), arguments=tuple(arguments))
@@ -91,8 +92,8 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
         print(f"longctx: {who_starts(profile, run.dims.world_size, MODULE)}", flush=True)
         return spawn(run.dims.world_size, arguments, MODULE)
 
+    from longctx.ranks.agreement import RefusedTogether, leave_together
     from longctx.run import finish
-    from longctx.turns import RefusedTogether, leave_together
 
     try:
         with tempfile.TemporaryDirectory(prefix="longctx-verify-") as folder:
@@ -111,11 +112,11 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
 
 def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
     """All ranks together; rank 0 prints what was found, and every rank returns it."""
+    from longctx.ranks.agreement import first_ranks
     from longctx.run import build_trainer, prepare
-    from longctx.turns import first_ranks
     from longctx.verify.machine import check_machine
     from longctx.verify.parity import check_parity
-    from longctx.verify.subject import load_layers, telling_rows, with_tokenizer
+    from longctx.verify.setup import load_layers, telling_rows, with_tokenizer
 
     started = time.perf_counter()
     prepared = telling_rows(prepare(with_tokenizer(replace(run, settings={**run.settings, "output_dir": folder}))))

@@ -20,10 +20,10 @@ from packaging.requirements import Requirement
 
 from longctx.attention.cost import measure_link
 from longctx.attention.kernels import DenseKernel, flash_attn
-from longctx.attention.support import head_size, kernel_of
-from longctx.launch.profile import default_config_file
-from longctx.resolved import Run
-from longctx.turns import gathered
+from longctx.model.allow_list import head_size, kernel_of
+from longctx.ranks.agreement import gathered
+from longctx.settings.profile import default_config_file
+from longctx.settings.run import Run
 from longctx.verify.report import Finding
 
 SHARED_MEMORY_GIB = 1.0

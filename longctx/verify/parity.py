@@ -22,12 +22,12 @@ from transformers import AttentionInterface, PreTrainedModel, PrinterCallback, T
 
 from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
-from longctx.memory.closed_form import ModelSizes
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.ranks.agreement import gathered, together
 from longctx.run import first_step_batches
-from longctx.trainer import SequenceTrainer
-from longctx.turns import gathered, together
+from longctx.training.reference import check_reference_fits, documents_of, single_device_step
+from longctx.training.trainer import SequenceTrainer
 from longctx.ulysses.gated_delta import gated_delta_layers
-from longctx.verify.reference import check_reference_fits, documents_of, single_device_step
 from longctx.verify.report import Check, error_check
 
 FP32_BOUND = 1e-5

@@ -17,7 +17,7 @@ import torch
 
 from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.check import disagreement
-from longctx.working_directory import without_working_directory
+from longctx.untrusted.working_directory import without_working_directory
 
 SECONDS = 600.0
 """For the check, which may compile kernels; then the library is passed over."""

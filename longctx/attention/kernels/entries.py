@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.host import send
+from longctx.sequence.host_tensors import send
 
 
 class Rows:

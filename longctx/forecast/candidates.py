@@ -1,0 +1,232 @@
+"""Every way to spread a model over devices, with the length that fits and the seconds that a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from longctx.attention.backends import BACKENDS
+from longctx.forecast.closed_form import Breakdown, predict, reach
+from longctx.forecast.documents import Documents, one_document
+from longctx.forecast.memory_options import Place, resolve_levers
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.step_time import Speeds, StepTime, step_time
+from longctx.model.allow_list import num_heads, num_linear_heads
+from longctx.sequence.mesh import ParallelDims
+
+GIB = 2**30
+
+DEVICE_BYTES = {"A100": 85.0e9, "H100": 85.0e9, "H200": 150.1e9, "B200": 191.5e9}
+"""Memory of a device, as `torch.cuda.mem_get_info` gives its total; of an A100 and H100 the kind named 80 GB."""
+HOST_BYTES_PER_DEVICE = 1.9e12 / 8
+"""Of a node's host memory, where nobody says: what nodes of eight H100s commonly have."""
+
+LONG_ROW = 2**30
+"""Tokens of a row for which no preset shortens what it does at a time."""
+
+WORTH_NAMING = 1.1
+"""How much faster than the recommendation something else has to be to be named beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What there is to run on."""
+
+    gpus: int
+    gpus_per_node: int
+    device: str
+    """What they are called."""
+    device_bytes: float
+    """Of one device."""
+    host_bytes: float
+    """Of one node."""
+    kernel: str
+    """Of attention, what it is called."""
+    speeds: Speeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One set-up: degrees, backend, engine, preset."""
+
+    backend: str
+    dims: ParallelDims
+    engine: str
+    """deepspeed, fsdp2 or none."""
+    memory: str
+    """--memory."""
+    setup: MemorySetup
+    max_length: int
+    """Tokens of the longest row that fits; 0 where none does."""
+    binds: str
+    """device or host: which memory is full then."""
+
+    def flags(self) -> list[str]:
+        """What asks longctx.train for it."""
+        spread = ["--sp", str(self.dims.sp), *(["--sp_backend", self.backend] if self.dims.sp > 1 else [])]
+        ring = ["--ring_size", str(self.dims.ring)] if BACKENDS[self.backend].has_ring_size else []
+        return [*spread, *ring, *(["--memory", self.memory] if self.memory != "balanced" else [])]
+
+    @property
+    def label(self) -> str:
+        """With its preset."""
+        return f"{self} --memory {self.memory}"
+
+    def __str__(self) -> str:
+        both = self.dims.ring > 1 and self.dims.ulysses > 1
+        ways = f"{self.dims.ulysses} x ring {self.dims.ring}" if both else str(self.dims.sp)
+        return f"{self.backend} {ways}" if self.dims.sp > 1 else "one device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """A candidate at one length."""
+
+    candidate: Candidate
+    length: int
+    memory: Breakdown
+    time: StepTime | None
+    """None where the length does not fit."""
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second and device."""
+        return self.time.tokens_per_second_per_device if self.time else 0.0
+
+
+def candidates(
+    config: PretrainedConfig,
+    machine: Machine,
+    *,
+    presets: Sequence[str] = ("balanced", "longest"),
+    settings: dict[str, Any] | None = None,
+) -> list[Candidate]:
+    """All that the model can run on, in the order of sp.
+
+    Args:
+        settings: other flags of longctx.train that bear on memory, such as use_peft and lora_r; with load_in_4bit
+            model_name_or_path, too.
+
+    Raises:
+        ValueError: if no arrangement of the devices suits the model, or training refuses 4-bit weights with a preset.
+    """
+    model = ModelSizes.of_config(config)
+    flags = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": True, "dtype": "float32"}
+    found = []
+    for backend, dims in _arrangements(config, machine.gpus, min(machine.gpus, machine.gpus_per_node)):
+        for preset in presets:
+            found.append(_candidate(config, model, machine, backend, dims, preset, flags | (settings or {})))
+    return found
+
+
+def _arrangements(config: PretrainedConfig, gpus: int, per_node: int) -> Iterator[tuple[str, ParallelDims]]:
+    """Sequences on a part of a node or on whole ones; beyond a node, hybrid's widest exchange that stays in one."""
+    heads, linear = num_heads(config)[0], num_linear_heads(config)
+    for sp in (n for n in range(1, gpus + 1) if gpus % n == 0 and (per_node % n == 0 or n % per_node == 0)):
+        if sp == 1:
+            yield "local", ParallelDims.arrange(gpus)
+            continue
+        for name, backend in BACKENDS.spread.items():
+            ways = [how for how in backend.arrangements(sp) if heads % how.ulysses == 0]
+            if linear:
+                ways = [how for how in ways if how.ring == 1 and linear % how.ulysses == 0]
+            if sp > per_node and backend.has_ring_size:
+                ways = [how for how in ways if how.ulysses <= per_node][:1]
+            for how in ways:
+                yield name, ParallelDims.arrange(gpus, ring=how.ring, ulysses=how.ulysses)
+
+
+def _candidate(
+    config: PretrainedConfig,
+    model: ModelSizes,
+    machine: Machine,
+    backend: str,
+    dims: ParallelDims,
+    preset: str,
+    flags: dict[str, Any],
+) -> Candidate:
+    in_4_bit = flags.get("load_in_4bit")  # of which longctx.train keeps a copy on every rank, on FSDP2
+    engine = "none" if dims.world_size == 1 else "fsdp2" if in_4_bit else BACKENDS[backend].engine
+    if engine == "none" and preset == "longest" and not in_4_bit:
+        engine = "deepspeed"  # which alone offloads states of one device
+    stage = 3 if engine == "deepspeed" else None
+
+    place = Place(
+        backend_can_chunk=BACKENDS[backend].can_chunk,
+        engine=engine,
+        zero_stage=stage,
+        use_cpu=False,
+        bf16=True,
+        local_tokens=LONG_ROW // dims.sp,
+        has_linear_attention=bool(num_linear_heads(config)),
+    )
+    levers = resolve_levers(preset, {}, place, checkpoints_by_default=True)
+    if in_4_bit:
+        from longctx.model.adapter import check_quantization
+
+        check_quantization({**flags, "memory": preset, **levers.settings()}, config, engine, use_cpu=False)
+    setup = MemorySetup.of_settings(
+        model,
+        {**flags, "memory": preset, **levers.settings()},
+        dims=dims,
+        backend=backend,
+        engine=engine,
+        zero_stage=stage,
+        use_cpu=False,
+        ranks_per_node=min(machine.gpus_per_node, machine.gpus),
+    )
+    if machine.kernel == "flash-attn 3":
+        setup = replace(setup, kernel="flash-attn 3")
+    longest = reach(setup, machine.device_bytes, machine.host_bytes)
+    return Candidate(
+        backend=backend,
+        dims=dims,
+        engine=engine,
+        memory=preset,
+        setup=setup,
+        max_length=longest.length,
+        binds=longest.binds,
+    )
+
+
+def outlook(candidate: Candidate, machine: Machine, length: int, documents: Documents = one_document) -> Outlook:
+    """The candidate on rows of `length` tokens."""
+    padded = -(-length // candidate.dims.multiple) * candidate.dims.multiple
+    time = None
+    if padded <= candidate.max_length:
+        lengths = [*documents(length), *([padded - length] if padded > length else [])]
+        time = step_time(candidate.setup, padded, machine.speeds, documents=lengths)
+    return Outlook(candidate=candidate, length=length, memory=predict(candidate.setup, padded), time=time)
+
+
+def recommend(outlooks: Sequence[Outlook]) -> Outlook | None:
+    """Of those that fit, with the smallest sp, the one that trains most tokens a second; None where none fits."""
+    return max(_of_smallest_sp(outlooks), key=lambda o: o.speed, default=None)
+
+
+def why(best: Outlook, outlooks: Sequence[Outlook]) -> str:
+    """What speaks for a recommendation, and whether more devices a row would train more tokens a second."""
+    sp = best.candidate.dims.sp
+    shorter = [o.candidate for o in outlooks if o.candidate.dims.sp < sp]
+    text = f"sp {sp} is the smallest that takes {best.length:,} tokens"
+    if shorter:
+        least = max(shorter, key=lambda candidate: candidate.max_length)
+        text += f" (sp {least.dims.sp}: {least.max_length:,} at most)"
+    others = [o for o in _of_smallest_sp(outlooks) if o is not best]
+    if others:
+        second = max(others, key=lambda o: o.speed)
+        text += f", {best.candidate.label} the fastest there ({second.candidate.label}: {second.speed:,.0f} tokens/s)"
+    fastest = max((o for o in outlooks if o.time is not None), key=lambda o: o.speed)
+    if fastest.speed > WORTH_NAMING * best.speed:
+        text += f"; fastest of all is {fastest.candidate.label} with {fastest.speed:,.0f} tokens/s a device"
+    return text
+
+
+def _of_smallest_sp(outlooks: Sequence[Outlook]) -> list[Outlook]:
+    fitting = [outlook for outlook in outlooks if outlook.time is not None]
+    smallest = min((outlook.candidate.dims.sp for outlook in fitting), default=0)
+    return [outlook for outlook in fitting if outlook.candidate.dims.sp == smallest]

@@ -1,0 +1,236 @@
+"""A step's peak memory in closed form, by category: what it depends on, where it peaks, how long it lets a run go.
+
+Memory peaks in one of four moments, of which a prediction names the largest: the loss, or in a layer the backward pass
+of the MLP, of the norm before it, or of attention. Of each:
+
+- `longctx.forecast.memory_setup` says what it depends on, the model's sizes among it (`longctx.forecast.model_sizes`);
+- `longctx.forecast.state_memory` counts parameters, gradients and optimizer states;
+- `longctx.forecast.layer_memory` counts what a layer saves and what its backward pass adds;
+- `longctx.forecast.coefficients` has every constant with its source: most are counted, four stand for what no code
+  says and are fitted on published runs.
+
+All a closed form gives is predicted, never measured: `benchmarks.closed_form` holds it against the published lengths,
+and tests hold it against traces. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from longctx.forecast import coefficients
+from longctx.forecast.coefficients import (
+    FP32,
+    FP32_LOGIT_BYTES,
+    HOST_BUFFERS,
+    LOG_SUM_EXP_BYTES,
+    LOGIT_BYTES,
+    LOSS_TILES,
+    TOKEN_BYTES,
+)
+from longctx.forecast.layer_memory import Layer, chunked_layer_bytes, layer_bytes
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.state_memory import (
+    device_states,
+    gradients_on_host,
+    placed_states,
+    unsharded_parameters,
+    with_gradients,
+)
+from longctx.layers.loss import TILE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """The peak of one rank's device and the host memory of its whole node, by category, in bytes."""
+
+    device: Mapping[str, float]
+    host: Mapping[str, float]
+    moment: str
+    """When the device's peak is: loss, MLP, norm or attention."""
+
+    NOT_ALLOCATED = ("copies in flight", "fragmentation", "fixed")
+    """Categories of the device that `torch.cuda.max_memory_allocated` does not count."""
+
+    @property
+    def device_bytes(self) -> float:
+        """All that a GPU has to have."""
+        return sum(self.device.values())
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Of these, what tensors take."""
+        return sum(size for name, size in self.device.items() if name not in self.NOT_ALLOCATED)
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host.values())
+
+
+class Reach(NamedTuple):
+    """How long rows can be."""
+
+    length: int
+    binds: Literal["device", "host"]
+    """Which memory is full then."""
+
+
+def predict(setup: MemorySetup, length: int) -> Breakdown:
+    """The peak of a step whose rows have `length` tokens each, before they are cut."""
+    moments = _moments(setup, setup.local_tokens(length))
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    device = with_gradients(
+        setup, device_states(setup) | {"unsharded parameters": unsharded_parameters(setup)} | moments[moment]
+    )
+    host = _host(setup, setup.local_tokens(length))
+    if setup.is_cpu:
+        host |= {name: host.get(name, 0.0) + size * setup.ranks_per_node for name, size in device.items()}
+        device = {}
+    else:
+        device["copies in flight"] = _copies_in_flight(setup, length)
+        activations = sum(moments[moment].values()) + device["copies in flight"]
+        communicators = (setup.world_size > 1) + (setup.sp > 1)
+        # Fitted coefficients are read where they stand: a fit sets them.
+        device["fragmentation"] = coefficients.FRAGMENTATION * activations
+        device["fixed"] = coefficients.CONTEXT_BYTES + coefficients.COMMUNICATOR_BYTES * communicators
+    return Breakdown(device=_present(device), host=_present(host), moment=moment)
+
+
+def max_length(setup: MemorySetup, device_bytes: float, host_bytes: float) -> int:
+    """The longest rows that fit: 0 where none do.
+
+    Args:
+        device_bytes: of one GPU.
+        host_bytes: of one node.
+    """
+    return reach(setup, device_bytes, host_bytes).length
+
+
+def reach(
+    setup: MemorySetup,
+    device_bytes: float,
+    host_bytes: float,
+    *,
+    beside_device: float = 0.0,
+    beside_host: float = 0.0,
+) -> Reach:
+    """The same, and which memory binds.
+
+    Args:
+        beside_device, beside_host: bytes that the prediction leaves out at any length, such as the difference to a
+            measured peak.
+    """
+
+    def full(length: int) -> Literal["device", "host"] | None:
+        peak = predict(setup, length)
+        if peak.device_bytes + beside_device > device_bytes and not setup.is_cpu:
+            return "device"
+        return "host" if peak.host_bytes + beside_host > host_bytes else None
+
+    fits, too_long = 0, setup.sp
+    while (binds := full(too_long)) is None:
+        fits, too_long = too_long, 2 * too_long
+        if too_long > 2**48:
+            raise ValueError(f"limits of {device_bytes:.3g} device and {host_bytes:.3g} host bytes are no limits")
+    while too_long - fits > max(setup.sp, fits // 4096):
+        middle = (fits + too_long) // 2
+        found = full(middle)
+        fits, too_long, binds = (middle, too_long, binds) if found is None else (fits, middle, found)
+    return Reach(fits, binds)
+
+
+def _present(sizes: Mapping[str, float]) -> Mapping[str, float]:
+    return MappingProxyType({name: size for name, size in sizes.items() if size})
+
+
+def _moments(setup: MemorySetup, tokens: float) -> dict[str, dict[str, float]]:
+    """What each moment adds to the states, by category."""
+    model, b, stream, layer = setup.model, setup.element_size, setup.stream_size, layer_bytes(setup)
+    checkpoints = _checkpoints(setup, layer)
+    if not setup.gradient_checkpointing:
+        checkpoints -= layer.saved  # the layer in hand is one of them
+    at_once = min(tokens, setup.sequence_chunk_size or tokens)
+    in_tiles = at_once
+    if setup.tiled_mlp_num_shards is not None:
+        in_tiles = at_once / (setup.tiled_mlp_num_shards or max(1, math.ceil(at_once / model.hidden_size)))
+    fetched = stream * model.hidden_size * (setup.activation_offloading or setup.sequence_chunk_size is not None)
+    always = {"checkpoints": checkpoints * tokens + fetched * at_once, "tokens": TOKEN_BYTES * tokens}
+    last = (stream + 2 * b + (0 if setup.fused_layers else 4)) * model.hidden_size
+    tiled = 3 * b * model.hidden_size if in_tiles < at_once else 0  # its inputs, outputs and gradients, whole
+    return {
+        "loss": always | {"hidden states": last * at_once, "logits and loss": _logits(setup, tokens)},
+        "attention": always
+        | {
+            "hidden states": (layer.norm_before_attention + stream * model.hidden_size) * at_once,
+            "attention": (layer.attention + layer.attention_backward) * at_once,
+            "exchange": layer.exchange * at_once,
+        },
+        "norm": always
+        | {
+            "hidden states": (layer.norm_before_attention + 4 * model.hidden_size + layer.norm_backward) * at_once,
+            "attention": layer.attention * at_once,
+        },
+        "MLP": always
+        | {
+            "hidden states": (layer.norm_before_attention + layer.norm_before_mlp) * at_once,
+            "attention": layer.attention * at_once,
+            "MLP": (layer.mlp + layer.mlp_backward) * in_tiles + tiled * at_once,
+        },
+    }
+
+
+def _checkpoints(setup: MemorySetup, layer: Layer) -> float:
+    """Bytes a token that all layers keep on the device for their backward pass."""
+    model, b = setup.model, setup.element_size
+    if not setup.gradient_checkpointing:
+        return layer.saved * model.num_layers
+    checkpointed = math.ceil(model.num_layers / setup.every_n_layers)
+    whole = (model.num_layers - checkpointed) * layer.saved
+    if setup.activation_offloading or setup.sequence_chunk_size is not None:
+        return whole
+    kept = b * model.query_size + LOG_SUM_EXP_BYTES * model.num_heads if setup.selective_checkpointing else 0
+    return whole + checkpointed * (setup.stream_size * model.hidden_size + kept)
+
+
+def _logits(setup: MemorySetup, tokens: float) -> float:
+    vocab = setup.model.vocab_size
+    if not setup.fused_loss:
+        return (LOGIT_BYTES if setup.bf16 else FP32_LOGIT_BYTES) * vocab * tokens
+    tile = min(FP32 * vocab * tokens, max(TILE_BYTES, FP32 * vocab))
+    head_gradient = FP32 * vocab * setup.model.hidden_size  # summed up over the tiles
+    return LOSS_TILES * tile + head_gradient
+
+
+def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
+    """Of a whole node, what is there on its devices' behalf."""
+    model, b = setup.model, setup.element_size
+    placed = placed_states(setup)
+    is_zero = setup.engine.startswith("zero")
+    gradients = FP32 / setup.reduce_bytes if is_zero else 1  # the optimizer on the host has its own, in fp32
+    states = {
+        "parameters": placed["parameters"] if setup.offload_param == "cpu" else 0.0,
+        "gradients": gradients * placed["gradients"] if gradients_on_host(setup) else 0.0,
+        "optimizer states": placed["optimizer states"] if setup.offload_optimizer == "cpu" else 0.0,
+    }
+    states["buffers"] = HOST_BUFFERS * sum(states.values()) if is_zero else 0.0
+    chunked = setup.sequence_chunk_size is not None
+    kept = b * model.query_size + LOG_SUM_EXP_BYTES * model.num_heads if setup.selective_checkpointing else 0
+    checkpoints = math.ceil(model.num_layers / setup.every_n_layers) * (setup.stream_size * model.hidden_size + kept)
+    offloads = setup.gradient_checkpointing and (setup.activation_offloading or chunked)
+    of_rank = states | {
+        "checkpoints": checkpoints * tokens if offloads else 0.0,
+        "sequence chunks": chunked_layer_bytes(setup) * tokens if chunked else 0.0,
+    }
+    return {name: size * setup.ranks_per_node for name, size in of_rank.items()}
+
+
+def _copies_in_flight(setup: MemorySetup, length: int) -> float:
+    tokens = setup.local_tokens(length)
+    if setup.sequence_chunk_size is not None:
+        tokens = min(tokens, setup.sequence_chunk_size)
+    elif not (setup.activation_offloading and setup.gradient_checkpointing):
+        return 0.0
+    return coefficients.COPIES_IN_FLIGHT * setup.stream_size * setup.model.hidden_size * tokens

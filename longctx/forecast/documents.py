@@ -1,0 +1,54 @@
+"""Which documents a row holds, where only their lengths matter: one, or drawn from a histogram."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from longctx.untrusted.files import check_file
+
+Documents = Callable[[int], Sequence[int]]
+"""Length of a row -> lengths of the documents in it."""
+
+
+def one_document(length: int) -> list[int]:
+    """As long as the row."""
+    return [length]
+
+
+def drawn_from(path: Path) -> Documents:
+    """Documents of a histogram, the same each time; the last one is cut at the end of the row.
+
+    Args:
+        path: of a CSV with the columns low, high, documents: so many of low to high tokens. Lines with # are passed
+            over.
+
+    Raises:
+        ValueError: for a file that is none.
+    """
+    try:
+        lines = [line for line in check_file(path).read_text().splitlines() if not line.startswith("#")]
+        bins = [(int(row["low"]), int(row["high"]), float(row["documents"])) for row in csv.DictReader(lines)]
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"--document_lengths {path} is no CSV with columns low,high,documents of whole numbers: {error!r}."
+        ) from None
+    if not bins or min(low for low, _, _ in bins) < 1 or sum(number for *_, number in bins) <= 0:
+        raise ValueError(f"--document_lengths {path} has no document of at least 1 token.")
+
+    lows, highs, numbers = (np.array(column) for column in zip(*bins, strict=True))
+
+    def draw(length: int) -> list[int]:
+        random = np.random.default_rng(0)
+        drawn = np.zeros(0, np.int64)
+        while drawn.sum() < length:
+            which = random.choice(len(bins), size=1024, p=numbers / numbers.sum())
+            drawn = np.append(drawn, random.integers(lows[which], highs[which] + 1))
+        ends = np.minimum(np.cumsum(drawn), length)
+        documents = np.diff(ends, prepend=0)
+        return documents[documents > 0].tolist()
+
+    return draw

@@ -1,0 +1,156 @@
+"""Bytes a token of one decoder layer: what its forward pass saves, and what its backward pass adds.
+
+Counted, tensor by tensor, from the code of transformers' decoder layers and of longctx's attention. Layers of linear
+attention are counted as attention, sliding windows as full attention, and a ring as if one document filled the row,
+which sends most.
+
+b is the size of an activation's element (2 in bf16, 4 in fp32), h the hidden size, I the width of the MLP, q = H·D the
+width of all query heads and kv = K·D that of all key/value heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from longctx.attention.backend import KeyValues
+from longctx.attention.backends import BACKENDS
+from longctx.forecast.coefficients import (
+    CHUNKED_KEY_VALUE_GRADIENTS,
+    FLASH_3_KEY_VALUE_GRADIENT,
+    FLASH_QUERY_GRADIENT,
+    FP32,
+    LOG_SUM_EXP_BYTES,
+    NORM_BACKWARD_STEPS,
+    PASSED_ON_GRADIENTS,
+    RING_QUERY_GRADIENTS,
+)
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.ulysses.exchange import key_value_copies
+
+
+class Layer(NamedTuple):
+    """Bytes a token of one layer, beside its checkpoint."""
+
+    norm_before_attention: float
+    """Saved of it and by the matrices after it; of the norms of queries and keys too."""
+    norm_before_mlp: float
+    norm_backward: float
+    """Made by the backward pass of the norm before the MLP, which finds its input."""
+    attention: float
+    """Saved for attention's backward pass."""
+    attention_backward: float
+    """Made by it."""
+    exchange: float
+    """Messages, on both sides, where attention goes backward."""
+    mlp: float
+    """Saved for the MLP's backward pass."""
+    mlp_backward: float
+    """Made by it."""
+
+    @property
+    def saved(self) -> float:
+        """By the forward pass."""
+        return self.norm_before_attention + self.norm_before_mlp + self.attention + self.mlp
+
+
+def saved_by_layer(setup: MemorySetup) -> float:
+    """Bytes a token that the forward pass of one layer saves for the backward pass, where nothing is checkpointed."""
+    return layer_bytes(setup).saved
+
+
+def layer_bytes(setup: MemorySetup) -> Layer:
+    model, b, stream = setup.model, setup.element_size, setup.stream_size
+    h, q, kv, width = model.hidden_size, model.query_size, model.key_value_size, model.intermediate_size
+    saved_heads, made, exchange = _attention(setup)
+    norms_lean = setup.fused_layers or setup.tiled_mlp_num_shards is not None  # tiles go for norms too
+    if setup.fused_layers:
+        norms, qk_norms = (b * h, (stream + b) * h), b * (q + kv)
+    elif norms_lean:
+        casts = (1, 1) if stream == b else (3, 2)  # autocast makes one for q, k and v each, for gate and up
+        norms, qk_norms = (casts[0] * b * h, (stream + casts[1] * b) * h), b * (q + kv)
+    else:
+        norms, qk_norms = _norms(h, b, stream), (4 + b) * (q + kv)
+    tensors, tensors_backward = (3, 1) if setup.fused_layers else (4, 2)  # gate, up, (activation,) product
+    layer = Layer(
+        norm_before_attention=norms[0] + qk_norms * model.has_qk_norm,
+        norm_before_mlp=norms[1],
+        norm_backward=2 * stream * h if norms_lean else (stream + NORM_BACKWARD_STEPS * FP32) * h,
+        attention=saved_heads + LOG_SUM_EXP_BYTES * model.num_heads,
+        attention_backward=made,
+        exchange=exchange,
+        mlp=tensors * b * width + 2 * b * h * model.num_experts_per_token,
+        mlp_backward=tensors_backward * b * width + stream * h,
+    )
+    return Layer(*(setup.layer_factor * size for size in layer))
+
+
+def _norms(h: int, b: int, stream: int) -> tuple[int, int]:
+    """Saved of the norms before attention and before the MLP: inputs and normalised outputs, and what matrices read.
+
+    The input of the first is the layer's.
+    """
+    if stream == b == 2:
+        return (4 + 2 + 2) * h, (4 + 2 + 2) * h  # an fp32 copy of the input
+    if stream == b:
+        return (4 + 4) * h, (4 + 4 + 4) * h
+    return (4 + 3 * b) * h, (4 + 4 + 2 * b) * h  # autocast casts for q, k and v, for gate and up
+
+
+def _attention(setup: MemorySetup) -> tuple[float, float, float]:
+    """Saved, made in the backward pass, and exchanged: bytes a token."""
+    model, b = setup.model, setup.element_size
+    q, kv = model.query_size, model.key_value_size
+    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses) if setup.ulysses > 1 else 1
+    if setup.kernel == "sdpa":
+        copies = model.num_heads // model.num_key_value_heads  # transformers repeats what query heads share
+    heads = q + 2 * kv * copies
+    # The gradients of the kernel's inputs; FlashAttention's fp32 sum of dq and, where query heads of this rank share
+    # them, of dk and dv: in version 2 of every query head, in its precision.
+    shares = model.num_heads > model.num_key_value_heads * copies
+    shared = FLASH_3_KEY_VALUE_GRADIENT * kv * copies if setup.kernel == "flash-attn 3" else 2 * b * q
+    dq = FLASH_QUERY_GRADIENT * q if setup.bf16 else 0
+    kernel = b * heads + dq + (shared if shares else 0)
+    if setup.ring > 1:
+        made = b * q + RING_QUERY_GRADIENTS * q + kernel - dq
+        held, grads = BACKENDS[setup.backend].held(
+            KeyValues(
+                elements=kv * copies,
+                element_size=b,
+                num_heads=model.num_key_value_heads,
+                ring=setup.ring,
+                heads_k_stride=setup.heads_k_stride,
+            )
+        )
+        passed_on = PASSED_ON_GRADIENTS * kv * copies
+        exchange = 2 * b * kv * copies + held + (passed_on if setup.passes_gradients_on else grads)
+    else:
+        made, exchange = b * q + kernel, 0.0
+    in_stages = setup.heads_k_stride is not None and BACKENDS[setup.backend].has_stages
+    if setup.ulysses == 1:
+        if in_stages:  # the gradients of all heads, and what a stage makes
+            part = _stage(setup, copies)
+            return b * heads + b * q, b * heads + part * made, part * exchange
+        return b * heads + b * q, made, exchange
+    if in_stages:
+        part = _stage(setup, copies)
+        own = b * q if setup.projects_by_stage else b * (2 * q + 2 * kv)
+        return own, own + part * (3 * b * heads + made), part * (3 * b * heads + exchange)
+    # The output in both layouts; the gradient of the one takes the place of the other, which its projection has read.
+    return b * heads + 2 * b * q, made - b * q, exchange
+
+
+def _stage(setup: MemorySetup, copies: int) -> float:
+    """The part of a rank's heads that are in hand at a time; without a ring, one of the query heads that share one."""
+    per_rank = setup.model.num_key_value_heads * copies / setup.ulysses
+    sharing = setup.model.num_heads / (setup.model.num_key_value_heads * copies) if setup.ring == 1 else 1
+    return min(1.0, (setup.heads_k_stride or per_rank) / per_rank / sharing)
+
+
+def chunked_layer_bytes(setup: MemorySetup) -> float:
+    """Bytes a token in host memory of the one layer that a sequence-chunked step has in hand, in its backward pass."""
+    model, b = setup.model, setup.element_size
+    q, kv = model.query_size, model.key_value_size
+    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses) if setup.ulysses > 1 else 1
+    heads = b * (q + 2 * kv * copies)  # whose gradients take their place
+    attention = heads + 2 * b * q + LOG_SUM_EXP_BYTES * model.num_heads + CHUNKED_KEY_VALUE_GRADIENTS * kv * copies
+    return attention + 2 * b * model.hidden_size  # the gradients of its output and of its input

@@ -1,0 +1,239 @@
+"""Speeds of the machine at hand, measured on all its devices at once, as a run uses them, in well under a minute.
+
+    python -m longctx.forecast.measure RESULT.json    # one process of a group, as `measure_speeds` starts them
+
+GPUs compute in bf16, a CPU in fp32. Every figure is the slowest process's; links to other nodes are taken to be as
+those within, since there is one node here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, device_named, measure_link
+from longctx.attention.kernels.choose import choose_kernel
+from longctx.attention.kernels.entries import Entries
+from longctx.forecast.machine_memory import host_bytes
+from longctx.forecast.step_time import ADAMW_BYTES, Speeds
+from longctx.launch.network import choose_interface
+from longctx.launch.spawn import device_count, spawn
+from longctx.launch.store import meeting_point
+from longctx.ranks.agreement import gathered
+
+REPETITIONS = 5
+"""Of each figure, of which the median counts, after one more to warm up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is timed, large enough for a device to be busy and small enough to be done soon."""
+
+    dtype: torch.dtype
+    tokens: int
+    hidden_size: int
+    intermediate_size: int
+    row: int
+    """Tokens of the document that is attended."""
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    num_elements: int
+    """Of fp32 tensors that are copied and updated, more than caches hold."""
+
+
+_ON_GPU = Work(
+    dtype=torch.bfloat16,
+    tokens=8192,
+    hidden_size=4096,
+    intermediate_size=14336,
+    row=32768,
+    num_heads=32,
+    num_key_value_heads=8,
+    head_size=128,
+    num_elements=1 << 27,
+)
+_ON_CPU = Work(
+    dtype=torch.float32,
+    tokens=1024,
+    hidden_size=512,
+    intermediate_size=1536,
+    row=2048,
+    num_heads=4,
+    num_key_value_heads=2,
+    head_size=64,
+    num_elements=1 << 24,
+)
+
+
+def measure_speeds(num_devices: int) -> Speeds:
+    """Of this machine, by as many processes as a run on these devices has: CUDA's, or the CPU's where there is none.
+
+    Raises:
+        ValueError: for less than one device, or more than there are GPUs.
+        RuntimeError: if a process fails; what it said is on stderr.
+    """
+    gpus = device_count()
+    if num_devices < 1:
+        raise ValueError(f"Speeds of {num_devices} devices cannot be measured. Ask for 1 or more.")
+    if gpus and num_devices > gpus:
+        raise ValueError(
+            f"Speeds of {num_devices} devices cannot be measured where there are {gpus} GPUs. "
+            f"Use --gpus_per_node {gpus}, and --gpus {gpus} for this machine alone."
+        )
+    with tempfile.TemporaryDirectory(prefix="longctx-measure-") as folder:
+        result = Path(folder, "speeds.json")
+        code = spawn(num_devices, [str(result)], module=__name__)
+        if code:
+            raise RuntimeError(f"A process that measured this machine ended with code {code}.")
+        return _speeds(json.loads(result.read_text()))
+
+
+def device_memory() -> tuple[int, int]:
+    """Bytes of a device and of the host's memory, the same where devices are the host's own CPU."""
+    host = host_bytes()
+    return (torch.cuda.mem_get_info()[1] if device_count() else host), host
+
+
+def _speeds(values: dict[str, Any]) -> Speeds:
+    device = values["device"]
+    links = {name: Link(**device[name]) for name in ("within", "across")}
+    return Speeds(**values | {"device": Device(**device | links)})
+
+
+def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work | None = None) -> Speeds:
+    """Called by all processes of a group, one a device.
+
+    Args:
+        clock: seconds, but for links; `time.process_time` leaves out other work on a CPU's one thread.
+        work: what is timed; by default what keeps a GPU, or a CPU, busy.
+    """
+    rank = dist.get_rank()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    work = work or (_ON_GPU if on_gpu else _ON_CPU)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    known = device_named(torch.cuda.get_device_name(device) if on_gpu else "CPU")
+    seconds = partial(_seconds, device=device, clock=clock)
+    forward, backward = _attention_flops(work, device, seconds)
+    both = FLOPS_FORWARD + FLOPS_BACKWARD
+    within = measure_link(None, device) if dist.get_world_size() > 1 else known.within
+    return Speeds(
+        matmul_flops=_matmul_flops(work, device, seconds),
+        attention_forward_flops=forward,
+        attention_backward_flops=backward,
+        device=replace(
+            known,
+            attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward),
+            memory_speed=_memory_speed(work, device, seconds),
+            within=within,
+            across=within,
+            launch_seconds=_launch_seconds(device, seconds),
+        ),
+        host_link=_host_link(work, device, seconds),
+        host_memory=_host_memory(work, seconds) * dist.get_world_size(),
+    )
+
+
+Seconds = Callable[[Callable[[], object]], float]
+
+
+def _matmul_flops(work: Work, device: torch.device, seconds: Seconds) -> float:
+    """Of a layer's widest matrix, forward and backward."""
+    layer = nn.Linear(work.hidden_size, work.intermediate_size, bias=False, device=device, dtype=work.dtype)
+    x = torch.randn(work.tokens, work.hidden_size, device=device, dtype=work.dtype, requires_grad=True)
+    flops = 3 * 2 * work.tokens * work.hidden_size * work.intermediate_size
+    return flops / seconds(lambda: layer(x).sum().backward())
+
+
+def _attention_flops(work: Work, device: torch.device, seconds: Seconds) -> tuple[float, float]:
+    """Forward and backward, of the kernel that a run takes."""
+    shapes = [(1, heads, work.row, work.head_size) for heads in (work.num_heads, *[work.num_key_value_heads] * 2)]
+    q, k, v = (torch.randn(shape, device=device, dtype=work.dtype) for shape in shapes)
+    kernel = choose_kernel(device, work.dtype, work.head_size, work.num_heads // work.num_key_value_heads)
+    entries, scale = Entries.of_documents(np.array([0, work.row])), work.head_size**-0.5
+    out, lse = kernel.forward(q, k, v, entries, scale)
+    elements = work.row * (work.row + 1) / 2 * work.num_heads * work.head_size
+    forward = seconds(lambda: kernel.forward(q, k, v, entries, scale))
+    backward = seconds(lambda: kernel.backward(out, q, k, v, out, lse, entries, scale))
+    return FLOPS_FORWARD * elements / forward, FLOPS_BACKWARD * elements / backward
+
+
+def _memory_speed(work: Work, device: torch.device, seconds: Seconds) -> float:
+    x = torch.ones(work.num_elements, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / seconds(lambda: torch.add(x, 1, out=y))
+
+
+def _host_link(work: Work, device: torch.device, seconds: Seconds) -> float:
+    """To a device and from it, one after the other; on a CPU a copy within its memory."""
+    host = torch.empty(work.num_elements, pin_memory=device.type == "cuda")
+    there = torch.empty_like(host, device=device)
+
+    def copy() -> None:
+        there.copy_(host, non_blocking=True)
+        host.copy_(there, non_blocking=True)
+
+    return 2 * host.nbytes / seconds(copy)
+
+
+def _host_memory(work: Work, seconds: Seconds) -> float:
+    """Of one process, while all update parameters at once as an optimizer on the host does."""
+    parameter = nn.Parameter(torch.zeros(work.num_elements))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return ADAMW_BYTES * work.num_elements / seconds(optimizer.step)
+
+
+def _launch_seconds(device: torch.device, seconds: Seconds) -> float:
+    x, times = torch.zeros(1, device=device), 200
+
+    def launch() -> None:
+        for _ in range(times):
+            x.add_(1)
+
+    return seconds(launch) / times
+
+
+def _seconds(work: Callable[[], object], *, device: torch.device, clock: Callable[[], float]) -> float:
+    """Median of the slowest process, all of which begin together."""
+    times = []
+    for _ in range(REPETITIONS + 1):
+        dist.barrier()
+        started = clock()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(clock() - started)
+    return max(gathered(statistics.median(times[1:])))
+
+
+def _main(result: str) -> None:
+    choose_interface(os.environ)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", **meeting_point(os.environ))
+    try:
+        speeds = measure_together()
+        if dist.get_rank() == 0:
+            Path(result).write_text(json.dumps(asdict(speeds)))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

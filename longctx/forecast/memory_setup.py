@@ -1,0 +1,192 @@
+"""Everything but the length that a step's memory depends on: the model, its layout, its engine, what saves memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from longctx.attention.backends import BACKENDS
+from longctx.forecast.coefficients import FP32, NESTED_SCALE_BYTES, NF4_BLOCK, NF4_BYTES
+from longctx.forecast.model_sizes import ModelSizes, adapter_rows
+from longctx.layers.liger import fuses_layers
+from longctx.sequence.mesh import ParallelDims
+
+Engine = Literal["none", "fsdp2", "zero1", "zero2", "zero3"]
+Place = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySetup:
+    """Everything but the length that a step's memory depends on."""
+
+    model: ModelSizes
+    world_size: int = 1
+    dp_replicate: int = 1
+    sp: int = 1
+    ring: int = 1
+    """Ranks that pass keys and values around; sp / ring exchange tokens for heads."""
+    sp_backend: str | None = None
+    """As --sp_backend has it; None means the first registered backend that has these degrees."""
+    passes_gradients_on: bool = False
+    """Whether a gather passes the gradients on from rank to rank, as torch's context parallelism does."""
+    ranks_per_node: int = 1
+    engine: Engine = "none"
+    bf16: bool = True
+    """Whether activations are bf16, else fp32."""
+    weight_bytes: int = 4
+    """Of a parameter as it was loaded, which FSDP2 and one process train."""
+    num_rows: int = 1
+    """Rows of a micro-batch on a rank."""
+    fused_loss: bool = True
+    """Whether logits exist for a few tokens at a time only."""
+    fused_layers: bool = False
+    """Whether norms and the MLP's activation are single kernels that keep their inputs alone (Liger)."""
+    gradient_checkpointing: bool = True
+    every_n_layers: int = 1
+    selective_checkpointing: bool = False
+    """Whether every layer keeps attention's output, too."""
+    activation_offloading: bool = False
+    """Whether checkpoints wait in host memory."""
+    tiled_mlp_num_shards: int | None = None
+    """0 for one for each h tokens of a rank; None for all tokens at once."""
+    heads_k_stride: int | None = None
+    """Key/value heads of a rank at a time; None for all, and for a gather a quarter of them."""
+    projects_by_stage: bool = False
+    """Whether the heads in hand are projected only then, too (UPipe, arXiv 2602.21196), which longctx does not do."""
+    sequence_chunk_size: int | None = None
+    """Tokens of a rank at a time, the others waiting in host memory."""
+    offload_optimizer: Place = "none"
+    offload_param: Place = "none"
+    pins_host_memory: bool = True
+    """Whether what is offloaded lies in pinned memory, which devices copy to and from by themselves."""
+    reduce_bytes: int = 4
+    """Of a gradient's element while it is reduced; ZeRO adds up in it."""
+    bucket_size: int | None = None
+    """Elements that DeepSpeed reduces at a time; a layer's where None."""
+    live_parameters: int = 1_000_000_000
+    """That ZeRO-3 keeps gathered; DeepSpeed's default."""
+    kernel: Literal["flash-attn 2", "flash-attn 3", "sdpa"] = "flash-attn 2"
+    """Of attention; sdpa as stock transformers calls it, with a flash kernel behind it."""
+    accumulates_gradients: bool = False
+    """Whether gradients of an earlier micro-batch are there throughout."""
+    is_cpu: bool = False
+    """Whether the devices are the host's own CPU, so that all memory is the host's."""
+    quantized_weight_bytes: float | None = None
+    """Of a 4-bit weight in a layer, its scale included, which every rank has; None where weights are not quantised."""
+    layer_factor: float = 1.0
+    """Of what a layer saves and makes, as traces of the model at hand found it (`longctx.forecast.calibrate`)."""
+
+    def __post_init__(self) -> None:
+        if self.sp % self.ring or self.model.num_heads % self.ulysses:
+            raise ValueError(
+                f"sp {self.sp} with ring {self.ring} has {self.sp / self.ring:g} ranks share {self.model.num_heads} "
+                "heads. Use a ring that divides sp and leaves a divisor of the heads."
+            )
+
+    @classmethod
+    def of_settings(
+        cls,
+        model: ModelSizes,
+        settings: Mapping[str, Any],
+        *,
+        dims: ParallelDims,
+        backend: str,
+        engine: str,
+        zero_stage: int | None,
+        use_cpu: bool,
+        ranks_per_node: int,
+    ) -> MemorySetup:
+        """Of a run, from its flags' final values."""
+        get = settings.get
+        kwargs = get("activation_checkpointing_kwargs") or get("gradient_checkpointing_kwargs") or {}
+        small: dict[str, Any] = {"bucket_size": min(model.layer_parameters, model.hidden_size**2)}
+        small["live_parameters"] = 2 * model.layer_parameters
+        checkpoints = bool(get("activation_checkpointing") or get("gradient_checkpointing"))
+        if get("use_peft"):
+            model = replace(model, num_trained_parameters=settings["lora_r"] * adapter_rows(model))
+        return cls(
+            model=model,
+            world_size=dims.world_size,
+            dp_replicate=dims.dp_replicate,
+            sp=dims.sp,
+            ring=dims.ring,
+            sp_backend=backend if dims.sp > 1 else None,
+            ranks_per_node=ranks_per_node,
+            engine=cast(Engine, f"zero{zero_stage}" if zero_stage else "fsdp2" if engine == "fsdp1" else engine),
+            bf16=bool(get("bf16")) or get("dtype") == "bfloat16",
+            weight_bytes=4 if get("dtype") == "float32" else 2,
+            quantized_weight_bytes=_quantized_weight_bytes(settings),
+            num_rows=settings["per_device_train_batch_size"],
+            fused_layers=bool(get("use_liger_kernel")) and fuses_layers(get("liger_kernel_config")),
+            gradient_checkpointing=checkpoints,
+            every_n_layers=kwargs.get("every_n_layers") or 1,
+            selective_checkpointing=checkpoints and bool(kwargs.get("selective", BACKENDS[backend].keeps_output)),
+            activation_offloading=checkpoints and bool(get("activation_offloading") or kwargs.get("offload")),
+            tiled_mlp_num_shards=get("tiled_mlp_num_shards")
+            if not get("tiled_mlp")
+            else get("tiled_mlp_num_shards") or 0,
+            heads_k_stride=get("heads_k_stride"),
+            sequence_chunk_size=get("sequence_chunk_size"),
+            offload_optimizer=get(f"offload_{'param' if engine == 'fsdp2' else 'optimizer'}_device") or "none",
+            offload_param=get("offload_param_device") or "none",  # where FSDP2 keeps the optimizer's states, too
+            reduce_bytes=_reduce_bytes(get("communication_data_type"), engine, bool(get("bf16"))),
+            accumulates_gradients=settings["gradient_accumulation_steps"] > 1,
+            is_cpu=use_cpu,
+            **(small if get("memory") == "longest" else {}),
+        )
+
+    @property
+    def backend(self) -> str:
+        """As --sp_backend has it, or `local`.
+
+        Raises:
+            ValueError: if `sp_backend` does not have these degrees.
+        """
+        if self.sp == 1:
+            return "local"
+        able = _backends_with(self.sp, self.ring, tuple(BACKENDS))
+        if self.sp_backend not in (None, *able):
+            raise ValueError(
+                f"sp_backend {self.sp_backend} has no ring of {self.ring} with sp {self.sp}. Use {', '.join(able)}."
+            )
+        return self.sp_backend or able[0]
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks that exchange tokens for heads."""
+        return self.sp // self.ring
+
+    @property
+    def element_size(self) -> int:
+        """b"""
+        return 2 if self.bf16 else 4
+
+    @property
+    def stream_size(self) -> int:
+        """Bytes of an element of the residual stream: autocast leaves it in the embeddings' fp32."""
+        return 4 if self.engine == "none" and self.weight_bytes == 4 else self.element_size
+
+    def local_tokens(self, length: int) -> float:
+        """Of a rank, where rows have this many tokens."""
+        return length * self.num_rows / self.sp
+
+
+@functools.cache
+def _backends_with(sp: int, ring: int, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the backends that can arrange sp > 1 ranks in such a ring."""
+    return tuple(name for name in names if any(how.ring == ring for how in BACKENDS[name].arrangements(sp)))
+
+
+def _reduce_bytes(asked: str | None, engine: str, bf16: bool) -> int:
+    """Of a gradient's element; FSDP2 reduces in fp32 where nobody asks, DeepSpeed in the training precision."""
+    return 2 if asked == "bf16" or (asked != "fp32" and engine == "deepspeed" and bf16) else 4
+
+
+def _quantized_weight_bytes(settings: Mapping[str, Any]) -> float | None:
+    """Return the bytes of a 4-bit weight, its scale included; None where weights are not quantised."""
+    if not settings.get("load_in_4bit"):
+        return None
+    scale = NESTED_SCALE_BYTES if settings.get("use_bnb_nested_quant") else FP32
+    return NF4_BYTES + scale / NF4_BLOCK

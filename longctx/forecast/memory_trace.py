@@ -1,0 +1,497 @@
+"""What a training step allocates: bytes by category, at the peak and over time, counted storage by storage.
+
+A dispatch mode sees every tensor that an operator returns; a storage counts from then until it is freed. Nothing is
+sampled or estimated, so the same step gives the same trace. It works around
+
+- a step over `FakeTensorMode`, where no memory is taken and a model of any size runs on any machine
+  (`longctx.forecast.traced_step` builds ours), and
+- a real step on the CPU, with FSDP2 or DeepSpeed on gloo.
+
+What differs from `torch.distributed._tools.mem_tracker.MemTracker`: `longctx.attention` is one operator to it, and
+the buffers of its schedules are unseen, where here the schedule runs under the trace; host memory is told apart from
+the device's on a machine without one; an activation is what outlives the forward pass and not whatever the forward
+pass makes; every allocation keeps its name. On a step without these the two agree to the byte
+(tests/forecast/test_memory_trace.py).
+
+What an operator takes and gives back inside itself is unseen: an upper bound has to leave room for it. For
+FlashAttention's backward pass under fake tensors it is known and counted, see `FLASH_WORKSPACE`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch.autograd.graph import save_on_cpu
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longctx.attention.operator import run_schedule
+from longctx.sequence.host_tensors import allocates_host_memory, host_memory
+
+PARAMETERS = "parameters"
+"""What a rank holds of them throughout."""
+GATHERED = "gathered parameters"
+"""Of FSDP2 and ZeRO-3: whole, for as long as a layer needs them."""
+GRADIENTS = "gradients"
+OPTIMIZER_STATES = "optimizer states"
+ACTIVATIONS = "activations"
+"""Made in the forward pass and alive when the backward pass begins."""
+INPUTS = "inputs"
+"""There before the trace began and none of the above: the batch."""
+TEMPORARY = "temporary"
+"""All else: freed before the backward pass begins, or made in it, recomputed layers included."""
+CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER_STATES, ACTIVATIONS, INPUTS, TEMPORARY)
+
+
+@dataclass(eq=False, kw_only=True)
+class Allocation:
+    """One storage, by the tensor that it was first seen as."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    op: str
+    """The operator that made it; empty where it was there before."""
+    module: str
+    """The innermost module that was running, or in a backward pass the autograd node."""
+    phase: str
+    """`before`, `forward`, `backward` or `optimizer`: when it was made."""
+    category: str
+    on_host: bool
+    nbytes: int = 0
+    """The most that it held."""
+
+    def __str__(self) -> str:
+        where = "host " if self.on_host else ""
+        shape = ", ".join(map(str, self.shape))
+        dtype = str(self.dtype).removeprefix("torch.")
+        made = f"{self.op} in {self.module or 'no module'}" if self.op else self.module
+        return f"{_gib(self.nbytes)} {where}{self.category}: {dtype} [{shape}] by {made}, {self.phase}"
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTrace:
+    """The bytes of one traced step. Predicted where the step ran on fake tensors."""
+
+    peak_bytes: int
+    """The most that the device held at once."""
+    by_category: dict[str, int]
+    """Of these, in the order of `CATEGORIES`."""
+    host_peak_bytes: int
+    """The most that the host held at once, on the device's behalf."""
+    host_by_category: dict[str, int]
+    largest: tuple[Allocation, ...]
+    """What the device held at its peak, the largest first."""
+    allocations: tuple[Allocation, ...]
+    """Everything that was ever seen, in order."""
+    timeline: tuple[tuple[int, int], ...]
+    """(device, host) bytes after every allocation and release."""
+    peaks: dict[str, tuple[int, int]]
+    """The most (device, host) bytes while each part of the step ran: `forward model.layers.N.mlp`,
+    `backward MmBackward0`. Each is linear in the length and in the number of layers, where their maximum has kinks."""
+
+    def table(self, num_largest: int = 8) -> str:
+        """By category and by tensor, for people."""
+        lines = [f"device peak {_gib(self.peak_bytes)}, host peak {_gib(self.host_peak_bytes)}"]
+        for name in CATEGORIES:
+            device, host = self.by_category[name], self.host_by_category[name]
+            if device or host:
+                lines.append(f"  {name:20} {_gib(device):>12}" + (f"   host {_gib(host)}" if host else ""))
+        lines.append("largest at the peak")
+        return "\n".join(lines + [f"  {allocation}" for allocation in self.largest[:num_largest]])
+
+
+class MemoryTracer(TorchDispatchMode):
+    """Traces what runs inside it.
+
+        with MemoryTracer(model, optimizer) as tracer:
+            loss(model(**batch)).backward()
+            optimizer.step()
+        print(tracer.trace().table())
+
+    Enter it inside FakeTensorMode where there is one. Not for several steps at once: the peak would be of all.
+
+    Args:
+        model: whose parameters are there from the start, in any wrapping: FSDP2's shards, ZeRO's partitions.
+        optimizer: the torch optimizer; with DeepSpeed its inner one.
+        on_host: categories of `PARAMETERS`, `GRADIENTS` and `OPTIMIZER_STATES` that an engine keeps on the host; on a
+            machine without a GPU nothing else can tell.
+
+    Raises:
+        ValueError: for a category in `on_host` that an engine does not hold.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        on_host: Iterable[str] = (),
+    ):
+        super().__init__()
+        states = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES)
+        if unknown := set(on_host) - set(states):
+            raise ValueError(f"on_host {sorted(unknown)} is not what an engine offloads. Use {', '.join(states)}.")
+        self._model, self._optimizer, self._on_host = model, optimizer, frozenset(on_host)
+        self._names = {} if model is None else {module: name for name, module in model.named_modules()}
+        self._live: dict[int, tuple[Allocation, int, weakref.ref]] = {}
+        self._allocations: list[Allocation] = []
+        self._events: list[tuple[Allocation, int, str]] = []
+        self._modules: list[str] = []
+        self._phase = "before"
+        self._graph_task = -1
+        self._depth = 0
+        self._cleanup = ExitStack()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self):
+        if not self._depth:
+            self._start()
+        self._depth += 1  # the mode is entered again to run the body of an operator
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        self._depth -= 1
+        if not self._depth:
+            self._finish()
+        return super().__exit__(*args)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
+            return NotImplemented  # they run first, and come back with the tensors inside them
+        kwargs = kwargs or {}
+        if func is torch.ops.longctx.attention.default and self._is_traced_mode():
+            with self:
+                return run_schedule(*args, **kwargs)
+        if func is torch.ops._c10d_functional.wait_tensor.default and active_fake_mode():
+            result = args[0]  # its fake result would be a copy
+        else:
+            result = func(*args, **kwargs)
+        if self._is_traced_mode():  # not the fake tensors with which DTensor works out shapes
+            self._follow_backward()
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, Tensor):
+                    self._see(x, op="", phase="before", category=INPUTS)
+            op = _op_name(func)
+            if (workspace := FLASH_WORKSPACE.get(op)) and active_fake_mode():
+                self._count_workspace(op, workspace(*args))
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor):
+                    self._see(x, op=op, phase=self._phase)
+        return result
+
+    def trace(self) -> MemoryTrace:
+        """What was counted, once the tracer is left."""
+        now = {False: 0, True: 0}  # bytes on device and host
+        peaks, peak_at = dict(now), {False: -1, True: -1}
+        timeline = []
+        parts: dict[str, tuple[int, int]] = {}
+        for i, (allocation, change, part) in enumerate(self._events):
+            side = allocation.on_host
+            now[side] += change
+            if now[side] > peaks[side]:
+                peaks[side], peak_at[side] = now[side], i
+            timeline.append((now[False], now[True]))
+            device, host = parts.get(part, (0, 0))
+            parts[part] = (max(device, now[False]), max(host, now[True]))
+        held = {side: self._held(peak_at[side], on_host=side) for side in now}
+        return MemoryTrace(
+            peak_bytes=peaks[False],
+            by_category=_by_category(held[False]),
+            host_peak_bytes=peaks[True],
+            host_by_category=_by_category(held[True]),
+            largest=tuple(sorted(held[False], key=lambda x: -held[False][x])),
+            allocations=tuple(self._allocations),
+            timeline=tuple(timeline),
+            peaks=parts,
+        )
+
+    def _held(self, event: int, *, on_host: bool) -> dict[Allocation, int]:
+        """What was there after this event."""
+        held: Counter[Allocation] = Counter()
+        for allocation, change, _ in self._events[: event + 1]:
+            if allocation.on_host == on_host:
+                held[allocation] += change
+        return {allocation: nbytes for allocation, nbytes in held.items() if nbytes}
+
+    # What comes and goes
+
+    def _start(self) -> None:
+        self._fake_mode = active_fake_mode()
+        self._mark_states()
+        self._phase = "forward"
+        keep = self._cleanup.callback
+        for handle in (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ):
+            keep(handle.remove)
+        self._cleanup.enter_context(_watched_resizes(self._resized))
+        self._cleanup.enter_context(_copies_to_host())
+
+    def _finish(self) -> None:
+        self._mark_states()
+        self._cleanup.close()
+
+    def _is_traced_mode(self) -> bool:
+        return active_fake_mode() is self._fake_mode
+
+    def _see(self, tensor: Tensor, *, op: str, phase: str, category: str = TEMPORARY) -> Allocation | None:
+        """Count the storage behind a tensor if it is new."""
+        if tensor.device.type == "meta" or not hasattr(tensor, "untyped_storage"):
+            return None
+        storage = tensor.untyped_storage()
+        if (known := self._live.get(storage._cdata)) is not None:
+            if known[1] != storage.nbytes():
+                self._resized(storage)
+            return known[0]
+        allocation = Allocation(
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            op=op,
+            module=self._where(),
+            phase=phase,
+            category=category,
+            on_host=bool(op) and allocates_host_memory(),
+        )
+        key = storage._cdata
+        self._live[key] = (allocation, 0, weakref.ref(storage, lambda _: self._freed(key)))
+        self._allocations.append(allocation)
+        self._set_size(key, storage.nbytes())
+        return allocation
+
+    def _set_size(self, key: int, nbytes: int) -> None:
+        allocation, before, ref = self._live[key]
+        if nbytes != before:
+            allocation.nbytes = max(allocation.nbytes, nbytes)
+            self._live[key] = (allocation, nbytes, ref)
+            self._events.append((allocation, nbytes - before, self._part()))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._live:
+            self._set_size(storage._cdata, storage.nbytes())
+
+    def _freed(self, key: int) -> None:
+        if self._depth:  # what goes after the trace is no part of it
+            self._set_size(key, 0)
+        self._live.pop(key, None)
+
+    def _count_workspace(self, op: str, buffers: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Buffers that an operator takes and gives back before it returns."""
+        made, part = [], self._part()
+        for name, (shape, dtype) in buffers.items():
+            allocation = Allocation(
+                shape=shape,
+                dtype=dtype,
+                op=f"{op} ({name})",
+                module=self._where(),
+                phase=self._phase,
+                category=TEMPORARY,
+                on_host=False,
+                nbytes=torch.Size(shape).numel() * dtype.itemsize,
+            )
+            made.append(allocation)
+            self._allocations.append(allocation)
+        self._events += [(allocation, allocation.nbytes, part) for allocation in made]
+        self._events += [(allocation, -allocation.nbytes, part) for allocation in made]
+
+    # Names and categories
+
+    def _where(self) -> str:
+        if self._modules:
+            return self._modules[-1]
+        node = torch._C._current_autograd_node()
+        return node.name() if node is not None else ""
+
+    def _part(self) -> str:
+        return f"{self._phase} {_without_numbers(self._where())}"
+
+    def _follow_backward(self) -> None:
+        """What is alive when a backward pass begins, the forward pass has kept for it."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task == self._graph_task:
+            return
+        if self._graph_task == -1:
+            for allocation, _, _ in self._live.values():
+                if allocation.phase == "forward" and allocation.category == TEMPORARY:
+                    allocation.category = ACTIVATIONS
+        self._graph_task = graph_task
+        if self._phase != "optimizer":
+            self._phase = "forward" if graph_task == -1 else "backward"
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(self._names.get(module) or type(module).__name__)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self._mark(parameter, GATHERED)
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._mark_states()
+        self._phase = "optimizer"
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._mark_states(optimizer)
+        self._phase = "forward"
+
+    def _mark_states(self, optimizer: Optimizer | None = None) -> None:
+        """Find parameters, gradients and optimizer states, new and old."""
+        parameters = [] if self._model is None else list(self._model.parameters())
+        for parameter in parameters:
+            self._mark(getattr(parameter, "ds_tensor", parameter), PARAMETERS, "parameter")
+            self._mark(parameter.grad, GRADIENTS, "gradient")
+        for buffer in [] if self._model is None else self._model.buffers():
+            self._mark(buffer, PARAMETERS, "buffer")
+        optimizer = optimizer or self._optimizer
+        if optimizer is None:
+            return
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            self._mark(parameter, PARAMETERS if self._model is None else OPTIMIZER_STATES, "master parameter")
+            self._mark(parameter.grad, GRADIENTS, "gradient")
+        for state in optimizer.state.values():
+            for name, x in state.items():
+                self._mark(x, OPTIMIZER_STATES, name)
+
+    def _mark(self, tensor: Any, category: str, name: str = "") -> None:
+        """Settle what a tensor is, where that is open."""
+        if not isinstance(tensor, Tensor):
+            return
+        tensor = _inner(tensor)
+        if self._phase != "before" and tensor.untyped_storage()._cdata not in self._live:
+            return  # nothing has used it yet
+        allocation = self._see(tensor, op="", phase="before", category=category)
+        if allocation is None:
+            return
+        if self._phase == "before":
+            allocation.module = allocation.module or name
+        if allocation.category in (TEMPORARY, ACTIVATIONS, INPUTS):
+            is_held = category == GATHERED and self._model is None and allocation.phase == "before"
+            allocation.category = PARAMETERS if is_held else category
+        allocation.on_host = allocation.on_host or allocation.category in self._on_host
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    """The local part of a distributed tensor."""
+    while isinstance(tensor, (DTensor, AsyncCollectiveTensor)):
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
+    return tensor
+
+
+@functools.cache
+def _without_numbers(module: str) -> str:
+    return re.sub(r"(?<=\.)\d+\b", "N", module)
+
+
+def _op_name(func: Any) -> str:
+    return str(func).removesuffix(".default")
+
+
+def _by_category(held: dict[Allocation, int]) -> dict[str, int]:
+    sums = dict.fromkeys(CATEGORIES, 0)
+    for allocation, nbytes in held.items():
+        sums[allocation.category] += nbytes
+    return sums
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"
+
+
+@contextmanager
+def _watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """FSDP2 frees gathered parameters by resizing their storages to nothing, which is no operator."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int):
+        result = original(storage, size)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _copies_to_host() -> Iterator[None]:
+    """torch's `save_on_cpu` copies CPU tensors as it does a GPU's, so that offloading takes on a machine without a GPU
+    what it takes on one with.
+    """
+    original = save_on_cpu.__init__
+
+    def __init__(self: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        original(self, pin_memory, device_type)
+        torch.autograd.graph.saved_tensors_hooks.__init__(
+            self, partial(_to_host, self.pack_hook), partial(_from_host, self.unpack_hook)
+        )
+
+    save_on_cpu.__init__ = __init__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        save_on_cpu.__init__ = original  # type: ignore[method-assign]
+
+
+def _to_host(pack: Callable[[Tensor], Any], tensor: Tensor) -> tuple[bool, Any]:
+    if tensor.device.type != "cpu":
+        with host_memory():
+            return False, pack(tensor)
+    with host_memory():
+        return True, tensor.clone()
+
+
+def _from_host(unpack: Callable[[Any], Tensor], packed: tuple[bool, Any]) -> Tensor:
+    is_copy, value = packed
+    return value.clone() if is_copy else unpack(value)
+
+
+def _flash_workspace(
+    grad_out: Tensor, q: Tensor, k: Tensor, *args: Any
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What FlashAttention-2's backward pass allocates besides its results (csrc/flash_attn/flash_api.cpp): dq in fp32,
+    one fp32 number a query and head, and with grouped heads dk and dv of every query head.
+    """
+    workspace = {
+        "dq_accum": (tuple(q.shape), torch.float32),
+        "softmax_d": (tuple(q.shape[:-1]), torch.float32),
+    }
+    heads = -2 if q.ndim == 3 else 1  # [N, H, D] varlen, [B, H, S, D] else
+    if q.shape[heads] != k.shape[heads]:
+        expanded = list(k.shape)
+        expanded[heads] = q.shape[heads]
+        workspace |= {name: (tuple(expanded), k.dtype) for name in ("dk_expanded", "dv_expanded")}
+    return workspace
+
+
+FLASH_WORKSPACE = dict.fromkeys(
+    ("aten._flash_attention_backward", "aten._scaled_dot_product_flash_attention_for_cpu_backward"), _flash_workspace
+)
+"""The second is what stock transformers' sdpa calls on CPU tensors, in the place of the first."""

@@ -1,0 +1,97 @@
+"""The sizes of a decoder that its memory and its speed depend on."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from longctx.model.allow_list import head_size, num_heads
+from longctx.model.files import without_weights
+from longctx.model.load import num_elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What memory depends on in a decoder, and nothing else of it."""
+
+    num_parameters: int
+    num_trained_parameters: int
+    layer_parameters: int
+    """Of the largest decoder layer."""
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    """I; of a mixture of experts, of all experts that one token uses."""
+    num_experts_per_token: int
+    """0 without experts."""
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    has_qk_norm: bool
+
+    @property
+    def query_size(self) -> int:
+        """q"""
+        return self.num_heads * self.head_size
+
+    @property
+    def key_value_size(self) -> int:
+        """kv"""
+        return self.num_key_value_heads * self.head_size
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig) -> ModelSizes:
+        """From a model on the meta device, which takes no memory and has all parameters."""
+        config = copy.deepcopy(config)
+        config.get_text_config().pad_token_id = None  # an embedding refuses one that it does not have
+        return cls.of_model(without_weights(config))
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel | nn.Module) -> ModelSizes:
+        """From a causal language model, before or after an engine or an adapter has wrapped it."""
+        config: Any = model.config
+        text = config.get_text_config()
+        layers: Any = next(
+            module
+            for module in model.modules()
+            if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers
+        )
+        heads, key_value_heads = num_heads(config)
+        width, experts = _mlp_width(text)
+        return cls(
+            num_parameters=sum(map(num_elements, model.parameters())),
+            num_trained_parameters=sum(num_elements(x) for x in model.parameters() if x.requires_grad),
+            layer_parameters=max(sum(map(num_elements, layer.parameters())) for layer in layers),
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            intermediate_size=width,
+            num_experts_per_token=experts,
+            num_heads=heads,
+            num_key_value_heads=key_value_heads,
+            head_size=head_size(config),
+            has_qk_norm=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
+        )
+
+
+def adapter_rows(model: ModelSizes) -> int:
+    """Count the parameters of an adapter of rank 1 on every matrix of every layer, the most that one has."""
+    h, width = model.hidden_size, model.intermediate_size
+    return model.num_layers * (7 * h + 2 * model.query_size + 2 * model.key_value_size + 3 * width)
+
+
+def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:
+    """Elements between the MLP's matrices for one token, and the experts they lie in."""
+    used = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_k", None) or 0
+    if not used:
+        return text.intermediate_size, 0
+    of_expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    shared = getattr(text, "shared_expert_intermediate_size", None) or (
+        of_expert * (getattr(text, "n_shared_experts", None) or 0)
+    )
+    return used * of_expert + shared, used

@@ -1,0 +1,251 @@
+"""Modelled seconds of a whole training step: what it computes, and what it waits for.
+
+Three rates say how fast a device computes: its dense bf16 peak, the part of it that large matrices reach, and that of
+the attention kernel, forward and backward. Links are those of `longctx.attention.cost`, and so is attention's account
+of who waits for whom. Speeds are those published of a device (`Speeds.of`), or measured on the machine at hand by
+`longctx.forecast.measure`; `benchmarks.step_time` holds seconds against published steps, and against real ones here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx.attention.cost import (
+    DEVICES,
+    FLOPS_BACKWARD,
+    FLOPS_FORWARD,
+    PEAK_FLOPS,
+    Arrangement,
+    Device,
+    RingWork,
+    Setup,
+)
+from longctx.attention.modelled import modelled_seconds
+from longctx.forecast.coefficients import LOGIT_BYTES
+from longctx.forecast.layer_memory import saved_by_layer
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+
+MATMUL_EFFICIENCY = 0.6
+"""Of the peak, reached by the matrices of layers of a few thousand columns."""
+
+KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "flash-attn 2": {"A100": (0.70, 0.55), "H100": (0.385, 0.295), "H200": (0.385, 0.295)},
+    "flash-attn 3": {"H100": (0.66, 0.555), "H200": (0.66, 0.555)},
+    "flash-attn 4": {"B200": (0.60, 0.50)},
+    "cuDNN": {"H100": (0.58, 0.485), "H200": (0.58, 0.485), "B200": (0.60, 0.50)},
+}
+"""Parts of the peak, forward and backward, on long documents with heads of 128: kernel -> device -> both.
+
+Round figures of the FlashAttention-2 and -3 papers (arXiv 2307.08691, 2407.08608) and of published step times.
+"""
+
+HOST_LINK = {"A100": 25e9, "H100": 50e9, "H200": 50e9, "B200": 50e9}
+"""Bytes a second between a device and pinned host memory: PCIe 4.0 and 5.0 x16, as far as copies reach them."""
+HOST_MEMORY_SPEED = 95e9
+"""Bytes a second that all processes of a node read and write: about what DeepSpeed's optimizer for the host reaches, a
+billion parameters in 0.3 s (ZeRO-Offload, arXiv 2101.06840)."""
+ADAMW_BYTES = 28
+"""Read and written of each parameter: weight, gradient and two moments in fp32."""
+HOST_OPTIMIZER_BYTES = ADAMW_BYTES + 8 + 6
+"""The same in host memory, with the pass that scales gradients and the one that rounds weights to bf16."""
+OPTIMIZER_COPIES = 2 + 2 + 4 + 2
+"""Bytes of each parameter that DeepSpeed copies between device and host: the gradient in bf16 there and back and in
+fp32, the new weight (partition_grads and _reassign_or_swap_out_partitioned_parameters of its stage3.py)."""
+UNPINNED_PASSES = 3
+"""Through host memory, of what is copied to or from memory that is not pinned: it is staged in between."""
+TRAFFIC = 2
+"""Times that each pass moves a byte which is saved for the backward pass: it is written, and read again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What the devices, kernels and links of a machine do in a second."""
+
+    matmul_flops: float
+    """Of large matrices, on one device."""
+    attention_forward_flops: float
+    attention_backward_flops: float
+    device: Device
+    """Its memory, links and latencies; of attention, both passes together."""
+    host_link: float
+    """Bytes between a device and pinned host memory."""
+    host_memory: float
+    """Bytes that all processes of a node read and write."""
+
+    @classmethod
+    def of(cls, device: str, kernel: str) -> Speeds:
+        """What is published of a device and an attention kernel, by their names in PEAK_FLOPS and KERNELS.
+
+        Raises:
+            ValueError: for one that nothing is known of, with those that are.
+        """
+        if device not in PEAK_FLOPS:
+            raise ValueError(f"Nothing is known of the device {device!r}. Use one of {', '.join(PEAK_FLOPS)}.")
+        if device not in KERNELS.get(kernel, {}):
+            known = ", ".join(name for name, devices in KERNELS.items() if device in devices)
+            raise ValueError(f"Nothing is known of the kernel {kernel!r} on {device}. Use one of {known}.")
+        forward, backward = (part * PEAK_FLOPS[device] for part in KERNELS[kernel][device])
+        both = FLOPS_FORWARD + FLOPS_BACKWARD
+        return cls(
+            matmul_flops=MATMUL_EFFICIENCY * PEAK_FLOPS[device],
+            attention_forward_flops=forward,
+            attention_backward_flops=backward,
+            device=replace(
+                DEVICES[device], attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward)
+            ),
+            host_link=HOST_LINK[device],
+            host_memory=HOST_MEMORY_SPEED,
+        )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of one micro-batch."""
+
+    parts: Mapping[str, float]
+    """linear, elementwise, attention, recomputed, weights, host, optimizer: those that take time nothing else hides."""
+    tokens: int
+    """Of all ranks."""
+    world_size: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.tokens / self.seconds / self.world_size
+
+
+def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Sequence[int] | None = None) -> StepTime:
+    """One optimizer step of one micro-batch of rows with `length` tokens.
+
+    Args:
+        documents: lengths of a row's documents, `length` in all; one document where None.
+    """
+    work = RingWork.of(np.asarray(documents or [length]), setup.ring)
+    pairs = setup.num_rows * work.pairs.sum() / setup.sp
+    linear, recomputed, elementwise = tokenwise_seconds(setup, length, speeds)
+    of_layer = modelled_seconds(*attention_setup(setup, speeds.device), work)
+    parts = {
+        "linear": linear,
+        "elementwise": elementwise,
+        "attention": setup.num_rows * setup.model.num_layers * of_layer,
+        "recomputed": recomputed + float(attended_again_seconds(setup, pairs, speeds)),
+    }
+    computed = sum(parts.values())
+    parts["weights"] = max(0.0, weights_seconds(setup, speeds.device) - computed)
+    parts["host"] = host_seconds(setup, length, speeds, computed)
+    parts["optimizer"] = optimizer_seconds(setup, speeds)
+    tokens = length * setup.num_rows * setup.world_size // setup.sp
+    return StepTime({name: seconds for name, seconds in parts.items() if seconds}, tokens, setup.world_size)
+
+
+def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[float, float, float]:
+    """Of all of a rank's micro-batch but attention: its matrices forward and backward, those computed once more, and
+    what moves bytes only, such as norms and activations.
+    """
+    model, again, tokens = setup.model, _recomputed_share(setup), setup.local_tokens(length)
+    once = 2 * _matmul_parameters(model) * tokens / speeds.matmul_flops
+    moved = TRAFFIC * (model.num_layers * saved_by_layer(setup) + LOGIT_BYTES * model.vocab_size) * tokens
+    elementwise = (1 + again + 2) * moved / speeds.device.memory_speed  # backward as much as two passes
+    return once * (1 + 1 + model.num_trained_parameters / model.num_parameters), once * again, elementwise
+
+
+def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], speeds: Speeds) -> NDArray[np.float64]:
+    """Of attention that checkpoints make a rank compute once more, in all layers.
+
+    Args:
+        pairs: legal pairs of query and key that it attends to with all heads; of any shape, as is the result.
+    """
+    again = 0.0 if setup.selective_checkpointing else _recomputed_share(setup)
+    flops = FLOPS_FORWARD * setup.model.query_size * setup.model.num_layers
+    return again * flops / speeds.attention_forward_flops * np.asarray(pairs, np.float64)
+
+
+def host_seconds(setup: MemorySetup, length: int, speeds: Speeds, computed: float) -> float:
+    """Of copies to and from host memory, besides the optimizer's, that no computation hides."""
+    copied = _host_bytes(setup, length)
+    if not setup.pins_host_memory:
+        return UNPINNED_PASSES * copied * setup.ranks_per_node / speeds.host_memory
+    seconds = copied / speeds.host_link
+    return seconds if setup.sequence_chunk_size else max(0.0, seconds - computed)
+
+
+def _matmul_parameters(model: ModelSizes) -> int:
+    """Those that a token is multiplied with: all matrices of the layers but unused experts, and the head."""
+    projections = 2 * (model.query_size + model.key_value_size)
+    layer = model.hidden_size * (projections + 3 * model.intermediate_size)
+    return model.num_layers * layer + model.vocab_size * model.hidden_size
+
+
+def _recomputed_share(setup: MemorySetup) -> float:
+    """Of a forward pass, what is computed once more; projections, in chunks, three times more."""
+    if setup.sequence_chunk_size is not None:
+        projections = setup.model.num_layers * setup.model.hidden_size * 2 * setup.model.key_value_size
+        projections += setup.model.num_layers * setup.model.hidden_size * setup.model.query_size
+        return 1 + 2 * projections / _matmul_parameters(setup.model)
+    return 1 / setup.every_n_layers if setup.gradient_checkpointing else 0.0
+
+
+def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangement]:
+    """What `longctx.attention.cost` needs to know of it."""
+    model = setup.model
+    attention = Setup(
+        sp=setup.sp,
+        num_heads=model.num_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_size=model.head_size,
+        element_size=setup.element_size,
+        device=device,
+        devices_per_node=setup.ranks_per_node,
+    )
+    how = Arrangement(name=setup.backend, ring=setup.ring, ulysses=setup.ulysses)
+    return attention, how
+
+
+def weights_seconds(setup: MemorySetup, device: Device) -> float:
+    """To gather weights, forward and backward, and to reduce their gradients, in one micro-batch."""
+    attention, _ = attention_setup(setup, device)
+    copies = setup.dp_replicate
+    sharded = setup.world_size // copies
+    gathered = 2 * setup.element_size if setup.engine in ("fsdp2", "zero3") else setup.element_size
+    reduced = setup.reduce_bytes * setup.model.num_trained_parameters
+    seconds = attention.gather_seconds(gathered * setup.model.num_parameters + reduced, sharded)
+    seconds += 3 * setup.model.num_layers * attention.gather_latency(sharded) * (sharded > 1)
+    # Each rank's share of the gradients goes on to its likes among the copies, which lie in other nodes, and back.
+    return seconds + 2 * reduced / sharded * (copies - 1) / copies / device.across.exchange
+
+
+def _host_bytes(setup: MemorySetup, length: int) -> float:
+    """That a device copies to host memory and back, besides the optimizer's."""
+    model, local, b = setup.model, setup.local_tokens(length), setup.element_size
+    if chunk := setup.sequence_chunk_size:
+        h, q, kv = model.hidden_size, model.query_size, model.key_value_size
+        # A layer reads its input twice, writes and reads q, k, v and attention's output, and writes its result; the
+        # backward pass does so again, with the gradients of each.
+        a_token = b * (3 * h + 4 * q + 4 * kv) + b * (7 * h + 12 * q + 8 * kv)
+        blocks = local / chunk / 2  # of keys that a query block sees, on average
+        reloaded = blocks * kv * (2 * b + 2 * b + 2 * 2 * 4)  # forward, backward, and fp32 gradients both ways
+        return model.num_layers * local * (a_token + reloaded)
+    if not setup.activation_offloading:
+        return 0.0
+    return 2 * b * model.hidden_size * model.num_layers / setup.every_n_layers * local
+
+
+def optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:
+    """Once a step."""
+    shards = 1 if setup.engine == "none" else setup.world_size / setup.dp_replicate
+    parameters = setup.model.num_trained_parameters / shards
+    if "cpu" not in (setup.offload_optimizer, setup.offload_param):
+        return parameters * ADAMW_BYTES / speeds.device.memory_speed
+    staged, copied = 0.0, OPTIMIZER_COPIES / speeds.host_link
+    if not setup.pins_host_memory:
+        staged, copied = UNPINNED_PASSES * OPTIMIZER_COPIES, 0.0
+    return parameters * ((HOST_OPTIMIZER_BYTES + staged) * setup.ranks_per_node / speeds.host_memory + copied)

@@ -1,0 +1,291 @@
+"""Our training step for a model of any size, traced on fake tensors: no weights, no devices, no messages.
+
+The model is cut by `longctx.parallelize`, its loss is ours, FSDP2 wraps it as accelerate does, and the optimizer is
+the Trainer's AdamW. Ranks other than the traced one are a fake process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from trl.models import activation_offloading as trl_offload
+from trl.models import get_act_offloading_ctx_manager
+from trl.models.activation_offloading import OffloadActivations
+
+from longctx.attention.kernels import choose
+from longctx.attention.kernels.varlen import AtenFlashKernel
+from longctx.forecast.memory_trace import MemoryTrace, MemoryTracer
+from longctx.layers import loss
+from longctx.parallel import parallelize
+from longctx.sequence.host_tensors import host_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What of a run bears on the memory of its step."""
+
+    length: int
+    """Tokens of the row that a sequence group shares."""
+    document_lengths: Sequence[int] | None = None
+    """Of the row's documents, `length` in all; one document where None."""
+    sp: int = 1
+    dp: int = 1
+    """Rows at once; FSDP2 shards over all sp · dp devices."""
+    engine: str = "fsdp2"
+    """Or `none`: one device without an engine, weights in fp32 under autocast."""
+    sp_backend: str = "auto"
+    compute_dtype: torch.dtype = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.float32
+    """Of FSDP2's gradient reduction."""
+    fused_loss: bool = True
+    """False makes all logits, for comparison; ours never does."""
+    activation_checkpointing: Mapping[str, Any] | None = field(default_factory=dict)
+    """transformers' `activation_checkpointing_kwargs`, such as `every_n_layers`. None switches it off."""
+    activation_offloading: bool = False
+    """TRL's: what the forward pass saves is copied to the host, and the last few tensors stay."""
+    on_host: Sequence[str] = ()
+    """Categories that the engine offloads, see `MemoryTracer`."""
+    levers: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of `longctx.parallelize`: `heads_k_stride`, `tiled_mlp_num_shards`, `sequence_chunk_size`, …"""
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("fsdp2", "none") or (self.engine == "none" and self.sp * self.dp > 1):
+            raise ValueError(
+                f"engine {self.engine!r} with {self.sp * self.dp} devices: use 'fsdp2', or 'none' for one device. "
+                "DeepSpeed does not run on fake tensors; trace a real step of it with MemoryTracer."
+            )
+        if sum(self.documents) != self.length:
+            raise ValueError(f"document_lengths sum to {sum(self.documents)}, and length is {self.length}.")
+
+    @property
+    def documents(self) -> Sequence[int]:
+        return [self.length] if self.document_lengths is None else self.document_lengths
+
+
+def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, rank: int = 0) -> MemoryTrace:
+    """The predicted memory of one optimizer step in the steady state, on the device of `rank`.
+
+    Attention's kernel is FlashAttention-2, with what it allocates on a GPU.
+
+    Args:
+        config: of a causal language model that `longctx.parallelize` takes.
+
+    Raises:
+        ValueError: for settings that the real run would refuse; or inside a process group.
+    """
+    with fake_process_group(settings.sp * settings.dp, rank), flash_kernel(), few_tiles():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model, sequence = parallelize(
+            model,
+            settings.sp,
+            sp_backend=settings.sp_backend if settings.sp > 1 else "auto",
+            **settings.levers,
+        )
+        if settings.activation_checkpointing is not None:
+            model.activation_checkpointing_enable(**settings.activation_checkpointing)
+        model.train()
+        shard = sequence.shard(row_of(settings.documents))
+        prepare = fsdp2(settings) if settings.engine == "fsdp2" else _as_is
+
+        def losses(model: nn.Module, inputs: dict[str, Any], shift_labels: Tensor) -> Tensor:
+            with torch.autocast("cpu", settings.compute_dtype, enabled=settings.compute_dtype != torch.float32):
+                if settings.fused_loss:
+                    token_losses = model(**inputs, shift_labels=shift_labels, token_outputs=True).losses
+                    return sequence.reduce(token_losses, settings.length)
+                return sequence.loss(model(**inputs).logits, shift_labels, settings.length)
+
+        return trace_fake_step(
+            mode,
+            model,
+            prepare,
+            losses,
+            (shard.inputs, shard.shift_labels),
+            on_host=settings.on_host,
+            activation_offloading=settings.activation_offloading,
+        )
+
+
+def trace_fake_step(
+    mode: FakeTensorMode,
+    model: nn.Module,
+    prepare: Callable[[nn.Module], nn.Module],
+    compute_loss: Callable[..., Tensor],
+    arguments: tuple[Any, ...],
+    *,
+    on_host: Sequence[str] = (),
+    activation_offloading: bool = False,
+) -> MemoryTrace:
+    """Forward, backward and AdamW of a model made in `mode`, its optimizer states there from the step before.
+
+    Args:
+        prepare: the engine's wrapping of the model.
+        compute_loss: (model, *arguments) -> [], to call backward on.
+        arguments: tensors in them are made fake.
+    """
+    with mode:
+        model = prepare(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+        _make_states(optimizer)
+        fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
+        del arguments
+        offloading = trl_offloading(model) if activation_offloading else contextlib.nullcontext()
+        with MemoryTracer(model, optimizer, on_host=on_host) as tracer:
+            with offloading:
+                compute_loss(model, *fake).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracer.trace()
+
+
+def row_of(documents: Sequence[int]) -> dict[str, Tensor]:
+    """One packed row of documents of these lengths, as `SequenceCollator` makes it, all tokens the same."""
+    position_ids = torch.cat([torch.arange(length) for length in documents])[None]
+    input_ids = torch.zeros_like(position_ids)
+    return {
+        "input_ids": input_ids,
+        "labels": input_ids.masked_fill(position_ids == 0, -100),
+        "position_ids": position_ids,
+    }
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """This process as one rank of many whose messages go nowhere.
+
+    Raises:
+        ValueError: inside another process group.
+    """
+    if dist.is_initialized():
+        raise ValueError("A process group is there already. Trace before it starts, or in a process of its own.")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def flash_kernel() -> Iterator[None]:
+    """Blocks of attention are FlashAttention's varlen calls, on fake tensors of any device."""
+    original = choose.choose_kernel
+    choose.choose_kernel = lambda *args: AtenFlashKernel()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        choose.choose_kernel = original  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def few_tiles() -> Iterator[None]:
+    """The head computes two tiles of logits: each takes what the one before has given back."""
+    original = loss._tiles
+    loss._tiles = lambda *args: original(*args)[:2]
+    try:
+        yield
+    finally:
+        loss._tiles = original
+
+
+def trl_offloading(model: nn.Module) -> OffloadActivations:
+    """TRL's `--activation_offloading`, as it goes on a GPU, for CPU tensors: copies that are host memory one way, and
+    the device's the other.
+    """
+    current, unique_key = torch.accelerator.current_accelerator, trl_offload._get_unique_tensor_key
+    torch.accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cpu")
+    try:
+        context = get_act_offloading_ctx_manager(model, use_pin_memory=False)
+    finally:
+        torch.accelerator.current_accelerator = current
+    context.device_module, context.s1 = _NoStreams, _NoStreams.Stream()
+    context.param_storages = set()  # by address, which fake tensors have none of; the kinds of tensor stay
+    pack, unpack = context.pack_hook, context.unpack_hook
+
+    def pack_on_host(tensor: Tensor) -> int:
+        trl_offload._get_unique_tensor_key = _unique_key
+        try:
+            with host_memory():
+                return pack(tensor)
+        finally:
+            trl_offload._get_unique_tensor_key = unique_key
+
+    def unpack_from_host(number: int) -> Tensor:
+        was_copied = context.tracker[number][1] and number not in context.fwd_stash
+        tensor = unpack(number)
+        return tensor.clone() if was_copied else tensor
+
+    context.pack_hook, context.unpack_hook = pack_on_host, unpack_from_host
+    return context
+
+
+def _unique_key(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
+
+
+class _NoStreams:
+    """torch.cuda's streams and events where there are none: everything has happened."""
+
+    class Stream:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *args: None
+
+    current_stream = Stream
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Called where bitsandbytes is imported."""
+
+    @staticmethod
+    def stream(stream: Any) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+def _as_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def fsdp2(settings: StepSettings) -> Callable[[nn.Module], nn.Module]:
+    """accelerate's own wrapping, over a mesh that has to be made outside the fake mode."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    policy = MixedPrecisionPolicy(param_dtype=settings.compute_dtype, reduce_dtype=settings.reduce_dtype)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=policy,
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("dp_shard",)),
+        mixed_precision="bf16",
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+    return lambda model: fsdp2_prepare_model(accelerator, model)
+
+
+def _make_states(optimizer: torch.optim.AdamW) -> None:
+    """What the first step leaves for all later ones: also DTensor's knowledge of shapes, which on fake tensors it gets
+    from tensors as large as the parameters and then keeps.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,287 @@
+"""One decoder layer over a sequence in host memory, chunk by chunk, forward and backward.
+
+Shape legend: P ranks of the Ulysses group, S tokens of the whole row and S/P of this rank, c tokens of a chunk,
+H query heads, K key/value heads, D head size, n = H/P + 2·K'/P heads a rank attends with (K' after repetition).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.layers.chunked.attention import HostAttention
+from longctx.layers.chunked.tiles import (
+    Autocast,
+    ParameterGradients,
+    check_one_thread,
+    chunks_of,
+    settle,
+    to_device,
+    to_host,
+)
+from longctx.regions import region
+from longctx.sequence.batch import AttentionContext
+from longctx.sequence.host_tensors import host_empty
+from longctx.ulysses.exchange import all_to_all, key_value_copies
+
+
+class LazyTokens:
+    """What a layer is given for each token, made for a chunk when it is asked for: RoPE's cosines and sines."""
+
+    def __init__(self, make: Callable[[slice], Any]):
+        self.make = make
+
+
+class Projection(NamedTuple):
+    """What a layer hands to its attention, for one chunk."""
+
+    qkv: Tensor
+    """[P, c, n, D]: heads by the rank that attends with them."""
+    sinks: Tensor | None
+    """[H/P], of this rank's heads."""
+
+
+class Projected(NamedTuple):
+    """The same for all tokens of the row, in host memory."""
+
+    q: Tensor
+    """[S, H/P, D], of this rank's heads."""
+    kv: Tensor
+    """[S, 2·K'/P, D]: keys, then values."""
+    sinks: Tensor | None
+
+
+class _Leave(Exception):
+    """Leaves the layer with what it called its attention with."""
+
+
+class _AtAttention:
+    """Stands in for the batch's `AttentionContext` while one chunk goes through the layer."""
+
+    def __init__(self, length: int, answer: Callable[..., Tensor]):
+        self.local_length, self.calls = length, 0
+        self._answer = answer
+
+    def attend(self, window: int | None) -> Callable[..., Tensor]:
+        return lambda q, k, v, scale, sinks: self._answer(q, k, v, window, scale, sinks)
+
+
+class ChunkedLayer:
+    """A decoder layer's function of the whole sequence of this rank.
+
+    Args:
+        run: the layer's forward.
+        keywords: that it was called with; of tensors those a token by itself has.
+        sequence: the batch's.
+        size: c.
+        keep_attention: keep what attention returned until the backward pass, instead of computing it again.
+        device: of the layer.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Tensor],
+        keywords: dict[str, Any],
+        *,
+        sequence: AttentionContext,
+        size: int,
+        keep_attention: bool,
+        device: torch.device,
+    ):
+        self.run, self.keywords, self.sequence = run, keywords, sequence
+        self.size, self.keep_attention, self.device = size, keep_attention, device
+        self.world_size = 1 if sequence.group is None else dist.get_world_size(sequence.group)
+        self.chunks = chunks_of(sequence.local_length, size)
+        self.autocast = Autocast(device)
+        self._heads, self._window, self._scale = (0, 0), None, 0.0  # known from the first chunk on
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [1, S/P, h] -> [1, S/P, h], both in host memory; no graph is made."""
+        self.sequence.calls += 1
+        out, lse = self._attend(self._project_all(hidden))
+        self._kept = (out, lse) if self.keep_attention else None
+        result: Any = None
+        for at in self.chunks:
+            y = self._finish(self._to_device(hidden[:, at]), self._own_tokens(out, at), at)
+            if result is None:
+                result = host_empty(1, hidden.shape[1], *y.shape[2:], dtype=y.dtype, device=self.device)
+            to_host(result[:, at], y)
+        settle(self.device)
+        return result
+
+    def backward(
+        self, hidden: Tensor, grad_result: Tensor, parameters: tuple[Tensor, ...]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of `hidden`, in host memory, and of the parameters."""
+        with self.autocast.again():
+            projected = self._project_all(hidden)
+        out, lse = self._kept or self._attend(projected)
+        self._kept = None
+        grad_hidden = host_empty(*hidden.shape, dtype=hidden.dtype, device=self.device)
+        grad_out = host_empty(*out.shape, dtype=out.dtype, device=self.device)
+        sums = ParameterGradients(parameters)
+        for at in self.chunks:
+            x, attention = self._leaf(hidden[:, at]), self._own_tokens(out, at).requires_grad_()
+            with self.autocast.with_grad():
+                y = self._finish(x, attention, at)
+            grad = self._to_device(grad_result[:, at])
+            grads = torch.autograd.grad(y, [x, attention, *parameters], grad, allow_unused=True)
+            to_host(grad_hidden[:, at], grads[0])
+            self._store(grad_out, at, self._exchange(self._by_rank(grads[1])))
+            sums.add(grads[2:])
+        with region("attention backward", "attention"):
+            grad_sinks = self._attention.backward(grad_out, projected.q, projected.kv, out, lse, projected.sinks)
+        for at in self.chunks:
+            x = self._leaf(hidden[:, at])
+            with self.autocast.with_grad():
+                projection = self._project(x, at)
+            grad_qkv = torch.cat([self._rows(x, at) for x in (projected.q, projected.kv)], dim=2)
+            outputs, grad_outputs = [projection.qkv], [self._exchange(grad_qkv)]
+            if projection.sinks is not None and grad_sinks is not None and at is self.chunks[0]:  # of all tokens
+                outputs.append(projection.sinks)
+                grad_outputs.append(grad_sinks.to(projection.sinks.dtype))
+            grads = torch.autograd.grad(outputs, [x, *parameters], grad_outputs, allow_unused=True)
+            to_host(grad_hidden[:, at], self._to_device(grad_hidden[:, at]) + grads[0])
+            sums.add(grads[1:])
+        settle(self.device)
+        return grad_hidden, sums.result()
+
+    def _project_all(self, hidden: Tensor) -> Projected:
+        hosts: Any = None
+        for at in self.chunks:
+            projection = self._project(self._to_device(hidden[:, at]), at)
+            received = self._exchange(projection.qkv)
+            parts = received[:, :, : self._heads[0]], received[:, :, self._heads[0] :]
+            if hosts is None:
+                total = self.world_size * hidden.shape[1]
+                hosts = [host_empty(total, *x.shape[2:], dtype=x.dtype, device=self.device) for x in parts]
+            for host, part in zip(hosts, parts, strict=True):
+                self._store(host, at, part)
+        q, kv = hosts
+        return Projected(q, kv, projection.sinks)
+
+    def _attend(self, projected: Projected) -> tuple[Tensor, Tensor]:
+        with region("attention", "attention"):
+            return self._attention.forward(*projected)
+
+    @cached_property
+    def _attention(self) -> HostAttention:
+        return HostAttention(
+            self.sequence.cu_seqlens,
+            num_heads=self._heads[0],
+            num_key_value_heads=self._heads[1],
+            block=self.size * self.world_size,  # as many bytes as a chunk of all heads
+            window=self._window,
+            scale=self._scale,
+            device=self.device,
+        )
+
+    def _project(self, x: Tensor, at: slice) -> Projection:
+        """The layer up to its attention, for one chunk."""
+
+        def leave(q, k, v, window, scale, sinks):
+            raise _Leave(self._split_heads(q, k, v, window, scale, sinks))
+
+        try:
+            self._call(x, at, leave)
+        except _Leave as found:
+            return found.args[0]
+        raise ValueError(
+            "a layer came to its end without attention, and the sequence-chunked step splits layers there. "
+            "Leave out sequence_chunk_size for this model."
+        )
+
+    def _finish(self, x: Tensor, attention: Tensor, at: slice) -> Tensor:
+        """The whole layer for one chunk, its attention being known: [1, H, c, D]."""
+        out = self._call(x, at, lambda *_: attention)
+        if not isinstance(out, Tensor) or out.shape[:2] != x.shape[:2]:
+            raise ValueError(
+                f"a layer returned {type(out).__name__} instead of one tensor of its tokens, which the "
+                "sequence-chunked step does not know. Leave out sequence_chunk_size for this model."
+            )
+        return out
+
+    def _call(self, x: Tensor, at: slice, answer: Callable[..., Tensor]) -> Any:
+        keywords = {name: _chunk_of(value, at, name) for name, value in self.keywords.items()}
+        return self.run(x, **keywords, sequence=_AtAttention(x.shape[1], answer))
+
+    def _split_heads(self, q, k, v, window, scale, sinks) -> Projection:
+        """q [1, H, c, D], k and v [1, K, c, D] by the rank that attends with each head."""
+        copies = key_value_copies(q.shape[1], k.shape[1], self.world_size)
+        if copies > 1:
+            k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+        self._heads = q.shape[1] // self.world_size, k.shape[1] // self.world_size
+        self._window, self._scale = window, q.shape[-1] ** -0.5 if scale is None else scale
+        qkv = torch.cat([self._by_rank(x) for x in (q, k, v)], dim=2)
+        if sinks is not None and self.sequence.group is not None:
+            sinks = sinks.chunk(self.world_size)[dist.get_rank(self.sequence.group)]
+        return Projection(qkv, sinks)
+
+    def _by_rank(self, x: Tensor) -> Tensor:
+        """[1, P·m, c, D] -> [P, c, m, D]"""
+        return x[0].unflatten(0, (self.world_size, -1)).transpose(1, 2)
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        """[P, ...]: slice p to rank p, without a graph."""
+        x = x.detach()
+        return x if self.sequence.group is None else all_to_all(x, self.sequence.group)
+
+    def _rows(self, host: Tensor, at: slice) -> Tensor:
+        """[S, m, D] in host memory -> [P, c, m, D] on the device: this chunk of every rank's tokens."""
+        ranks = host.unflatten(0, (self.world_size, -1))
+        return torch.stack([self._to_device(rank[at]) for rank in ranks])
+
+    def _store(self, host: Tensor, at: slice, rows: Tensor) -> None:
+        """The inverse of `_rows`."""
+        for rank, values in zip(host.unflatten(0, (self.world_size, -1)), rows, strict=True):
+            to_host(rank[at], values)
+
+    def _own_tokens(self, out: Tensor, at: slice) -> Tensor:
+        """[S, H/P, D] in host memory, this rank's heads -> [1, H, c, D], this rank's tokens of the chunk."""
+        return self._exchange(self._rows(out, at)).transpose(1, 2).flatten(0, 1)[None]
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        return self._to_device(x).requires_grad_()
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        return to_device(x, self.device)
+
+
+class RunChunked(torch.autograd.Function):
+    """(layer, hidden [1, S/P, h], its parameters) -> [1, S/P, h]; keeps `hidden` alone, in host memory."""
+
+    @staticmethod
+    def forward(ctx, layer: ChunkedLayer, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.layer, ctx.parameters = layer, parameters
+        ctx.save_for_backward(hidden)
+        return layer.forward(hidden)
+
+    @staticmethod
+    def backward(ctx, grad_result: Tensor):
+        check_one_thread(ctx.layer.device)
+        grad_hidden, grads = ctx.layer.backward(*ctx.saved_tensors, grad_result, ctx.parameters)
+        return None, grad_hidden, *grads
+
+
+PER_TOKEN = ("position_ids", "cache_position")
+"""Tensors among a layer's keywords with a number for each token, in their last dimension."""
+
+
+def _chunk_of(value: Any, at: slice, name: str) -> Any:
+    """What the layer's keyword is for a chunk."""
+    if isinstance(value, LazyTokens):
+        return value.make(at)
+    if isinstance(value, Tensor):
+        if name not in PER_TOKEN:
+            raise ValueError(
+                f"layers are given a tensor {name} of shape {tuple(value.shape)}, which the sequence-chunked step does "
+                "not know how to cut. Leave out sequence_chunk_size for this model."
+            )
+        return value[..., at]
+    return value

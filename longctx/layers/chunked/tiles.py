@@ -1,0 +1,177 @@
+"""A function of every token by itself, a few tokens at a time; what goes in and comes out lies in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.sequence.host_tensors import host_empty
+
+
+def chunks_of(length: int, size: int) -> list[slice]:
+    """0..length in slices of `size`, the last one maybe shorter."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+class ParameterGradients:
+    """Sums over chunks, in fp32 or wider, of the gradients of parameters.
+
+    Functions of chunks take parameters as inputs and return these sums, so that FSDP2, ZeRO and DDP see one gradient
+    of each, as of any other layer.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        self.parameters = parameters
+        self.sums: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """What one chunk gives each of the parameters, None where it does not use it."""
+        for i, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            if grad is None:
+                continue
+            total = self.sums[i]
+            if total is None:
+                self.sums[i] = grad.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+            else:
+                total += grad
+
+    def result(self) -> list[Tensor | None]:
+        """In the parameters' dtypes."""
+        pairs = zip(self.sums, self.parameters, strict=True)
+        return [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
+
+
+class Autocast:
+    """The autocast state at hand, to be entered again in a backward pass, which has none."""
+
+    def __init__(self, device: torch.device):
+        self.device_type = device.type
+        self.dtype = torch.get_autocast_dtype(device.type)
+        self.enabled = torch.is_autocast_enabled(device.type)
+
+    def again(self) -> torch.autocast:
+        """The context that was there."""
+        return torch.autocast(self.device_type, self.dtype, self.enabled)
+
+    @contextmanager
+    def with_grad(self) -> Iterator[None]:
+        """The same, to differentiate what is computed in it."""
+        with torch.enable_grad(), self.again():
+            yield
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The module's parameters that are not frozen."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def ask_for_gradient(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Have a gradient computed of the part's first input, behind frozen embeddings too; a forward pre-hook.
+
+    ZeRO-3 reduces the gradients of a leaf module when that of its input is there. Without one it would reduce them
+    before they are computed, as zeros.
+    """
+    if torch.is_grad_enabled() and args and not args[0].requires_grad and trained(part):
+        return args[0].detach().requires_grad_(), *args[1:]
+    return None
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of a part of a host tensor; on a machine without a GPU too, where memory is told apart by intent."""
+    _check_copy(host)
+    return host.to(device, non_blocking=True, copy=True)
+
+
+def to_host(host: Tensor, values: Tensor) -> None:
+    """Write a part of a host tensor; what comes next on the device's stream sees it, the CPU after `settle`."""
+    _check_copy(host)
+    host.copy_(values, non_blocking=True)
+
+
+def _check_copy(host: Tensor) -> None:
+    assert host.is_contiguous(), "such a copy is made by the CPU, which does not wait for what the device still writes"
+
+
+def settle(device: torch.device) -> None:
+    """Wait until copies to the host are there: what follows may read them on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def keep_backward_in_one_thread() -> None:
+    """Have backward passes that this thread starts stay in it, instead of also using a thread for each device.
+
+    Hidden states in host memory put the nodes between layers on the CPU's thread, and the layers' parameters put theirs
+    on the device's. Engines reduce a layer's gradients in a hook on its input, which must come after the gradients. One
+    thread takes the nodes in that order, as on a machine without a GPU; of two threads, the CPU's comes first, and the
+    engine reduces gradients that are not there yet.
+    """
+    torch.autograd.set_multithreading_enabled(False)
+
+
+def check_one_thread(device: torch.device) -> None:
+    """Check in a backward pass that `keep_backward_in_one_thread` holds for it.
+
+    Raises:
+        ValueError: if a device's thread takes a part in it.
+    """
+    if device.type != "cpu" and torch.autograd.is_multithreading_enabled():
+        raise ValueError(
+            "sequence_chunk_size: this backward pass runs in several threads, and FSDP2 and DeepSpeed would reduce "
+            "gradients before they are computed. Call backward in the thread that called parallelize, or under "
+            "torch.autograd.set_multithreading_enabled(False)."
+        )
+
+
+def run_in_tiles(
+    module: nn.Module, run: Callable[[Tensor], Tensor], size: int, device: torch.device, x: Tensor
+) -> Tensor:
+    """run(x [1, S, ...]) -> [1, S, ...], in host memory, differentiable; recomputed in backward.
+
+    Args:
+        run: `module`'s function, of each token by itself.
+        size: tokens at a time.
+        device: that the module is on.
+        x: on the host or on the device.
+    """
+    return _Tiles.apply(run, size, device, x, *trained(module))
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run: Callable, size: int, device: torch.device, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.run, ctx.size, ctx.device, ctx.parameters = run, size, device, parameters
+        ctx.autocast = Autocast(device)
+        ctx.save_for_backward(x)
+        out: Any = None
+        for at in chunks_of(x.shape[1], size):
+            tile = run(to_device(x[:, at], device))
+            if out is None:
+                out = host_empty(1, x.shape[1], *tile.shape[2:], dtype=tile.dtype, device=device)
+            to_host(out[:, at], tile)
+        settle(device)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        check_one_thread(ctx.device)
+        (x,) = ctx.saved_tensors
+        needs_x = x.is_floating_point() and ctx.needs_input_grad[3]
+        grad_x = host_empty(*x.shape, dtype=x.dtype, device=ctx.device) if needs_x else None
+        sums = ParameterGradients(ctx.parameters)
+        for at in chunks_of(x.shape[1], ctx.size):
+            tile = to_device(x[:, at], ctx.device).requires_grad_(needs_x)
+            with ctx.autocast.with_grad():
+                out = ctx.run(tile)
+            inputs = [*([tile] if needs_x else []), *ctx.parameters]
+            grad = to_device(grad_out[:, at], ctx.device)
+            grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+            if grad_x is not None:
+                to_host(grad_x[:, at], grads[0])
+            sums.add(grads[len(inputs) - len(ctx.parameters) :])
+        settle(ctx.device)
+        return None, None, None, grad_x, *sums.result()

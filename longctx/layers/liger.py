@@ -1,0 +1,318 @@
+"""Liger's Triton kernels in a model: norms, activations and rotary embeddings, for --use_liger_kernel.
+
+Liger's loss stays out: the loss here is fused already, counts the label tokens of all ranks, and gives the token
+outputs that metrics come from. Experts stay as transformers has them, too; the norms and rotary embeddings around them
+are Liger's. Each model type of LIGER_MODELS is compared with transformers' own layers by tests/layers/test_liger.py.
+
+Liger also replaces classes and functions in transformers' modules, for every model that the process makes later, such
+as the one that a result is compared with. That is undone here: one model gets the kernels, and no other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from longctx.model.allow_list import head_size, num_heads
+
+NORMS, ROPE, SWIGLU, GEGLU = "rms_norm", "rope", "swiglu", "geglu"
+"""Parts of a model, by Liger's names."""
+
+_WORDS = {NORMS: "RMSNorm", SWIGLU: "SwiGLU", GEGLU: "GeGLU", ROPE: "rotary embeddings"}
+_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+_ACTIVATIONS = {SWIGLU: ("silu", "swish"), GEGLU: ("gelu_pytorch_tanh",)}
+"""The only functions that Liger's layers compute, whatever a configuration says."""
+
+LIGER_MODELS: Mapping[str, tuple[str, ...]] = {
+    "exaone4": (NORMS, SWIGLU, ROPE),
+    "gemma": (NORMS, GEGLU, ROPE),
+    "gemma3_text": (NORMS, GEGLU, ROPE),
+    "glm4": (NORMS, SWIGLU),
+    "gpt_oss": (NORMS, ROPE),
+    "granite": (NORMS, SWIGLU, ROPE),
+    "hunyuan_v1_dense": (NORMS, SWIGLU, ROPE),
+    "hunyuan_v1_moe": (NORMS, ROPE),
+    "llama": (NORMS, SWIGLU, ROPE),
+    "mistral": (NORMS, SWIGLU, ROPE),
+    "mixtral": (NORMS, ROPE),
+    "olmo2": (NORMS, SWIGLU, ROPE),
+    "olmo3": (NORMS, SWIGLU, ROPE),
+    "phi3": (NORMS, SWIGLU, ROPE),
+    "qwen2": (NORMS, SWIGLU, ROPE),
+    "qwen3": (NORMS, SWIGLU, ROPE),
+    "qwen3_5_text": (NORMS, SWIGLU),
+    "qwen3_moe": (NORMS, ROPE),
+    "qwen3_next": (NORMS,),
+    "smollm3": (NORMS, SWIGLU, ROPE),
+}
+"""The parts of each model type that Liger has a kernel for and that are compared with transformers' own."""
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest relative error of a kernel's outputs and gradients. In fp32 what users are promised. In bf16 a number is
+rounded to 2^-9 of itself, and Liger's and transformers' kernels each round a few times, at places of their own."""
+
+
+def liger_parts(config: PretrainedConfig, asked: str | Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """Return the parts of this model that Liger computes.
+
+    Args:
+        config: of the model; no weights are needed.
+        asked: --liger_kernel_config: parts by Liger's names, with whether Liger computes them. Those that it leaves
+            out are on.
+
+    Raises:
+        ValueError: for a model type that is not in LIGER_MODELS, for an activation that Liger would replace by
+            another, for Liger's loss, and for a part that the model does not have.
+    """
+    text = config.get_text_config()
+    if text.model_type not in LIGER_MODELS:
+        raise ValueError(
+            f"--use_liger_kernel True: Liger's kernels are not compared with the layers of a {text.model_type} model. "
+            f"Leave it out, or use one of {', '.join(LIGER_MODELS)}."
+        )
+    there = LIGER_MODELS[text.model_type]
+    wanted = _wanted(asked, text.model_type, there)
+    parts = tuple(part for part in there if wanted.get(part, True))
+    activation = getattr(text, "hidden_activation", None) or text.hidden_act
+    for part in parts:
+        if activation not in _ACTIVATIONS.get(part, (activation,)):
+            raise ValueError(
+                f"--use_liger_kernel True: the activation is {activation}, and Liger's {_WORDS[part]} kernel computes "
+                f"{_ACTIVATIONS[part][0]} instead. Add --liger_kernel_config '{{\"{part}\": false}}'."
+            )
+    return parts
+
+
+def _wanted(asked: str | Mapping[str, Any] | None, model_type: str, there: tuple[str, ...]) -> dict[str, bool]:
+    """Read --liger_kernel_config, of which Liger itself ignores what it does not know."""
+    try:
+        wanted = json.loads(asked) if isinstance(asked, str) else dict(asked or {})
+    except ValueError as error:
+        raise ValueError(f"--liger_kernel_config {asked} is no JSON object: {error}. {_EXAMPLE}") from None
+    if not isinstance(wanted, dict) or not all(isinstance(value, bool) for value in wanted.values()):
+        raise ValueError(f"--liger_kernel_config {asked} is no JSON object of true and false. {_EXAMPLE}")
+    for name, value in wanted.items():
+        if name in _LOSSES and value:
+            raise ValueError(
+                f"--liger_kernel_config sets {name}: Liger's loss is the mean over one rank's tokens, and the fused "
+                "loss of longctx, which is on without it, is the exact mean over all ranks. Leave it out."
+            )
+        if name not in (*there, *_LOSSES) and value:
+            raise ValueError(
+                f"--liger_kernel_config sets {name}, and of a {model_type} model Liger computes {', '.join(there)} "
+                "here. Leave it out."
+            )
+    return wanted
+
+
+_EXAMPLE = "Example: '{\"rope\": false}'."
+
+
+def check_liger_device(use_cpu: bool) -> None:
+    """Check that Triton kernels can run at all. Nothing of Liger's is imported.
+
+    Raises:
+        ValueError: on the CPU, where only Triton's interpreter (TRITON_INTERPRET=1) runs them.
+    """
+    if use_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "--use_liger_kernel True on the CPU: Liger's Triton kernels need a GPU. Leave it out: the fused loss, "
+            "which saves most of the memory that Liger does, is on without it."
+        )
+
+
+def fuses_layers(parts: Mapping[str, bool] | None) -> bool:
+    """Whether norms and activations are both single kernels, which keep their inputs alone.
+
+    Args:
+        parts: the setting `liger_kernel_config` of a resolved run.
+    """
+    parts = parts or {}
+    return bool(parts.get(NORMS)) and bool(parts.get(SWIGLU) or parts.get(GEGLU))
+
+
+def describe_liger(parts: tuple[str, ...]) -> str:
+    """What Liger computes and what it does not, on one line."""
+    computed = ", ".join(_WORDS[part] for part in parts) or "nothing"
+    return f"{computed} by Liger's Triton kernels; the loss is longctx's own, exact over all ranks"
+
+
+def install_liger(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
+    """Let Liger compute these parts of this model. Called before `longctx.parallelize` and before it is wrapped.
+
+    The weights stay where they are and may be on the meta device or partitioned by ZeRO-3: only methods of the
+    model's modules are replaced.
+
+    Args:
+        parts: what `liger_parts` returned.
+
+    Raises:
+        ValueError: where the installed releases of Liger and transformers do not fit together.
+    """
+    model_type = model.config.get_text_config().model_type
+    with _undone(sys.modules[type(model).__module__]) as replaced:
+        try:
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+            apply = MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+            switches = [name for name in inspect.signature(apply).parameters if name != "model"]
+            apply(model=model, **{name: name in parts for name in switches})
+        except (AttributeError, ImportError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--use_liger_kernel True: liger-kernel {version('liger-kernel')} does not fit a {model_type} model of "
+                f"transformers {version('transformers')}: {type(error).__name__}: {error}. Leave it out, or install "
+                "another release of liger-kernel."
+            ) from error
+    if ROPE in parts:
+        for module in model.modules():
+            _replace_rope(module, replaced["apply_rotary_pos_emb"])
+
+
+@contextmanager
+def _undone(modeling: ModuleType) -> Iterator[dict[str, Any]]:
+    """Put a module's names back at the end; yields what replaced them by then."""
+    before = dict(vars(modeling))
+    replaced: dict[str, Any] = {}
+    try:
+        yield replaced
+    finally:
+        replaced |= {name: value for name, value in vars(modeling).items() if value is not before.get(name)}
+        vars(modeling).update({name: before[name] for name in replaced if name in before})
+
+
+def _replace_rope(module: nn.Module, rope: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Have an attention module call Liger's function where its code calls transformers'."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
+        return
+    names = forward.__globals__ | {"apply_rotary_pos_emb": rope}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy.__annotations__ = forward.__annotations__
+    cast(Any, module).forward = MethodType(copy, module)
+
+
+# ------------------------------------------------------------------------------------------------
+# Is it exact here?
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A kernel, what it is to compute, and the shapes of its inputs."""
+
+    name: str
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+    shapes: Sequence[tuple[int, ...]]
+
+
+def check_liger(config: PretrainedConfig, parts: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> None:
+    """Compare the kernels on this device with torch's operators, at this model's widths, forward and backward.
+
+    Compilers, drivers and Triton's interpreter, whose bf16 is wrong, differ from machine to machine, so no kernel is
+    trusted by its name.
+
+    Args:
+        dtype: of activations in training.
+
+    Raises:
+        ValueError: for a kernel that fails or that is off by more than BOUNDS.
+    """
+    for case in _cases(config, parts):
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
+        try:
+            error = max(_errors(case, inputs, device))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as failure:  # whatever a compiler or driver raises
+            reason = str(failure).strip().partition("\n")[0]
+            raise ValueError(
+                f"--use_liger_kernel True: Liger's kernel of {case.name} fails on this machine in {_word(dtype)}: "
+                f"{type(failure).__name__}: {reason}. Leave it out."
+            ) from failure
+        if not error <= BOUNDS[dtype]:  # NaN is wrong too
+            raise ValueError(
+                f"--use_liger_kernel True: Liger's kernel of {case.name} is off by {error:.1e} on this machine in "
+                f"{_word(dtype)}, and {BOUNDS[dtype]:.0e} is allowed. Leave it out."
+            )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
+
+
+_TOKENS = 5
+
+
+def _cases(config: PretrainedConfig, parts: tuple[str, ...]) -> Iterator[_Case]:
+    from liger_kernel.ops import LigerGELUMulFunction, LigerRMSNormFunction, LigerSiLUMulFunction
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    text = config.get_text_config()
+    if NORMS in parts:
+        for offset, casting in ((0.0, "llama"), (1.0, "gemma")):
+            yield _Case(
+                "RMSNorm",
+                lambda x, w, o=offset, c=casting: LigerRMSNormFunction.apply(x, w, 1e-6, o, c, False, None),
+                lambda x, w, o=offset: F.rms_norm(x, x.shape[-1:], eps=1e-6) * (w + o),
+                [(1, _TOKENS, text.hidden_size), (text.hidden_size,)],
+            )
+    wide = [(1, _TOKENS, text.intermediate_size)] * 2
+    if SWIGLU in parts:
+        yield _Case("SwiGLU", LigerSiLUMulFunction.apply, lambda a, b: F.silu(a) * b, wide)
+    if GEGLU in parts:
+        yield _Case("GeGLU", LigerGELUMulFunction.apply, lambda a, b: F.gelu(a, approximate="tanh") * b, wide)
+    if ROPE in parts:
+        heads, size = num_heads(text), head_size(text)
+        yield _Case(
+            "rotary embeddings",
+            lambda q, k: liger_rotary_pos_emb(q.clone(), k.clone(), *_angles(q)),
+            lambda q, k: tuple(x * _angles(q)[0] + _half_turn(x) * _angles(q)[1] for x in (q, k)),
+            [(1, count, _TOKENS, size) for count in heads],
+        )
+
+
+def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The cosine and sine [1, T, D] of each token's angles, for x [1, H, T, D], rounded to bf16's digits."""
+    tokens, size = x.shape[-2:]
+    half = torch.outer(torch.arange(float(tokens)), 10_000 ** (-torch.arange(0, size, 2) / size))
+    angles = torch.cat((half, half), dim=-1)[None]
+    cos, sin = (part.bfloat16().to(x) for part in (angles.cos(), angles.sin()))
+    return cos, sin
+
+
+def _half_turn(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _errors(case: _Case, inputs: list[Tensor], device: torch.device) -> Iterator[float]:
+    """The relative error of each output and gradient; the reference computes in fp64 on the CPU."""
+    exact_inputs = [x.double().requires_grad_() for x in inputs]
+    given = [x.to(device).requires_grad_() for x in inputs]
+    exact, found = _as_tuple(case.reference(*exact_inputs)), _as_tuple(case.kernel(*given))
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=generator).to(inputs[0].dtype) for x in exact]
+    exact_grads = torch.autograd.grad(exact, exact_inputs, [x.double() for x in upstream])
+    grads = torch.autograd.grad(found, given, [x.to(device) for x in upstream])
+    for wanted, actual in zip((*exact, *exact_grads), (*found, *grads), strict=True):
+        yield float((actual.detach().cpu().double() - wanted.detach()).norm() / wanted.detach().norm())
+
+
+def _as_tuple(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)

@@ -1,0 +1,365 @@
+"""The loss: a sum over this rank's tokens divided by the label tokens of the whole optimizer step.
+
+The head's logits exist for a tile of tokens at a time. Shape legend: S tokens of this rank, h their hidden size, V the
+vocabulary, t tokens of a tile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from longctx.data import IGNORE_INDEX
+from longctx.layers.chunked.tiles import settle, to_device, to_host
+from longctx.regions import region
+from longctx.sequence.host_tensors import host_empty
+
+TILE_BYTES = 2**28
+"""Bound of one tile's logits in fp32; at least one token's. Twice to three times as much is held for it in all."""
+
+
+class TokenOutputs(NamedTuple):
+    """What becomes of each of this rank's tokens: [1, S] each, fp32 or wider, 0 where nothing is learnt.
+
+    Only the losses are differentiable.
+    """
+
+    losses: Tensor
+    log_probs: Tensor
+    """Of the targets."""
+    entropy: Tensor
+    is_top1: Tensor
+    """bool: the target is the most likely token, the first of them if several are."""
+
+
+class LogitScaling(NamedTuple):
+    """What a model does to the products of its head before they are logits, in this order."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+    """c · tanh(logit / c)."""
+
+    @classmethod
+    def of_model(cls, config: PretrainedConfig) -> LogitScaling:
+        """By the names that models of transformers give it."""
+        text = config.get_text_config()
+        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
+            if (factor := getattr(text, name, None)) is not None:
+                break
+        else:
+            factor = getattr(text, "logits_scaling", None) or 1.0
+            if text.model_type != "hyperclovax":  # Granite and MiniCPM3 divide by what HyperCLOVA X multiplies by
+                factor = 1 / factor
+        return cls(factor, getattr(text, "final_logit_softcapping", None))
+
+
+PLAIN = LogitScaling()
+
+
+def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
+    """Let `model(..., shift_labels=..., token_outputs=True, label_smoothing=0.0, summed=True)` return `TokenOutputs`.
+
+    Without `token_outputs` the model is what it was. The head is called as the module that it is, once, so that
+    FSDP2, ZeRO-3 and adapters treat its weight like any other layer's: gathered once for all tiles, one gradient.
+
+    Args:
+        model: a causal language model, before it is wrapped.
+        hidden_on_host: the last hidden states will lie in host memory; see `fused_token_outputs`.
+    """
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), f"the head of {type(model).__name__} is {type(head).__name__}, not linear"
+    scaling = LogitScaling.of_model(model.config)
+    cast(Any, head).forward = MethodType(functools.partial(_head_forward, scaling, hidden_on_host), head)
+    plain = getattr(model.forward, "__func__", type(model).forward)
+
+    @functools.wraps(plain)  # generation reads the signature
+    def forward(self, *args, token_outputs=False, shift_labels=None, label_smoothing=0.0, summed=True, **kwargs):
+        if not token_outputs:
+            given = {} if shift_labels is None else {"shift_labels": shift_labels}
+            return plain(self, *args, **kwargs, **given)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        head, sequence = self.get_output_embeddings(), kwargs.get("sequence")
+        positions = None if sequence is None else sequence.learnt_positions(shift_labels)
+        return head(
+            hidden, shift_labels=shift_labels, positions=positions, label_smoothing=label_smoothing, summed=summed
+        )
+
+    cast(Any, model).forward = MethodType(forward, model)
+
+
+def _head_forward(
+    scaling: LogitScaling,
+    hidden_on_host: bool,
+    head: nn.Linear,
+    hidden: Tensor,
+    shift_labels: Tensor | None = None,
+    positions: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    summed: bool = True,
+) -> Tensor | TokenOutputs:
+    if shift_labels is None:
+        return F.linear(hidden.to(head.weight.device), head.weight, head.bias)
+    return fused_token_outputs(
+        hidden,
+        head.weight,
+        head.bias,
+        shift_labels,
+        positions=positions,
+        label_smoothing=label_smoothing,
+        scaling=scaling,
+        hidden_on_host=hidden_on_host,
+        summed=summed,
+    )
+
+
+def fused_token_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shift_labels: Tensor,
+    *,
+    positions: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    scaling: LogitScaling = PLAIN,
+    hidden_on_host: bool = False,
+    summed: bool = True,
+    tile_bytes: int = TILE_BYTES,
+) -> TokenOutputs:
+    """Head and cross-entropy in one, without logits [S, V].
+
+    The losses' gradients are made together with them, from the same logits, as if each token's upstream gradient
+    were 1, and backward multiplies by the one factor that a sum over tokens has: three products of h · V a token
+    where computing the logits again takes four, and hidden states are read once. Where tokens are weighted one by
+    one, backward does compute them again. No rank waits for another in here, so that ranks may differ in how many of
+    their tokens are learnt; only those are projected.
+
+    Args:
+        hidden: [1, S, h], on the device of the weight or in host memory.
+        weight: [V, h].
+        bias: [V].
+        shift_labels: [1, S], the token to come after each; −100 where nothing is learnt.
+        positions: int64 [n], the places of labels that are not −100. Where None they are asked for on the device, and
+            the host waits for it.
+        label_smoothing: ε of transformers' LabelSmoother: (1 − ε) of the target's, ε of the vocabulary's mean.
+        scaling: of the logits.
+        hidden_on_host: `hidden` lies in host memory, is moved tile by tile, and its gradient goes there too. Said,
+            because on a machine without a GPU its device does not say it. All tokens are projected.
+        summed: the losses' gradient will be that of a sum. Where it is not known to be, nothing is made ahead.
+        tile_bytes: bound of a tile's logits in fp32.
+
+    Returns:
+        Its sums, and those of the weight's gradient, run in fp32 or wider; products in autocast's dtype, else in the
+        weight's.
+    """
+    device = weight.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+    head = _Head(
+        label_smoothing,
+        scaling,
+        dtype,
+        tile=max(1, tile_bytes // (4 * len(weight))),
+        hidden_on_host=hidden_on_host or hidden.device != device,
+        grads_ahead=summed and torch.is_grad_enabled(),
+        positions=positions,
+    )
+    return TokenOutputs(*_FusedHead.apply(head, shift_labels, hidden, weight, bias))
+
+
+class _Head(NamedTuple):
+    label_smoothing: float
+    scaling: LogitScaling
+    dtype: torch.dtype
+    """Of the products."""
+    tile: int
+    """Tokens."""
+    hidden_on_host: bool
+    grads_ahead: bool
+    positions: Tensor | None
+    """int64 [n]: those of the tokens that are learnt, if the host knows them."""
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of hidden, weight and bias, where wanted."""
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head: _Head, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None):
+        wanted = ctx.needs_input_grad[2:] if head.grads_ahead else (False, False, False)
+        with region("loss"):
+            outputs, grads = _sweep(head, labels, hidden, weight, bias, wanted)
+        ctx.grads = grads if head.grads_ahead else None
+        ctx.head = head
+        ctx.save_for_backward(labels, hidden, weight, bias)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad_losses: Tensor, *_):
+        labels, hidden, weight, bias = ctx.saved_tensors
+        grads, ctx.grads = ctx.grads, None
+        if grads is None or not _is_one_number(grad_losses):
+            grads = None  # frees them
+            grads = _sweep(ctx.head, labels, hidden, weight, bias, ctx.needs_input_grad[2:], grad_losses)[1]
+        else:
+            _multiply(grads, grad_losses[0, 0], ctx.head.tile)
+        if ctx.head.hidden_on_host:
+            settle(weight.device)
+        inputs = (hidden, weight, bias)
+        return None, None, *(None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
+
+
+def _is_one_number(x: Tensor) -> bool:
+    """Whether all elements are one in memory, as in the gradient of a sum."""
+    return all(stride == 0 or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _sweep(
+    head: _Head,
+    labels: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+    grad_losses: Tensor | None = None,
+) -> tuple[TokenOutputs, Gradients]:
+    """Outputs, and gradients for these upstream gradients [1, S], 1 where None."""
+    wide = torch.promote_types(head.dtype, torch.float32)
+    outputs = TokenOutputs(*(labels.new_zeros(labels.shape, dtype=dtype) for dtype in (wide, wide, wide, torch.bool)))
+    grad_hidden = _zeros_beside(hidden, head, weight.device) if wanted[0] else None
+    rows, labels, hidden = [output.view(-1) for output in outputs], labels.flatten(), hidden.flatten(0, 1)
+    learnt = labels != IGNORE_INDEX
+    upstream = learnt.to(wide) if grad_losses is None else learnt * grad_losses.flatten()
+    grad_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+    with torch.autocast(weight.device.type, enabled=False):
+        w, b = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
+        for tile in _tiles(learnt, head):
+            x = hidden[tile].to(weight.device, non_blocking=True).to(head.dtype)
+            values, grad = _project(head, F.linear(x, w, b), labels[tile].clamp(min=0), with_grad=any(wanted))
+            for row, value in zip(rows, values, strict=True):
+                row[tile] = value * learnt[tile]
+            factors = upstream[tile, None]
+            if grad_hidden is not None:
+                of_tile = (grad @ w * factors).to(grad_hidden.dtype)
+                if head.hidden_on_host:
+                    to_host(grad_hidden.view(hidden.shape)[tile], of_tile)
+                else:
+                    grad_hidden.view(hidden.shape)[tile] = of_tile
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.T, (x * factors).to(head.dtype))
+            if grad_bias is not None:
+                grad_bias += grad.T.to(wide) @ upstream[tile]
+            del grad  # before the next tile
+    return outputs, (grad_hidden, grad_weight, grad_bias)
+
+
+def _project(head: _Head, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
+    """Of one tile: outputs [t], and the losses' gradient [t, V] with respect to the products, empty if not wanted."""
+    logits = _scale(products.to(torch.promote_types(head.dtype, torch.float32)), head.scaling)
+    del products
+    probabilities = logits.softmax(-1)
+    outputs = _measure(logits, probabilities, targets, head.label_smoothing)
+    if not with_grad:
+        return outputs, logits.new_empty(0)
+    return outputs, _differentiate(logits, probabilities, targets, head).to(head.dtype)
+
+
+def _zeros_beside(hidden: Tensor, head: _Head, device: torch.device) -> Tensor:
+    """For its gradient. In host memory every row is written, so that none needs a zero."""
+    if head.hidden_on_host:
+        return host_empty(*hidden.shape, dtype=hidden.dtype, device=device)
+    return torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+
+
+def _tiles(learnt: Tensor, head: _Head) -> Sequence[slice | Tensor]:
+    """The tokens to project, some at a time: those learnt, or, where that is not known while tracing, all.
+
+    All of host memory's too: a run of tokens is one copy, and picked ones are one copy each.
+    """
+    if head.hidden_on_host or isinstance(learnt, FakeTensor):
+        return [slice(start, start + head.tile) for start in range(0, len(learnt), head.tile)]
+    positions = learnt.nonzero()[:, 0] if head.positions is None else head.positions
+    return positions.split(head.tile) if len(positions) else ()
+
+
+def learnt_positions(shift_labels: Tensor) -> Tensor:
+    """Return int64 [n], the positions of the labels [1, S] that are not −100. For labels on a GPU the host waits."""
+    return (shift_labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+
+
+def _scale(products: Tensor, scaling: LogitScaling) -> Tensor:
+    """Logits from the head's products [t, V], in their place."""
+    if scaling.factor != 1:
+        products.mul_(scaling.factor)
+    if scaling.softcap:
+        products.div_(scaling.softcap).tanh_().mul_(scaling.softcap)
+    return products
+
+
+def _measure(logits: Tensor, probabilities: Tensor, targets: Tensor, label_smoothing: float) -> TokenOutputs:
+    """logits and their probabilities [t, V], targets [t] -> [t] each."""
+    top, guess = logits.max(-1)
+    lse = top - probabilities.gather(-1, guess[:, None])[:, 0].log()
+    log_probs = logits.gather(-1, targets[:, None])[:, 0] - lse
+    entropy = lse - torch.einsum("tv,tv->t", probabilities, logits)
+    losses = -log_probs
+    if label_smoothing:
+        losses = (1 - label_smoothing) * losses + label_smoothing * (lse - logits.mean(-1))
+    return TokenOutputs(losses, log_probs, entropy, guess == targets)
+
+
+def _differentiate(logits: Tensor, probabilities: Tensor, targets: Tensor, head: _Head) -> Tensor:
+    """Gradient of the losses with respect to the head's products [t, V], in place of the probabilities."""
+    grad, (factor, softcap) = probabilities, head.scaling
+    grad.scatter_add_(-1, targets[:, None], grad.new_full((len(targets), 1), head.label_smoothing - 1))
+    if head.label_smoothing:
+        grad.sub_(head.label_smoothing / grad.shape[-1])
+    if softcap:  # tanh' = 1 − tanh²
+        grad.addcmul_(grad, logits.square_(), value=-1 / softcap**2)
+    return grad.mul_(factor) if factor != 1 else grad
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b without rounding the product to the dtype of a and b first."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _multiply(grads: Gradients, factor: Tensor, tile: int) -> None:
+    """In place; those in host memory tile by tile on the device of the factor []."""
+    for grad in grads:
+        if grad is None:
+            continue
+        if grad.device == factor.device:
+            grad.mul_(factor)
+        else:
+            for rows in grad.flatten(0, -2).split(tile):
+                to_host(rows, to_device(rows, factor.device).mul_(factor))
+
+
+def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
+    """Cross-entropy of each token in fp32: logits [1, S, V], targets [1, S] -> [1, S], 0 where the target is −100."""
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(), shift_labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+    )
+    return losses.view(shift_labels.shape)
+
+
+def step_loss(losses: Tensor, num_label_tokens: int, world_size: int) -> Tensor:
+    """This rank's and micro-batch's share of the optimizer step's mean loss.
+
+    Engines average gradients over all ranks, so the share is scaled by `world_size`: averaged over ranks and summed
+    over micro-batches it is the sum of all token losses over the number of label tokens in the step.
+    """
+    return losses.sum() * (world_size / max(num_label_tokens, 1))

@@ -1,0 +1,246 @@
+"""Which models are exact under sequence parallelism: an allow-list, checked on the config before weights load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from longctx.attention.kernels import Kernel, choose_kernel
+
+CAUSAL_MODELS = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "cwm",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "gemma",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+"""model_type of every decoder that tests/model/test_models.py compares with stock transformers, each document alone."""
+
+WINDOW_MODELS = (
+    "cohere2",
+    "cwm",
+    "exaone4",
+    "gemma3_text",
+    "gpt_oss",
+    "mistral",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+)
+"""Those of them that are compared with sliding windows too, in all layers or in some."""
+
+GATED_DELTA_MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Those of them whose layers of type linear_attention are gated delta rules (longctx.ulysses.gated_delta)."""
+
+POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
+"""RoPE types whose frequencies do not depend on the length a rank happens to see."""
+
+VISION_MODELS = ("gemma3", "idefics3", "internvl", "llava", "mistral3")
+"""model_type of models with a vision part whose text model TEXT_MODEL takes out; compared with the whole on text."""
+
+TEXT_MODEL = """\
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+whole = AutoModelForImageTextToText.from_pretrained("{name}", dtype="auto")
+text = AutoModelForCausalLM.from_config(whole.config.get_text_config(), dtype=whole.dtype)
+text.base_model.load_state_dict(whole.get_decoder().state_dict())
+text.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
+text.save_pretrained("{folder}")
+AutoTokenizer.from_pretrained("{name}").save_pretrained("{folder}")
+"""
+"""Loading the whole with the text model's configuration would leave random weights: their names differ."""
+
+REFUSED_SETTINGS = {
+    "attn_logit_softcapping": "soft-capped attention scores",
+    "attention_chunk_size": "chunked attention",
+    "output_router_logits": "the routers' auxiliary loss, which depends on all tokens of a step at once",
+    "state_size": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "conv_L_cache": "short convolutions over tokens",
+    "lru_width": "recurrent layers",
+    "attention_hidden_size": "recurrent layers (RWKV)",
+    "chunkwise_kernel": "recurrent layers (xLSTM)",
+    "use_bidirectional_attention": "non-causal attention",
+}
+"""Config keys that switch on layers which would silently compute something else once a sequence is cut."""
+
+LAYER_KINDS = {
+    "conv": "short convolutions over tokens",
+    "hybrid": "recurrent or convolutional layers beside attention",
+    "hybrid_sliding": "recurrent or convolutional layers beside attention",
+    "linear_attention": "linear attention or another recurrence",
+    "chunked_attention": "chunked attention",
+    "indexed_attention": "attention to tokens that an indexer picks",
+}
+"""What the values of `layer_types` mean that are refused; others are named as they are."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be trained exactly here; the message names the layer type and the way out."""
+
+
+def check_model(config: PretrainedConfig) -> None:
+    """Refuse every model that is not known to be exact.
+
+    Raises:
+        UnsupportedModelError: naming each reason with its value in the config, and the remedy.
+    """
+    if reasons := list(_reasons(config, config.get_text_config())):
+        name = f" of {config.name_or_path}" if config.name_or_path else ""
+        raise UnsupportedModelError(f"Model type {config.model_type!r}{name} is refused: " + " ".join(reasons))
+
+
+def num_heads(config: PretrainedConfig) -> tuple[int, int]:
+    """(query heads, key/value heads) of every attention layer."""
+    text = config.get_text_config()
+    return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
+def has_windows(config: PretrainedConfig) -> bool:
+    """Whether any layer has a sliding window."""
+    text = config.get_text_config()
+    if types := getattr(text, "layer_types", None):
+        return "sliding_attention" in types
+    return getattr(text, "sliding_window", None) is not None
+
+
+def num_linear_heads(config: PretrainedConfig) -> int | None:
+    """Key heads of every gated delta-rule layer, which only Ulysses can spread; None without such layers."""
+    text = config.get_text_config()
+    return text.linear_num_key_heads if "linear_attention" in (getattr(text, "layer_types", None) or ()) else None
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether it is a mixture of experts, of which a token uses some."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(getattr(config.get_text_config(), name, None) for name in names)
+
+
+def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
+    if text is not config:
+        yield f"{text.model_type!r} is one part of it, and only models that are a decoder and nothing else are exact."
+        if config.model_type in VISION_MODELS:
+            script = TEXT_MODEL.format(name=config.name_or_path, folder="text_model")
+            yield f"To train on text alone, save its text model in a folder of its own and name that:\n\n{script}\n"
+    yield from _layers(text)
+    yield from _windows(text)
+    yield from _dropouts(text)
+    yield from _rope(text)
+    if text.model_type not in CAUSAL_MODELS or not _is_stock(config):
+        yield (
+            f"Its layers are not known to be exact when a sequence is cut. "
+            f"{_kind_of_code(config)}Use one of the types compared with one device: {', '.join(CAUSAL_MODELS)}."
+        )
+
+
+def _is_stock(config: PretrainedConfig) -> bool:
+    return type(config).__module__.startswith("transformers.models.")
+
+
+def _kind_of_code(config: PretrainedConfig) -> str:
+    return "" if _is_stock(config) else f"Its config {type(config).__name__} is code of the model's own. "
+
+
+def _layers(config: PretrainedConfig) -> Iterator[str]:
+    for name, kind in REFUSED_SETTINGS.items():
+        if value := getattr(config, name, None):
+            yield f"{name} is {value}: {kind}."
+    if getattr(config, "is_causal", True) is False:
+        yield "is_causal is False: non-causal attention."
+
+
+def _windows(config: PretrainedConfig) -> Iterator[str]:
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    supported = {"full_attention", "sliding_attention"}
+    if config.model_type in GATED_DELTA_MODELS:
+        supported.add("linear_attention")
+    if others := sorted(set(types or ()) - supported):
+        kinds = dict.fromkeys(LAYER_KINDS.get(name, "unknown layers") for name in others)
+        yield (
+            f"layer_types holds {', '.join(others)} ({'; '.join(kinds)}); only {' and '.join(sorted(supported))} are "
+            f"supported with {config.model_type}."
+        )
+    if has_windows(config) and config.model_type not in WINDOW_MODELS:
+        yield (
+            f"sliding_window is {window}; windows are known to be exact for {', '.join(WINDOW_MODELS)}. Choose a model "
+            "without a sliding window."
+        )
+
+
+def _dropouts(config: PretrainedConfig) -> Iterator[str]:
+    """Dropout or noise anywhere in the decoder; a classification head's is never used here."""
+    for name, value in sorted(vars(config).items()):
+        is_rate = "dropout" in name or name.endswith(("_pdrop", "_jitter_noise"))
+        if is_rate and not name.startswith("classifier") and isinstance(value, int | float) and value > 0:
+            yield (
+                f"{name} is {value}; random masks would differ between one device and several. "
+                f"Pass --model_init_kwargs '{{\"{name}\": 0.0}}' or set it to 0 in config.json."
+            )
+
+
+def _rope(config: PretrainedConfig) -> Iterator[str]:
+    parameters: Any = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return
+    of_each_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    for kind in sorted({str(layer.get("rope_type", "default")) for layer in of_each_layer_type}):
+        if kind not in POSITION_INDEPENDENT_ROPE:
+            yield (
+                f"rope_type is {kind!r}, whose frequencies depend on the longest position a rank sees. "
+                f"Use one of {', '.join(POSITION_INDEPENDENT_ROPE)}."
+            )
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Size D of every attention head."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def kernel_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel that computes every attention layer, where its queries have this dtype."""
+    heads, key_value_heads = num_heads(config)
+    return choose_kernel(
+        device, dtype, head_size(config), queries_per_key=heads // key_value_heads, windowed=has_windows(config)
+    )

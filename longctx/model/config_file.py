@@ -1,0 +1,228 @@
+"""The config.json of a model, which may be anybody's: read and checked before transformers acts on it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.utils import cached_file
+
+from longctx.untrusted.confined import Bounds, OutOfBounds, confined
+from longctx.untrusted.files import check_folder, leads_outside
+
+LARGEST_NUMBER = 1 << 31
+"""Of whole numbers in config.json."""
+MOST_OBJECTS = 1 << 12
+"""Layers and experts are objects, which cost memory before any weight is read."""
+MOST_LABELS = 1 << 16
+"""Of a classifier; transformers makes two dictionaries of them."""
+_FILE_BYTES = 16 << 20
+BOUNDS = Bounds(seconds=120, memory_bytes=4 << 30)
+"""What a configuration, an empty model of it, or a tokenizer may take to be made."""
+
+_AT_LEAST_ONE = {
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+}
+_QUANTISED = "training on quantised weights is not compared with one device. Name the model that they were made from."
+_REFUSED = {
+    "quantization_config": _QUANTISED,
+    "compression_config": _QUANTISED,
+    "fusion_config": "replaced layers are not compared with one device. Remove the key.",
+    "distributed_config": "longctx distributes models by itself. Remove the key.",
+    "transformers_weights": "weights are read from model.safetensors or the files of its index. Rename the file.",
+    "configuration_files": "only config.json is read. Remove the key.",
+}
+"""Keys, wherever they stand, by which transformers replaces layers or reads other files, and what is said of each."""
+_WEIGHTS = (".safetensors", ".bin")
+
+
+def read_config_file(name: str, revision: str | None) -> dict[str, Any]:
+    """Return the contents of config.json.
+
+    Args:
+        name: A folder or hub name.
+
+    Raises:
+        OSError: There is none.
+        ValueError: It is not a JSON object, or is larger than any model's.
+    """
+    found = name if Path(name).is_file() else cached_file(name, "config.json", revision=revision)
+    if found is None:
+        raise FileNotFoundError(f"the folder {name} has no config.json")
+    path = Path(found)
+    if not path.is_file() or path.stat().st_size > _FILE_BYTES:
+        raise ValueError(f"{path} is no file of up to {_FILE_BYTES >> 20} MiB")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"config.json holds a {type(values).__name__}, expected an object")
+    return values
+
+
+def check_config_values(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse keys that change more than the model's sizes or are functions, and numbers that no model has.
+
+    Args:
+        values: The contents of config.json.
+
+    Raises:
+        ValueError: With the key, its value and the limit.
+    """
+    for key, value in _items(values):
+        if key in _REFUSED and value is not None:
+            raise ValueError(f"--model_name_or_path {name}: its config.json has a {key}, and {_REFUSED[key]}")
+        if callable(getattr(PretrainedConfig, key, None)):
+            raise ValueError(
+                f"--model_name_or_path {name}: its config.json sets {key}, which is a function of transformers' "
+                "configurations: the model could not be saved. Remove the key, or get the file again."
+            )
+    check_config_numbers(f"--model_name_or_path {name}: its config.json", values)
+
+
+def check_config_numbers(source: str, values: Mapping[str, Any]) -> None:
+    """Refuse whole numbers, at any depth, that no model has.
+
+    Args:
+        source: The flag or file that sets the values.
+
+    Raises:
+        ValueError: With the key, its value and the limits.
+    """
+    for key, value in _items(values):
+        if isinstance(value, int) and not isinstance(value, bool):
+            _check_number(source, key, value)
+
+
+def _check_number(source: str, key: str, number: int) -> None:
+    largest = LARGEST_NUMBER
+    if ("layer" in key or "expert" in key) and "size" not in key:
+        largest = MOST_OBJECTS
+    elif key == "num_labels":
+        largest = MOST_LABELS
+    least = 1 if key in _AT_LEAST_ONE else -LARGEST_NUMBER
+    if not least <= number <= largest:
+        shown = f"{number:,}" if abs(number) < 10**20 else "a number of more than 20 digits"
+        raise ValueError(
+            f"{source} sets {key} to {shown}; expected {least:,} to {largest:,}. Correct it, or get the model again."
+        )
+
+
+def _items(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every (key, value), at any depth; the items of a list have the list's key."""
+    waiting: list[tuple[str, Any]] = [("", values)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            parts = list(value.items())
+        else:
+            parts = [(key, part) for part in value] if isinstance(value, list) else []
+        yield from parts
+        waiting += parts
+
+
+def check_own_code(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse, with --trust_remote_code, a model or configuration of its own code before any of it runs.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    code = values.get("auto_map")
+    if isinstance(code, Mapping) and any(key == "AutoConfig" or key.startswith("AutoModel") for key in code):
+        raise ValueError(
+            f"--trust_remote_code True would run the model's code in {name}, which is not known to be exact. Leave the "
+            f"flag out if transformers has the model type {values.get('model_type')!r}, or choose another model."
+        )
+
+
+def try_config(name: str, values: Mapping[str, Any]) -> None:
+    """Make the configuration in a process of its own, whose end costs nothing.
+
+    Any other error than a bound that is exceeded is left to who makes it in this process.
+
+    Raises:
+        ValueError: It takes more time or memory than any configuration.
+    """
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return
+    config_class = CONFIG_MAPPING[model_type]
+    try:
+        confined(lambda: _quietly(lambda: config_class.from_dict(copy.deepcopy(dict(values)))), BOUNDS)
+    except OutOfBounds as error:
+        raise ValueError(
+            f"--model_name_or_path {name}: its config.json cannot be used: {error}. Correct the file, or get it again."
+        ) from error
+
+
+def try_tokenizer(load: Callable[[], object]) -> None:
+    """Load a tokenizer in a process of its own, as `try_config`.
+
+    Raises:
+        OutOfBounds: It takes more time or memory than any tokenizer, or its code panics.
+    """
+    confined(lambda: _quietly(load), BOUNDS)
+
+
+def _quietly(make: Callable[[], object]) -> None:
+    """Leave out the result, and every error that will come again."""
+    try:
+        make()
+    except MemoryError:
+        raise
+    except Exception:
+        return
+
+
+def check_model_folder(name: str, flag: str = "--model_name_or_path") -> None:
+    """Check what a local folder of a model or tokenizer holds before a library opens any of it.
+
+    Links that lead out of it are refused, since what is read through them would be saved with the model. Weights may
+    lie elsewhere.
+
+    Args:
+        name: A folder or hub name; the latter is left alone.
+
+    Raises:
+        ValueError: With the first entry that is refused.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return
+    check_folder(folder)
+    for path in (*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")):
+        if path.suffix not in _WEIGHTS and leads_outside(path, folder):
+            raise ValueError(
+                f"{flag} {name}: {path.name} is a link to {path.resolve()}, outside the folder. Copy the "
+                "file there if it belongs to the model."
+            )
+
+
+def check_tokenizer_files(name: str, revision: str | None) -> None:
+    """Refuse a tokenizer_config.json that names files elsewhere, to be read, or as the names of chat templates written.
+
+    Raises:
+        ValueError: With the name.
+    """
+    path = cached_file(name, "tokenizer_config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return
+    values = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"tokenizer_config.json holds a {type(values).__name__}, expected an object")
+    templates = values.get("chat_template")
+    named = [*templates] if isinstance(templates, dict) else []
+    if isinstance(templates, list):
+        named = [template.get("name") for template in templates if isinstance(template, dict)]
+    for file in [*named, *(values.get("fast_tokenizer_files") or ())]:
+        if not isinstance(file, str) or "/" in file or "\\" in file:
+            raise ValueError(f"tokenizer_config.json names the file {str(file)[:80]!r}, which is none in its folder")

@@ -1,0 +1,133 @@
+"""Context extension: RoPE scaled so that a model takes longer rows than those that it was trained on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from longctx.model.allow_list import POSITION_INDEPENDENT_ROPE
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+"""What transformers knows of each type, besides `factor` and `original_max_position_embeddings`."""
+
+DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+"""Those of Llama 3.1; transformers has none."""
+
+EXAMPLE = 'yarn:4, or \'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\''
+
+
+def parse_rope_scaling(given: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """--rope_scaling as transformers' `rope_parameters`, without the model's own keys.
+
+    Args:
+        given: TYPE:FACTOR, or the keys, as JSON or a mapping.
+
+    Raises:
+        ValueError: for what is neither, and for types that are not exact once a sequence is cut.
+    """
+    if given is None:
+        return None
+    scaling = _read(given)
+    kind = str(scaling.get("rope_type"))
+    factor: Any = scaling.get("factor")
+    if kind not in KEYS:
+        depends = " depends on the longest position a rank sees" if kind in ("dynamic", "longrope") else " is unknown"
+        types = ", ".join(name for name in POSITION_INDEPENDENT_ROPE if name in KEYS)
+        raise ValueError(f"--rope_scaling {given}: the type {kind}{depends}. Use one of {types}: {EXAMPLE}.")
+    if not _is_number(factor) or not factor >= 1:
+        raise ValueError(f"--rope_scaling {given}: the factor {factor} is no number of at least 1. Example: {EXAMPLE}.")
+    known = {"rope_type", "factor", "original_max_position_embeddings", *KEYS[kind]}
+    if unknown := sorted(scaling.keys() - known):
+        raise ValueError(
+            f"--rope_scaling {given}: {kind} has no {', '.join(unknown)}. Its keys are {', '.join(sorted(known))}."
+        )
+    for name in scaling.keys() - {"rope_type", "truncate"}:
+        if not _is_number(scaling[name]) or not scaling[name] > 0:
+            raise ValueError(f"--rope_scaling {given}: {name} {scaling[name]} is no number above 0.")
+    original = scaling.get("original_max_position_embeddings", 1)
+    if original != int(original):
+        raise ValueError(f"--rope_scaling {given}: original_max_position_embeddings {original} is no whole number.")
+    floats = {name: float(scaling[name]) for name in scaling.keys() & {"factor", "attention_factor"}}
+    return DEFAULTS.get(kind, {}) | scaling | floats
+
+
+def extended(config: PretrainedConfig, scaling: Mapping[str, Any]) -> PretrainedConfig:
+    """The model's configuration with its context extended to factor × original_max_position_embeddings, which is the
+    model's present context where `scaling` does not have it.
+
+    Raises:
+        ValueError: for a model without RoPE, with several of them, or with a scaling of its own.
+    """
+    config = copy.deepcopy(config)
+    text: Any = config.get_text_config()
+    own = getattr(text, "rope_parameters", None)
+    named = f"--rope_scaling {scaling['rope_type']}"
+    if not own:
+        raise ValueError(f"{named}: a {text.model_type} model has no RoPE to scale. Leave it out.")
+    if any(isinstance(value, dict) for value in own.values()):
+        raise ValueError(
+            f"{named}: the layers of {text.model_type} have RoPE of several kinds ({', '.join(own)}). Set all of "
+            "rope_parameters and max_position_embeddings with --model_init_kwargs instead."
+        )
+    original = scaling.get("original_max_position_embeddings")
+    if original is None:
+        if own.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"{named}: the model scales its positions by {own['rope_type']} already, and it is not known what it "
+                "was trained on before. To replace that, give original_max_position_embeddings, too: as in "
+                f"{EXAMPLE}."
+            )
+        original = text.max_position_embeddings
+    kept = {name: value for name, value in own.items() if name not in _SCALING}
+    of_type = {name: value for name, value in scaling.items() if name != "original_max_position_embeddings"}
+    if scaling["rope_type"] != "linear":
+        of_type["original_max_position_embeddings"] = int(original)
+    text.rope_parameters = kept | of_type
+    text.max_position_embeddings = int(original * scaling["factor"])
+    if hasattr(text, "original_max_position_embeddings"):  # Phi 3 has it there, which goes first
+        text.original_max_position_embeddings = int(original)
+    return config
+
+
+def factor_for(length: int, context: int) -> int:
+    """The whole factor that takes a model of this context to rows of this length."""
+    return math.ceil(length / context)
+
+
+_SCALING = {
+    "type",
+    "rope_type",
+    "factor",
+    "original_max_position_embeddings",
+    *(n for names in KEYS.values() for n in names),
+}
+_SCALING |= {"short_factor", "long_factor"}
+
+
+def _read(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, str) and not given.lstrip().startswith("{"):
+        kind, _, factor = given.partition(":")
+        try:
+            return {"rope_type": kind.strip(), "factor": float(factor)}
+        except ValueError:
+            raise ValueError(f"--rope_scaling {given} is no TYPE:FACTOR. Example: {EXAMPLE}.") from None
+    try:
+        scaling = json.loads(given) if isinstance(given, str) else dict(given)
+    except ValueError as error:
+        raise ValueError(f"--rope_scaling {given} is no JSON object: {error}. Example: {EXAMPLE}.") from None
+    if "type" in scaling:  # its older name
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    return scaling
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,114 @@
+"""Whether a model's head is tied to its embeddings, decided by its files before the weights are loaded.
+
+A config.json may say `tie_word_embeddings: true` although the files hold a head of their own. transformers compares the
+two matrices while it loads them and leaves them apart where they differ. ZeRO-3 has partitioned both by then, so that
+they look alike there, and accelerate ties them again for FSDP2 because the configuration says so. The configuration is
+therefore corrected first, and every engine follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from longctx.model.files import weight_files
+from longctx.model.tiny import TINY
+
+_HEAD_NAMES = ("lm_head.weight", "embed_out.weight")
+_EMBEDDING_NAMES = ("embed_tokens.weight", "embed_in.weight")
+"""How the names of the two matrices end in the files of every allowed model type."""
+
+_BLOCK_ELEMENTS = 1 << 24
+"""The number of elements of each matrix that are compared at a time."""
+
+
+def untie_as_stored(config: PretrainedConfig, name: str, *, revision: str | None = None, load: bool = False) -> bool:
+    """Set `tie_word_embeddings` to False where the files hold a head that differs from the embeddings.
+
+    Args:
+        config: of the causal language model; it is changed in place.
+        name: the model's folder or its name on the hub.
+        load: whether weights may be downloaded and unpickled to find out. Otherwise only the safetensors files of a
+            folder are looked at.
+
+    Returns:
+        Whether the configuration was changed.
+
+    Raises:
+        ValueError: if a safetensors file is missing or cannot be read.
+    """
+    if name == TINY or not getattr(config, "tie_word_embeddings", False) or not (load or Path(name).is_dir()):
+        return False
+    files = weight_files(name, revision, download=load)
+    if not load:
+        files = [file for file in files if file.suffix == ".safetensors"]
+    if not _head_differs(files):
+        return False
+    config.tie_word_embeddings = False
+    return True
+
+
+def _head_differs(files: Sequence[Path]) -> bool:
+    """Return whether the files hold both matrices, with different values."""
+    with ExitStack() as opened:
+        tensors: dict[str, Any] = {}
+        for file in files:
+            tensors |= _lazy_tensors(file, opened)
+        head, embeddings = _find(tensors, _HEAD_NAMES), _find(tensors, _EMBEDDING_NAMES)
+        if head is None or embeddings is None:
+            return False
+        return not _equal(head, embeddings)
+
+
+def _lazy_tensors(file: Path, opened: ExitStack) -> dict[str, Any]:
+    """Return the tensors of a file by name; slicing one reads the rows that are asked for."""
+    if file.suffix == ".safetensors":
+        try:
+            content = opened.enter_context(safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} cannot be read: {error}. Get it again.") from error
+        return {key: content.get_slice(key) for key in content.keys() if _is_either(key)}  # noqa: SIM118  (no mapping)
+    content = torch.load(file, map_location="cpu", weights_only=True)
+    return {key: _InMemory(tensor) for key, tensor in content.items() if _is_either(key)}
+
+
+class _InMemory:
+    """A tensor with the interface of a slice of a safetensors file."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.tensor[rows]
+
+
+def _is_either(key: str) -> bool:
+    return f".{key}".endswith(tuple(f".{name}" for name in (*_HEAD_NAMES, *_EMBEDDING_NAMES)))
+
+
+def _find(tensors: dict[str, Any], names: Sequence[str]) -> Any:
+    """Return the tensor whose name is the shortest of those that end like this; parts of a model nest deeper."""
+    found = [key for key in tensors if f".{key}".endswith(tuple(f".{name}" for name in names))]
+    return tensors[min(found, key=len)] if found else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two matrices hold the same numbers, whatever their dtypes."""
+    if a.get_shape() != b.get_shape() or len(a.get_shape()) != 2:
+        return False
+    return all(torch.equal(a[rows].float(), b[rows].float()) for rows in _blocks(*a.get_shape()))
+
+
+def _blocks(num_rows: int, width: int) -> Iterator[slice]:
+    step = max(1, _BLOCK_ELEMENTS // max(width, 1))
+    return (slice(start, start + step) for start in range(0, num_rows, step))

@@ -1,0 +1,269 @@
+"""Ranks that take turns, and that end together when one of them cannot go on.
+
+Preparing data takes one rank hours while the others have nothing to do. They do not wait in a collective, which
+fails after the process group's time-out, but poll the group's store: for as long as the rank they wait for lives.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from longctx.ranks.watchdog import Watch, leave, watch
+
+Result = TypeVar("Result")
+
+SILENCE_SECONDS = 300.0
+"""A rank without heartbeat for so long is given up: its watch beats while the rank works, C code included."""
+LEAVE_SECONDS = 10.0
+
+
+class RefusedTogether(ValueError):
+    """What one rank could not go on for, raised on every rank, so that none waits for another."""
+
+    def __init__(self, message: str, *, is_mine: bool):
+        super().__init__(message)
+        self.is_mine = is_mine
+        """Whether this rank is the one to say why."""
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Run `work` on all ranks at once; returns when all have finished, however long that takes.
+
+    Raises:
+        RefusedTogether: on every rank, as soon as `work` raises a ValueError on one, or another error on another
+            rank. A process alone raises the ValueError as it is.
+    """
+    return _meet(work, lambda meeting: None)
+
+
+def first_rank_first(work: Callable[[], Result], folder: str | Path) -> Result:
+    """The same with rank 0 first, so that the others find what it leaves in `folder` (created if it is missing).
+
+    On nodes that do not share rank 0's file system, the node's first rank does not wait for it, and the node's
+    other ranks wait for that one.
+
+    Raises:
+        RefusedTogether: as `together`.
+    """
+    return _meet(work, lambda meeting: meeting.wait_for_turn(Path(folder)))
+
+
+def check_agreement(mine: Mapping[str, Any]) -> None:
+    """Compare what this rank is about to do with rank 0. All ranks call it.
+
+    Args:
+        mine: by name, as JSON has it.
+
+    Raises:
+        RefusedTogether: naming a rank and what it has another value of.
+    """
+    rank, theirs = dist.get_rank(), first_ranks(dict(mine))
+    names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+
+    def compare() -> None:
+        if names:
+            differing = "; ".join(f"{name} {mine.get(name)} here, {theirs.get(name)} on rank 0" for name in names)
+            raise ValueError(
+                f"rank {rank} on {socket.gethostname()} would run otherwise than rank 0: {differing}. Start all nodes "
+                "with the same flags, files and releases."
+            )
+
+    together(compare)
+
+
+def first_ranks(value: Result) -> Result:
+    """Return rank 0's value. All ranks call it."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group=_host_group(dist.group.WORLD))
+    return values[0]
+
+
+def gathered(value: Result) -> list[Result]:
+    """Return every rank's value, by rank. All ranks call it."""
+    if not dist.is_initialized():
+        return [value]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, value, group=_host_group(dist.group.WORLD))
+    return ranks
+
+
+@functools.lru_cache(maxsize=1)
+def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of all ranks whose messages stay in host memory. All ranks make the first call together.
+
+    Over NCCL alone, which is what DeepSpeed starts, Python objects would travel as tensors through GPU memory, on the
+    stream and in the order of the model's own collectives.
+    """
+    return world if "cpu" in dist.get_backend_config(world) else dist.new_group(backend="gloo")
+
+
+def sharing(folder: Path) -> list[int]:
+    """Of every rank, the first rank that has the same files in `folder` (created if it is missing): 0 where all nodes
+    share a file system, else the first of its node. All ranks call it.
+
+    Where nothing can be written, nodes count as sharing nothing.
+    """
+    if not dist.is_initialized():
+        return [0]
+    rank = dist.get_rank()
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    token = gathered(uuid.uuid4().hex)[0]
+
+    def marker(of: int) -> Path:
+        return folder / f".longctx-{token}-{of}"
+
+    def mark() -> None:
+        if rank == first:
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                marker(rank).touch()
+
+    together(mark)
+    found = gathered(min((other for other in set(gathered(first)) if marker(other).exists()), default=first))
+    with suppress(OSError):
+        marker(rank).unlink()
+    return found
+
+
+def leave_together(seconds: float = LEAVE_SECONDS) -> None:
+    """After RefusedTogether: wait for the other ranks to get here too, but no longer than this.
+
+    A launcher stops all processes once one has left, so the one that says why must have said it.
+    """
+    leave()
+    if not dist.is_initialized():
+        return
+    with suppress(RuntimeError):  # the store is gone with the rank that kept it
+        store = dist.distributed_c10d._get_default_store()
+        store.add("longctx/left", 1)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and store.add("longctx/left", 0) < dist.get_world_size():
+            time.sleep(0.05)
+        dist.destroy_process_group()
+
+
+def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None]) -> Result:
+    guard = watch()
+    if guard is None:
+        return work()
+    meeting = _Meeting(guard)
+    try:
+        wait_for_turn(meeting)
+        result = work()
+        meeting.finish_turn()
+        meeting.wait_for_all()
+    except RefusedTogether:
+        raise
+    except ValueError as error:
+        raise meeting.refuse(str(error)) from error
+    except BaseException as error:
+        meeting.refuse(f"rank {meeting.rank} stopped with {type(error).__name__}: {error}")
+        raise
+    finally:
+        meeting.close()
+    return result
+
+
+class _Meeting:
+    """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.rank, self.world_size = watch, watch.rank, watch.world_size
+        store = dist.distributed_c10d._get_default_store()
+        number = store.add(f"longctx/calls/{self.rank}", 1)
+        self.store = dist.PrefixStore(f"longctx/{number}", store)
+        self.probe: Path | None = None
+        self.group: str | None = None
+        self._heard: dict[int, tuple[bytes, float]] = {}
+
+    def refuse(self, message: str) -> RefusedTogether:
+        """Tell all ranks to stop; the first to call this decides what they say."""
+        mine = json.dumps([self.rank, message])
+        try:
+            said = self.store.compare_set("refused", "", mine)
+        except RuntimeError:
+            return RefusedTogether(message, is_mine=True)
+        rank, message = json.loads(said)
+        return RefusedTogether(message, is_mine=rank == self.rank)
+
+    def wait_for_turn(self, folder: Path) -> None:
+        """Return on rank 0, and on a node's first rank where rank 0's files cannot be seen; else wait for that one."""
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.probe = folder / f"rank-0-was-here-{uuid.uuid4().hex}"
+            self.probe.touch()
+            self.group = "rank 0"
+            self.store.set("probe", str(self.probe))
+            return
+        self._wait(lambda: self.store.check(["probe"]))
+        if Path(self.store.get("probe").decode()).exists():
+            self._wait(lambda: self.store.check(["done/rank 0"]))
+            return
+        node = os.environ.get("GROUP_RANK") or socket.gethostname()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self.group = node
+        else:
+            self._wait(lambda: self.store.check([f"done/{node}"]))
+
+    def finish_turn(self) -> None:
+        """This rank's work is done; those who wait for it go on."""
+        if self.group is not None:
+            self.store.set(f"done/{self.group}", "")
+        self.store.set(f"ready/{self.rank}", "")
+
+    def wait_for_all(self) -> None:
+        """Until every rank has finished its work: rank 0 watches the others, and they watch rank 0."""
+        if self.rank != 0:
+            self._wait(lambda: self.store.check(["all ready"]))
+            return
+        for rank in range(1, self.world_size):
+            self._wait(functools.partial(self.store.check, [f"ready/{rank}"]), watched=range(rank, self.world_size))
+        self.store.set("all ready", "")
+
+    def close(self) -> None:
+        if self.probe is not None:
+            self.probe.unlink(missing_ok=True)
+
+    def _wait(self, is_over: Callable[[], bool], watched: range = range(1)) -> None:
+        """Poll at first often, then once a second."""
+        for attempt in itertools.count():
+            try:
+                if is_over():
+                    return
+                if self.store.check(["refused"]):
+                    raise self.refuse("")
+                self._listen(watched)
+            except RuntimeError as error:
+                raise RefusedTogether(
+                    f"rank {self.rank} has lost the store that ranks meet in, which ends with the process that keeps "
+                    f"it: rank 0, or the launcher ({error}). See the messages before this one.",
+                    is_mine=True,
+                ) from error
+            time.sleep(0.01 * 1.5 ** min(attempt, 11))
+
+    def _listen(self, ranks: range) -> None:
+        """Refuse to go on if one of these ranks has been silent for too long."""
+        now = time.monotonic()
+        for rank in ranks:
+            count = self.watch.beats(rank)
+            before, since = self._heard.get(rank, (None, now))
+            self._heard[rank] = (count, since if count == before else now)
+            if now - self._heard[rank][1] > SILENCE_SECONDS:
+                raise self.refuse(
+                    f"rank {rank} has given no sign of life for {SILENCE_SECONDS:.0f} s while the others waited for "
+                    "its data. Look for its process (ended, stopped, out of memory?), and start the run again."
+                )

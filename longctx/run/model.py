@@ -1,0 +1,127 @@
+"""The model of a run: its weights are read, and sequence parallelism and the trainer are put around it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+
+import torch
+from transformers import PreTrainedModel
+
+from longctx.attention.backends import BACKENDS
+from longctx.attention.kernels import Kernel
+from longctx.collate import SequenceCollator
+from longctx.forecast.memory_options import NVME
+from longctx.layers.liger import check_liger, install_liger
+from longctx.model.adapter import add_adapter, changes_base, quantization_of
+from longctx.model.allow_list import kernel_of
+from longctx.model.files import check_savable
+from longctx.model.load import load_model
+from longctx.parallel import parallelize
+from longctx.ranks.agreement import gathered, together
+from longctx.ranks.watchdog import limit_waiting
+from longctx.run.preparation import PreparedRun
+from longctx.sequence.host_tensors import SavedOnHost
+from longctx.sequence.mesh import select_device
+from longctx.settings.machine_checks import check_kernels
+from longctx.settings.run import row_length
+from longctx.training.checkpoint.masters import loaded_in_fp32
+from longctx.training.engines import settle_fsdp
+from longctx.training.trainer import SequenceTrainer
+
+
+def load(prepared: PreparedRun) -> PreTrainedModel:
+    """Read the weights, on all ranks together.
+
+    Raises:
+        ValueError: if they cannot be read, or the model could not be saved after training.
+    """
+    settings = prepared.run.settings
+    name = settings["model_name_or_path"]
+    # Parameters on NVMe are written there while the model is loaded, as they are trained.
+    on_nvme = prepared.run.levers.offload_param_device == NVME
+    with nullcontext() if on_nvme else loaded_in_fp32():
+        model = together(
+            lambda: load_model(
+                name,
+                prepared.run.model_config,
+                dtype=settings["dtype"],
+                revision=settings["model_revision"],
+                quantization=quantization_of(settings),
+            )
+        )
+    parts = [model.config, model.generation_config, prepared.tokenizer] if prepared.args.should_save else []
+    together(lambda: check_savable(name, parts))
+    return model
+
+
+def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
+    """Put sequence parallelism into the model, and give it its data."""
+    run, args, settings = prepared.run, prepared.args, prepared.run.settings
+    _check_kernels(prepared, model)
+    if run.liger_parts is not None:
+        _install_liger(prepared, model, run.liger_parts)
+    model, sequence = parallelize(
+        model,
+        run.dims.sp,
+        sp_backend=run.backend.name if run.dims.sp > 1 else "auto",
+        ring_size=run.dims.ring if BACKENDS[run.backend.name].has_ring_size else None,
+        dp_replicate=run.dims.dp_replicate,
+        device=args.device,
+        **run.levers.parallelize_arguments(),
+    )
+    if run.has_group:
+        limit_waiting(timedelta(seconds=settings["ddp_timeout"]))
+    if settings["use_peft"]:
+        model = add_adapter(model, settings)
+    collator = SequenceCollator(
+        pad_token_id=prepared.tokenizer.pad_token_id,
+        pad_to_multiple_of=settings["pad_to_multiple_of"],
+        padding_free=settings["packing"] or settings["padding_free"],
+    )
+    trainer = SequenceTrainer(
+        model,
+        args,
+        sequence=sequence,
+        rows=prepared.data.rows,
+        collator=collator,
+        documents=prepared.data.documents,
+        processing_class=prepared.tokenizer,
+        costs=prepared.data.costs,
+        report=prepared.data.report,
+        mixture=prepared.data.mixture,
+        eval_rows=prepared.data.evaluation.rows if prepared.data.evaluation else None,
+        data_identity=prepared.data_identity,
+        on_nonfinite=settings["on_nonfinite"],
+        base_config=run.model_config if changes_base(settings) else None,
+    )
+    if run.engine == "fsdp2":
+        settle_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)
+    if run.levers.activation_offloading and run.use_cpu:
+        trainer.maybe_activation_offload_context = SavedOnHost()
+    return trainer
+
+
+def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
+    """Refuse on all ranks together what `check_kernels` refuses."""
+    run, device = prepared.run, select_device(prepared.args.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    found = gathered(together(lambda: (name, attention_kernel(prepared, model).name)))
+    share = -(-row_length(run.settings) // run.dims.ring)
+    together(lambda: check_kernels(found, min(run.settings["max_length"], share)))
+
+
+def _install_liger(prepared: PreparedRun, model: PreTrainedModel, parts: tuple[str, ...]) -> None:
+    """Put Liger's kernels into the model, once every rank has compared them with torch's operators."""
+    device = select_device(prepared.args.device)
+    together(lambda: check_liger(model.config, parts, device, _activation_dtype(prepared, model)))
+    install_liger(model, parts)
+
+
+def attention_kernel(prepared: PreparedRun, model: PreTrainedModel) -> Kernel:
+    """The kernel that computes attention in training."""
+    return kernel_of(model.config, prepared.args.device, _activation_dtype(prepared, model))
+
+
+def _activation_dtype(prepared: PreparedRun, model: PreTrainedModel) -> torch.dtype:
+    return torch.bfloat16 if prepared.args.bf16 else model.dtype

@@ -1,0 +1,143 @@
+"""Processes and data of a run, before any weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from trl import SFTConfig
+
+from longctx.attention.choice import Documents
+from longctx.attention.cost import measured
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.model.load import is_template_file, load_tokenizer, take_chat_template
+from longctx.ranks.agreement import first_ranks, together
+from longctx.run.output import check_hub, settle_output
+from longctx.run.processes import agree, degrees, start_processes
+from longctx.run.resumption import checkpoint_to_resume
+from longctx.settings.run import Run
+from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
+from longctx.training.engines import settle_deepspeed
+from longctx.training.fingerprint import compare_files, data_identity
+from longctx.training.schedule import check_learning_rates, check_training_steps
+
+SAMPLED_ROWS = 8
+"""Micro-batches that stand for all when a backend is chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """Processes are up and data is ready; no weights are loaded."""
+
+    run: Run
+    args: SFTConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: TrainingRows | StreamedRows
+    data_identity: Callable[[], Mapping[str, Any]]
+    """What the rows are made from, by name; all of them are read for it, once, where a checkpoint asks for it."""
+    resume_from: Path | None
+    """The checkpoint to go on from."""
+
+
+def prepare(run: Run) -> PreparedRun:
+    """Start the process group, then load, tokenise and pack the data.
+
+    Raises:
+        ValueError: for data that cannot be trained on as asked.
+    """
+    settings = run.settings
+    start_processes(run)
+    args = SFTConfig(**run.training_arguments() | degrees(run))
+    if dist.is_initialized():
+        agree(run, args)
+        settle_output(args)
+    if args.max_steps > 0:
+        together(lambda: check_learning_rates(args, args.max_steps))
+    together(lambda: check_hub(args))
+    if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
+        args._n_gpu = 1
+    if run.engine == "deepspeed":
+        settle_deepspeed(
+            args.deepspeed_plugin.deepspeed_config,
+            run.levers,
+            ModelSizes.of_config(run.model_config),
+            num_ranks=run.dims.world_size,
+            use_cpu=run.use_cpu,
+        )
+    tokenizer = together(lambda: _tokenizer(settings, run.model_config))
+    data = prepare_rows(settings, tokenizer, run.model_config)
+    together(lambda: check_training_steps(args, data.rows, run.dims.dp))
+    files = compare_files(run.settings, run.model_config, data, args)
+    run = _with_data(run, args, data)
+    identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
+    return PreparedRun(
+        run=run,
+        args=args,
+        tokenizer=tokenizer,
+        data=data,
+        data_identity=identity,
+        resume_from=checkpoint_to_resume(run, args, identity),
+    )
+
+
+def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:
+    """The run with its backend modelled, and chosen where it is `auto`, by the packs there are. Rank 0 decides.
+
+    Of a stream none are known, and the choice stays.
+    """
+    if run.dims.sp == 1 or isinstance(data, StreamedRows) or not len(data.rows):
+        return run
+    setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
+    decided = first_ranks(run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None)
+    assert decided is not None, "rank 0 decides"
+    return run.spread_as(decided)
+
+
+def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:
+    """The documents of a few micro-batches, from packs all over the data set."""
+    num_rows = min(SAMPLED_ROWS, len(data.rows))
+    packs = np.linspace(0, len(data.rows) - 1, num_rows * args.per_device_train_batch_size).round().astype(int)
+    lengths = [data.rows[int(pack)]["seq_lengths"] for pack in packs]
+    rows = [np.concatenate(lengths[i::num_rows]) for i in range(num_rows)]
+    mean = np.concatenate(rows).mean()
+    return Documents(rows=rows, source=f"{num_rows} sampled rows, documents of {mean:,.0f} tokens on average")
+
+
+def prepare_data(run: Run) -> TrainingRows:
+    """Load, tokenise and pack in this process alone, for later runs to find on disk; no weights are read.
+
+    Raises:
+        ValueError: for data that cannot be trained on as asked.
+    """
+    data = prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
+    assert isinstance(data, TrainingRows), "--prepare_only is refused for a stream"
+    return data
+
+
+def _tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(
+        settings["model_name_or_path"],
+        revision=settings["model_revision"],
+        trust_remote_code=settings["trust_remote_code"],
+    )
+    for kind in ("eos_token", "pad_token"):
+        if settings[kind] is not None:
+            if settings[kind] not in tokenizer.get_vocab():
+                raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Name one that is.")
+            setattr(tokenizer, kind, settings[kind])
+    path = settings["chat_template_path"]
+    if path and not is_template_file(path):
+        take_chat_template(tokenizer, path)
+    vocab_size = model_config.get_text_config().vocab_size
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocab_size:
+        raise ValueError(
+            f"The tokenizer's pad token {tokenizer.pad_token!r} has number {tokenizer.pad_token_id}, and the model has "
+            f"embeddings for 0 to {vocab_size - 1}. Name a token that both have with --pad_token."
+        )
+    return tokenizer

@@ -1,0 +1,111 @@
+"""The processes of a run: they start with their engine, agree on what was decided, and end together."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch.distributed as dist
+from trl import SFTConfig
+
+import longctx
+from longctx.launch.network import choose_interface
+from longctx.launch.restarts import renew_store
+from longctx.ranks.agreement import check_agreement, together
+from longctx.ranks.watchdog import leave
+from longctx.settings.run import Run
+from longctx.settings.versions import MINIMUM_VERSIONS, REQUIRED_VERSIONS
+from longctx.training.checkpoint import candidates
+from longctx.training.engines import (
+    load_on_every_rank,
+    offload_fsdp,
+    promote,
+    start_on_cpu,
+    start_on_gpu,
+    stay_on_cpu,
+)
+
+
+def start_processes(run: Run) -> None:
+    """Hand the engine to accelerate, and start the process group where there is one."""
+    settings = run.settings
+    if run.has_group:
+        renew_store()
+        choose_interface(os.environ)
+    if run.promotes_engine:
+        promote(run.engine)
+    if run.engine == "fsdp2" and settings["load_in_4bit"]:
+        load_on_every_rank()
+    if run.engine == "fsdp2" and run.levers.offload_param_device == "cpu":
+        offload_fsdp()
+    if run.use_cpu:
+        stay_on_cpu()
+    if run.has_group:
+        timeout = timedelta(seconds=settings["ddp_timeout"])
+        if run.use_cpu:
+            start_on_cpu(run.engine, timeout)
+        else:
+            start_on_gpu(timeout, settings.get("ddp_backend"))
+
+
+def degrees(run: Run) -> dict[str, object]:
+    """What accelerate is told of the mesh: replicas of HSDP, and shards, which sequence groups are a part of.
+
+    It makes FSDP2's mesh from them, of the kind of device that it runs on. Told of none, it leaves the mesh to torch,
+    which takes GPUs wherever it sees one, those of a run on the CPU too.
+    """
+    if run.dims.dp_replicate == 1 and not (run.engine == "fsdp2" and run.use_cpu):
+        return {}
+    from accelerate import ParallelismConfig
+
+    shards = run.dims.world_size // run.dims.dp_replicate
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=run.dims.dp_replicate, dp_shard_size=shards)}
+
+
+def agree(run: Run, args: SFTConfig) -> None:
+    """Check, on all ranks together, that they have decided the same.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    check_agreement(together(partial(_decided, run, args)))
+
+
+_OF_A_NODE = (
+    "dataset_name",
+    "disable_tqdm",
+    "hub_token",
+    "local_rank",
+    "log_level",
+    "log_level_replica",
+    "logging_dir",
+    "model_name_or_path",
+    "output_dir",
+    "report_to",
+    "run_name",
+)
+"""Settings that nodes may differ in: reports, and where files are, which are compared by their contents."""
+
+
+def _decided(run: Run, args: SFTConfig) -> dict[str, str]:
+    """What all ranks have to have in common: settings, what followed from them and from the node, and releases."""
+    settings = {name: value for name, value in run.settings.items() if name not in _OF_A_NODE}
+    packages = (*REQUIRED_VERSIONS, *MINIMUM_VERSIONS.get(run.engine, {}))
+    decided = {f"--{name}": getattr(value, "value", value) for name, value in settings.items()}
+    decided |= {"mesh": run.dims, "backend": run.backend.name, "engine": run.engine}
+    decided |= {"longctx": longctx.__version__} | {package: version(package) for package in packages}
+    if run.settings["resume_from_checkpoint"] is not None:
+        found = candidates(str(run.settings["resume_from_checkpoint"]), Path(args.output_dir))
+        decided["checkpoints"] = [folder.name for folder in found]
+    return {name: str(value) for name, value in decided.items()}
+
+
+def finish() -> None:
+    """Leave the process group together."""
+    leave()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

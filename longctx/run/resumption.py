@@ -1,0 +1,67 @@
+"""The checkpoint that a run goes on from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from trl import SFTConfig
+
+from longctx.ranks.agreement import check_agreement, sharing, together
+from longctx.settings.run import Run
+from longctx.training.checkpoint import (
+    MANIFEST,
+    Manifest,
+    candidates,
+    check_files,
+    check_same,
+    check_side_files,
+    optimization_flags,
+    read_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, Any]]) -> Path | None:
+    """The one that --resume_from_checkpoint means, whole and of this run's data. All ranks look at a part of it.
+
+    Raises:
+        CheckpointError: where there is none, or it is not.
+    """
+    asked = run.settings["resume_from_checkpoint"]
+    if asked is None:
+        return None
+    for folder in candidates(str(asked), Path(args.output_dir)):
+        owners = sharing(folder)
+        among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
+        try:
+            manifest = together(partial(read_manifest, folder))
+            together(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
+            together(partial(check_side_files, folder, manifest, args.process_index))
+            if dist.is_initialized():
+                check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
+        except ValueError as error:
+            if asked != "auto" or any(owners):  # nodes that have it in parts: the run is to go on from it
+                raise
+            if args.process_index == 0:
+                logger.warning("%s An earlier one is looked for.", error)
+            continue
+        together(partial(_check_same, run, args, manifest, folder, identity))
+        return folder
+    return None
+
+
+def _check_same(
+    run: Run, args: SFTConfig, manifest: Manifest, folder: Path, identity: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Rank 0 reads the data for all."""
+    if args.process_index != 0:
+        return
+    sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
+    flags = optimization_flags(args)
+    check_same(manifest, folder, sequences_per_step=sequences, data=identity(), optimization=flags)

@@ -1,0 +1,120 @@
+"""Train, with what is printed before and after."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+from transformers import EarlyStoppingCallback, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from longctx.data import DataError, name_data
+from longctx.launch.failures import FollowSteps
+from longctx.model.adapter import add_adapter
+from longctx.model.load import count_parameters, count_trained_parameters, load_model
+from longctx.report.page import reported
+from longctx.run.model import attention_kernel, build_trainer
+from longctx.run.preparation import PreparedRun
+from longctx.settings.run import Run
+from longctx.training.profiling import ProfileSteps
+from longctx.training.reference import single_device_step
+from longctx.training.trainer import SequenceTrainer
+
+
+def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
+    """Train, and save the model and trainer_state.json in output_dir; or, stopped by a signal, a checkpoint there."""
+    run = prepared.run
+    trainer = build_trainer(prepared, model)
+    trainer.add_callback(FollowSteps())
+    if run.settings["profile"]:
+        trainer.add_callback(
+            ProfileSteps(trainer.args.output_dir, run.settings["profile_steps"], trainer.sequence.rank)
+        )
+    if (patience := run.settings["early_stopping_patience"]) is not None:
+        trainer.add_callback(EarlyStoppingCallback(patience, run.settings["early_stopping_threshold"]))
+    disable_progress_bar()  # of every file that is saved; the run has a bar of its own
+    is_first = trainer.sequence.rank == 0
+    if is_first:
+        print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
+    with reported(run, trainer):
+        trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
+        if is_first and trainer.stream_read is not None:
+            read = trainer.stream_read
+            print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
+            print("".join(f"longctx: mixture   {source}\n" for source in trainer.mixture_read()), end="", flush=True)
+        if trainer.stop_on_signal.stopped_by is None:
+            _check_labels_seen(trainer, run)
+            if is_first and trainer.has_stopped_early:
+                print(f"longctx: {_stopped_early(trainer, run.settings['early_stopping_patience'])}", flush=True)
+            trainer.save_results()
+    if trainer.stop_on_signal.stopped_by is not None:
+        return trainer
+    if trainer.args.push_to_hub:  # the page above with the rest
+        trainer.push_results()
+    if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
+        print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
+    return trainer
+
+
+def _check_labels_seen(trainer: SequenceTrainer, run: Run) -> None:
+    """Check that a stream, whose documents are not known beforehand, had something to learn. Called after training.
+
+    Raises:
+        DataError: if no step had a token with a label, so that nothing was trained.
+    """
+    if trainer.stream_read is not None and not trainer.has_seen_labels:
+        raise DataError(
+            f"the stream of {name_data(run.settings)} had no token with a label in {trainer.state.global_step} steps: "
+            f"{trainer.stream_read.report}. Nothing was trained, and no model is saved. Use a longer --max_length, or "
+            "--overlong split."
+        )
+
+
+def _stopped_early(trainer: SequenceTrainer, patience: int) -> str:
+    state, metric = trainer.state, str(trainer.args.metric_for_best_model).removeprefix("eval_")
+    best = f"eval_{metric} {state.best_metric:.6g}"
+    return f"stopped early after step {state.global_step}: {patience} evaluations in a row were no better than {best}"
+
+
+def _sizes(prepared: PreparedRun, model) -> list[str]:
+    """The lines that need the data and the model: batch equation, tokens, kernel."""
+    dims, args, settings = prepared.run.dims, prepared.args, prepared.run.settings
+    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    sequences = micro * dims.dp * accumulation
+    length = settings["max_length"]
+    kernel = attention_kernel(prepared, model)
+    asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
+    adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
+    return [
+        f"packing   {prepared.data.report or 'as the stream is read; the counts come at the end of the run'}",
+        *(f"mixture   {source}" for source in prepared.data.mixture),
+        *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
+        *([f"resume    from {prepared.resume_from}"] if prepared.resume_from else []),
+        f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "
+        f"sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
+        f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",
+        f"model     {count_parameters(model):,} parameters{adapter}, attention kernel {kernel.name} "
+        f"(packed-exact{asked})",
+    ]
+
+
+def first_step_batches(trainer: SequenceTrainer, dp_rank: int) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches that data-parallel rank `dp_rank` sees in the first optimizer step, uncut."""
+    step = islice(trainer.micro_batches(dp_rank), trainer.args.gradient_accumulation_steps)
+    return [trainer.data_collator(rows) for rows in step if rows]
+
+
+def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
+    """Compare the first logged step with the same step on one device, from the same weights."""
+    batches = [batch for dp_rank in range(run.dims.dp) for batch in first_step_batches(trainer, dp_rank)]
+    model = load_model(run.settings["model_name_or_path"], run.model_config)
+    if run.settings["use_peft"]:
+        model = add_adapter(model, run.settings)
+    loss, grad_norm = single_device_step(model, batches, trainer.args.label_smoothing_factor)
+    logged = trainer.state.log_history[1]  # after the packing report
+    difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
+    precisions = ("in bf16 ", "in fp32 ") if trainer.args.bf16 else ("", "")
+    return (
+        f"step 1 {precisions[0]}matched one device {precisions[1]}to {difference:.0e} "
+        f"(loss {logged['loss']:.6f} and {loss:.6f}, gradient norm {logged['grad_norm']:.6f} and {grad_norm:.6f})"
+    )

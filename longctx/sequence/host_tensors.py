@@ -1,0 +1,70 @@
+"""Host memory for what a device cannot hold all at once: pinned where there is a GPU, so that copies do not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+_allocating: ContextVar[bool] = ContextVar("allocating_host_memory", default=False)
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """CPU tensors made in here are host memory by intent. On a machine without a GPU all tensors are on the CPU, and
+    `longctx.forecast.memory_trace` tells by this which of them would not be on the device.
+    """
+    token = _allocating.set(True)
+    try:
+        yield
+    finally:
+        _allocating.reset(token)
+
+
+def allocates_host_memory() -> bool:
+    """Whether `host_memory` is entered."""
+    return _allocating.get()
+
+
+def host_empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised host tensor that tensors of `device` are copied to and from."""
+    with host_memory():
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on a device, or a tensor of the device itself.
+
+    A GPU copies from pinned memory: for other memory the host would wait until the GPU has done all that was asked of
+    it before.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class SavedOnHost(saved_tensors_hooks):
+    """What autograd saves in here waits in host memory; weights stay where they are.
+
+    TRL's `OffloadActivations` does this with copies that overlap with a GPU's work, and needs a GPU. This one is for
+    machines without, where a run has to be the same but for memory, and a tracer sees what would be on a device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_to_host, _from_host)
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    if isinstance(tensor, nn.Parameter | DTensor):
+        return tensor
+    host = host_empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.device, host.copy_(tensor)
+
+
+def _from_host(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], copy=True)

@@ -1,0 +1,123 @@
+"""Cut a batch over the ranks of a sequence group, and put it together again.
+
+The only place that cuts batches and shifts labels. Labels are shifted before the cut, since a token's target may
+lie on another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longctx.data import IGNORE_INDEX
+from longctx.ring.planner import plan_ring
+from longctx.sequence.batch import BatchLayout, ShardedBatch
+from longctx.sequence.host_tensors import send
+from longctx.sequence.mesh import ParallelDims
+
+
+def complete_position_ids(batch: Mapping[str, Tensor]) -> Tensor:
+    """int64 [B, S] positions that restart at 0 with every document and with the padded tail.
+
+    Taken from the batch where it has them, else made from a right-padded `attention_mask` or none.
+
+    Raises:
+        ValueError: for left padding, or positions that do not count up from 0 within each row.
+    """
+    position_ids = batch.get("position_ids")
+    if position_ids is None:
+        position_ids = _positions_from_mask(batch["input_ids"], batch.get("attention_mask"))
+    steps = position_ids[:, 1:] - position_ids[:, :-1]
+    if (position_ids[:, 0] != 0).any() or ((steps != 1) & (position_ids[:, 1:] != 0)).any():
+        raise ValueError(
+            "position_ids must start at 0 in every row and then either count up by 1 or restart at 0 where a "
+            "document begins; left-padded and re-ordered rows cannot be cut exactly. Make the batch with "
+            "longctx.collate.SequenceCollator, or pad on the right."
+        )
+    return position_ids
+
+
+def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
+    """labels [B, S] -> [1, B·S]: what each token has to predict, −100 at the last token of every document."""
+    targets = labels.masked_fill(position_ids == 0, IGNORE_INDEX).reshape(1, -1)
+    return torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Tokens of the batch that are learnt: labels that are not −100 and not a document's first token."""
+    labels = batch["labels"].masked_fill(complete_position_ids(batch) == 0, IGNORE_INDEX)
+    return int((labels != IGNORE_INDEX).sum())
+
+
+def plan_batch(position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = None) -> BatchLayout:
+    """Decide which rank of a sequence group holds which token of a batch with these [B, S] positions.
+
+    Args:
+        sp_rank: work out what this rank does at every hop as well, which otherwise happens in the first layer.
+
+    Raises:
+        ValueError: if B·S is no multiple of what the degrees need.
+    """
+    rows, length = position_ids.shape
+    if (rows * length) % dims.multiple:
+        raise ValueError(
+            f"A batch of {rows} × {length} tokens cannot be cut evenly: ring {dims.ring} × ulysses {dims.ulysses} "
+            f"needs a multiple of {dims.multiple} tokens. Pass pad_to_multiple_of={dims.multiple} to the collator."
+        )
+    starts = np.flatnonzero(position_ids.reshape(-1).cpu().numpy() == 0)
+    cu_seqlens = np.append(starts, rows * length).astype(np.int64)
+    plan = plan_ring(cu_seqlens, dims.ring) if dims.ring > 1 else None
+    if plan is not None and sp_rank is not None:
+        plan.shard(sp_rank // dims.ulysses)
+    return BatchLayout(shape=(rows, length), cu_seqlens=cu_seqlens, sp=dims.sp, plan=plan)
+
+
+def shard_tokens(tokens: Tensor, layout: BatchLayout, sp_rank: int) -> Tensor:
+    """[B, S, ...] or [1, B·S, ...] -> [1, T/P, ...]: the tokens that rank `sp_rank` holds, in its order."""
+    flat = tokens.reshape(1, layout.num_tokens, *tokens.shape[2:])
+    held = slice(sp_rank * layout.local_length, (sp_rank + 1) * layout.local_length)
+    if layout.plan is None:
+        return flat[:, held]
+    return flat.index_select(1, send(torch.from_numpy(layout.plan.permutation[held]), flat.device))
+
+
+def unshard_tokens(shards: Tensor, layout: BatchLayout) -> Tensor:
+    """[P, T/P, ...], one row a rank, -> [B, S, ...]: the exact inverse of `shard_tokens`."""
+    flat = shards.reshape(layout.num_tokens, *shards.shape[2:])
+    if layout.plan is not None:
+        order = send(torch.from_numpy(layout.plan.permutation), flat.device)
+        flat = torch.empty_like(flat).index_copy_(0, order, flat)
+    return flat.reshape(*layout.shape, *shards.shape[2:])
+
+
+def check_shard_length(shard: ShardedBatch, log_probs: Tensor, num_layers: int) -> None:
+    """Check, after a forward pass, that every layer worked on S/sp tokens: a cut that did not happen is silent.
+
+    Args:
+        log_probs: of the model's output, [1, T/P] where the cut did happen.
+    """
+    assert shard.context.calls == num_layers, (
+        f"{shard.context.calls} of {num_layers} attention layers went through longctx; the others would not see "
+        "the other ranks' tokens"
+    )
+    assert log_probs.dtype.itemsize >= 4, f"per-token losses are {log_probs.dtype}; their sum would be rounded"
+    assert log_probs.shape == (1, shard.layout.local_length), (
+        f"the model's output has shape {tuple(log_probs.shape)}, expected one row of {shard.layout.local_length} "
+        f"tokens: {shard.layout.num_tokens} over sp {shard.layout.sp}"
+    )
+
+
+def _positions_from_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    if attention_mask is None:
+        return positions
+    lengths = attention_mask.sum(1, keepdim=True)
+    if not torch.equal(attention_mask.bool(), positions < lengths):
+        raise ValueError(
+            "attention_mask must be ones followed by zeros in every row (right padding) where a batch has no "
+            "position_ids. Set padding_side='right', or make the batch with longctx.collate.SequenceCollator."
+        )
+    return torch.where(positions < lengths, positions, positions - lengths)

@@ -1,0 +1,70 @@
+"""How ranks that share a sequence attend to it, and the memory options that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from longctx.attention.backends import BACKENDS
+from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend, chunking_backend
+from longctx.attention.cost import Setup
+from longctx.forecast.memory_options import PROFILE_LEVERS, asked_levers, prefers_ulysses
+from longctx.settings.checks import check
+from longctx.settings.profile import LaunchProfile
+from longctx.settings.profile_values import agree
+from longctx.settings.run import given_multiple, row_length
+from longctx.settings.values import Values
+from longctx.ulysses import ulysses_remedy
+
+
+def ask_levers(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str, Any]]:
+    """Return the memory levers that a flag or the profile sets, by flag."""
+    asked = asked_levers(values, values.flags.explicit)
+    for name in PROFILE_LEVERS:
+        if (agreed := agree(values.flags, name, profile.levers.get(name), name)) is not None:
+            asked[name] = agreed
+    if profile.activation_checkpointing:  # the trainer's, which keeps the ring's output
+        if asked.get("activation_checkpointing") is not True:
+            values = values.note("activation_checkpointing is on: the profile says fsdp_activation_checkpointing: true")
+        asked["activation_checkpointing"] = True
+        if profile.activation_checkpointing_offload:
+            asked["activation_offloading"] = True
+    return values, asked
+
+
+def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any]) -> tuple[str, BackendChoice]:
+    """Return what is wanted, and what it comes to before the data is known.
+
+    A sequence-chunked step makes `auto` want Ulysses, where it can be.
+    """
+
+    def choice(name: str) -> BackendChoice:
+        return choose_backend(
+            name,
+            setup,
+            assumed_documents(row_length(values), packed=values["packing"]),
+            ring_size=values.flags.ring_size,
+            pad_to_multiple_of=given_multiple(values.flags),
+        )
+
+    chunk_size = levers.get("sequence_chunk_size")
+    if chunk_size is not None and setup.num_linear_heads is None:
+        _check_chunks(chunk_size, wanted, setup)
+    chunks = prefers_ulysses(values["memory"], levers) and not setup.num_linear_heads
+    if wanted == "auto" and setup.sp > 1 and chunks and (name := chunking_backend(setup)) is not None:
+        return name, replace(choice(name), reason="auto: the sequence-chunked step runs on it")
+    return wanted, choice(wanted)
+
+
+@check("sequence_chunk_size", "sp", "sp_backend")
+def _check_chunks(size: int, backend: str, setup: Setup) -> None:
+    """Check that a sequence-chunked step has a backend that it can run on."""
+    remedy = ulysses_remedy(setup.num_heads, setup.sp)
+    if setup.sp > 1 and backend != "auto" and not BACKENDS[backend].can_chunk:
+        raise ValueError(
+            f"--sequence_chunk_size {size} with --sp_backend {backend}: chunks that wait in host memory do not travel "
+            f"round a ring. {remedy}"
+        )
+    if setup.num_heads % setup.sp:
+        raise ValueError(f"--sequence_chunk_size {size} with --sp {setup.sp}: {remedy}")

@@ -1,0 +1,178 @@
+"""What a run asks of a machine, checked before processes start: host memory, disks, and numbers that fit 32 bits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
+from longctx.forecast.closed_form import max_length, predict
+from longctx.forecast.machine_memory import available_host_memory
+from longctx.forecast.memory_options import NVME, Levers
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.settings.checks import check
+from longctx.settings.run import Run
+
+GIB = 2**30
+LARGEST_INT32 = 2**31 - 1
+LONGEST_SOCKET = 107
+"""Bytes of the path of a Unix socket."""
+
+
+def check_machine(run: Run, env: Mapping[str, str]) -> None:
+    """Check that this machine has room for a row, and for what is offloaded."""
+    check_row_length(
+        run.settings["max_length"],
+        run.settings["per_device_train_batch_size"],
+        heads=run.setup.num_heads // run.dims.ulysses,
+        ring=run.dims.ring,
+    )
+    check_worker_sockets(int(run.settings["dataloader_num_workers"] or 0), tempfile.gettempdir())
+    if not run.levers.offloads:
+        return
+    local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
+    # As if on devices, so that what it has on the host is what is offloaded.
+    setup = replace(run.memory_setup(min(local, run.dims.world_size)), is_cpu=False)
+    check_host_memory(setup, run.settings["max_length"], available_host_memory())
+    check_disks(run.levers, setup, use_cpu=run.use_cpu)
+
+
+@check("dataloader_num_workers")
+def check_worker_sockets(num_workers: int, folder: str) -> None:
+    """Check that data loader workers can make their sockets in the folder for temporary files.
+
+    A worker that cannot make one gives no batch, and its rank waits for ever.
+
+    Raises:
+        ValueError: if the folder's path is too long for the system's sockets.
+    """
+    longest = LONGEST_SOCKET - len("/pymp-12345678/listener-12345678")  # as multiprocessing calls them
+    if num_workers and len(os.fsencode(folder)) > longest:
+        raise ValueError(
+            f"--dataloader_num_workers {num_workers} needs sockets in {folder}, whose path has more than {longest} "
+            "bytes. Set TMPDIR to a shorter one, or use --dataloader_num_workers 0."
+        )
+
+
+@check("attn_implementation", "max_length")
+def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
+    """Check what the ranks compute attention with.
+
+    Args:
+        found: the device and the attention kernel of every rank, by name.
+        tokens: that a rank has of a document, at most.
+
+    Raises:
+        ValueError: if devices of one kind have different kernels, of which one was passed over on a rank alone; or if
+            the dense one is left for more tokens than it is for.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (device, kernel) in enumerate(found):
+        other, expected = first.setdefault(device, (rank, kernel))
+        if kernel != expected:
+            raise ValueError(
+                f"attention kernels differ on devices of one kind ({device}): {expected} on rank {other}, {kernel} on "
+                f"rank {rank}. The log of one of them says why it passes another one over. Install the same packages "
+                "on all nodes, and look whether that GPU is in order."
+            )
+    if tokens > DENSE_TOKENS and any(kernel == ShortDenseKernel.name for _, kernel in found):
+        raise ValueError(dense_refusal(tokens))
+
+
+@check("max_length", "offload_optimizer_device", "offload_param_device", "activation_offloading", "sequence_chunk_size")
+def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
+    """Check that the host has room for what is offloaded.
+
+    Args:
+        length: of a row, in tokens.
+        available: bytes of host memory that the run may take.
+
+    Raises:
+        ValueError: if more than that would be offloaded, with the categories and the length that fits.
+    """
+    host = predict(setup, length).host
+    needed = sum(host.values())
+    if needed <= available:
+        return
+    parts = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in host.items())
+    fits = max_length(setup, float("inf"), available)
+    shorter = f"--max_length {fits} fits" if fits else "no length fits"
+    raise ValueError(
+        f"What is offloaded needs about {needed / GIB:,.1f} GiB of host memory on this machine for its "
+        f"{setup.ranks_per_node} processes ({parts}), and {available / GIB:,.1f} GiB are available. {shorter}; or "
+        "leave out a lever that offloads, spread the run over more machines, or give the job more memory."
+    )
+
+
+@check("offload_optimizer_device", "offload_param_device")
+def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
+    """Check that DeepSpeed can write to NVMe here.
+
+    Raises:
+        ValueError: if a folder for NVMe offload cannot be written or has too little room, or DeepSpeed cannot build
+            what reads and writes it.
+    """
+    parameters = setup.model.num_parameters * setup.ranks_per_node / setup.world_size
+    bytes_each = {"optimizer": 12, "param": setup.element_size}  # fp32 weights and AdamW's two moments
+    on_disk = [kind for kind in bytes_each if getattr(levers, f"offload_{kind}_device") == NVME]
+    for kind in on_disk:
+        folder = Path(getattr(levers, f"offload_{kind}_nvme_path"))
+        _check_folder(f"--offload_{kind}_nvme_path", folder, bytes_each[kind] * parameters)
+    if on_disk and not _has_async_io(use_cpu):
+        raise ValueError(
+            "Offloading to nvme needs DeepSpeed's async_io, which cannot be built here: it needs a C++ compiler, ninja "
+            "and libaio's headers (apt install libaio-dev); ds_report says what is missing. Install them, or use cpu."
+        )
+
+
+@check("offload_optimizer_nvme_path", "offload_param_nvme_path")
+def _check_folder(flag: str, folder: Path, needed: float) -> None:
+    """Check that a folder for NVMe offload can be written, and has room."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"{flag} {folder} is no folder that can be written. Name one on a local SSD.")
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ValueError(
+            f"{flag} {folder} has {free / GIB:,.1f} GiB free, and about {needed / GIB:,.1f} GiB go there. Name a "
+            "folder with more, or spread the run over more machines."
+        )
+
+
+def _has_async_io(use_cpu: bool) -> bool:
+    if use_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+@check("max_length", "per_device_train_batch_size", "sp")
+def check_row_length(max_length: int, num_rows: int, *, heads: int, ring: int) -> None:
+    """Check that a row is not longer than attention kernels can count, in int32.
+
+    They count so the borders of documents in a row, and elements of the log-sum-exp, one for each head and token of a
+    call. All else, torch's kernels included, counts in 64 bits.
+
+    Args:
+        heads: query heads that a rank attends with.
+        ring: ranks that a rank's row is cut over.
+
+    Raises:
+        ValueError: for more than that holds.
+    """
+    row = f"--max_length {max_length} × --per_device_train_batch_size {num_rows}"
+    counts = {
+        "a row of {:,} tokens": max_length * num_rows,
+        f"{{:,}} sums of {heads} heads on a rank": -(-max_length * num_rows // ring) * heads,
+    }
+    for what, count in counts.items():
+        if count > LARGEST_INT32:
+            raise ValueError(
+                f"{row} is {what.format(count)}, and attention kernels count {LARGEST_INT32:,} at most, in int32. "
+                "Lower one of them, or raise --sp."
+            )

@@ -1,0 +1,126 @@
+"""Flags of a mixture of data sets: TRL's `datasets:`, and weights besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from trl.scripts.utils import DatasetConfig
+
+from longctx.settings.checks import check
+from longctx.settings.values import Values
+
+_OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
+"""Flags of a single data set, which TRL passes over beside `datasets`."""
+
+_NEEDS_DATASETS = ("streaming", "test_split_size", "dataset_weights", "dataset_stopping_strategy")
+
+
+@check("datasets", "dataset_name", "streaming")
+def take_mixture(values: Values) -> Values:
+    """Check that the data is a single set or a mixture.
+
+    `datasets` becomes a list of DatasetConfig, and its `streaming` is --dataset_streaming.
+
+    Raises:
+        ValueError: for what does not go together or is not built.
+    """
+    sources = [_source(entry) for entry in values["datasets"] or []]
+    values = values.set(datasets=sources)
+    if not sources:
+        return values.note(
+            *(f"--{name} has no effect without --datasets" for name in _NEEDS_DATASETS if values.is_given(name))
+        )
+    if values["dataset_name"] is not None:
+        paths = " ".join(source.path for source in sources)
+        raise ValueError(f"--dataset_name {values['dataset_name']} beside --datasets {paths}: keep one of the two.")
+    values = values.set(dataset_streaming=values["dataset_streaming"] or values["streaming"])
+    _check_shares(values, sources)
+    _check_test_split(values)
+    idle = [name for name in _OF_ONE if values.is_given(name)]
+    if values["dataset_weights"] is None and values.is_given("dataset_stopping_strategy"):
+        idle.append("dataset_stopping_strategy")
+    reasons = dict.fromkeys(_OF_ONE, "with --datasets: each names its own") | {
+        "dataset_stopping_strategy": "without --dataset_weights"
+    }
+    return values.note(*(f"--{name} has no effect {reasons[name]}" for name in idle))
+
+
+@check("datasets")
+def _source(entry: object) -> DatasetConfig:
+    """Check that an entry of `datasets` names a data set, and nothing that is not built.
+
+    Raises:
+        ValueError: for an entry that names no data set, or with keys that are not built.
+    """
+    values = asdict(entry) if isinstance(entry, DatasetConfig) else entry
+    if not isinstance(values, Mapping) or not isinstance(values.get("path"), str):
+        raise ValueError(f"datasets: {entry!r} is no data set. Expected '- path: FILE, FOLDER OR NAME' in each entry.")
+    if unknown := sorted(set(values) - set(DatasetConfig.__dataclass_fields__)):
+        raise ValueError(
+            f"datasets: {values['path']} sets {unknown[0]}, which is no key. There are path, name, split, columns and "
+            "fraction; weights are --dataset_weights."
+        )
+    source = DatasetConfig(**values)
+    for name in ("data_dir", "data_files"):
+        if getattr(source, name) is not None:
+            raise ValueError(
+                f"datasets: {source.path} sets {name} {getattr(source, name)}, which is not built. Name the file, "
+                "folder or glob itself: path: my_data/*.jsonl."
+            )
+    if source.columns is not None and not (
+        isinstance(source.columns, list) and all(isinstance(column, str) for column in source.columns)
+    ):
+        raise ValueError(f"datasets: {source.path} has columns {source.columns!r}; expected a list of names.")
+    return source
+
+
+@check("dataset_weights", "datasets", "dataset_streaming")
+def _check_shares(settings: Mapping[str, Any], sources: list[DatasetConfig]) -> None:
+    """Check that data sets are drawn by weights or by fractions, one for each."""
+    weights, fractions = settings["dataset_weights"], [source.fraction for source in sources]
+    if weights is not None:
+        if not isinstance(weights, list) or len(weights) != len(sources):
+            raise ValueError(f"--dataset_weights {weights} are not one for each of {len(sources)} --datasets.")
+        _check_positive("--dataset_weights", weights)
+        if any(fraction is not None for fraction in fractions):
+            raise ValueError("--dataset_weights beside a fraction in datasets: keep one of the two.")
+        return
+    if any(fraction is not None for fraction in fractions):
+        if any(fraction is None for fraction in fractions):
+            raise ValueError(f"datasets: fractions {fractions}: set it for all or for none, as in TRL.")
+        _check_positive("datasets: fractions", fractions)
+        if settings["dataset_streaming"]:
+            raise ValueError(
+                "datasets: a fraction in a stream, whose length nobody knows. Use --dataset_weights, or leave out "
+                "streaming."
+            )
+
+
+@check("dataset_weights", "datasets")
+def _check_positive(name: str, values: list[Any]) -> None:
+    """Check that each weight or fraction is above 0."""
+    if not all(isinstance(value, int | float) and 0 < value < math.inf for value in values):
+        raise ValueError(f"{name} {values}: each has to be a number above 0. Leave out a data set of weight 0.")
+
+
+@check("test_split_size", "dataset_streaming", "dataset_weights", "dataset_stopping_strategy")
+def _check_test_split(settings: Mapping[str, Any]) -> None:
+    """Check that what is evaluated on is a share of the documents, and none that is trained on."""
+    size = settings["test_split_size"]
+    if size is None:
+        return
+    if not 0 < size < 1:
+        raise ValueError(f"--test_split_size {size} is no share of the documents between 0 and 1.")
+    if settings["dataset_streaming"]:
+        raise ValueError(
+            f"--test_split_size {size} of a stream, whose length nobody knows. Leave it out, and evaluate on "
+            "--dataset_test_split of each data set."
+        )
+    if settings["dataset_weights"] is not None and settings["dataset_stopping_strategy"] == "all_exhausted":
+        raise ValueError(
+            f"--test_split_size {size} with --dataset_stopping_strategy all_exhausted would evaluate on documents that "
+            "are trained on, too, since it repeats some. Use all_exhausted_without_replacement."
+        )

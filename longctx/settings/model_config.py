@@ -1,0 +1,111 @@
+"""The model's configuration as it is trained: read, changed by flags, and one of those known to be exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from longctx.model.adapter import changes_base
+from longctx.model.allow_list import check_model
+from longctx.model.load import load_config
+from longctx.model.rope import extended, factor_for, parse_rope_scaling
+from longctx.model.tied_head import untie_as_stored
+from longctx.settings.checks import check
+from longctx.settings.values import Values
+
+_OWN_FLAGS = {
+    "attn_implementation": "attn_implementation",
+    "dtype": "dtype",
+    "revision": "model_revision",
+    "torch_dtype": "dtype",
+    "trust_remote_code": "trust_remote_code",
+}
+"""Keys of model_init_kwargs that are no part of the model's configuration, and the flags they have."""
+
+
+@check("model_name_or_path", "model_init_kwargs", "rope_scaling", "dtype")
+def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
+    """Check that the model, as these flags change it, is one that is trained exactly.
+
+    Raises:
+        ValueError: for a model that is not, or flags that set the same.
+    """
+    values = values.set(rope_scaling=parse_rope_scaling(values["rope_scaling"]))
+    overrides = _model_init_kwargs(values["model_init_kwargs"])
+    config = load_config(
+        values["model_name_or_path"],
+        revision=values["model_revision"],
+        trust_remote_code=values["trust_remote_code"],
+        **overrides,
+    )
+    if untie_as_stored(config, values["model_name_or_path"], revision=values["model_revision"]):
+        values = values.note(
+            "the head is not tied to the embeddings: the configuration says tie_word_embeddings true, but the model's "
+            "files hold a head with other values, which is trained and saved as it is"
+        )
+    if values["rope_scaling"] is not None:
+        if twice := sorted(overrides.keys() & {"rope_parameters", "rope_scaling", "max_position_embeddings"}):
+            raise ValueError(f"--rope_scaling and {twice[0]} in --model_init_kwargs set the same. Keep one of them.")
+        config = extended(config, values["rope_scaling"])
+    check_model(config)
+    if values["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
+        raise ValueError(
+            f"--dtype auto means {config.dtype} for {values['model_name_or_path']}, whose gradients underflow "
+            "without a scaled loss, which is not built. Use --dtype float32 or bfloat16."
+        )
+    return values.note(*_notes(values, config)), config
+
+
+def _notes(values: Values, config: PretrainedConfig) -> list[str]:
+    notes = []
+    if (scaling := values["rope_scaling"]) is not None:
+        context = config.get_text_config().max_position_embeddings
+        notes.append(
+            f"positions are scaled ({scaling['rope_type']}): {context:,} = {scaling['factor']:g} × the original context"
+        )
+    if changes_base(values):
+        notes.append(
+            "the adapter's folder gets a config.json, of the base model as it is trained, to load that model with: "
+            "AutoModelForCausalLM.from_pretrained(BASE, config=AutoConfig.from_pretrained(DIR)), then the adapter"
+        )
+    return notes
+
+
+@check("model_init_kwargs")
+def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Check that --model_init_kwargs is an object of keys of the configuration."""
+    try:
+        kwargs = json.loads(given) if isinstance(given, str) else dict(given or {})
+    except ValueError as error:
+        raise ValueError(f"--model_init_kwargs {given} is no JSON object: {error}") from None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"--model_init_kwargs {given} is no JSON object. Example: '{{\"attention_dropout\": 0.0}}'.")
+    for name in kwargs.keys() & _OWN_FLAGS.keys():
+        raise ValueError(f"--model_init_kwargs sets {name} {kwargs[name]}. Give it as --{_OWN_FLAGS[name]}.")
+    return kwargs
+
+
+@check("max_length", "rope_scaling")
+def limit_length(values: Values, config: PretrainedConfig) -> Values:
+    """Check that --max_length is not beyond what --rope_scaling extends the context to; unset, it is the context.
+
+    Raises:
+        ValueError: where it is.
+    """
+    context = config.get_text_config().max_position_embeddings
+    length = int(values["max_length"] or context)
+    if length > context and (scaling := values["rope_scaling"]) is not None:
+        factor = factor_for(length, round(context / scaling["factor"]))
+        raise ValueError(
+            f"--max_length {length} is beyond {context}, to which --rope_scaling with factor {scaling['factor']:g} "
+            f"extends the model's context. Use factor {factor}, or --max_length {context}."
+        )
+    if length > context:
+        values = values.note(
+            f"max_length {length:,} is beyond the model's context of {context:,}; positions are not rescaled, which "
+            f"--rope_scaling yarn:{factor_for(length, context)} would do"
+        )
+    return values.set(max_length=length)

@@ -1,0 +1,252 @@
+"""What the launcher's config file asks for, read from the environment that `accelerate launch` exports.
+
+A profile is input to us: its parallel degrees are ours to carry out, so the variables that would make accelerate
+shard by itself are removed before anything reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longctx.untrusted.files import check_file
+
+_PARALLELISM = "PARALLELISM_CONFIG_"
+_HANDLED_HERE = (
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "FSDP_ACTIVATION_CHECKPOINTING",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+)
+
+DEEPSPEED_FLAGS = {
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "adam_epsilon": "optimizer.params.eps",
+}
+"""Flags that a deepspeed_config_file can set as well, and where; `auto` there leaves them to the flag."""
+
+_OFFLOADS = {
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+}
+"""Flags by their place in a deepspeed_config_file; accelerate's own keys have the flags' names."""
+
+_SECTIONS = ("bf16", "fp16", "optimizer", "zero_optimization")
+"""Of a deepspeed_config_file, those that are read."""
+
+_COMMUNICATION = {"bf16": "bf16", "bfp16": "bf16", "fp32": "fp32"}
+"""DeepSpeed's names for the types that gradients are reduced in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchProfile:
+    """Settings of a config file; None where it leaves them to the flags."""
+
+    launched: bool
+    """Whether a launcher (accelerate, torchrun, deepspeed, srun) has set this process's rank and world size."""
+    by_accelerate: bool
+    """Whether that launcher was `accelerate launch`."""
+    engine: str | None
+    """deepspeed, fsdp2 or fsdp1; None for plain or single-device launches."""
+    zero_stage: int | None
+    cp: int | None
+    """Ranks of ring attention, parallelism_config_cp_size."""
+    sp: int | None
+    """Ranks of Ulysses, parallelism_config_sp_size."""
+    dp_replicate: int | None
+    dp_shard: int | None
+    tp: int
+    mixed_precision: str | None
+    """bf16, fp16 or fp8."""
+    gradient_accumulation_steps: int | None
+    gradient_clipping: float | None
+    micro_batch_size: int | None
+    activation_checkpointing: bool
+    """fsdp_activation_checkpointing. The trainer carries it out, since accelerate's would run the ring twice."""
+    activation_checkpointing_offload: bool
+    """fsdp_activation_checkpointing_offload: what checkpoints save is kept in host memory."""
+    unsupported: str | None
+    """A distributed type that longctx cannot use, such as Megatron-LM."""
+    use_cpu: bool = False
+    """use_cpu: true, or accelerate launch --cpu."""
+    only_one_started: bool = False
+    """Whether num_processes asks for several and accelerate, without a GPU, started this one alone."""
+    deepspeed_values: Mapping[str, Any] = field(default_factory=dict)
+    """What the deepspeed_config_file sets that flags set too, by flag; see DEEPSPEED_FLAGS."""
+    levers: Mapping[str, str] = field(default_factory=dict)
+    """What offloads and reduces otherwise than by default, by flag; see PROFILE_LEVERS."""
+
+
+def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
+    """Read the launcher's environment, and take our settings out of it so that accelerate does not act on them.
+
+    Raises:
+        ValueError: if the launcher started processes that know nothing of each other, or a file cannot be read.
+    """
+    env = os.environ if env is None else env
+    _check_connected(env)
+    if "LOCAL_SIZE" in env:  # DeepSpeed's launcher
+        env.setdefault("LOCAL_WORLD_SIZE", env["LOCAL_SIZE"])
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
+    degrees = {name: _integer(env.get(_PARALLELISM + name)) for name in _degree_names()}
+    deepspeed_file = _deepspeed_file(env)
+    precision = _deepspeed_precision(deepspeed_file) or env.get("ACCELERATE_MIXED_PRECISION", "no")
+    profile = LaunchProfile(
+        launched=_launched(env),
+        by_accelerate=by_accelerate,
+        engine=_engine(env),
+        zero_stage=_zero_stage(env, deepspeed_file),
+        cp=_above_one(degrees["CP_SIZE"]),
+        sp=_above_one(degrees["SP_SIZE"]),
+        dp_replicate=_above_one(degrees["DP_REPLICATE_SIZE"]),
+        dp_shard=_above_one(degrees["DP_SHARD_SIZE"]),
+        tp=degrees["TP_SIZE"] or 1,
+        mixed_precision=precision if precision in ("bf16", "fp16", "fp8") else None,
+        gradient_accumulation_steps=_integer(
+            env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") or deepspeed_file.get("gradient_accumulation_steps")
+        ),
+        gradient_clipping=_number(env.get("ACCELERATE_GRADIENT_CLIPPING") or deepspeed_file.get("gradient_clipping")),
+        micro_batch_size=_integer(deepspeed_file.get("train_micro_batch_size_per_gpu")),
+        activation_checkpointing=_flag(env, "ACCELERATE_USE_FSDP") and _flag(env, "FSDP_ACTIVATION_CHECKPOINTING"),
+        activation_checkpointing_offload=_flag(env, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
+        unsupported=_unsupported(env),
+        use_cpu=_flag(env, "ACCELERATE_USE_CPU"),
+        only_one_started=by_accelerate and not _launched(env) and "MASTER_ADDR" in env,
+        deepspeed_values=_deepspeed_values(deepspeed_file),
+        levers=_levers(env, deepspeed_file),
+    )
+    for name in [name for name in env if name.startswith(_PARALLELISM)] + list(_HANDLED_HERE):
+        env.pop(name, None)
+    return profile
+
+
+def default_config_file() -> Path | None:
+    """The file that `accelerate config` left behind and `accelerate launch` reads unasked, if there is one."""
+    from accelerate.commands.config.config_args import default_config_file as path
+
+    return Path(path) if Path(path).is_file() else None
+
+
+def _launched(env: Mapping[str, str]) -> bool:
+    return "RANK" in env and "WORLD_SIZE" in env
+
+
+def _check_connected(env: Mapping[str, str]) -> None:
+    """On the CPU, accelerate starts one process on each machine, or leaves it to mpirun: each would train alone."""
+    if _launched(env):
+        return
+    if not _flag(env, "ACCELERATE_USE_CPU"):
+        return
+    by_mpi = next((env[name] for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") if name in env), "1")
+    address = env.get("MASTER_ADDR", "localhost")
+    if by_mpi != "1" or address not in ("localhost", "127.0.0.1", "::1"):
+        started = f"mpirun started {by_mpi} processes" if by_mpi != "1" else f"main_process_ip is {address}"
+        raise ValueError(
+            f"{started}, and on the CPU accelerate does not connect processes: each would train alone. Run "
+            "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:29500 -m longctx.train … "
+            "on each machine."
+        )
+
+
+def _degree_names() -> tuple[str, ...]:
+    return ("CP_SIZE", "SP_SIZE", "DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE")
+
+
+def _engine(env: MutableMapping[str, str]) -> str | None:
+    if _flag(env, "ACCELERATE_USE_DEEPSPEED"):
+        return "deepspeed"
+    if _flag(env, "ACCELERATE_USE_FSDP"):
+        return "fsdp2" if env.get("FSDP_VERSION", "1") == "2" else "fsdp1"
+    return None
+
+
+def _zero_stage(env: MutableMapping[str, str], deepspeed_file: dict) -> int | None:
+    stage = _integer(env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"))
+    return _integer(deepspeed_file.get("zero_optimization", {}).get("stage", stage))
+
+
+def _deepspeed_file(env: MutableMapping[str, str]) -> dict:
+    path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if not path or path == "none":
+        return {}
+    try:
+        values = json.loads(check_file(Path(path)).read_text())
+        for name, part in [("the file", values), *((name, values.get(name, {})) for name in _SECTIONS)]:
+            if not isinstance(part, dict):
+                raise ValueError(f"{name} is {str(part)[:60]!r}, expected an object")
+        return values
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"deepspeed_config_file {path} cannot be read as JSON ({error}). Correct the path or the file."
+        ) from error
+
+
+def _deepspeed_precision(deepspeed_file: Mapping[str, Any]) -> str | None:
+    """bf16 or fp16 where the file switches one on; `auto` follows --bf16."""
+    enabled = (name for name in ("bf16", "fp16") if deepspeed_file.get(name, {}).get("enabled") is True)
+    return next(enabled, None)
+
+
+def _deepspeed_values(deepspeed_file: Mapping[str, Any]) -> dict[str, Any]:
+    """{flag: number} of DEEPSPEED_FLAGS, as far as the file has numbers there."""
+    values = {flag: _number(_at(deepspeed_file, path)) for flag, path in DEEPSPEED_FLAGS.items()}
+    return {flag: value for flag, value in values.items() if value is not None}
+
+
+def _at(deepspeed_file: Mapping[str, Any], path: str) -> Any:
+    """What the file has at `a.b.c`, or None."""
+    node: Any = deepspeed_file
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+def _levers(env: Mapping[str, str], deepspeed_file: Mapping[str, Any]) -> dict[str, str]:
+    """Offloading and reduction that the profile asks for; `none` and `auto` leave them to the flags."""
+    if _flag(env, "ACCELERATE_USE_FSDP"):
+        return {"offload_param_device": "cpu"} if _flag(env, "FSDP_OFFLOAD_PARAMS") else {}
+    levers: dict[str, Any] = {}
+    for flag, path in _OFFLOADS.items():
+        levers[flag] = _at(deepspeed_file, path) if deepspeed_file else env.get(f"ACCELERATE_DEEPSPEED_{flag.upper()}")
+    given = deepspeed_file.get("communication_data_type")
+    levers["communication_data_type"] = _COMMUNICATION.get(given, given) if given else None
+    return {flag: str(value) for flag, value in levers.items() if value not in (None, "none", "auto")}
+
+
+def _unsupported(env: MutableMapping[str, str]) -> str | None:
+    if _flag(env, "ACCELERATE_USE_MEGATRON_LM"):
+        return "MEGATRON_LM"
+    if _flag(env, "ACCELERATE_USE_SAGEMAKER"):
+        return "SAGEMAKER"
+    if env.get("PJRT_DEVICE") == "TPU":
+        return "XLA"
+    return None
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "false").lower() in ("true", "1", "yes")
+
+
+def _integer(value: object) -> int | None:
+    """An int, or None for a missing value, `auto` and `None`."""
+    try:
+        return int(str(value))
+    except ValueError:
+        return None
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(str(value))
+    except ValueError:
+        return None
+
+
+def _above_one(value: int | None) -> int | None:
+    return value if value is not None and value > 1 else None

@@ -1,0 +1,140 @@
+"""From flags, profile, environment and the model's config to one resolved run, in stages that change nothing in place.
+
+Nothing here starts a process, opens data or reads weights, so a bad combination costs seconds. What is checked between
+settings stands beside what is decided of them; `python -m longctx.settings` prints the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from longctx.attention.cost import Setup, devices_per_node
+from longctx.launch.spawn import device_count
+from longctx.layers.liger import check_liger_device, liger_parts
+from longctx.model.adapter import check_adapter, check_quantization
+from longctx.settings.backend import ask_levers, choose
+from longctx.settings.engine import choose_engine, choose_precision, clipping, precision_notes
+from longctx.settings.flags import Flags
+from longctx.settings.machine_checks import check_machine
+from longctx.settings.mixture import take_mixture
+from longctx.settings.model_config import configure_model, limit_length
+from longctx.settings.processes import Processes, check_dp_shard, count_processes
+from longctx.settings.profile import LaunchProfile
+from longctx.settings.profile_values import check_profile, take_profile
+from longctx.settings.ranges import check_numbers
+from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
+from longctx.settings.streaming import stream
+from longctx.settings.values import Values, check_counts, read_values
+from longctx.settings.versions import (
+    LIGER_VERSIONS,
+    PEFT_VERSIONS,
+    QLORA_VERSIONS,
+    REQUIRED_VERSIONS,
+    check_versions,
+)
+from longctx.training.checkpoint.files import candidates, check_writable
+
+
+def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run:
+    """Decide everything, or refuse.
+
+    Raises:
+        ValueError: for the first setting that cannot be carried out exactly, with its value, the limit, the remedy.
+    """
+    check_versions(REQUIRED_VERSIONS, "longctx")
+    check_profile(profile)
+    devices = device_count()
+
+    values = read_values(flags)
+    _check_output(values)
+    values = stream(take_mixture(values))
+    values, model_config = configure_model(values)
+    values, processes = count_processes(values, profile, env, devices)
+    use_cpu = processes.use_cpu
+    values = choose_precision(values, profile, use_cpu=use_cpu)
+    values = take_profile(values, profile)
+    check_numbers(values)  # those of the profile, too
+    check_counts(values)
+    values = limit_length(values, model_config)
+
+    setup = _attention_setup(values, model_config, processes, env, devices)
+    multiple = given_multiple(flags)
+    values, levers = ask_levers(values, profile)
+    wanted_backend, backend = choose(processes.wanted_backend, setup, values, levers)
+    dims = arrange(processes.world_size, backend, processes.dp_replicate)
+    check_dp_shard(profile, dims)
+    engine = choose_engine(flags, profile, backend, dims, use_cpu=use_cpu)
+    if values["use_peft"]:
+        check_versions(PEFT_VERSIONS, "--use_peft")
+        check_adapter(values, model_config, engine.name)
+    if values["use_liger_kernel"]:
+        values = _take_liger(values, model_config, use_cpu=use_cpu)
+    values = values.note(*precision_notes(values, engine.name, use_cpu=use_cpu))
+    values = values.set(
+        max_grad_norm=clipping(values["max_grad_norm"], engine.name), pad_to_multiple_of=pad_multiple(multiple, dims)
+    )
+    if values["measure_links"] and processes.sp == 1:
+        values = values.note("--measure_links has no effect at sp 1: no sequence is shared")
+
+    run = Run(
+        flags=flags,
+        settings=dict(values),
+        filled=values.filled,
+        model_config=model_config,
+        dims=dims,
+        wanted_backend=wanted_backend,
+        setup=setup,
+        backend=backend,
+        engine=engine.name,
+        engine_reason=engine.reason,
+        promotes_engine=engine.is_promoted,
+        zero_stage=engine.zero_stage,
+        asked_levers=levers,
+        checkpoints_by_default=bool(values["gradient_checkpointing"]),
+        use_cpu=use_cpu,
+        launched=profile.launched,
+        is_demo=values.is_demo,
+        notes=values.notes,
+    ).settled()
+    if values["load_in_4bit"]:
+        check_versions(QLORA_VERSIONS, "--load_in_4bit")
+        check_quantization(run.settings, model_config, engine.name, use_cpu)
+    check_machine(run, env)
+    return run
+
+
+def _check_output(values: Values) -> None:
+    """Check that checkpoints can be written, and that the one to resume from is there."""
+    output_dir = Path(values["output_dir"] or "trainer_output")  # as TrainingArguments have it
+    if not (values["prepare_only"] or values["dry_run"]):
+        check_writable(output_dir)
+    if values["resume_from_checkpoint"] is not None:
+        candidates(str(values["resume_from_checkpoint"]), output_dir)
+
+
+def _attention_setup(
+    values: Values, model_config: PretrainedConfig, processes: Processes, env: Mapping[str, str], devices: int
+) -> Setup:
+    """Return heads and speeds, as the choice of a backend needs them."""
+    use_cpu = processes.use_cpu
+    is_half = values["bf16"] or values["dtype"] == "bfloat16"
+    return Setup.of_model(
+        model_config,
+        processes.sp,
+        element_size=2 if is_half else 4,
+        device_name="CPU" if use_cpu or not torch.cuda.is_available() else torch.cuda.get_device_name(),
+        devices_per_node=devices_per_node(processes.world_size, env, 0 if use_cpu else devices),
+    )
+
+
+def _take_liger(values: Values, model_config: PretrainedConfig, *, use_cpu: bool) -> Values:
+    """Put the parts of the model that Liger computes into `liger_kernel_config`, or refuse."""
+    check_versions(LIGER_VERSIONS, "--use_liger_kernel")
+    parts = liger_parts(model_config, values["liger_kernel_config"])
+    if not values["prepare_only"]:
+        check_liger_device(use_cpu)
+    return values.set(liger_kernel_config=dict.fromkeys(parts, True))

@@ -1,0 +1,219 @@
+"""A resolved run: everything that is decided before processes start, and what it prints of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PretrainedConfig
+from trl import SFTConfig
+
+from longctx.attention.backends import BACKENDS
+from longctx.attention.choice import BackendChoice, Documents, choose_backend
+from longctx.attention.cost import Setup
+from longctx.data import name_data
+from longctx.forecast.memory_options import Levers, Place, resolve_levers
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.layers.liger import describe_liger
+from longctx.model.allow_list import num_linear_heads
+from longctx.sequence.mesh import ParallelDims
+from longctx.settings.checks import check
+from longctx.settings.flags import Flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that is decided before processes start."""
+
+    flags: Flags
+    settings: Mapping[str, Any]
+    """Every flag's final value: the user's, the profile's, the preset's or the default."""
+    filled: frozenset[str]
+    """Flags that nobody set and that the demo preset or our own defaults did."""
+    model_config: PretrainedConfig
+    dims: ParallelDims
+    wanted_backend: str
+    """As asked for, or auto."""
+    setup: Setup
+    """What the choice of a backend depends on, besides the data."""
+    backend: BackendChoice
+    engine: str
+    """deepspeed, fsdp2, fsdp1 or none (one process)."""
+    engine_reason: str
+    promotes_engine: bool
+    """Whether the launcher named no engine, so that we tell accelerate of ours."""
+    zero_stage: int | None
+    asked_levers: Mapping[str, Any]
+    """Memory levers that the user or the profile set, by flag."""
+    checkpoints_by_default: bool
+    """Whether activations are checkpointed where no lever says so."""
+    use_cpu: bool
+    launched: bool
+    is_demo: bool
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def must_spawn(self) -> bool:
+        """Whether this one process has to start the others."""
+        return not self.launched and self.has_group
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the run's processes form a group; DeepSpeed makes one of a single process, too."""
+        return self.dims.world_size > 1 or self.engine == "deepspeed"
+
+    @cached_property
+    def levers(self) -> Levers:
+        """Every memory lever, decided.
+
+        Raises:
+            ValueError: for one that the run has no place for.
+        """
+        place = Place(
+            backend_can_chunk=BACKENDS[self.backend.name].can_chunk,
+            engine=self.engine,
+            zero_stage=self.zero_stage,
+            use_cpu=self.use_cpu,
+            bf16=self.settings["bf16"],
+            local_tokens=-(-row_length(self.settings) // self.dims.sp),
+            has_linear_attention=bool(num_linear_heads(self.model_config)),
+        )
+        return resolve_levers(
+            self.settings["memory"],
+            self.asked_levers,
+            place,
+            checkpoints_by_default=self.checkpoints_by_default,
+        )
+
+    @property
+    def liger_parts(self) -> tuple[str, ...] | None:
+        """The parts of the model that Liger computes; None without --use_liger_kernel."""
+        return tuple(self.settings["liger_kernel_config"]) if self.settings["use_liger_kernel"] else None
+
+    def memory_setup(self, ranks_per_node: int) -> MemorySetup:
+        """What memory is predicted from."""
+        return MemorySetup.of_settings(
+            ModelSizes.of_config(self.model_config),
+            self.settings,
+            dims=self.dims,
+            backend=self.backend.name,
+            engine=self.engine,
+            zero_stage=self.zero_stage,
+            use_cpu=self.use_cpu,
+            ranks_per_node=ranks_per_node,
+        )
+
+    def settled(self) -> Run:
+        """The same run, its levers among the settings."""
+        return replace(self, settings={**self.settings, **self.levers.settings()})
+
+    def training_arguments(self) -> dict[str, Any]:
+        """Keywords for SFTConfig."""
+        chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
+        chosen["activation_offloading"] &= not self.use_cpu  # TRL's copies go by a GPU's streams; see longctx.run
+        chosen["use_cpu"] = self.use_cpu
+        chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.layers.liger has put them in place
+        chosen["pad_token"] = None  # the tokenizer has it already; TRL warns of the flag
+        if self.use_cpu and self.has_group:  # the state that launch.engines.start_on_cpu made
+            chosen["accelerator_config"] = {"use_configured_state": True}
+        return chosen
+
+    def choose_again(self, documents: Documents, setup: Setup) -> BackendChoice:
+        """The backend once the data, and maybe the links, are known: `auto` changes it for a much better one."""
+        choice = choose_backend(
+            self.wanted_backend,
+            setup,
+            documents,
+            ring_size=self.flags.ring_size,
+            pad_to_multiple_of=given_multiple(self.flags),
+            before=self.backend,
+        )
+        return choice if self.wanted_backend == "auto" else replace(choice, reason=self.backend.reason)
+
+    def spread_as(self, backend: BackendChoice) -> Run:
+        """The same run with another choice. The engine stays, since its processes are up."""
+        if backend.arrangement == self.backend.arrangement:
+            return replace(self, backend=backend).settled()
+        dims = arrange(self.dims.world_size, backend, self.dims.dp_replicate)
+        return replace(
+            self,
+            backend=backend,
+            dims=dims,
+            settings={**self.settings, "pad_to_multiple_of": pad_multiple(given_multiple(self.flags), dims)},
+            engine_reason=f"chosen before the data was known, for {self.backend.arrangement}",
+        ).settled()
+
+    def describe(self) -> list[str]:
+        """The resolved run, a line each."""
+        precision = "bf16" if self.settings["bf16"] else "fp32"
+        stage = f" ZeRO-{self.zero_stage}" if self.zero_stage is not None else ""
+        lines = [
+            f"mesh      {self.dims}",
+            f"backend   {self.backend.describe()}",
+            f"engine    {self.engine}{stage} ({self.engine_reason})",
+            f"device    {'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}",
+            f"memory    {self.levers.describe()}",
+            f"model     {self.settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})",
+            f"data      {name_data(self.settings)}, "
+            + ("packed" if self.settings["packing"] else "padding-free" if self.settings["padding_free"] else "padded")
+            + f", max_length {self.settings['max_length']:,}, overlong {self.settings['overlong']}, "
+            f"padded to a multiple of {self.settings['pad_to_multiple_of']}",
+        ]
+        if self.liger_parts is not None:
+            lines.append(f"liger     {describe_liger(self.liger_parts)}")
+        if changes := self._changes():
+            lines.append(f"{'preset   ' if self.is_demo else 'defaults '} {changes}")
+        return lines + [f"note      {note}" for note in self.notes]
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Values that nobody set and that differ from TRL's defaults."""
+        defaults = self.flags.values
+        return {name: self.settings[name] for name in sorted(self.filled) if self.settings[name] != defaults[name]}
+
+    def _changes(self) -> str:
+        """The same as text; in a run of one's own, beside TRL's."""
+        if self.is_demo:
+            return " ".join(f"--{name} {value}" for name, value in self.changed.items())
+        defaults = self.flags.values
+        return ", ".join(f"--{name} {value} (TRL: {defaults[name]})" for name, value in self.changed.items())
+
+
+def row_length(settings: Mapping[str, Any]) -> int:
+    """Tokens of the row that a micro-batch is flattened to."""
+    return int(settings["max_length"] * settings["per_device_train_batch_size"])
+
+
+@check("pad_to_multiple_of")
+def given_multiple(flags: Flags) -> int | None:
+    """Check that --pad_to_multiple_of is a number or auto; None where it follows from the backend."""
+    given = flags.pad_to_multiple_of if "pad_to_multiple_of" in flags.explicit else "auto"
+    if str(given).lower() in ("none", "null", "auto"):
+        return None
+    try:
+        wanted = int(str(given))
+    except ValueError:
+        raise ValueError(f"--pad_to_multiple_of {given} is neither a number nor auto.") from None
+    if wanted < 1:
+        raise ValueError(f"--pad_to_multiple_of {wanted} is below 1. Leave it out, or use a multiple of --sp.")
+    return wanted
+
+
+@check("pad_to_multiple_of", "sp", "ring_size")
+def pad_multiple(given: int | None, dims: ParallelDims) -> int:
+    """Check that the backend can cut a row of a multiple of --pad_to_multiple_of."""
+    if given is not None and given % dims.multiple:
+        raise ValueError(
+            f"--pad_to_multiple_of {given} is no multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
+            f"{dims.ulysses} needs. Leave it out, or use {math.lcm(given, dims.multiple)}."
+        )
+    return dims.multiple if given is None else given
+
+
+def arrange(world_size: int, backend: BackendChoice, dp_replicate: int) -> ParallelDims:
+    degrees = backend.arrangement
+    return ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)

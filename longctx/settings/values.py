@@ -1,0 +1,191 @@
+"""The values of all flags while a run is resolved. They are never changed: each stage returns others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from longctx.model.load import is_template_file
+from longctx.model.tiny import TINY
+from longctx.settings.checks import check
+from longctx.settings.flags import MACHINE_FLAGS, Flags
+from longctx.settings.ranges import check_numbers
+from longctx.settings.trl_flags import check_supported
+from longctx.training.profiling import BEFORE
+from longctx.training.schedule import check_length
+
+DEMO = {
+    "model_name_or_path": TINY,
+    "dataset_name": "stdlib",
+    "packing": True,
+    "max_length": 8192,
+    "overlong": "split",
+    "max_steps": 20,
+    "per_device_train_batch_size": 1,
+    "learning_rate": 4e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "output_dir": "longctx-output",
+}
+"""What runs without --model_name_or_path and --dataset_name."""
+
+DEFAULTS = {"packing": True, "max_length": None}
+"""Where a run of one's own differs from SFTConfig; max_length None stands for the model's context length."""
+
+ADAPTER_DEFAULTS = {"lora_dropout": 0.0}
+"""Where one with --use_peft differs from ModelConfig: dropout is refused."""
+
+KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""Transformers' names, and hub kernels besides: all ask for attention that keeps packed documents apart, which the
+kernel that is chosen and printed does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values(Mapping[str, Any]):
+    """Every flag's value at one stage, and what users are told of how it came about."""
+
+    flags: Flags
+    """As they were given."""
+    of: Mapping[str, Any]
+    """The values, by flag."""
+    filled: frozenset[str]
+    """Flags that nobody set and that the demo preset or our own defaults did."""
+    is_demo: bool
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.of[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.of)
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def is_given(self, name: str) -> bool:
+        """Return whether the user set the flag, on the command line or in --config."""
+        return name in self.flags.explicit
+
+    def set(self, **values: Any) -> Values:
+        """Return the same values but for these."""
+        return replace(self, of=MappingProxyType({**self.of, **values}))
+
+    def note(self, *notes: str) -> Values:
+        """Return the same values, with notes that are printed at the start of the run."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def read_values(flags: Flags) -> Values:
+    """Fill in the demo preset or our defaults, and check each flag by itself.
+
+    Raises:
+        ValueError: for the first flag that cannot be carried out exactly.
+    """
+    _check_machine_flags(flags)
+    values = _filled(flags)
+    check_numbers(values)
+    values = values.note(*check_supported(flags, values))
+    if values["early_stopping_patience"] is not None and values["metric_for_best_model"] is None:
+        values = values.set(metric_for_best_model="loss")
+    _check_degrees(values)
+    _check_max_length(values)
+    check_length(values["max_steps"], values["num_train_epochs"])
+    _check_profile_steps(values)
+    _check_chat_template(values)
+    _check_kernel(values)
+    return values
+
+
+@check("model_name_or_path", "dataset_name", "datasets")
+def _filled(flags: Flags) -> Values:
+    """Check that a model and a data set are named, or neither, which is the demo."""
+    named = {name for name in ("model_name_or_path", "dataset_name") if flags.values[name] is not None}
+    named |= {"dataset_name"} if flags.datasets else set()
+    if len(named) == 1:
+        missing, example = (
+            ("--dataset_name", "stdlib") if "model_name_or_path" in named else ("--model_name_or_path", "tiny")
+        )
+        raise ValueError(
+            f"{missing} is missing. Give both a model and a data set ({missing} {example} is built in), "
+            "or neither for the demo preset."
+        )
+    preset = (DEFAULTS if named else DEMO) | (ADAPTER_DEFAULTS if flags.use_peft else {})
+    filled = {name: value for name, value in preset.items() if name not in flags.explicit}
+    of = MappingProxyType({**flags.values, **filled})
+    return Values(flags=flags, of=of, filled=frozenset(filled), is_demo=not named)
+
+
+@check(*MACHINE_FLAGS, "accelerate_config")
+def _check_machine_flags(flags: Flags) -> None:
+    """Check that flags of several machines come with --accelerate_config, which has taken them out."""
+    for name in MACHINE_FLAGS:
+        if flags.values[name] is not None:
+            raise ValueError(
+                f"--{name} {flags.values[name]} is for --accelerate_config. Without it, give it to the launcher, "
+                "before -m longctx.train; srun needs none."
+            )
+
+
+@check("sp", "cp")
+def _check_degrees(values: Values) -> None:
+    """Check that at least one device shares a sequence."""
+    for name in ("sp", "cp"):
+        if values[name] is not None and values[name] < 1:
+            raise ValueError(f"--{name} {values[name]}: at least 1 device shares a sequence. Give their number.")
+
+
+@check("max_length")
+def _check_max_length(values: Values) -> None:
+    """Check that a row has a token to predict."""
+    if values["max_length"] is not None and values["max_length"] < 2:
+        raise ValueError(
+            f"--max_length {values['max_length']} is below 2: a token needs one to predict. Use at least 2."
+        )
+
+
+@check("profile", "profile_steps", "max_steps")
+def _check_profile_steps(values: Values) -> None:
+    """Check that the run has the steps that are to be traced."""
+    if values["profile_steps"] < 1:
+        raise ValueError(
+            f"--profile_steps {values['profile_steps']} is below 1: there would be nothing to trace. Use at least 1."
+        )
+    if values["profile"] and 0 < values["max_steps"] <= BEFORE:
+        raise ValueError(
+            f"--profile True traces steps after the first {BEFORE}, and --max_steps {values['max_steps']} ends "
+            f"before. Use --max_steps {BEFORE + values['profile_steps']} or more."
+        )
+
+
+@check("chat_template_path")
+def _check_chat_template(values: Values) -> None:
+    """Check that a template named as a file is there."""
+    path = values["chat_template_path"]
+    if path and is_template_file(path) and not Path(path).is_file():
+        raise ValueError(
+            f"--chat_template_path {path} is no file. Name a .jinja file, or a tokenizer's folder or name on the hub."
+        )
+
+
+@check("attn_implementation")
+def _check_kernel(values: Values) -> None:
+    """Check that transformers knows the name of the attention kernel."""
+    kernel = values["attn_implementation"]
+    if kernel is not None and kernel not in KERNEL_NAMES and "/" not in kernel:
+        raise ValueError(f"--attn_implementation {kernel} is unknown. Use one of {', '.join(KERNEL_NAMES)}.")
+
+
+@check("logging_strategy", "logging_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "ddp_timeout")
+def check_counts(values: Values) -> None:
+    """Check that counts which a profile may set, too, are at least 1."""
+    if values["logging_strategy"] == "steps" and values["logging_steps"] == 0:
+        raise ValueError("--logging_steps 0 logs nothing. Use at least 1, or --logging_strategy no.")
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "ddp_timeout"):
+        if values[name] < 1:
+            raise ValueError(f"--{name} {values[name]} is below 1. Use at least 1.")

@@ -1,0 +1,71 @@
+"""What the trainer does at the edges of a step: callbacks that keep its log and its schedule right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from trl import SFTConfig
+
+from longctx.data import SourceReport
+from longctx.packing import PackingReport
+from longctx.training.data_order import MicroBatch, StepSampler
+
+
+class EpochByRows(TrainerCallback):
+    """Counts `epoch` in the log by rows trained on. The Trainer counts micro-batches, which depends on the layout."""
+
+    def __init__(self, sampler: StepSampler):
+        step = sampler.rows_per_step
+        self.rows = sampler.num_rows // step * step if sampler.drop_last else sampler.num_rows
+        self.rows_per_step, self.steps = step, -(-self.rows // step)
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        epochs, steps = divmod(state.global_step, self.steps)
+        state.epoch = epochs + steps * self.rows_per_step / self.rows
+
+
+class ScheduleGoesOn(TrainerCallback):
+    """Moves the learning rate past a step that DeepSpeed has left out, as it moves on other engines."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.trainer.accelerator.optimizer_step_was_skipped:
+            scheduler: Any = self.trainer.lr_scheduler
+            getattr(scheduler, "scheduler", scheduler).step()
+
+
+class PackingEntry(TrainerCallback):
+    """Puts the packing report into the log's history, and so into trainer_state.json, before the first step."""
+
+    def __init__(self, report: PackingReport, mixture: Sequence[SourceReport]):
+        self.report = report.to_dict()
+        self.mixture = {"mixture": [source.to_dict() for source in mixture]} if mixture else {}
+
+    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not any(entry.get("packing") == self.report for entry in state.log_history):  # a resumed run has it
+            state.log_history.append({"step": state.global_step, "packing": self.report, **self.mixture})
+
+
+class StreamEntry(TrainerCallback):
+    """Keeps in the log's history the packing report of what a stream has read up to the last step.
+
+    Args:
+        read: gives what was read last, with the report up to there.
+        mixture: gives what was read of each data set of a mixture.
+    """
+
+    def __init__(self, read: Callable[[], MicroBatch | None], mixture: Callable[[], Sequence[SourceReport]]):
+        self.read, self.mixture = read, mixture
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        read, history = self.read(), state.log_history
+        assert read is not None, "a step has read something"
+        packing = read.report.to_dict() | {"passes": read.passes}
+        entry = {"step": state.global_step, "packing": packing}
+        if mixture := self.mixture():
+            entry["mixture"] = [source.to_dict() for source in mixture]
+        history[:] = [entry, *(e for e in history if "packing" not in e)]

@@ -1,0 +1,381 @@
+"""A checkpoint's folder: there whole, with a manifest of every file, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from longctx.untrusted.files import check_folder
+
+MANIFEST = "longctx.json"
+FORMAT = 2
+PARTIAL, REPLACED = ".partial", ".replaced"
+"""Of a folder that is being written, and of one whose name another is about to take."""
+_NAME = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
+_LEFT_BEHIND = re.compile(rf"checkpoint-\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be resumed from."""
+
+
+class NotSavedError(OSError):
+    """A checkpoint that could not be written, and which one there is instead."""
+
+
+_DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turn the error of code that meets unexpected values of this file into one that names the file.
+
+    Raises:
+        CheckpointError: in the place of any other error of such code.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing. Resume from an earlier checkpoint.") from error
+    except (*_DAMAGE, OSError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error} ({type(error).__name__}). Resume from an earlier checkpoint."
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds, besides the model's own files."""
+
+    step: int
+    """Optimizer steps taken."""
+    layout: dict[str, Any]
+    """Degrees, sequences in a step."""
+    optimization: dict[str, Any]
+    """Flags of the optimizer that its states belong to."""
+    parameters: dict[str, list[int]]
+    """Trained ones: name -> shape."""
+    data: dict[str, Any]
+    """What the rows were made from, by name."""
+    progress: dict[str, Any]
+    """Of the log: sums since its last entry, tokens so far."""
+    position: dict[str, Any] | None = None
+    """In data without row numbers; None: it is read again from its start."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Path in the folder -> bytes and xxh3 of each."""
+    format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        return _digest_of(asdict(self))
+
+
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+@contextmanager
+def writing(folder: Path, *, is_owner: bool) -> Iterator[Path]:
+    """The name of a folder beside `folder` to write to, which is removed when something goes wrong.
+
+    Args:
+        is_owner: whether this rank makes (`make_partial`), names (`take_place`) and removes it.
+    """
+    partial = folder.with_name(folder.name + PARTIAL)
+    try:
+        yield partial
+    except BaseException:
+        if is_owner:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def make_partial(partial: Path) -> None:
+    """The empty folder that is written to."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def take_place(partial: Path, folder: Path) -> None:
+    """Name it `folder`. At every moment there is a whole one: this, or what was there before, as `.replaced`."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if folder.exists():  # of an earlier run, which this one repeats
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(folder, replaced)
+    os.replace(partial, folder)
+    flush(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def take_places(partial: Path, folder: Path) -> None:
+    """Move its files to `folder`, each whole or as it was before."""
+    paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    for path in paths:
+        flush(path)
+    for path in paths:
+        target = folder / path.relative_to(partial)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(path, target)
+    flush(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
+    """Delete what the checkpoint that was just written makes superfluous: parts that a kill has left of others, and
+    beyond `limit` the oldest.
+
+    `folder` itself and `best` stay. Those of later steps, of a run that this one repeats, go first: they may be why it
+    does. Other folders, whatever their name begins with, are nobody's but the user's.
+    """
+    for path in folder.parent.glob("checkpoint-*"):
+        if _LEFT_BEHIND.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    if not limit or limit < 0:
+        return
+    now = _step(folder)
+    others = [path for path in folder.parent.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    others.sort(key=lambda path: (_step(path) > now, now - _step(path)))  # it, those before it, those after it
+    kept = {path for path in others if path == folder or (best and path == Path(best))}
+    for path in others:
+        if path not in kept and len(kept) < limit:
+            kept.add(path)
+    for path in others:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def describe_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
+    """Flush them to the disk, and what to know them by."""
+    found = {}
+    for path in paths:
+        flush(path)
+        found[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "xxh3": _digest(path)}
+    return found
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Last of all files."""
+    path = folder / MANIFEST
+    values = asdict(manifest)
+    path.write_text(json.dumps(values | {"xxh3": _digest_of(values)}, indent=1))
+    flush(path)
+    flush(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """
+    Raises:
+        CheckpointError: where there is none that this version can read.
+    """
+    path = folder / MANIFEST
+    try:
+        check_folder(folder, subfolders=True)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    try:
+        values = json.loads(path.read_text())
+        if values["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {values['format']}, and this version of longctx reads {FORMAT}.")
+        if values.pop("xxh3") != _digest_of(values):
+            raise ValueError("its contents have changed")
+        manifest = Manifest(**values)
+        _check_types(manifest)
+        return manifest
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is no checkpoint that longctx can resume: it has no {MANIFEST}. Weights alone are given with "
+            "--model_name_or_path."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is damaged: {error}. Resume from an earlier checkpoint.") from None
+
+
+def _digest_of(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _check_types(manifest: Manifest) -> None:
+    """
+    Raises:
+        TypeError: with what is of another type than `write_manifest` leaves.
+    """
+    expected: dict[str, type] = {"step": int, "files": dict, "layout": dict, "optimization": dict, "parameters": dict}
+    expected |= {"data": dict, "progress": dict}
+    held = {name: getattr(manifest, name) for name in expected}
+    for name, known in held["files"].items() if isinstance(held["files"], dict) else ():
+        held |= {f"bytes of {name}": known["bytes"], f"xxh3 of {name}": known["xxh3"]}
+        expected.update({f"bytes of {name}": int, f"xxh3 of {name}": str})
+    for name, kind in expected.items():
+        if not isinstance(held[name], kind) or isinstance(held[name], bool):
+            raise TypeError(f"{name} is {str(held[name])[:60]!r}, expected {kind.__name__}")
+
+
+def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
+    """Every `parts`-th file is as it was written; ranks share the work.
+
+    Raises:
+        CheckpointError: with the first file that is not.
+    """
+    if unknown := sorted(path.name for path in folder.glob("states-*") if path.name not in manifest.files):
+        raise CheckpointError(f"{folder / unknown[0]} is not of this checkpoint. Remove it, or resume from another.")
+    for name, known in sorted(manifest.files.items())[part::parts]:
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise CheckpointError(f"{folder / MANIFEST} names {name}, outside its folder.")
+        size = path.stat().st_size if path.is_file() else -1
+        if size != known["bytes"]:
+            if size < 0:
+                raise CheckpointError(
+                    f"{path} is missing on {socket.gethostname()}. Resume from an earlier checkpoint; where nodes have "
+                    "kept the files of their own ranks (--save_on_each_node), first copy the states-* and random-* of "
+                    f"all into the first node's {folder.name}, and that folder to every node."
+                )
+            raise CheckpointError(
+                f"{path} has {size:,} bytes, and was written with {known['bytes']:,}. Resume from an earlier "
+                "checkpoint."
+            )
+        if _digest(path) != known["xxh3"]:
+            raise CheckpointError(f"{path} is damaged: its contents have changed. Resume from an earlier checkpoint.")
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Complete ones, the newest first."""
+    found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    whole = (path for path in found if (path / MANIFEST).is_file())
+    return sorted(whole, key=lambda path: (_step(path), path.suffix != REPLACED), reverse=True)
+
+
+def candidates(asked: str, output_dir: Path) -> list[Path]:
+    """What --resume_from_checkpoint means: a path; `True`, the newest in output_dir; `auto`, the newest that is whole,
+    if there is one.
+
+    Raises:
+        CheckpointError: where there is none, unless `auto`.
+    """
+    if asked in ("auto", "True", "true"):
+        found = checkpoints(output_dir)
+        if not found and asked != "auto":
+            raise CheckpointError(
+                f"--resume_from_checkpoint {asked}: {output_dir} has no complete checkpoint. Leave the flag out, or "
+                "give auto, which then starts from the beginning."
+            )
+        return found if asked == "auto" else found[:1]
+    folder = Path(asked)
+    if not folder.is_dir():
+        raise CheckpointError(f"--resume_from_checkpoint {asked} is no folder. Give one, or auto.")
+    read_manifest(folder)
+    return [folder]
+
+
+def check_same(
+    manifest: Manifest,
+    folder: Path,
+    *,
+    sequences_per_step: int,
+    data: Mapping[str, Any],
+    optimization: Mapping[str, Any],
+) -> None:
+    """Check that a run can go on from the checkpoint.
+
+    Args:
+        data: what decides tokens and model, by name.
+        optimization: the flags that a resumed run has as they were.
+
+    Raises:
+        CheckpointError: with what differs.
+    """
+    before = manifest.layout.get("sequences_per_step")
+    if before != sequences_per_step:
+        raise CheckpointError(
+            f"{folder} was written with {before} sequences in a step, and this run has {sequences_per_step}. Change "
+            "--gradient_accumulation_steps or --per_device_train_batch_size: their product × (processes / sp) has to "
+            f"be {before}."
+        )
+    if changes := _changes(manifest.data, data):
+        raise CheckpointError(
+            f"the data or the model has changed since {folder} was written, so that the run would be another, such as "
+            f"one with tokens repeated or lost ({changes}). "
+            "Give the same data and flags, or start anew from its weights with --model_name_or_path."
+        )
+    if changes := _changes(manifest.optimization, optimization):
+        raise CheckpointError(
+            f"the optimizer's states in {folder} belong to other flags ({changes}). Give the same, or start anew from "
+            "its weights with --model_name_or_path."
+        )
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    found = []
+    for name in {**before, **now}:
+        then, today = before.get(name), now.get(name)
+        if name == "model_config" and isinstance(then, Mapping) and isinstance(today, Mapping):
+            shared = [key for key in today if key in then]  # releases of transformers know other keys
+            parts = _changes({key: then[key] for key in shared}, {key: today[key] for key in shared})
+            found += [f"{name} {parts}"] if parts else []
+        elif then != today:
+            found.append(f"{name}: {then} then, {today} now")
+    return "; ".join(found)
+
+
+def check_writable(output_dir: Path) -> None:
+    """Check that checkpoints and the model can be written there.
+
+    Raises:
+        ValueError: with what is in the way.
+    """
+    there = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ValueError(f"--output_dir {output_dir}: {there} is no folder. Name another, or remove it.")
+    try:
+        tempfile.TemporaryFile(dir=there).close()  # permissions alone do not tell of a file system that takes no files
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {output_dir}: {there} cannot be written to: {error.strerror}. Name another folder."
+        ) from error
+
+
+def flush(path: Path) -> None:
+    """To the disk; of a folder, the names in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def how_to_resume(output_dir: str | None) -> str:
+    """The newest complete checkpoint, and the flag to go on from it."""
+    folder = Path(output_dir or "trainer_output")  # as TrainingArguments have it
+    last = next(iter(checkpoints(folder)), None)
+    if last is None:
+        return f"There is no checkpoint in {folder} to go on from (--save_steps writes some)."
+    return f"--resume_from_checkpoint auto goes on from {last}."

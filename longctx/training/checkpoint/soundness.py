@@ -1,0 +1,125 @@
+"""Checks of what a checkpoint and a model hold: files of the expected form, and numbers to go on from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from longctx.training.checkpoint.files import CheckpointError, Manifest, damage_named
+from longctx.training.checkpoint.random_state import random_file, read_random_state
+
+_NON_NEGATIVE = frozenset({"exp_avg_sq", "square_avg", "step"})
+"""Optimizer states that are means of squares, whose root is taken, or counts."""
+
+STATES_OF = {
+    "adamw_torch": ({"exp_avg", "exp_avg_sq"}, {"step"}),
+    "adamw_torch_fused": ({"exp_avg", "exp_avg_sq"}, {"step"}),
+    "rmsprop": ({"square_avg"}, {"step"}),
+    "sgd": (set(), set()),
+}
+"""Each value of --optim that is supported -> the states of every weight, and those of a whole parameter."""
+
+
+def check_values(kind: str, values: Tensor, *, name: str, path: Path, last_step: int | None = None) -> None:
+    """Check that weights or optimizer states are finite, and those that count or are means of squares not negative.
+
+    Args:
+        values: [n], or [] for one value of the whole parameter.
+        last_step: the step of the checkpoint, which no parameter has more of; None where it is not known.
+
+    Raises:
+        CheckpointError: with the file, the parameter and a value.
+    """
+    if not values.numel():
+        return
+    least, most = (float(value) for value in values.aminmax())
+    if not (math.isfinite(least) and math.isfinite(most)):
+        found = f"a value of {least if not math.isfinite(least) else most}"
+    elif kind in _NON_NEGATIVE and least < 0:
+        found = f"a value of {least:g}, below 0"
+    elif kind == "step" and last_step is not None and not (most <= last_step and most.is_integer()):
+        found = f"{most:g}, and the checkpoint is of step {last_step}"
+    else:
+        return
+    raise CheckpointError(f"{path}: {kind} of {name} holds {found}. Resume from an earlier checkpoint.")
+
+
+def check_kinds(folder: Path, optim: str, vectors: set[str], scalars: set[str], *, may_be_empty: bool) -> None:
+    """Check that a checkpoint has the states of this optimizer, each of them and no others.
+
+    Raises:
+        CheckpointError: with those that it has, and those that belong to the optimizer.
+    """
+    if may_be_empty and not vectors and not scalars:
+        return
+    expected, found = set.union(*STATES_OF[optim]), vectors | scalars
+    if (vectors, scalars) != STATES_OF[optim]:
+        raise CheckpointError(
+            f"{folder} holds the optimizer states {', '.join(sorted(found)) or 'of no kind'}, and --optim {optim} has "
+            f"{', '.join(sorted(expected)) or 'none'}. Resume from an earlier checkpoint."
+        )
+
+
+def check_side_files(folder: Path, manifest: Manifest, rank: int) -> None:
+    """Check the other JSON files that a resumed run reads: the trainer's state, and this rank's random numbers.
+
+    Raises:
+        CheckpointError: with the file that is missing, damaged or of another step.
+    """
+    path = folder / TRAINER_STATE_NAME
+    with damage_named(path):
+        values = json.loads(path.read_text())
+        for name, kinds in _STATE_TYPES.items():
+            if not isinstance(values[name], kinds) or isinstance(values[name], bool):
+                raise TypeError(f"{name} is {str(values[name])[:60]}")
+        if values["global_step"] != manifest.step:
+            raise ValueError(f"global_step is {values['global_step']}, and the checkpoint is of step {manifest.step}")
+        for entry in values["log_history"]:
+            if any(not isinstance(entry.get(name, 0), int | float) for name in _LOGGED):
+                raise TypeError(f"log_history has an entry {str(entry)[:60]!r}")
+        for state in (values["stateful_callbacks"] or {}).values():
+            if not all(
+                isinstance(part["attributes"], dict) for part in (state if isinstance(state, list) else [state])
+            ):
+                raise TypeError("stateful_callbacks has no attributes")
+        TrainerState.load_from_json(str(path))
+    if (own := random_file(folder, rank)).is_file():
+        read_random_state(own)
+
+
+_STATE_TYPES: Mapping[str, Any] = {
+    "best_global_step": int | None,
+    "best_metric": int | float | None,
+    "best_model_checkpoint": str | None,
+    "epoch": int | float,
+    "global_step": int,
+    "log_history": list,
+    "max_steps": int,
+    "num_train_epochs": int | float,
+    "stateful_callbacks": dict | None,
+    "total_flos": int | float,
+}
+"""Fields of trainer_state.json that a resumed run goes on with -> their types."""
+
+_LOGGED = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
+
+
+def nonfinite_weights(model: nn.Module) -> list[str]:
+    """Return the names of the trained parameters that are NaN or infinite in what this rank holds of them."""
+    found = []
+    for name, parameter in model.named_parameters():
+        held = getattr(parameter, "ds_tensor", parameter.data) if parameter.requires_grad else None
+        if isinstance(held, DTensor):
+            held = held.to_local()
+        if held is not None and held.numel() and not torch.isfinite(torch.linalg.vector_norm(held, math.inf)):
+            found.append(name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""))
+    return found

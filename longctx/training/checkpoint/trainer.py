@@ -1,0 +1,500 @@
+"""A trainer that writes checkpoints which any layout resumes, in the place of the engines' own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import upload_folder
+from safetensors import SafetensorError
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from trl import SFTConfig, SFTTrainer
+
+from longctx.ranks.agreement import gathered, together
+from longctx.training.checkpoint.files import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    NotSavedError,
+    check_files,
+    checkpoint_name,
+    checkpoints,
+    damage_named,
+    describe_files,
+    make_partial,
+    read_manifest,
+    rotate,
+    take_place,
+    take_places,
+    write_manifest,
+    writing,
+)
+from longctx.training.checkpoint.masters import round_weights, set_fp32_weights
+from longctx.training.checkpoint.random_state import random_file, random_state, read_random_state, set_random_state
+from longctx.training.checkpoint.shards import WEIGHT, pieces, trained_shapes, update_working_weights
+from longctx.training.checkpoint.soundness import (
+    check_kinds,
+    nonfinite_weights,
+)
+from longctx.training.checkpoint.states import StateReader, write_states
+from longctx.training.nonfinite import NonFiniteError
+
+logger = logging.getLogger(__name__)
+
+
+class ResumableTrainer(SFTTrainer):
+    """Saves in `checkpoint-N` a Transformers folder and, without --save_only_model, what a run needs to go on.
+
+    Resuming gives the run that was never interrupted: weights, optimizer, schedule, the log's sums, and the place in
+    the data. Steps are counted in optimizer steps of the same sequences, so sp, the backend, the engine and the number
+    of devices may be others as long as a step has as many sequences.
+    """
+
+    def __init__(self, model: PreTrainedModel, args: SFTConfig, **kwargs: Any):
+        super().__init__(model=model, args=args, **kwargs)
+        self._fp32_weights = round_weights(model) if self.is_deepspeed_enabled and args.bf16 else {}
+        """What ZeRO's fp32 weights begin with."""
+
+    def layout(self) -> dict[str, Any]:
+        """Degrees of the run, and `sequences_per_step`, which a run that goes on has to have, too."""
+        raise NotImplementedError
+
+    def data_identity(self) -> dict[str, Any]:
+        """What the rows are made from, by name; a run with another value of any cannot go on."""
+        raise NotImplementedError
+
+    def data_position(self) -> dict[str, Any] | None:
+        """Behind the last step, in data that is a stream: the same on every rank, plain values."""
+        return None
+
+    _nonfinite_from_start: Sequence[str] = ()
+    """Trained parameters that the base model has NaN or infinite values in, such as rows of words that do not occur."""
+
+    may_skip_steps = False
+    """Whether steps may be left out, so that an optimizer may have no states after some."""
+
+    def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
+        """Make the loader go on behind this step.
+
+        Raises:
+            ValueError: for a stream without a position, and for a position in what is no stream.
+        """
+
+    def progress(self) -> dict[str, Any]:
+        """Of this rank, since the last entry of the log. Called by all ranks together."""
+        return {}
+
+    def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
+        """What `progress` gave on every rank of the run that was interrupted."""
+
+    # Saving
+
+    def _check_weights(self) -> None:
+        """Check, on all ranks together, that what is about to be saved is finite, but for what was not from the start.
+
+        A finite gradient does not see to that: a learning rate that is too high makes weights infinite in one step.
+
+        Raises:
+            NonFiniteError: on every rank, with the parameter.
+        """
+        spoilt = [name for name in nonfinite_weights(self.model_wrapped) if name not in self._nonfinite_from_start]
+        if names := [name for rank in gathered(spoilt) for name in rank]:
+            raise NonFiniteError(
+                f"{names[0]} is NaN or infinite after step {self.state.global_step}, so the model is not saved. Lower "
+                "--learning_rate, and resume from an earlier checkpoint."
+            )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._check_weights()
+        self.store_flos()
+        folder = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
+        progress = self._all_progress()
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        with self._writing(folder) as partial:
+            together(lambda: self.save_model(str(partial), _internal_call=True))
+            files = gathered(together(lambda: self._write_own_part(partial)))
+            manifest = gathered(together(lambda: self._describe(partial, files, progress)))[0]
+            if manifest is not None:
+                self._as_owner(lambda: write_manifest(partial, manifest))
+            self._as_owner(lambda: take_place(partial, folder))
+        if self.args.push_to_hub:
+            self._push(lambda: self._push_from_checkpoint(str(folder)))
+            if self.args.save_total_limit and "checkpoint" in self.args.hub_strategy.value:
+                self._push(self._finish_current_push)  # before the folder that it reads may be deleted
+        if self.args.should_save:
+            rotate(folder, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+
+    def save_results(self) -> None:
+        """The model and the trainer's state in output_dir: each file whole, or as it was. Called by all ranks together.
+
+        Raises:
+            NonFiniteError: if a weight is NaN or infinite.
+            NotSavedError, RefusedTogether: on the rank that could not write, and on the others.
+        """
+        self._check_weights()
+        output_dir = Path(self.args.output_dir)
+        if self.args.push_to_hub:
+            self._push(self._finish_current_push)  # before the files that it reads are replaced
+        with self._writing(output_dir / "model") as partial:
+            together(lambda: self.save_model(str(partial), _internal_call=True))
+            together(lambda: self._save_state(partial))
+            self._as_owner(lambda: take_places(partial, output_dir))
+
+    def push_results(self) -> None:
+        """All of output_dir but checkpoints, as it is on the disk, with a model card. Called by all ranks together.
+
+        Raises:
+            NotSavedError, RefusedTogether: on the rank that could not push, and on the others.
+        """
+        self._push(lambda: self._push_output_dir() if self.is_world_process_zero() else None)
+
+    def _push_output_dir(self) -> None:
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self._finish_current_push()
+        self.create_model_card()
+        upload_folder(
+            repo_id=str(self.hub_model_id),
+            folder_path=self.args.output_dir,
+            commit_message="End of training",
+            token=self.args.hub_token,
+            revision=self.args.hub_revision,
+            ignore_patterns=["_*", "checkpoint-*"],
+        )
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        self._push(lambda: super(ResumableTrainer, self).init_hf_repo(*args, **kwargs))
+        if getattr(self, "hub_model_id", None) is None:  # of the other ranks, which would want to make one again
+            self.hub_model_id: str | None = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        before = self._pushes()
+        super()._push_from_checkpoint(checkpoint_folder)
+        self._warn_of_failed(before)
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._warn_of_failed(self._pushes())
+
+    def _pushes(self) -> list[Future[Any]]:
+        """In the background, on the rank that pushes."""
+        return getattr(getattr(self, "push_in_progress", None), "jobs", [])
+
+    def _warn_of_failed(self, pushes: list[Future[Any]]) -> None:
+        """Take those that have ended off the list. The run goes on."""
+        for push in [push for push in pushes if push.done()]:
+            pushes.remove(push)
+            if error := push.exception():
+                logger.warning(
+                    "--push_to_hub: a checkpoint of step %d or before could not be pushed (%s: %s). Training goes on; "
+                    "what is saved is in %s.",
+                    self.state.global_step,
+                    type(error).__name__,
+                    error,
+                    self.args.output_dir,
+                )
+
+    def _push(self, push: Callable[[], Any]) -> None:
+        """What rank 0 cannot push ends all ranks."""
+
+        def work() -> None:
+            try:
+                push()
+            except Exception as error:  # of several libraries
+                raise NotSavedError(
+                    f"--push_to_hub failed: {type(error).__name__}: {error}. Log in (hf auth login), or leave it out; "
+                    f"what was saved is in {self.args.output_dir}."
+                ) from error
+
+        together(work)
+
+    @contextmanager
+    def _writing(self, folder: Path) -> Iterator[Path]:
+        """An empty folder beside `folder`, of all ranks; what goes wrong on one of them removes it and ends all."""
+        try:
+            with writing(folder, is_owner=self.args.should_save) as partial:
+                self._as_owner(lambda: make_partial(partial))
+                yield partial
+        except (OSError, SafetensorError) as error:
+            raise _not_saved(folder, error) from error
+
+    def _as_owner(self, work: Callable[[], None]) -> None:
+        """On rank 0, or with --save_on_each_node on every node's first rank; the others wait."""
+        together(lambda: work() if self.args.should_save else None)
+
+    def _write_own_part(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """This rank's states, and where its random numbers are."""
+        if self.args.save_only_model:
+            return {}
+        rank = self.args.process_index
+        files = write_states(folder, pieces(self.model_wrapped, self.optimizer), rank)
+        files.append(random_file(folder, rank))
+        files[-1].write_text(json.dumps(random_state()))
+        return describe_files(folder, files)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self.is_world_process_zero():  # the engines gather the model nowhere else
+            return
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception as error:
+            if type(error) is Exception:  # what tokenizers makes of a full disk
+                raise OSError(str(error)) from error
+            raise
+
+    def _save_state(self, folder: Path) -> None:
+        if self.is_world_process_zero():
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _describe(
+        self, folder: Path, files: list[dict[str, dict[str, Any]]], progress: list[dict[str, Any]]
+    ) -> Manifest | None:
+        """Rank 0 writes the trainer's state, and knows the files of all ranks; None on the others."""
+        if not self.is_world_process_zero():
+            return None
+        self._export_callbacks()
+        self._save_state(folder)
+        own = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_OF_RANKS)]
+        known = describe_files(folder, own)
+        if self.args.save_only_model:
+            return None
+        for part in files:
+            known |= part
+        return Manifest(
+            step=self.state.global_step,
+            layout=self.layout(),
+            optimization=optimization_flags(self.args),
+            parameters=trained_shapes(self.model_wrapped),
+            data=self.data_identity(),
+            progress={"ranks": progress, "max_steps": self.state.max_steps},
+            position=self.data_position(),
+            files=known,
+        )
+
+    def _export_callbacks(self) -> None:
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, state = type(callback).__name__, callback.state()
+                held = self.state.stateful_callbacks.get(name)
+                if isinstance(held, list):
+                    held.append(state)
+                else:
+                    self.state.stateful_callbacks[name] = state
+
+    def _all_progress(self) -> list[dict[str, Any]]:
+        own = self.progress() | {
+            "loss": float(self._tr_loss),
+            "last_logged": self._globalstep_last_logged,
+            "total_loss": self._total_loss_scalar,
+        }
+        return gathered(own)
+
+    # Resuming
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
+        set_fp32_weights(model, self._fp32_weights)
+        self._fp32_weights = {}
+        self._nonfinite_from_start = nonfinite_weights(self.model_wrapped)
+        if resume_from_checkpoint is not None:
+            folder = Path(resume_from_checkpoint)
+            best = folder.with_name(checkpoint_name(self.state.best_global_step or 0))
+            if self.state.best_model_checkpoint is None and best.is_dir():  # the folders were moved
+                self.state.best_model_checkpoint = str(best)
+            together(lambda: self._restore(folder, loader))
+            update_working_weights(self.model_wrapped, self.optimizer)
+        return model, loader
+
+    def _restore(self, folder: Path, loader: DataLoader) -> None:
+        manifest = read_manifest(folder)
+        reader = StateReader(folder, last_step=manifest.step)
+        here = trained_shapes(self.model_wrapped)
+        if manifest.parameters != here:
+            name = next(n for n in {**manifest.parameters, **here} if manifest.parameters.get(n) != here.get(n))
+            raise CheckpointError(
+                f"{folder} is of another model: {name} has the shape {manifest.parameters.get(name)} there, and "
+                f"{here.get(name)} here. Give the same model and adapter flags."
+            )
+        kinds = [kind for kind in reader.kinds(scalars=False) if kind != WEIGHT]
+        scalars = reader.kinds(scalars=True)
+        check_kinds(folder, _plain(self.args.optim), {*kinds}, {*scalars}, may_be_empty=self.may_skip_steps)
+        with torch.no_grad():
+            for piece in pieces(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars):
+                reader.fill(piece)
+        self._set_learning_rates(manifest.step)
+        with damage_named(folder / TRAINER_STATE_NAME):
+            self._restore_callbacks()
+        if self.args.process_index == 0:
+            self._say_what_is_left(folder, manifest)
+        with damage_named(folder / MANIFEST):
+            self.add_callback(_Continued(self, manifest, folder / MANIFEST))
+            self.restore_data_position(loader, manifest.position, manifest.step)
+
+    def _set_learning_rates(self, step: int) -> None:
+        """Put the schedule and the optimizer's learning rates behind `step`.
+
+        Both come from this run's flags, none of it from the checkpoint. Every schedule here depends on the step alone,
+        so a longer run continues along its new length. Parameter groups are those that this run's engine keeps:
+        DeepSpeed drops the group without weight decay where it is empty, as it is for LoRA, and other engines do not.
+        """
+        schedule: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        schedule.last_epoch, schedule._step_count = step, step + 1
+        schedule._last_lr = [
+            base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
+            group["lr"] = rate
+
+    def _restore_callbacks(self) -> None:
+        """What they have counted; how they are set up is up to this run."""
+        for callback in self.callback_handler.callbacks:
+            held = self.state.stateful_callbacks.get(type(callback).__name__)
+            if isinstance(callback, ExportableState) and isinstance(held, dict):
+                for name, value in callback.state()["attributes"].items():
+                    found = held["attributes"].get(name, value)
+                    if type(found) is not type(value):
+                        raise TypeError(f"{name} is {found!r}, expected a {type(value).__name__}")
+                    setattr(callback, name, found)
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether as many evaluations as --early_stopping_patience were no better."""
+        stopping = [c for c in self.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)]
+        return any(
+            callback.early_stopping_patience_counter >= callback.early_stopping_patience for callback in stopping
+        )
+
+    def _say_what_is_left(self, folder: Path, manifest: Manifest) -> None:
+        before, now = manifest.progress.get("max_steps"), self.state.max_steps
+        if manifest.step >= now:
+            logger.warning(
+                "%s is of step %d, and this run has %d: nothing is left to train. For more, raise --max_steps or "
+                "--num_train_epochs.",
+                folder,
+                manifest.step,
+                now,
+            )
+        elif self.has_stopped_early:
+            logger.warning(
+                "%s is of step %d, after which the run stopped early: nothing is left to train. For more, raise "
+                "--early_stopping_patience.",
+                folder,
+                manifest.step,
+            )
+        elif before not in (None, now):
+            logger.warning(
+                "%s is of a run of %d steps, and this one has %d: from here on its learning rates are those of such a "
+                "run.",
+                folder,
+                before,
+                now,
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Everything is read in `_prepare_for_training`, whatever the engine."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        path = random_file(Path(checkpoint), self.args.process_index) if checkpoint else None
+        if path is not None and path.is_file():
+            set_random_state(read_random_state(path))
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """The Trainer would take one more step where the last one was not an epoch's last."""
+        if self.state.global_step >= self.state.max_steps or self.has_stopped_early:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(**kwargs)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if "train_loss" in logs:  # the sum of all steps, which the Trainer divides by those since it was resumed
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+        super().log(logs, start_time)
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.state.best_model_checkpoint)
+        together(lambda: self._read_weights(folder))
+        update_working_weights(self.model_wrapped, self.optimizer)
+
+    def _read_weights(self, folder: Path) -> None:
+        check_files(folder, read_manifest(folder), part=self.args.process_index, parts=self.args.world_size)
+        reader = StateReader(folder)
+        with torch.no_grad():
+            for piece in pieces(self.model_wrapped, self.optimizer):
+                reader.fill(piece, only=(WEIGHT,))
+
+
+_OPTIMIZATION = (
+    "optim",
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "label_smoothing_factor",
+    "bf16",
+)
+
+
+def optimization_flags(args: SFTConfig) -> dict[str, Any]:
+    """Return the flags that a resumed run has as they were, by name and as JSON gives them back.
+
+    Optimizer states, loss and schedule belong to them. The engines have two values for no clipping, 0 and infinity.
+    """
+    flags = {name: _plain(getattr(args, name)) for name in _OPTIMIZATION}
+    clipping = args.max_grad_norm or 0.0
+    flags["max_grad_norm"] = clipping if math.isfinite(clipping) else 0.0
+    return json.loads(json.dumps(flags))
+
+
+class _Continued(TrainerCallback):
+    """Puts the log's sums back, which the Trainer sets to nothing when it begins."""
+
+    def __init__(self, trainer: ResumableTrainer, manifest: Manifest, path: Path):
+        self.trainer, self.ranks, self.path = trainer, manifest.progress["ranks"], path
+        if not self.ranks:
+            raise ValueError("the progress of no rank is in it")
+        for rank in self.ranks:
+            if not all(math.isfinite(rank[name]) for name in ("loss", "last_logged", "total_loss")):
+                raise ValueError(f"a rank's progress is {str(rank)[:60]}")
+
+    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        with damage_named(self.path):
+            self._restore(args)
+
+    def _restore(self, args: SFTConfig) -> None:
+        trainer, ranks = self.trainer, self.ranks
+        same = len(ranks) == args.world_size
+        loss = ranks[args.process_index]["loss"] if same else sum(rank["loss"] for rank in ranks) / len(ranks)
+        trainer._tr_loss += loss
+        trainer._globalstep_last_logged = ranks[0]["last_logged"]
+        trainer._total_loss_scalar = ranks[0]["total_loss"]
+        trainer.restore_progress(ranks)
+
+
+_OF_RANKS = ("states-", "random-")
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)  # of an enumeration
+
+
+def _not_saved(folder: Path, error: Exception) -> NotSavedError:
+    last = next(iter(checkpoints(folder.parent)), None)
+    kept = f"{last} is complete: --resume_from_checkpoint auto goes on from it" if last else "there is none before it"
+    return NotSavedError(f"{folder} could not be written: {error}; {kept}.")

@@ -1,0 +1,41 @@
+"""What the data loader's collator adds to a batch: the cut over the ranks, token counts, the place in a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longctx.collate import SequenceCollator
+from longctx.regions import region
+from longctx.sequence.mesh import ParallelDims
+from longctx.sequence.shard import complete_position_ids, plan_batch
+from longctx.training.data_order import MicroBatch
+
+
+class PlanningCollator:
+    """Adds what a data loader's worker can work out: how the batch is cut, and tokens without padding: `lengths` of
+    the rows and their sum `num_tokens`.
+
+    A rank without rows feeds padding alone.
+    """
+
+    def __init__(self, collator: SequenceCollator, dims: ParallelDims, rank: int):
+        self.collator, self.dims, self.rank = collator, dims, rank
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        with region("pack"):
+            batch = self.collator(rows) if rows else self.collator.empty()
+            layout = plan_batch(complete_position_ids(batch), self.dims, self.dims.sp_rank(self.rank))
+        lengths = [len(row["input_ids"]) for row in rows]
+        return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
+
+
+class StreamCollator:
+    """Hands on what has been read of the stream as `stream_read`, from a data loader's worker too."""
+
+    def __init__(self, collator: PlanningCollator):
+        self.collator = collator
+
+    def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        if micro_batch.rows is None:  # which the Trainer passes over
+            return {}
+        return self.collator(micro_batch.rows) | {"stream_read": micro_batch._replace(rows=[])}

@@ -1,0 +1,312 @@
+"""The way from a data set's name to rows that can be collated: records, documents, packs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+from numpy.typing import NDArray
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from longctx.data import (
+    IGNORE_INDEX,
+    DataError,
+    DocumentStream,
+    MixedStream,
+    Mixture,
+    SourceReport,
+    document_lengths,
+    load_records,
+    mix,
+    name_data,
+    record_place,
+    stream_records,
+    tokenize_records,
+    tokenize_stream,
+    with_place,
+)
+from longctx.data.cache import cache_folder, cache_key
+from longctx.model.allow_list import head_size, num_heads
+from longctx.model.load import is_template_file
+from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan
+from longctx.ranks.agreement import first_rank_first, together
+from longctx.untrusted.files import check_file
+
+logger = logging.getLogger(__name__)
+
+Records = TypeVar("Records", Dataset, IterableDataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRows:
+    """What the trainer reads."""
+
+    documents: Dataset
+    """`input_ids` and, where not all tokens are learnt, `labels`."""
+    rows: PackedDataset
+    """Packs, or single documents without packing."""
+    report: PackingReport
+    """What became of every document and token."""
+    costs: NDArray[np.floating] | None
+    """Modelled cost of each pack, to balance ranks by; None without packing or --balance_packs."""
+    mixture: tuple[SourceReport, ...] = ()
+    """What the documents have of each of --datasets."""
+    evaluation: TrainingRows | None = None
+    """The rows of the evaluation split, in data set order; None without --eval_strategy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedRows:
+    """The same with --dataset_streaming: what is read, tokenised and packed while the trainer asks for it."""
+
+    documents: IterableDataset
+    rows: PackedStream
+    report: None = None
+    """The rows count documents and tokens as they are read."""
+    costs: None = None
+    mixture: tuple[()] = ()
+    evaluation: TrainingRows | None = None
+    """Of the whole split, which is read once, into memory."""
+
+
+def prepare_rows(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> TrainingRows | StreamedRows:
+    """Load, tokenise and pack; rank 0 first, the others then read its cache. Of a stream no more than its start.
+
+    Raises:
+        ValueError: for data that cannot be read or trained on as asked, with file and record.
+    """
+    if settings["dataset_streaming"]:  # nothing is kept for others to find
+        return together(lambda: _prepare(settings, tokenizer, model_config))
+    return first_rank_first(lambda: _prepare(settings, tokenizer, model_config), cache_folder())
+
+
+def _prepare(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> TrainingRows | StreamedRows:
+    prepare_split = _stream_of_split if settings["dataset_streaming"] else _rows_of_split
+    training: TrainingRows | StreamedRows = prepare_split(settings, tokenizer, model_config)
+    if isinstance(training, TrainingRows):
+        _check_targets(training, settings, "train")
+    if settings["eval_strategy"] == "no":
+        return training
+    try:
+        evaluation = _rows_of_split(_evaluation_settings(settings), tokenizer, model_config)
+    except DataError as error:
+        raise DataError(
+            f"--dataset_test_split {settings['dataset_test_split']} cannot be evaluated on. {error} To train without "
+            "evaluation, leave out --eval_strategy."
+        ) from error
+    _check_targets(evaluation, settings, "test")
+    return replace(training, evaluation=evaluation)
+
+
+def _check_targets(part: TrainingRows, settings: Mapping[str, Any], split: str) -> None:
+    """Check that what --overlong does to long documents leaves at least one token with a label.
+
+    Documents are known to have one before they are cut, so nothing is read where none was too long.
+
+    Raises:
+        DataError: if no sequence is left, or none with a label.
+    """
+    if not part.report.too_long_documents or any(_has_target(part.rows[i]) for i in range(len(part.rows))):
+        return
+    left = "no token with a label" if len(part.rows) else "no sequence"
+    name = settings[f"dataset_{split}_split"]
+    raise DataError(
+        f"--dataset_{split}_split {name} of {name_data(settings)}: --overlong {settings['overlong']} leaves {left} to "
+        f"{'train' if split == 'train' else 'evaluate'} on: {part.report}. Use a longer --max_length, or --overlong "
+        "split."
+    )
+
+
+def _has_target(row: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether the loss counts any token of a sequence: the first one of each document is never a target."""
+    labels = row.get("labels", row["input_ids"])
+    return bool((labels[row["position_ids"] != 0] != IGNORE_INDEX).any())
+
+
+def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under which the evaluation split is read: every row once, in data set order."""
+    packing = settings["packing"] if settings["eval_packing"] is None else settings["eval_packing"]
+    evaluation = {**settings, "packing": packing, "balance_packs": False, "shuffle_dataset": False}
+    if settings["datasets"] and settings["test_split_size"] is not None:
+        return {**evaluation, "part": "test"}
+    test_split = settings["dataset_test_split"]
+    sources = [replace(source, split=test_split, fraction=None) for source in settings["datasets"]]
+    return {**evaluation, "dataset_train_split": test_split, "datasets": sources, "dataset_weights": None}
+
+
+def _of_each(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings under which each data set is read: the only one, or those of the mixture."""
+    return [
+        {
+            **settings,
+            "dataset_name": source.path,
+            "dataset_config": source.name,
+            "dataset_train_split": source.split,
+            "columns": source.columns,
+        }
+        for source in settings["datasets"]
+    ] or [settings]
+
+
+def _rows_of_split(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> TrainingRows:
+    read = _streamed_documents if settings["dataset_streaming"] else _documents
+    mixture: tuple[SourceReport, ...] = ()
+    sources = [read(one, tokenizer, model_config) for one in _of_each(settings)]
+    if settings["datasets"]:
+        documents, mixture = mix(sources, Mixture.of_settings(settings), settings.get("part", "train"))
+    else:
+        (documents,) = sources
+    if settings["shuffle_dataset"]:
+        documents = documents.shuffle(seed=settings["seed"])
+    lengths = document_lengths(documents)
+    rows, report = _plan(documents, lengths, settings)
+    balances = settings["packing"] and settings["balance_packs"]
+    costs = pack_costs(rows.packing, lengths, linear_cost(model_config)) if balances else None
+    return TrainingRows(documents=documents, rows=rows, report=report, costs=costs, mixture=mixture)
+
+
+def _documents(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> Dataset:
+    where = _where(settings)
+    try:
+        return tokenize_records(
+            _select(load_records(**where), settings),
+            tokenizer,
+            num_proc=settings["dataset_num_proc"],
+            **_encoding(settings, model_config),
+        )
+    except DataError as error:
+        raise _named(error, where) from error
+
+
+def _streamed_documents(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> Dataset:
+    """Of a stream, read once into memory."""
+    return Dataset(pa.concat_tables(_document_stream(settings, tokenizer, model_config).tables()))
+
+
+def _select(records: Records, settings: Mapping[str, Any]) -> Records:
+    """The columns that an entry of --datasets names, or all."""
+    columns = settings.get("columns")
+    if columns is None:
+        return records
+    if missing := sorted(set(columns) - set(records.column_names)):
+        raise DataError(f"no column {missing[0]!r} to select; there are {', '.join(sorted(records.column_names))}.")
+    return records.select_columns(columns)
+
+
+def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
+    """The error with the place of its record, or at least the name of the data set."""
+    placed = with_place(error, lambda record: record_place(record, **where))
+    name = str(where["dataset_name"])
+    return placed if name in str(placed) or placed is not error else DataError(f"{name}: {error}")
+
+
+def _stream_of_split(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> StreamedRows:
+    streams = [_document_stream(one, tokenizer, model_config) for one in _of_each(settings)]
+    stream = MixedStream(streams, Mixture.of_settings(settings)) if settings["datasets"] else streams[0]
+    rows = PackedStream(
+        stream,
+        settings["max_length"],
+        overlong=settings["overlong"],
+        strategy="stream" if settings["packing"] else "none",
+    )
+    return StreamedRows(documents=IterableDataset.from_generator(stream.__iter__), rows=rows)
+
+
+def _document_stream(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> DocumentStream:
+    where = _where(settings)
+    try:
+        return tokenize_stream(
+            _select(stream_records(**where), settings),
+            tokenizer,
+            place=partial(record_place, **where),
+            **_encoding(settings, model_config),
+        )
+    except DataError as error:
+        raise _named(error, where) from error
+
+
+def _where(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords that name a split of a data set."""
+    return {
+        "dataset_name": settings["dataset_name"],
+        "config": settings["dataset_config"],
+        "split": settings["dataset_train_split"],
+        "text_field": settings["dataset_text_field"],
+    }
+
+
+def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> dict[str, Any]:
+    """Keywords that say how records become tokens."""
+    return {
+        "text_field": settings["dataset_text_field"],
+        "completion_only_loss": settings["completion_only_loss"],
+        "assistant_only_loss": settings["assistant_only_loss"],
+        "chat_template": _template(settings["chat_template_path"]),
+        "vocab_size": model_config.get_text_config().vocab_size,
+    }
+
+
+def _template(path: str | None) -> str | None:
+    """That of a file; another tokenizer's is in the tokenizer itself by now."""
+    try:
+        return check_file(Path(path)).read_text(encoding="utf-8") if path and is_template_file(path) else None
+    except (OSError, ValueError) as error:
+        raise DataError(f"--chat_template_path {path} cannot be read: {error}. Save it as UTF-8 text.") from error
+
+
+def linear_cost(config: PretrainedConfig) -> float:
+    """What a token costs besides attention, in units of ℓ² (longctx.packing.balance): linear layers / (L · q).
+
+    The linear layers of a decoder with L layers of width h, query and key/value heads of q and k elements in all, an
+    MLP of three matrices with i elements between them, and V words have L · (2 · h · q + 2 · h · k + 3 · h · i) + h · V
+    parameters, embeddings not counted, as nothing is multiplied with them.
+    """
+    text, (heads, kv_heads), size = config.get_text_config(), num_heads(config), head_size(config)
+    layer = text.hidden_size * (2 * heads * size + 2 * kv_heads * size + 3 * text.intermediate_size)
+    parameters = text.num_hidden_layers * layer + text.hidden_size * text.vocab_size
+    return parameters / (text.num_hidden_layers * heads * size)
+
+
+def _plan(
+    documents: Dataset, lengths: NDArray[np.int64], settings: Mapping[str, Any]
+) -> tuple[PackedDataset, PackingReport]:
+    """Rows by the plan that is kept on disk, or by a new one, which then is. A file that does not fit is replaced."""
+    strategy = settings["packing_strategy"] if settings["packing"] else "none"
+    capacity, overlong = settings["max_length"], settings["overlong"]
+    # The tokenizer is part of the documents' fingerprint, wherever it made their tokens.
+    key = cache_key(
+        "plan", documents._fingerprint, capacity, strategy, overlong, settings["pad_to_multiple_of"], settings["seed"]
+    )
+    kept = load_plan(cache_folder(), key)
+    if kept is not None and (kept[1].documents, kept[1].tokens) == (len(lengths), int(lengths.sum())):
+        try:
+            return PackedDataset(documents, kept[0]), kept[1]
+        except ValueError:  # for other documents
+            pass
+    packing, report = plan_packing(lengths, capacity, strategy=strategy, overlong=overlong)
+    try:
+        save_plan(cache_folder(), key, packing, report)
+    except OSError as error:
+        logger.warning("the packing plan is not kept for later runs: %s", error)
+    return PackedDataset(documents, packing), report

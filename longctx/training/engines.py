@@ -1,0 +1,207 @@
+"""Hand a training engine to accelerate through the environment its launcher uses, and start the process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from longctx.forecast.memory_options import Levers
+    from longctx.forecast.model_sizes import ModelSizes
+
+_FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+_DEEPSPEED = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+}
+ENGINE_ENVIRONMENT = {"fsdp2": _FSDP, "deepspeed": _DEEPSPEED}
+"""What the shipped profiles fsdp2 and zero3 make the launcher export."""
+
+
+def promote(engine: str) -> None:
+    """Make a plain launch use `engine` (fsdp2 or deepspeed), as its shipped profile would have."""
+    os.environ.update(ENGINE_ENVIRONMENT[engine])
+
+
+def stay_on_cpu() -> None:
+    """Tell DeepSpeed, which accelerate imports for every engine; else it looks for a GPU, or warns of having none."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def prefer_huge_pages() -> None:
+    """Have torch ask for huge pages behind large CPU tensors, whose first touch then costs a fraction.
+
+    Call it before the first tensor: torch reads the variable once.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def set_up_allocators() -> None:
+    """Have torch's CUDA allocator grow its segments instead of adding others, so that little is lost between them, and
+    take large pinned host tensors as they are, which it rounds up to a power of two otherwise.
+
+    Unless the user set the allocators up. Call it before CUDA is touched: the variable is read once.
+    """
+    settings = ["expandable_segments:True"]
+    if Version(version("torch")) >= Version("2.13"):  # of the releases that longctx runs on, those that know it
+        settings.append("pinned_max_round_threshold_mb:64")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ",".join(settings))
+
+
+def load_on_every_rank() -> None:
+    """Make every rank read the weights, since FSDP2 hands on only what it shards; before its plug-in is made."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
+def offload_fsdp() -> None:
+    """Make FSDP2 keep parameters, gradients and optimizer states in host memory; before its plug-in is made."""
+    os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
+
+
+def start_on_cpu(engine: str, timeout: timedelta | None = None) -> None:
+    """Start gloo and tell accelerate which engine runs on it; accelerate itself refuses both engines there.
+
+    Called before TrainingArguments exist, which then take the state as it is.
+
+    Args:
+        timeout: how long ranks wait for each other; torch's default where None.
+    """
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, accelerate leaves DeepSpeed out
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    from longctx.launch.store import meeting_point
+
+    options = meeting_point(os.environ) | ({} if timeout is None else {"timeout": timeout})
+    PartialState(cpu=True, backend="gloo", **options)
+    if engine == "deepspeed":
+        _start_deepspeed_on_gloo()
+        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    else:
+        # A kind with an accelerator: accelerate promotes it to FSDP by itself, plug-in included.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+def start_on_gpu(timeout: timedelta, backend: str | None) -> None:
+    """Start the process group at the file store of our own launcher, which accelerate knows nothing of.
+
+    Other launchers leave it to accelerate. Called before TrainingArguments exist, which then find the group.
+
+    Args:
+        backend: --ddp_backend; accelerate's choice where None.
+    """
+    from longctx.launch.store import meeting_point
+
+    if meeting := meeting_point(os.environ):
+        from accelerate import PartialState
+
+        PartialState(timeout=timeout, **({} if backend is None else {"backend": backend}), **meeting)
+
+
+def _start_deepspeed_on_gloo() -> None:
+    import deepspeed
+    import deepspeed.ops
+
+    # Else DeepSpeed compiles a shared-memory op here: half a minute, and a crash without a compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+# What a profile leaves open
+
+
+def settle_deepspeed(
+    config: dict[str, Any], levers: Levers, model: ModelSizes, *, num_ranks: int, use_cpu: bool
+) -> None:
+    """Fill in DeepSpeed's configuration what the levers say; what the user's own file says of sizes stays.
+
+    Call it before DeepSpeed has read it, and before weights are loaded.
+    """
+    zero = config["zero_optimization"]
+    for kind in ("optimizer", "param"):
+        device = getattr(levers, f"offload_{kind}_device")
+        if device != "none":
+            given = zero.get(f"offload_{kind}") or {}
+            place = {"device": device, "nvme_path": getattr(levers, f"offload_{kind}_nvme_path")}
+            zero[f"offload_{kind}"] = {"pin_memory": not use_cpu, **given, **place}
+    if levers.offload_param_device == "nvme":  # a rank's part of the largest parameter has to fit a buffer
+        largest = max(model.vocab_size * model.hidden_size, model.layer_parameters)
+        zero["offload_param"].setdefault("buffer_size", -(-largest // num_ranks))
+    if levers.offload_optimizer_device == "nvme":  # elements that are in host memory at a time, four times over
+        zero.setdefault("sub_group_size", 10**8)
+    if levers.offload_optimizer_device != "none":
+        # Any --optim, on the CPU: torch's fused AdamW needs no compiler and is as fast as DeepSpeedCPUAdam.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if levers.communication_data_type != "auto":
+        config["communication_data_type"] = levers.communication_data_type
+    for name, size in _bucket_sizes(levers, model, zero["stage"]).items():
+        if zero.get(name, "auto") == "auto":
+            zero[name] = size
+
+
+def _bucket_sizes(levers: Levers, model: ModelSizes, zero_stage: int) -> Mapping[str, int]:
+    """Elements. DeepSpeed's default of 5e8 is 2 GB of fp32 on every rank, for models of any size.
+
+    A layer's gradients are ready together, so that a bucket for one of them waits for nothing; `small_buckets` takes
+    transformers' `auto`, one square matrix, and has ZeRO-3 keep no more than this layer and the next.
+    """
+    layer = model.layer_parameters
+    bucket = min(layer, model.hidden_size**2) if levers.small_buckets else layer
+    bucket += bucket % 2  # ZeRO-1 and 2 start messages at multiples of 4 bytes, which are 2 elements in half precision
+    sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    if zero_stage == 3 and levers.small_buckets:
+        sizes |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * layer}
+        sizes |= {"stage3_max_reuse_distance": 2 * layer}
+    return sizes
+
+
+def settle_fsdp(plugin: Any, levers: Levers, *, use_cpu: bool) -> None:
+    """The same for FSDP2's plug-in, before the model is wrapped."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if levers.communication_data_type == "bf16" and plugin.mixed_precision_policy is not None:
+        import torch
+
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.bfloat16)
+    if use_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # only a GPU's driver pins
+
+
+def save_whole_models(accelerator: Accelerator) -> None:
+    """Have FSDP save a standard folder in every checkpoint and in output_dir, whatever format the profile asks for."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+
+
+def keep_sums_in_fp32(accelerator: Accelerator) -> None:
+    """Have FSDP2 under bf16 return per-token losses as computed, and add up gradients over micro-batches in fp32.
+
+    accelerate's policy casts what the model returns to bf16, and with it the scale of the whole gradient.
+    """
+    import torch
+
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if policy is not None and plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)

@@ -1,0 +1,192 @@
+"""Evaluation and prediction, sharded as training is: the layer of the trainer between checkpoints and the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from datasets import Dataset
+from numpy.typing import NDArray
+from torch.utils.data import Dataset as TorchDataset
+from transformers import PreTrainedModel, TrainerControl
+from transformers.trainer_utils import PredictionOutput, speed_metrics
+from trl import SFTConfig
+
+from longctx.layers.loss import TokenOutputs
+from longctx.packing import PackedDataset
+from longctx.parallel import SequenceParallel
+from longctx.ranks.agreement import gathered
+from longctx.ranks.watchdog import phase
+from longctx.regions import region
+from longctx.sequence.batch import ShardedBatch
+from longctx.sequence.mesh import ParallelDims
+from longctx.training.checkpoint import ResumableTrainer
+from longctx.training.data_order import StepLoader, StepSampler
+from longctx.training.metrics import StepMetrics, TokenMeans
+
+
+class EvaluatingTrainer(ResumableTrainer):
+    """Evaluates and predicts over rows that are cut as in training; each number is that of a single device.
+
+    A subclass says what becomes of a batch (`_forward`), and has the `step_metrics` of training.
+    """
+
+    step_metrics: StepMetrics
+    control: TrainerControl
+
+    def __init__(self, model: PreTrainedModel, args: SFTConfig, *, sequence: SequenceParallel, **kwargs: Any):
+        self.sequence = sequence
+        self._token_means = TokenMeans(sequence.device)
+        self._predictions: list[list[NDArray[np.float32]]] | None = None
+        super().__init__(model=model, args=args, **kwargs)
+
+    def _forward(self, model: Any, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
+        """Return this rank's part of the batch, and what becomes of its tokens."""
+        raise NotImplementedError
+
+    def _worker_options(self) -> dict[str, Any]:
+        args = self.args
+        return {
+            "num_workers": args.dataloader_num_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "multiprocessing_context": args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
+        }
+
+    def _loader(self, rows: PackedDataset | Dataset, sampler: StepSampler, **options: Any) -> StepLoader:
+        # A map-style data set by protocol; packing does not know torch.
+        return StepLoader(cast(TorchDataset, rows), batch_sampler=sampler, collate_fn=self.data_collator, **options)
+
+    def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
+        """Each row once, in order, dealt over the data-parallel ranks; a rank without rows left feeds padding."""
+        rows = rows_to_evaluate(self.eval_dataset if eval_dataset is None else eval_dataset)
+        dims = self.sequence.dims
+        sampler = StepSampler(
+            len(rows),
+            micro_batch_size=self.args.eval_batch_size,
+            accumulation_steps=1,
+            dp=dims.dp,
+            dp_rank=dims.dp_rank(self.sequence.rank),
+            seed=None,
+        )
+        return self._loader(rows, sampler, **self._worker_options())
+
+    def evaluate(
+        self,
+        eval_dataset: PackedDataset | Dataset | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Means over all label tokens of the rows: `eval_loss`, `eval_mean_token_accuracy`, `eval_entropy`.
+
+        And, as in TRL, `eval_num_tokens`: the tokens trained on so far. Called by all ranks together.
+
+        Args:
+            eval_dataset: rows with `input_ids` and, where not all tokens count, `labels`; the trainer's own if None.
+
+        Raises:
+            ValueError: without rows, or for rows that are not tokenised.
+        """
+        self._memory_tracker.start()
+        metrics = self._means(self.get_eval_dataloader(eval_dataset), "Evaluation", metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        return metrics
+
+    def predict(
+        self,
+        test_dataset: PackedDataset | Dataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """What the model makes of every token, and the means of `evaluate`. Called by all ranks together.
+
+        Args:
+            test_dataset: rows as `evaluate` takes them; single documents, or packs.
+
+        Returns:
+            `predictions`, the same on every rank: for each row in data set order a float32 array [tokens], the
+            log-probability of each token given those before it in its document, and 0 where it is no target.
+
+        Raises:
+            ValueError: for rows that are not tokenised.
+        """
+        self._memory_tracker.start()
+        self._predictions = []
+        try:
+            metrics = self._means(self.get_eval_dataloader(test_dataset), "Prediction", metric_key_prefix)
+            rows = gather_rows(self._predictions, self.sequence.dims, self.sequence.rank)
+        finally:
+            self._predictions = None
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        return PredictionOutput(predictions=cast(Any, rows), label_ids=None, metrics=metrics)
+
+    def _means(self, loader: StepLoader, description: str, prefix: str) -> dict[str, float]:
+        start = time.time()
+        self._token_means = TokenMeans(self.sequence.device)
+        with self.step_metrics.paused(), region("evaluation"):
+            output = self.evaluation_loop(loader, description, prediction_loss_only=True, metric_key_prefix=prefix)
+        means = {**self._token_means.read(), "num_tokens": self.step_metrics.tokens_so_far()}
+        named = {f"{prefix}_{name}": value for name, value in means.items()}
+        speed = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=len(loader))
+        return {**output.metrics, **named, **speed}
+
+    @phase("evaluation")
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Adds one batch to the sums; the evaluation loop is given nothing to average."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            shard, outputs = self._forward(model, inputs)
+        self._token_means.add(
+            shift_labels=shard.shift_labels,
+            losses=outputs.losses,
+            correct=outputs.is_top1,
+            entropy=outputs.entropy,
+        )
+        if self._predictions is not None:
+            whole = self.sequence.unshard(outputs.log_probs, shard.layout).float().cpu().numpy()
+            self._predictions.append(log_probs_of_rows(whole, inputs["lengths"]))
+        return None, None, None
+
+
+def rows_to_evaluate(rows: PackedDataset | Dataset | None) -> PackedDataset | Dataset:
+    """Return the rows, once they are known to be tokenised.
+
+    Raises:
+        ValueError: without rows, or for rows without `input_ids`.
+    """
+    if rows is None:
+        raise ValueError("there is no evaluation data: pass rows, or eval_rows to the trainer (--eval_strategy)")
+    columns = getattr(rows, "column_names", None)
+    if not isinstance(columns, list) or "input_ids" not in columns:
+        raise ValueError(
+            f"rows to evaluate need input_ids, and these have {columns or f'the type {type(rows).__name__}'}. "
+            "Tokenise them with longctx.data.tokenize_records."
+        )
+    return rows
+
+
+def log_probs_of_rows(log_probs: NDArray[np.float32], lengths: Sequence[int]) -> list[NDArray[np.float32]]:
+    """Return the log-probabilities [tokens] of each row of a batch, each at its target.
+
+    Args:
+        log_probs: [B, S] of the whole batch, each at the token before its target.
+        lengths: tokens of each row; of packs in one flat row, of each of these.
+    """
+    flat, tokens = np.roll(log_probs.reshape(-1), 1), np.array(lengths, dtype=np.int64)
+    rows, width = log_probs.shape
+    starts = np.arange(rows) * width if rows > 1 else np.cumsum(tokens) - tokens
+    return [flat[start : start + length] for start, length in zip(starts, tokens, strict=True)]
+
+
+def gather_rows(batches: list[list[NDArray[np.float32]]], dims: ParallelDims, rank: int) -> list[NDArray[np.float32]]:
+    """Return the rows of all data-parallel ranks in the order that they were dealt from. Called by all ranks together.
+
+    Args:
+        batches: [batch][row] of this rank.
+    """
+    ranks = gathered(batches if dims.sp_rank(rank) == 0 else [])[:: dims.sp]
+    return [row for dealt in zip(*ranks, strict=True) for batch in dealt for row in batch]

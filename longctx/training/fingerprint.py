@@ -1,0 +1,219 @@
+"""What decides the tokens and the model that each step trains on, known by contents.
+
+A run is resumed only on the data and the model that it was started with, and several nodes train together only on the
+same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from datasets import Dataset
+from numpy.typing import NDArray
+from transformers import PretrainedConfig
+from trl import SFTConfig
+
+from longctx.data import Mixture
+from longctx.data.cache import cache_key
+from longctx.data.contents import content_digests
+from longctx.data.records import local_files
+from longctx.data.tokenize import encoder_key
+from longctx.model.files import files_read, has_saved_buffers
+from longctx.ranks.agreement import check_agreement, gathered, together
+from longctx.training.dataset import StreamedRows, TrainingRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesIdentity:
+    """The contents of the files that are read besides tokenised documents."""
+
+    model: str | None = None
+    """Of the model's folder; None where a checkpoint has all of the model and there are no nodes to compare."""
+    is_base: bool = False
+    """Whether the model has weights or buffers that are not trained, which no checkpoint is resumed with."""
+    streams: tuple[str | None, ...] = ()
+    """Of each data set that is streamed; None for one on the hub."""
+
+
+def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, *, with_model: bool) -> FilesIdentity:
+    """Read the model's files and those of streams from end to end, or remember their digests.
+
+    Args:
+        settings: every flag's value.
+        with_model: whether to read the model's files although a checkpoint has all of the model.
+
+    Raises:
+        ValueError: if a file cannot be read.
+    """
+    is_base = settings["use_peft"] or has_saved_buffers(model_config)
+    names = [source.path for source in settings["datasets"] or ()] or [settings["dataset_name"]]
+    return FilesIdentity(
+        model=model_identity(settings["model_name_or_path"], model_config) if with_model or is_base else None,
+        is_base=is_base,
+        streams=tuple(map(_data_files_identity, names)) if settings["dataset_streaming"] else (),
+    )
+
+
+def compare_files(
+    settings: Mapping[str, Any], model_config: PretrainedConfig, data: TrainingRows | StreamedRows, args: SFTConfig
+) -> FilesIdentity:
+    """Read what the model and streams are known by, before the weights are loaded, which the page cache then serves.
+
+    One rank of each node reads for all of it, and several nodes compare all that they train on.
+
+    Raises:
+        ValueError: for a file that cannot be read, and for nodes that differ.
+    """
+    first = args.process_index - args.local_process_index
+    several_nodes = len(set(gathered(first))) > 1
+
+    def read() -> FilesIdentity | None:
+        if args.process_index != first:
+            return None
+        return files_identity(settings, model_config, with_model=several_nodes)
+
+    files = gathered(together(read))[first]
+    assert files is not None, "a node's first rank has read them"
+    if several_nodes:
+        of_nodes = gathered(together(lambda: node_identity(data, files) if args.process_index == first else {}))
+        check_agreement(of_nodes[first])
+    return files
+
+
+def model_identity(name: str, model_config: PretrainedConfig) -> str:
+    """Return what tells a model from any other: the digest of the names and contents of the files that are read.
+
+    A model of the hub is known by its commit, which names the contents of every file (by SHA-1, and of weights by
+    SHA-256): the cache of the hub is trusted to hold what it says. The built-in model is known by its name.
+
+    Raises:
+        ValueError: if a file cannot be read.
+    """
+    if Path(name).is_dir():
+        return _digest_of_files(files_read(Path(name)), Path(name))
+    return f"{name} {getattr(model_config, '_commit_hash', None) or ''}".strip()
+
+
+def _data_files_identity(name: str) -> str | None:
+    files = local_files(name)
+    folder = Path(name).expanduser()
+    return None if files is None else _digest_of_files(files, folder if folder.is_dir() else None)
+
+
+def _digest_of_files(files: list[Path], folder: Path | None) -> str:
+    names = [file.name if folder is None else file.relative_to(folder).as_posix() for file in files]
+    return cache_key(names, content_digests(files))
+
+
+def data_identity(
+    data: TrainingRows | StreamedRows,
+    settings: Mapping[str, Any],
+    model_config: PretrainedConfig,
+    files: FilesIdentity,
+) -> dict[str, Any]:
+    """Return, by name, what decides the tokens that each step trains on and the model that it trains.
+
+    A stream, which cannot be read beforehand, is known by its files and by how it is packed.
+    """
+    order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
+    order |= {name: settings[name] for name in ("dataloader_drop_last", "dtype")}
+    order["seed"] = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
+    order["model_config"] = _config_values(model_config)
+    if files.is_base:
+        order["base_model"] = files.model
+    if settings["use_peft"]:
+        order |= {name: settings.get(name) for name in _ADAPTER_FLAGS}
+        if settings.get("load_in_4bit"):
+            order |= {name: settings[name] for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant")}
+    if settings["datasets"]:
+        order["mixture"] = _mixture_identity(Mixture.of_settings(settings))
+    if isinstance(data, StreamedRows):
+        return _stream_identity(data, settings, files) | order
+    return {
+        "documents": len(data.documents),
+        "contents": digest(column_arrays(data.documents)),
+        "rows": len(data.rows),
+        "plan": digest(_plan_arrays(data)),
+        "balanced": data.costs is not None,
+        **order,
+    }
+
+
+_ADAPTER_FLAGS = ("use_peft", "lora_alpha", "use_rslora", "load_in_4bit")
+"""What an adapter computes with besides its weights, whose names and shapes are compared by themselves."""
+
+
+def _config_values(model_config: PretrainedConfig) -> dict[str, Any]:
+    """Return all values of the configuration, as JSON gives them back."""
+    values = json.loads(json.dumps(model_config.to_dict(), default=str))
+    return {name: value for name, value in values.items() if name not in _NOT_OF_THE_MODEL}
+
+
+_NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
+"""Keys of a configuration that say where it comes from and how the weights were stored."""
+
+
+def _stream_identity(data: StreamedRows, settings: Mapping[str, Any], files: FilesIdentity) -> dict[str, Any]:
+    source: Any = data.rows.source
+    encoders = [stream.encoder for stream in getattr(source, "sources", [source])]
+    known = {"files": list(files.streams), "encoding": [encoder_key(encoder) for encoder in encoders]}
+    if settings["datasets"]:
+        names = ("path", "name", "split", "columns")
+        return known | {"datasets": [{name: getattr(of, name) for name in names} for of in settings["datasets"]]}
+    names = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field")
+    return known | {name: settings[name] for name in names}
+
+
+def _mixture_identity(mixture: Mixture) -> dict[str, Any]:
+    """What decides which documents are drawn, besides the data sets; as JSON gives it back."""
+    of_weights = {"stopping_strategy": mixture.stopping_strategy} if mixture.weights else {}
+    shares = {name: list(values) for name in ("weights", "fractions") if (values := getattr(mixture, name))}
+    return {**shares, **of_weights, "seed": mixture.seed, "test_split_size": mixture.test_size}
+
+
+def node_identity(data: TrainingRows | StreamedRows, files: FilesIdentity) -> dict[str, Any]:
+    """Return what all nodes have to have in common, whatever their files are called: tokens, plans and model."""
+    known: dict[str, Any] = {"model": files.model}
+    if isinstance(data, StreamedRows):
+        return known | {"data": list(files.streams)}
+    for name, part in {"data": data, "evaluation data": data.evaluation}.items():
+        if part is not None:
+            arrays = [*_plan_arrays(part), *column_arrays(part.documents)]
+            known |= {name: digest(arrays), f"rows of {name}": len(part.rows)}
+    return known
+
+
+def _plan_arrays(data: TrainingRows) -> list[NDArray[Any]]:
+    packing = data.rows.packing
+    plan = (packing.indices, packing.offsets, packing.starts, packing.stops)
+    return [array for array in plan if array is not None]
+
+
+def column_arrays(documents: Dataset) -> Iterator[NDArray[Any]]:
+    """Yield the tokens and labels of all documents, and where each ends, chunk by chunk."""
+    table = documents.with_format("arrow")
+    for column in ("input_ids", "labels"):
+        if column in documents.column_names:
+            for start in range(0, len(documents), _HASHED_DOCUMENTS):
+                lists = table[start : start + _HASHED_DOCUMENTS][column].combine_chunks()
+                yield lists.value_lengths().to_numpy()
+                yield lists.flatten().to_numpy()
+
+
+_HASHED_DOCUMENTS = 10_000
+"""Documents that are read at a time."""
+
+
+def digest(arrays: Iterable[NDArray[Any]]) -> str:
+    """Return the xxh3 of the sizes and bytes of arrays, as int64 and one after the other."""
+    state = xxhash.xxh3_128()
+    for array in arrays:
+        state.update(np.int64(array.size).tobytes())
+        state.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    return state.hexdigest()

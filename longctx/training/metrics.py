@@ -1,0 +1,210 @@
+"""What a run reports at every logging step, exact over all ranks and micro-batches since the step before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from longctx.attention.cost import PEAK_FLOPS
+from longctx.data import IGNORE_INDEX
+from longctx.model.allow_list import has_experts, has_windows, head_size, num_linear_heads
+from longctx.regions import PARTS, clock
+from longctx.sequence.batch import BatchLayout
+from longctx.sequence.host_tensors import send
+from longctx.training.peak_memory import GIB, PeakMemory
+
+
+class StepMetrics:
+    """Sums over this rank's micro-batches, reduced over all ranks when read."""
+
+    _SUMS = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", "work")
+
+    def __init__(self, *, sp: int, sp_rank: int, config: PretrainedConfig, flops_per_token: int, device: torch.device):
+        self.sp, self.sp_rank, self.device = sp, sp_rank, device
+        self.peak_flops = _peak_flops(_device_name(device), config)
+        self.flops_per_token = flops_per_token
+        text = config.get_text_config()
+        self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
+        self.total_tokens = 0
+        self.longest_row = 0
+        """Tokens of the longest micro-batch so far, padding included; of all ranks' once read."""
+        self.peak_memory: PeakMemory | None = None
+        """Of all ranks, when it was last read."""
+        self.seconds: dict[str, list[float]] = {}
+        """Of each of PARTS on all ranks, between the last two times that it was read."""
+        self._sums = torch.zeros(len(self._SUMS), dtype=torch.float64, device=self.device)
+        self.start()
+
+    def start(self) -> None:
+        """Time passes from now on."""
+        self._started = time.perf_counter()
+        clock.start(self.device)
+
+    def add(
+        self, *, layout: BatchLayout, num_tokens: int, shift_labels: Tensor, correct: Tensor, entropy: Tensor
+    ) -> None:
+        """Count one micro-batch.
+
+        Args:
+            layout: of the whole batch, which every rank of the sequence group has.
+            num_tokens: of the whole batch, without padding.
+            shift_labels, correct, entropy: of this rank's tokens, [1, T/P]; 0 where nothing is learnt.
+        """
+        self.longest_row = max(self.longest_row, layout.num_tokens)
+        self._sums += torch.stack(
+            [
+                self._number(num_tokens / self.sp),
+                self._number(layout.num_tokens / self.sp),
+                (shift_labels != IGNORE_INDEX).sum().double(),
+                correct.sum().double(),
+                entropy.detach().sum().double(),
+                self._number(attention_work(layout, self.sp_rank)),
+            ]
+        )
+
+    def _number(self, value: float) -> Tensor:
+        """Return a float64 [] on the device, written by a kernel: for a copy of it the host would wait."""
+        return torch.full((), value, dtype=torch.float64, device=self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's numbers since the last `read`, and those of all that went on before."""
+        return {
+            "sums": self._sums.tolist(),
+            "total_tokens": self.total_tokens,
+            "longest_row": self.longest_row,
+            "elapsed": time.perf_counter() - self._started,
+            "seconds": clock.read(),
+        }
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> None:
+        """What `state_dict` gave on every rank; if there are others now, rank 0 has the sums of all."""
+        if len(states) == self._world_size():
+            sums = torch.tensor(states[rank]["sums"], dtype=torch.float64)
+            before = states[rank]
+        else:
+            sums = torch.tensor([state["sums"] for state in states], dtype=torch.float64).sum(0) * (rank == 0)
+            before = states[0]
+        self._started = time.perf_counter() - before.get("elapsed", 0.0)
+        clock.reset(before.get("seconds"))
+        self._sums = sums.to(self.device)
+        self.total_tokens = states[0]["total_tokens"]
+        self.longest_row = max(state["longest_row"] for state in states)
+
+    @staticmethod
+    def _world_size() -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in here takes none of the training steps' time."""
+        start = time.perf_counter()
+        try:
+            with clock.paused():
+                yield
+        finally:
+            self._started += time.perf_counter() - start
+
+    def tokens_so_far(self) -> int:
+        """Tokens trained on, those since the last `read` included. Called by all ranks together."""
+        return self.total_tokens + round(float(_gather(self._sums)[:, self._SUMS.index("tokens")].sum()))
+
+    def read(self) -> dict[str, float | None]:
+        """The log's values since the last call. Called by all ranks together."""
+        seconds, parts = time.perf_counter() - self._started, clock.read()
+        self._started += seconds
+        clock.reset()
+        own = send(torch.tensor([parts[part] for part in PARTS], dtype=torch.float64), self.device)
+        values, memory = self._gather_with_memory(torch.cat((self._sums, own)))
+        ranks, of_parts = values.tensor_split((len(self._SUMS),), dim=1)
+        self.seconds = dict(zip(PARTS, of_parts.T.tolist(), strict=True))
+        shares = {part: sum(times) / (float(of_parts.sum()) or 1.0) for part, times in self.seconds.items()}
+        total = dict(zip(self._SUMS, ranks.sum(0).tolist(), strict=True))
+        work = ranks[:, -1]
+        self.total_tokens += round(total["tokens"])
+        flops = self.flops_per_token * total["tokens"] + self.flops_per_pair * total["work"]
+        labels = max(total["label_tokens"], 1)
+        gib = [peak / GIB for peak in memory.allocated] if memory.has_devices else None
+        self._sums.zero_()
+        return {
+            "num_tokens": self.total_tokens,
+            "tokens_per_second": total["tokens"] / seconds,
+            "tokens_per_second_per_device": total["tokens"] / seconds / len(ranks),
+            "mfu": flops / seconds / len(ranks) / self.peak_flops if self.peak_flops else None,
+            "peak_memory_gib_max": max(gib) if gib else None,
+            "peak_memory_gib_min": min(gib) if gib else None,
+            "peak_host_memory_gib_max": max(memory.host) / GIB,
+            "peak_host_memory_gib_min": min(memory.host) / GIB,
+            "padding_fraction": 1 - total["tokens"] / total["padded_tokens"] if total["padded_tokens"] else 0.0,
+            "attention_imbalance": float(work.max() / work.mean()) if work.sum() else 1.0,
+            "mean_token_accuracy": total["correct"] / labels,
+            "entropy": total["entropy"] / labels,
+            "data_fraction": shares["data"],
+            "attention_fraction": shares["attention"],
+            "communication_fraction": shares["communication"],
+        }
+
+    def read_memory(self) -> PeakMemory:
+        """The peaks alone. Called by all ranks together."""
+        return self._gather_with_memory(self._sums[:0])[1]
+
+    def _gather_with_memory(self, values: Tensor) -> tuple[Tensor, PeakMemory]:
+        """Return [n] of every rank as [world, n] on the host, and every rank's memory: one message and one copy."""
+        own = torch.tensor([self.longest_row, *PeakMemory.here(self.device)], dtype=torch.float64)
+        ranks = _gather(torch.cat((values, send(own, self.device)))).cpu()
+        values, rows, memory = ranks.tensor_split((len(values), len(values) + 1), dim=1)
+        self.longest_row, self.peak_memory = int(rows.max()), PeakMemory.of_ranks(memory.tolist())
+        return values, self.peak_memory
+
+
+class TokenMeans:
+    """Means over the label tokens of evaluation data: sums of this rank's tokens, reduced over all ranks when read."""
+
+    def __init__(self, device: torch.device):
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def add(self, *, shift_labels: Tensor, losses: Tensor, correct: Tensor, entropy: Tensor) -> None:
+        """Count one batch of this rank's tokens, each [1, T/P]; all but the labels are 0 where nothing is learnt."""
+        is_label = shift_labels != IGNORE_INDEX
+        self._sums += torch.stack([values.double().sum() for values in (is_label, losses, correct, entropy)])
+
+    def read(self) -> dict[str, float]:
+        """NaN where there was no label token. Called by all ranks together."""
+        labels, *sums = _gather(self._sums).sum(0).tolist()
+        names = ("loss", "mean_token_accuracy", "entropy")
+        return {name: total / labels if labels else float("nan") for name, total in zip(names, sums, strict=True)}
+
+
+def attention_work(layout: BatchLayout, sp_rank: int) -> float:
+    """Query-key pairs that one rank of the sequence group computes, padding included."""
+    if layout.plan is not None:
+        ulysses = layout.sp // layout.plan.world_size  # ranks that share the work of one ring rank, by heads
+        return float(layout.plan.area_per_rank[sp_rank // ulysses]) / ulysses
+    lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
+    return float((lengths * (lengths + 1) // 2).sum()) / layout.sp
+
+
+def _gather(values: Tensor) -> Tensor:
+    """[n] -> [world, n]"""
+    if not dist.is_initialized():
+        return values[None]
+    ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, values)
+    return torch.stack(ranks)
+
+
+def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
+    """None where the device's is unknown, or where a token does not use all parameters or see all before it."""
+    if has_experts(config) or has_windows(config) or num_linear_heads(config):
+        return None
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in device_name), None)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

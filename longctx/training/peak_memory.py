@@ -1,0 +1,227 @@
+"""What memory a run took, rank by rank, how far it could have gone, and what to add when it was not enough."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longctx.forecast.closed_form import max_length, predict, reach
+from longctx.forecast.machine_memory import host_bytes, peak_resident_bytes
+from longctx.forecast.memory_setup import MemorySetup
+
+GIB = 2**30
+
+IMBALANCE = 1.1
+"""Largest peak over mean above which a run warns."""
+NEGLIGIBLE_BYTES = GIB // 4
+"""No imbalance is worth a warning where the largest peak is no more than this above the mean."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The peaks of every rank since its process began, in bytes, one number a rank."""
+
+    allocated: tuple[int, ...]
+    """By tensors on the GPU; 0 on the CPU."""
+    reserved: tuple[int, ...]
+    """By the caching allocator for them."""
+    host: tuple[int, ...]
+    """Resident in host memory, libraries included."""
+    retries: tuple[int, ...]
+    """Allocations on the GPU that succeeded only after the allocator had given its cache back, or failed."""
+    device_total: tuple[int, ...]
+    """Of the rank's GPU; 0 on the CPU."""
+    host_total: tuple[int, ...]
+    """Of the rank's node, for all its processes."""
+
+    @classmethod
+    def here(cls, device: torch.device) -> tuple[int, ...]:
+        """One rank's numbers, in the order of the fields."""
+        own = (peak_resident_bytes(), 0, 0, host_bytes())
+        if device.type != "cuda":
+            return (0, 0, *own)
+        stats = torch.cuda.memory_stats(device)
+        retries = stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0)
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return allocated, reserved, own[0], retries, torch.cuda.get_device_properties(device).total_memory, own[-1]
+
+    @classmethod
+    def of_ranks(cls, numbers: Sequence[Sequence[float]]) -> PeakMemory:
+        """What `here` gave on each rank."""
+        return cls(*(tuple(map(int, column)) for column in zip(*numbers, strict=True)))
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether ranks have GPUs."""
+        return self.device_total[0] > 0
+
+    @property
+    def kinds(self) -> dict[str, tuple[int, ...]]:
+        """The peaks that there are, by name."""
+        of_device = {"allocated": self.allocated, "reserved": self.reserved} if self.has_devices else {}
+        return of_device | {"host": self.host}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For trainer_state.json, in GiB."""
+        return {
+            name: {
+                "gib_by_rank": [round(peak / GIB, 3) for peak in peaks],
+                "rank_of_max": peaks.index(max(peaks)),
+                "rank_of_min": peaks.index(min(peaks)),
+            }
+            for name, peaks in self.kinds.items()
+        } | {"allocation_retries_by_rank": list(self.retries)}
+
+    def describe(self) -> list[str]:
+        """A line for each kind of memory."""
+        return [
+            f"{name:9} {max(peaks) / GIB:.2f} GiB at most, on rank {peaks.index(max(peaks))}; "
+            f"{min(peaks) / GIB:.2f} at least, on rank {peaks.index(min(peaks))}; "
+            f"{sum(peaks) / len(peaks) / GIB:.2f} on average"
+            for name, peaks in self.kinds.items()
+        ]
+
+    def of_fullest_node(self, ranks_per_node: int) -> int:
+        """Host bytes of all ranks of the node that took most."""
+        return max(sum(self.host[i : i + ranks_per_node]) for i in range(0, len(self.host), ranks_per_node))
+
+
+@dataclass
+class MemoryWarnings:
+    """What is wrong with a run's memory, each said once."""
+
+    said: set[str] = field(default_factory=set)
+
+    def new(self, peak: PeakMemory) -> Iterator[str]:
+        """What has not been said before."""
+        for name, message in self._all(peak):
+            if name not in self.said:
+                self.said.add(name)
+                yield message
+
+    def _all(self, peak: PeakMemory) -> Iterator[tuple[str, str]]:
+        peaks = peak.allocated if peak.has_devices else peak.host
+        most, mean = max(peaks), sum(peaks) / len(peaks)
+        if most > max(IMBALANCE * mean, mean + NEGLIGIBLE_BYTES):
+            rank, kind = peaks.index(most), "GPU" if peak.has_devices else "host"
+            yield (
+                "imbalance",
+                f"{kind} memory is uneven: rank {rank} took {most / GIB:.1f} GiB, {most / mean - 1:.0%} above the mean "
+                f"of {mean / GIB:.1f}. The fullest rank bounds the length; trainer_state.json has every rank's peak.",
+            )
+        if retries := max(peak.retries):
+            yield (
+                "retries",
+                f"rank {peak.retries.index(retries)} ran out of GPU memory and tried again {retries} times, each time "
+                "after giving back its cache, which is slow: blocks of memory are there, but none large enough. Set "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True, or shorten --max_length.",
+            )
+
+
+def how_far(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
+    """`peak 41.2 of 80.0 GiB on rank 3; these settings reach about 1.9M tokens`: the run's last line.
+
+    Args:
+        peak: of a run whose longest micro-batch had rows of `length` tokens on average, which is added to the closed
+            form's difference between lengths.
+    """
+    predicted, node = predict(setup, length), peak.of_fullest_node(setup.ranks_per_node)
+    device_total, host_total = min(peak.device_total), min(peak.host_total)
+    longest = reach(
+        setup,
+        device_total,
+        host_total,
+        beside_device=max(peak.allocated) - predicted.allocated_bytes,
+        beside_host=node - predicted.host_bytes,
+    )
+    reached = f"these settings reach about {tokens(longest.length)} tokens"
+    on_host = f"{node / GIB:.1f} of {host_total / GIB:.1f} GiB of host memory"
+    if not peak.has_devices:
+        ranks = f", by the {setup.ranks_per_node} ranks of a machine" if setup.ranks_per_node > 1 else ""
+        return f"peak {on_host}{ranks}; {reached}"
+    rank = peak.allocated.index(max(peak.allocated))
+    on_device = f"peak {max(peak.allocated) / GIB:.1f} of {device_total / GIB:.1f} GiB on rank {rank}"
+    if longest.binds == "host":
+        return f"{on_device}, {on_host}; {reached}, where host memory is full"
+    return f"{on_device}; {reached}"
+
+
+def tokens(count: int) -> str:
+    """1,900,000 -> 1.9M; two figures, since more would not be true."""
+    if count < 1000:
+        return str(count)
+    digits = len(str(count))
+    rounded = round(count, 2 - digits)
+    unit, suffix = (10**6, "M") if rounded >= 10**6 else (10**3, "k")
+    return f"{rounded / unit:.1f}{suffix}" if rounded < 10 * unit else f"{rounded // unit:,}{suffix}"
+
+
+# Out of memory
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that device or host memory is used up."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(seen, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+_SAYS_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA.*out of memory|bad_alloc"
+)
+
+
+def is_first_to_say() -> bool:
+    """Whether no other rank has run out of memory before; true for all where they cannot ask each other."""
+    if not dist.is_initialized():
+        return True
+    with suppress(RuntimeError):  # the store is gone with the rank that kept it
+        return dist.distributed_c10d._get_default_store().add("longctx/out of memory", 1) == 1
+    return True
+
+
+def what_would_have_helped(
+    setup: MemorySetup,
+    length: int,
+    device_bytes: float,
+    host_bytes: float,
+    levers: Mapping[str, MemorySetup],
+) -> str:
+    """For the end of an out-of-memory error: the largest consumers, and the levers by their effect.
+
+    Args:
+        length: of a row, in tokens.
+        device_bytes, host_bytes: of one GPU (any, on the CPU) and of one node, for the step.
+        levers: flags that can be added, with the set-up that has them.
+    """
+    peak = predict(setup, length)
+    taken, place = (peak.host, "host memory") if setup.is_cpu else (peak.device, "a GPU")
+    largest = sorted(taken.items(), key=lambda item: -item[1])[:4]
+    fits = max_length(setup, device_bytes, host_bytes)
+    lengths = {flags: max_length(changed, device_bytes, host_bytes) for flags, changed in levers.items()}
+    helpful = sorted((flags for flags in lengths if lengths[flags] > 1.02 * fits), key=lambda flags: -lengths[flags])
+    room = f"{host_bytes / GIB:.1f} GiB of host memory"
+    if not setup.is_cpu:
+        room = f"{device_bytes / GIB:.1f} GiB of a GPU and {room}"
+    rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+    return "\n".join(
+        [
+            f"longctx: out of memory{rank}, with rows of {length:,} tokens, {setup.local_tokens(length):,.0f} of them "
+            "a rank. What would have helped, all predicted:",
+            f"longctx: largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
+            f"longctx: as it is  rows of about {tokens(fits)} tokens, in {room}",
+            *(f"longctx: add       {flags}: about {tokens(lengths[flags])}" for flags in helpful),
+            "longctx: or        a shorter --max_length" if fits else "longctx: or        more devices, a smaller model",
+        ]
+    )

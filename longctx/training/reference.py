@@ -1,0 +1,93 @@
+"""What a run is compared with: one device, stock transformers, one document after the other."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longctx.data import IGNORE_INDEX
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.sequence.shard import complete_position_ids
+
+GIB = 2**30
+
+
+def check_reference_fits(sizes: ModelSizes, tokens: int, available: int, *, has_scores: bool) -> None:
+    """Check that a device can hold the step of `single_device_step` in fp32.
+
+    Args:
+        tokens: of the longest document.
+        available: bytes of the device that are free.
+        has_scores: whether attention keeps a matrix of all scores, as transformers' eager one does.
+
+    Raises:
+        ValueError: if the step is predicted to need more.
+    """
+    predicted = partial(reference_bytes, sizes, has_scores=has_scores)
+    if predicted(tokens) <= available:
+        return
+    fits = bisect_right(range(tokens), available, key=predicted) - 1
+    shorter = f"Use --max_length {fits} or less, a lower --num_layers" if fits > 1 else "Use a lower --num_layers"
+    raise ValueError(
+        f"the step on one device that this run is compared with holds a document of {tokens:,} tokens whole, which "
+        f"takes about {predicted(tokens) / GIB:,.1f} GiB, and this GPU has {available / GIB:,.1f} GiB free. {shorter}, "
+        "or --use_cpu True, where host memory is the limit."
+    )
+
+
+def reference_bytes(sizes: ModelSizes, tokens: int, *, has_scores: bool) -> int:
+    """Predicted bytes of the step for a document: weights and gradients, what layers save, and the logits.
+
+    Layers save what `longctx.forecast.closed_form` has for them without recomputation, in fp32 twice as much as in
+    bf16. A logit is there four times: as it is, shifted, as a log-probability, and as a gradient.
+    """
+    h, width = sizes.hidden_size, sizes.intermediate_size
+    layer = 4 * (10.5 * h + 9 * sizes.query_size + 4 * sizes.key_value_size + 6.5 * width)
+    of_token = 16 * sizes.vocab_size + sizes.num_layers * layer
+    of_pair = 16 * sizes.num_heads * sizes.num_layers if has_scores else 0
+    return round(8 * sizes.num_parameters + tokens * of_token + tokens**2 * of_pair)
+
+
+def single_device_step(
+    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], label_smoothing: float = 0.0
+) -> tuple[float, float]:
+    """Loss and gradient norm of one optimizer step on one device.
+
+    Args:
+        model: before `parallelize`, with one of transformers' own attention implementations.
+        batches: all micro-batches of the step, of all data-parallel ranks, uncut.
+
+    Returns:
+        The mean loss over the step's label tokens, and the norm of its gradient, which is left in the parameters.
+    """
+    model.train()
+    documents = [document for batch in batches for document in documents_of(batch)]
+    num_label_tokens = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in documents)
+    total = 0.0
+    for input_ids, labels in documents:
+        if not (labels[1:] != IGNORE_INDEX).any():
+            continue
+        logits = model(input_ids=input_ids[None], use_cache=False).logits[0, :-1].float()
+        loss = F.cross_entropy(
+            logits, labels[1:], ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing
+        )
+        loss = loss / num_label_tokens
+        loss.backward()
+        total += loss.item()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return total, float(torch.nn.utils.get_total_norm(gradients))
+
+
+def documents_of(batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(input_ids, labels) of every document in the batch, padding among them."""
+    starts = (complete_position_ids(batch).reshape(-1) == 0).nonzero().flatten().tolist()
+    bounds = [*starts, batch["input_ids"].numel()]
+    ids, labels = batch["input_ids"].reshape(-1), batch["labels"].reshape(-1)
+    return [(ids[a:b], labels[a:b]) for a, b in pairwise(bounds)]

@@ -1,0 +1,405 @@
+"""A thin subclass of TRL's SFTTrainer: our rows, our cut, our loss, our log. No attention code.
+
+A step reads from top to bottom: which rows a rank reads, their collation and cut (`longctx.training.collators`), how
+many label tokens the step has, the forward pass and the loss, the gradient's norm, the log. Evaluation is in the class
+beneath (`longctx.training.evaluation`), saving and resuming in the one beneath that (`longctx.training.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, IterableDataset
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import TrainOutput
+from trl import SFTConfig
+
+from longctx.collate import SequenceCollator
+from longctx.data import MixedStream, SourceReport
+from longctx.layers.loss import TokenOutputs
+from longctx.model.card import model_card
+from longctx.model.load import count_parameters, count_trained_parameters
+from longctx.model.saved_buffers import saved_buffers_handed_on
+from longctx.packing import PackedDataset, PackedStream, PackingReport
+from longctx.parallel import SequenceParallel
+from longctx.ranks.watchdog import phase
+from longctx.regions import clock, region
+from longctx.sequence.batch import ShardedBatch
+from longctx.sequence.shard import check_shard_length
+from longctx.training.callbacks import EpochByRows, PackingEntry, ScheduleGoesOn, StreamEntry
+from longctx.training.checkpoint import EpochEndsWithItsStep, StopOnSignal
+from longctx.training.collators import PlanningCollator, StreamCollator
+from longctx.training.data_order import MicroBatch, StepSampler, StepStream
+from longctx.training.engines import keep_sums_in_fp32, save_whole_models
+from longctx.training.evaluation import EvaluatingTrainer
+from longctx.training.metrics import StepMetrics
+from longctx.training.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
+from longctx.training.peak_memory import MemoryWarnings
+from longctx.training.progress import use_one_bar
+from longctx.training.schedule import add_defaults
+from longctx.training.trl_arguments import without_data_preparation
+
+phase("backward")(Accelerator.backward)
+phase("backward")(torch.Tensor.backward)  # of a loop of one's own
+
+
+class SequenceTrainer(EvaluatingTrainer):
+    """Trains on rows cut over sequence groups.
+
+    Args:
+        model: after `longctx.parallelize`.
+        sequence: the second result of `longctx.parallelize`.
+        rows: packs or single documents, in data set order; or a stream of them, which needs `args.max_steps`.
+        collator: pads to a multiple of `sequence.dims.multiple`.
+        documents: the tokenised documents that `rows` are cut from.
+        costs: modelled cost of each row, to balance data-parallel ranks by; None shuffles rows alone.
+        report: what became of every document and token, for the first entry of the log's history; a stream's is kept
+            there as it grows.
+        mixture: what the documents have of each data set, for the same entry.
+        eval_rows: packs or single documents to evaluate on.
+        data_identity: says what the rows are made from, by name, when a checkpoint is saved; one is resumed on the same
+            data alone.
+        on_nonfinite: what becomes of a step whose gradient is NaN or infinite: `stop` the run, or `skip` the step.
+        base_config: of an adapter's base model where it is not the one that its name gives; saved beside the adapter.
+    """
+
+    _name = "longctx"
+    _tag_names = ("trl", "sft", "longctx")
+    _tr_loss: torch.Tensor
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: SFTConfig,
+        *,
+        sequence: SequenceParallel,
+        rows: PackedDataset | PackedStream,
+        collator: SequenceCollator,
+        documents: Dataset | IterableDataset,
+        processing_class: PreTrainedTokenizerBase,
+        costs: NDArray[np.floating] | None = None,
+        report: PackingReport | None = None,
+        mixture: Sequence[SourceReport] = (),
+        eval_rows: PackedDataset | None = None,
+        data_identity: Callable[[], Mapping[str, Any]] = dict,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        base_config: PretrainedConfig | None = None,
+        **kwargs: Any,
+    ):
+        self.rows, self.costs = rows, costs
+        self._data_identity, self.on_nonfinite, self.base_config = data_identity, on_nonfinite, base_config
+        self.step_metrics = StepMetrics(
+            sp=sequence.dims.sp,
+            sp_rank=sequence.dims.sp_rank(sequence.rank),
+            config=model.config,
+            flops_per_token=4 * count_parameters(model) + 2 * count_trained_parameters(model),
+            device=sequence.device,
+        )
+        self._memory_warnings = MemoryWarnings()
+        self._layers_checked = False
+        self.has_seen_labels = False
+        """Whether a step of this run had a token with a label; the same on every rank."""
+        super().__init__(
+            model=model,
+            args=without_data_preparation(args),
+            sequence=sequence,
+            data_collator=PlanningCollator(collator, sequence.dims, sequence.rank),
+            train_dataset=documents,
+            eval_dataset=eval_rows,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        keep_sums_in_fp32(self.accelerator)
+        if self.is_fsdp_enabled:
+            save_whole_models(self.accelerator)
+        use_one_bar(self)
+        self.stream_read: MicroBatch | None = None
+        if isinstance(rows, PackedStream):
+            # `epoch` stays the Trainer's, steps / max_steps
+            self.add_callback(StreamEntry(lambda: self.stream_read, self.mixture_read))
+        else:
+            self.add_callback(EpochByRows(self.step_sampler(dp_rank=0)))
+        self.remove_callback(DefaultFlowCallback)
+        self.add_callback(EpochEndsWithItsStep())
+        if report is not None:
+            self.add_callback(PackingEntry(report, mixture))
+        self.add_callback(ScheduleGoesOn(self))
+        self.stop_on_signal = StopOnSignal(sequence.device)
+        self.add_callback(self.stop_on_signal)
+
+    def layout(self) -> dict[str, Any]:
+        dims = self.sequence.dims
+        return {
+            "sequences_per_step": self.get_total_train_batch_size(self.args),
+            "world_size": dims.world_size,
+            "sp": dims.sp,
+            "ring": dims.ring,
+            "dp_replicate": dims.dp_replicate,
+        }
+
+    def data_identity(self) -> dict[str, Any]:
+        return dict(self._data_identity())
+
+    def data_position(self) -> dict[str, Any] | None:
+        return None if self.stream_read is None else self.stream_read.position
+
+    def mixture_read(self) -> tuple[SourceReport, ...]:
+        """What was read of each data set of a streamed mixture, up to the last step."""
+        if self.stream_read is None or not isinstance(self.rows, PackedStream):
+            return ()
+        source = self.rows.source
+        return source.reports(self.stream_read.position["stream"]["source"]) if isinstance(source, MixedStream) else ()
+
+    @property
+    def may_skip_steps(self) -> bool:  # type: ignore[override]
+        return self.on_nonfinite == "skip"
+
+    def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
+        if isinstance(loader.dataset, StepStream) != (position is not None):
+            raise ValueError("a stream needs a position, and only a stream has one")
+        if isinstance(loader.dataset, StepStream) and position is not None:
+            loader.dataset.go_on_from(step, position)
+
+    def progress(self) -> dict[str, Any]:
+        return {"metrics": self.step_metrics.state_dict()}
+
+    def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
+        self.step_metrics.load_state_dicts([rank["metrics"] for rank in progress], rank=self.sequence.rank)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self._wrapping():
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        zero: Any = getattr(self.model_wrapped, "optimizer", None)
+        if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would do without in fp32; ZeRO-3 always looks
+            zero.check_grad_overflow = True
+        self.step_metrics.start()
+        return prepared
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        add_defaults(self.optimizer)
+        return super().create_scheduler(*args, **kwargs)
+
+    def _wrapping(self) -> AbstractContextManager[None]:
+        """The context in which the engine may wrap the model."""
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or plugin.fsdp_version != 2 or isinstance(self.model, FSDPModule):
+            return nullcontext()
+        return saved_buffers_handed_on(self.model, self.accelerator.device)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; before any training, this wraps the model."""
+        with self._wrapping():
+            return super().evaluation_loop(*args, **kwargs)
+
+    @phase("gradient norm")
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """On all ranks the same, and known before the weights change; DeepSpeed leaves the step out by itself."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if not math.isfinite(grad_norm):
+            self._meet_nonfinite(model, float(grad_norm))
+        return grad_norm
+
+    def _meet_nonfinite(self, model: nn.Module, grad_norm: float) -> None:
+        """
+        Raises:
+            NonFiniteError: unless such steps are left out.
+        """
+        met = NonFinite(step=self.state.global_step + 1, grad_norm=str(grad_norm), **self._documents_of_step())
+        path = Path(self.args.output_dir) / NON_FINITE_FILE
+        if self.args.should_save:
+            met.append_to(path)
+        if self.on_nonfinite == "stop":
+            raise NonFiniteError(f"{met}; it is written to {path}. {REMEDY}")
+        if self.args.should_save:
+            warnings.warn(f"{met}: the step is left out; see {path}", stacklevel=2)
+        if not self.is_deepspeed_enabled:
+            model.zero_grad()  # the optimizer passes over weights without a gradient
+
+    def _documents_of_step(self) -> dict[str, list[int] | None]:
+        """Rows and documents, by their numbers in the data set, of the step that is under way; None of a stream's."""
+        if isinstance(self.rows, PackedStream):
+            return {"rows": None, "documents": None}
+        sampler = self.step_sampler(dp_rank=0)
+        epoch, step = divmod(self.state.global_step, sampler.num_steps)
+        sampler.set_epoch(epoch)
+        rows = next(islice(sampler.steps(), step, None)).tolist()
+        documents = [int(n) for row in rows for n in self.rows.packing.documents(row)]
+        return {"rows": rows, "documents": documents}
+
+    def step_sampler(self, dp_rank: int) -> StepSampler:
+        """The row numbers that data-parallel rank `dp_rank` reads."""
+        assert not isinstance(self.rows, PackedStream), "rows of a stream have no numbers"
+        args = self.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        return StepSampler(
+            len(self.rows),
+            micro_batch_size=self._train_batch_size,
+            accumulation_steps=args.gradient_accumulation_steps,
+            dp=self.sequence.dims.dp,
+            dp_rank=dp_rank,
+            seed=None if args.train_sampling_strategy == "sequential" else seed,
+            costs=self.costs,
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def step_stream(self, dp_rank: int) -> StepStream:
+        """The rows that data-parallel rank `dp_rank` reads of a stream."""
+        assert isinstance(self.rows, PackedStream), "rows that are no stream have a step_sampler"
+        return StepStream(
+            self.rows,
+            micro_batch_size=self._train_batch_size,
+            accumulation_steps=self.args.gradient_accumulation_steps,
+            dp=self.sequence.dims.dp,
+            dp_rank=dp_rank,
+            drop_last=self.args.dataloader_drop_last,
+        )
+
+    def micro_batches(self, dp_rank: int) -> Iterator[list[dict[str, NDArray[Any]]]]:
+        """The rows of each micro-batch that data-parallel rank `dp_rank` reads; [] where only others have some."""
+        if isinstance(self.rows, PackedStream):
+            return (micro_batch.rows or [] for micro_batch in self.step_stream(dp_rank))
+        return map(self.rows.__getitems__, self.step_sampler(dp_rank))
+
+    def get_train_dataloader(self) -> DataLoader:
+        dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
+        options = self._worker_options() | {"persistent_workers": self.args.dataloader_persistent_workers}
+        if isinstance(self.rows, PackedStream):
+            collator: Any = StreamCollator(self.data_collator)  # of one micro-batch, not of a list
+            return DataLoader(self.step_stream(dp_rank), batch_size=None, collate_fn=collator, **options)
+        return self._loader(self.rows, self.step_sampler(dp_rank), **options)
+
+    def get_total_train_batch_size(self, args: SFTConfig) -> int:
+        """Sequences in an optimizer step."""
+        return self._train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
+
+    @phase("reading data")
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        with region("data", "data"):
+            return super().get_batch_samples(*args, **kwargs)
+
+    @phase("saving")
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with region("saving", "saving"):
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict=state_dict)
+        if self.base_config is not None and self.is_world_process_zero():
+            self.base_config.save_pretrained(output_dir or self.args.output_dir)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> int:
+        num_label_tokens = self.sequence.count_label_tokens(batch_samples)
+        self.has_seen_labels |= num_label_tokens > 0
+        return num_label_tokens
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return inputs  # cut on the CPU first; only this rank's part goes to the device
+
+    @phase("forward")
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.stream_read = inputs.pop("stream_read", self.stream_read)
+        shard, outputs = self._forward(model, inputs)
+        self.step_metrics.add(
+            layout=shard.layout,
+            num_tokens=inputs["num_tokens"],
+            shift_labels=shard.shift_labels,
+            correct=outputs.is_top1,
+            entropy=outputs.entropy,
+        )
+        loss = self.sequence.reduce(outputs.losses, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _forward(self, model, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
+        """This rank's part of the batch, and what becomes of its tokens."""
+        shard = self.sequence.shard(inputs)
+        outputs = model(
+            **shard.inputs,
+            shift_labels=shard.shift_labels,
+            token_outputs=True,
+            label_smoothing=self.args.label_smoothing_factor,
+        )
+        if not self._layers_checked:
+            check_shard_length(shard, outputs.log_probs, self.model.config.get_text_config().num_hidden_layers)
+            self._layers_checked = True
+        return shard, outputs
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if "loss" not in logs:
+            return super().log(logs, start_time)
+        numbers = self.step_metrics.read()
+        logs.update({name: value for name, value in numbers.items() if value is not None})
+        memory = self.step_metrics.peak_memory
+        assert memory is not None, "read with the other numbers"
+        for message in self._memory_warnings.new(memory):
+            warnings.warn(message, stacklevel=2)
+        super().log(logs, start_time)
+        # What is no number is for trainer_state.json alone: --report_to's integrations would warn of it in every step.
+        entry = self.state.log_history[-1]
+        entry.update({name: None for name, value in numbers.items() if value is None})
+        entry["memory"] = memory.to_dict()
+        entry["seconds"] = {
+            part: [round(seconds, 4) for seconds in ranks] for part, ranks in self.step_metrics.seconds.items()
+        }
+
+    def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
+        """README.md in output_dir, of what this run knows of the model; TRL's other arguments are not used."""
+        if not self.is_world_process_zero():
+            return
+        dims, state, settings = self.sequence.dims, self.state, self.args
+        last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
+        training = {
+            "sequence length": f"{settings.max_length:,} tokens",
+            "sequences a step": self.get_total_train_batch_size(settings),
+            "steps": f"{state.global_step:,} of {state.max_steps:,}",
+            "last in the log": last
+            and f"step {last['step']:,}: {last['num_tokens']:,} tokens, loss {last['loss']:.4g}",
+            "learning rate": f"{settings.learning_rate:g}, {settings.lr_scheduler_type.value}",
+            "devices": str(dims),
+            "attention": "each document alone, as on one device",
+        }
+        card = model_card(
+            repository=str(self.hub_model_id or Path(settings.output_dir).name),
+            base_model=getattr(self.model.config, "_name_or_path", None) or None,
+            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
+            is_adapter=hasattr(self.model, "peft_config"),
+            has_config=self.base_config is not None,
+            training={name: value for name, value in training.items() if value is not None},
+        )
+        Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """With the loss since the last log of all ranks, where transformers takes this rank's share for it."""
+        self._tr_loss = cast(torch.Tensor, self.accelerator.reduce(self._tr_loss, "mean"))
+        return super()._finalize_training(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """And read the peaks of the whole of it. Called by all ranks together."""
+        try:
+            output = super().train(*args, **kwargs)
+        finally:
+            clock.stop()
+            self.stop_on_signal.restore_handlers()
+        self.step_metrics.read_memory()
+        return output
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        return super().floating_point_ops(inputs) / self.sequence.dims.sp

@@ -1,0 +1,204 @@
+"""What a verification works on: defaults for its flags, the model's first layers, rows that tell."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from longctx.data import name_data
+from longctx.launch.spawn import device_count
+from longctx.model.load import first_layers
+from longctx.model.tiny import TINY, tiny_config
+from longctx.packing import PackedDataset
+from longctx.ranks.agreement import together
+from longctx.run import PreparedRun, load
+from longctx.settings.flags import Flags
+from longctx.settings.profile import LaunchProfile
+from longctx.settings.run import Run
+from longctx.training.dataset import TrainingRows
+
+DEFAULTS = {
+    "model_name_or_path": TINY,
+    "dataset_name": "stdlib",
+    "max_length": 512,
+    "per_device_train_batch_size": 2,
+    "overlong": "split",
+    "output_dir": "longctx-output",
+}
+"""Flags that the user may set otherwise; where no profile says so, two micro-batches besides, and no bf16 on the CPU.
+
+On GPUs the precision is that of training, bf16, since fp32 would run other kernels than training does.
+"""
+
+FIXED = {
+    "max_steps": 1,
+    "max_grad_norm": 0.0,
+    "optim": "sgd",
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "save_only_model": True,
+    "push_to_hub": False,
+    "dataset_streaming": False,
+    "streaming": False,
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "early_stopping_patience": None,
+    "resume_from_checkpoint": None,
+    "train_sampling_strategy": "sequential",
+    "balance_packs": False,
+}
+"""Whatever the user sets: one step, whose update is of no interest, so no clipping and an optimizer without states."""
+
+LARGE = 200_000_000
+"""Parameters from which a model's first layers stand for all."""
+
+CONSIDERED_ROWS = 500
+
+
+def with_defaults(flags: Flags, profile: LaunchProfile) -> Flags:
+    """The flags with what a verification needs filled in."""
+    wanted: dict[str, Any] = dict(DEFAULTS)
+    if flags.datasets:
+        del wanted["dataset_name"]
+    if profile.gradient_accumulation_steps is None:
+        wanted["gradient_accumulation_steps"] = 2  # with other numbers of label tokens
+    if profile.mixed_precision is None and (flags.use_cpu or profile.use_cpu or device_count() == 0):
+        wanted["bf16"] = False
+    kept = {name: value for name, value in wanted.items() if name not in flags.explicit}
+    # Where a profile sets what is fixed here, it keeps its word: see `longctx.settings.resolve`.
+    fixed = {name: value for name, value in FIXED.items() if name != "max_grad_norm" or not profile.gradient_clipping}
+    return replace(
+        flags, values={**flags.values, **kept, **fixed}, explicit=flags.explicit | kept.keys() | fixed.keys()
+    )
+
+
+def check_engine(run: Run) -> Run:
+    """The same run.
+
+    Raises:
+        ValueError: for an engine whose gradients cannot be compared one by one.
+    """
+    if run.settings["load_in_4bit"]:
+        raise ValueError("--load_in_4bit True: only weights that are not quantised are compared here. Leave it out.")
+    if run.engine == "fsdp1":
+        raise ValueError(
+            "fsdp_version 1 keeps the gradients of many parameters in one, which are not compared here. "
+            "Set fsdp_version: 2 (--config_file configs/fsdp2.yaml)."
+        )
+    return run
+
+
+def few_layers(run: Run, num_layers: int | None) -> Run:
+    """The run on the model's first layers only.
+
+    Args:
+        num_layers: how many; where None, all of a model with less than LARGE parameters, and of others two, or as
+            many as hold every kind of layer.
+
+    Raises:
+        ValueError: for a number of layers that the model does not have.
+    """
+    text = run.model_config.get_text_config()
+    if num_layers is None:
+        num_layers = text.num_hidden_layers if _num_parameters(run.model_config) < LARGE else _every_kind(text)
+    if not 1 <= num_layers <= text.num_hidden_layers:
+        raise ValueError(
+            f"--num_layers {num_layers}: {run.settings['model_name_or_path']} has {text.num_hidden_layers} layers. "
+            f"Use 1 to {text.num_hidden_layers}."
+        )
+    config = copy.deepcopy(run.model_config)
+    text = config.get_text_config()
+    for name, value in first_layers(text, num_layers).items():
+        setattr(text, name, value)
+    return replace(run, model_config=config)
+
+
+def _num_parameters(config: PretrainedConfig) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
+
+
+def _every_kind(text: PretrainedConfig) -> int:
+    kinds = getattr(text, "layer_types", None) or []
+    return min(max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]), text.num_hidden_layers)
+
+
+def with_tokenizer(run: Run) -> Run:
+    """The run with tiny's tokenizer and vocabulary, where a folder holds a config.json and little else."""
+    folder = Path(run.settings["model_name_or_path"])
+    if not _is_without_weights(folder) or any(folder.glob("tokenizer*")):
+        return run
+    config, tiny = copy.deepcopy(run.model_config), tiny_config()
+    text = config.get_text_config()
+    for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, getattr(tiny, name))
+    return replace(run, model_config=config, settings={**run.settings, "model_name_or_path": TINY})
+
+
+def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:
+    """The weights, whole on rank 0 at least; random ones, the same on every rank, where the folder has none.
+
+    Args:
+        run: as asked for, before `with_tokenizer`.
+        prepared: the same with its tokenizer.
+    """
+    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # rank 0 runs the same weights by itself
+    if _is_without_weights(Path(run.settings["model_name_or_path"])):
+        return together(lambda: _random_weights(prepared.run.model_config))
+    unset_hf_deepspeed_config()  # else from_pretrained leaves a rank a part of them under ZeRO-3
+    try:
+        return load(prepared)
+    finally:
+        if plugin := prepared.args.deepspeed_plugin:
+            plugin.set_deepspeed_weakref()
+
+
+def _is_without_weights(folder: Path) -> bool:
+    is_model = (folder / "config.json").is_file()
+    return is_model and not any(path for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
+
+
+def _random_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """As transformers initialises them, in fp32; its from_config would leave a rank a part of them under ZeRO-3."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = copy.deepcopy(config)
+        config.dtype = torch.float32
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+
+
+def telling_rows(prepared: PreparedRun) -> PreparedRun:
+    """The run on rows for one step only: those that hold a long document and others beside it, as far as there are.
+
+    Raises:
+        ValueError: if the data has fewer rows than a step takes.
+    """
+    data, args = prepared.data, prepared.args
+    assert isinstance(data, TrainingRows), "a verification reads no stream"
+    rows = data.rows
+    needed = args.per_device_train_batch_size * prepared.run.dims.dp * args.gradient_accumulation_steps
+    if len(rows) < needed:
+        raise ValueError(
+            f"{name_data(prepared.run.settings)} gives {len(rows)} rows of up to "
+            f"{prepared.run.settings['max_length']:,} tokens, and the step to compare takes {needed}. Use more data, a "
+            "smaller --max_length, or --gradient_accumulation_steps 1."
+        )
+    considered = np.linspace(0, len(rows) - 1, min(len(rows), max(CONSIDERED_ROWS, needed))).round().astype(int)
+    lengths = [rows[int(row)]["seq_lengths"] for row in considered]
+    best = np.argsort([-int(of_row.max()) * min(len(of_row), 4) for of_row in lengths], kind="stable")[:needed]
+    chosen = cast(PackedDataset, Subset(cast(Any, rows), considered[best].tolist()))
+    return replace(prepared, data=replace(data, rows=chosen))

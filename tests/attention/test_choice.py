@@ -1,0 +1,352 @@
+"""Which backend `auto` takes, that it can run, and the numbers behind it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longctx
+from longctx.attention.choice import (
+    A_TIE,
+    ASSUMED_MEAN_LENGTH,
+    MOST_ASSUMED_TOKENS,
+    BackendChoice,
+    Documents,
+    arrangements,
+    assumed_documents,
+    choose_backend,
+)
+from longctx.attention.cost import (
+    DEVICES,
+    FLOPS_BACKWARD,
+    FLOPS_FORWARD,
+    Arrangement,
+    Link,
+    RingWork,
+    Setup,
+    device_named,
+    devices_per_node,
+    measure_link,
+)
+from longctx.attention.modelled import modelled_seconds
+from longctx.model.tiny import tiny_model
+from longctx.sequence.mesh import ParallelDims
+from tests.workers import run_ranks
+
+ONE_LONG = 131_072
+
+
+def a_setup(
+    sp: int, heads: int, kv_heads: int, *, node: int = 8, device: str = "H100", head_size: int = 128, **speeds
+) -> Setup:
+    return Setup(
+        sp=sp,
+        num_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_size=head_size,
+        element_size=2,
+        device=replace(DEVICES[device], **speeds),
+        devices_per_node=node,
+    )
+
+
+def one(length: int = ONE_LONG) -> Documents:
+    return Documents(rows=[np.array([length])], source="one document")
+
+
+def many(length: int, row: int = ONE_LONG) -> Documents:
+    return Documents(rows=[np.full(row // length, length)], source="many documents")
+
+
+def auto(setup: Setup, documents: Documents | None = None, **options) -> BackendChoice:
+    return choose_backend("auto", setup, documents or one(), **options)
+
+
+QWEN3_8B = (32, 8)
+QWEN2_HALF_B = (14, 2)
+
+
+@pytest.mark.parametrize("documents", [one(), one(1 << 20), assumed_documents(ONE_LONG, packed=True)])
+def test_ulysses_where_heads_and_node_allow(documents):
+    assert str(auto(a_setup(8, *QWEN3_8B), documents).arrangement) == "ulysses 8"
+
+
+@pytest.mark.parametrize("documents", [one(), one(1 << 20), assumed_documents(ONE_LONG, packed=True)])
+def test_ulysses_within_and_ring_across_nodes(documents):
+    assert str(auto(a_setup(16, *QWEN3_8B), documents).arrangement) == "ulysses 8 × ring 2"
+    assert str(auto(a_setup(32, *QWEN3_8B), documents).arrangement) == "ulysses 8 × ring 4"
+    assert str(auto(a_setup(8, *QWEN3_8B, node=4), documents).arrangement) == "ulysses 4 × ring 2"
+
+
+def test_ring_takes_what_the_heads_leave():
+    assert str(auto(a_setup(4, *QWEN2_HALF_B, head_size=64)).arrangement) == "ulysses 2 × ring 2"
+    assert str(auto(a_setup(4, 3, 3)).arrangement) == "ring 4"
+
+
+def test_one_key_value_head():
+    """Ulysses repeats it on every rank; a ring across nodes passes one head on, which a slow link makes the better."""
+    assert str(auto(a_setup(8, 32, 1)).arrangement) == "ulysses 8"
+    slow = {"across": Link.of(2e9)}
+    assert str(auto(a_setup(4, 32, 1, node=1, **slow), one(32_768)).arrangement) in ("ring 4", "gather 4")
+    assert str(auto(a_setup(4, 32, 32, node=1, **slow), one(32_768)).arrangement) == "ulysses 4"
+
+
+def test_short_documents_need_no_exchange():
+    """A ring gives every short document to one rank, so nothing travels; Ulysses exchanges all the same."""
+    choice = auto(a_setup(8, *QWEN3_8B), many(512))
+    assert str(choice.arrangement) == "ring 8"
+    seconds = {str(how): seconds for how, seconds in choice.modelled}
+    assert seconds["ulysses 8"] > 3 * seconds["ring 8"]
+
+
+def test_a_tie_goes_to_less_ring_but_not_across_nodes():
+    choice = auto(a_setup(2, *QWEN3_8B), one())
+    assert str(choice.modelled[0][0]) == "ring 2"
+    assert choice.modelled[1][1] < A_TIE * choice.modelled[0][1]
+    assert str(choice.arrangement) == "ulysses 2"
+    assert re.fullmatch(r"auto: within \d\.\d% of ring 2, less ring", choice.reason)
+    million = auto(a_setup(16, *QWEN3_8B), one(1 << 20))
+    assert {str(how): s for how, s in million.modelled}["ulysses 16"] < A_TIE * million.modelled[0][1]
+    assert str(million.arrangement) == "ulysses 8 × ring 2"
+
+
+def test_an_earlier_choice_stays_unless_another_is_much_better():
+    setup = a_setup(8, *QWEN3_8B)
+    before = auto(setup, one())
+    assert str(before.arrangement) == "ulysses 8"
+    short = auto(setup, many(512), before=before)
+    assert str(short.arrangement) == "ring 8"
+    back = auto(setup, one(), before=short)  # within 10%
+    assert str(back.arrangement) == "ring 8"
+    assert "chosen before the data was known" in back.reason
+    assert str(auto(a_setup(8, 32, 32, device="GPU"), one(16_384), before=short).arrangement) == "ulysses 8"
+
+
+def test_asked_for_is_taken_whatever_it_costs():
+    setup = a_setup(8, *QWEN3_8B)
+    for name, expected in (("ring", "ring 8"), ("gather", "gather 8"), ("hybrid", "ulysses 4 × ring 2")):
+        choice = choose_backend(name, setup, one())
+        assert (str(choice.arrangement), choice.reason) == (expected, "asked for")
+        assert len(choice.modelled) == 5
+    unmodelled = choose_backend("hybrid", setup, ring_size=4)
+    assert (str(unmodelled.arrangement), unmodelled.modelled) == ("ulysses 2 × ring 4", ())
+    with pytest.raises(ValueError, match=r"3 heads cannot be divided by sp 8"):
+        choose_backend("ulysses", a_setup(8, 3, 3), one())
+
+
+def test_line_names_choice_numbers_and_what_cannot_run():
+    line = auto(a_setup(8, 12, 4), one()).describe()
+    number = r"\d[\d.e+]*"
+    assert re.fullmatch(
+        rf"ulysses 4 × ring 2 \(auto\): modelled ms per layer: ulysses 4 × ring 2 {number}, "
+        rf"ulysses 2 × ring 4 {number}, ring 8 {number}, gather 8 {number}; "
+        r"ulysses 8 cannot: 12 heads; "
+        r"for one document",
+        line,
+    ), line
+
+
+def test_auto_keeps_to_a_given_padding_multiple():
+    assert str(auto(a_setup(4, *QWEN3_8B), pad_to_multiple_of=4).arrangement) == "ulysses 4"
+    with pytest.raises(
+        ValueError, match=r"auto finds none for sp 4 .*ring 4, gather 4 cannot: needs rows padded to a multiple of 8"
+    ):
+        auto(a_setup(4, 3, 3), pad_to_multiple_of=4)
+
+
+def can_run(how: Arrangement, heads: int, multiple: int | None) -> bool:
+    """By what runs it: the degrees, Ulysses' rule for heads, and the length that a batch is padded to."""
+    dims = ParallelDims.arrange(how.ring * how.ulysses, ring=how.ring, ulysses=how.ulysses)
+    return heads % how.ulysses == 0 and (multiple is None or multiple % dims.multiple == 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sp=st.integers(2, 24),
+    kv_heads=st.integers(1, 12),
+    group=st.integers(1, 8),
+    node=st.sampled_from([1, 2, 3, 4, 8]),
+    multiple=st.none() | st.integers(1, 96),
+    lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=12),
+    device=st.sampled_from(sorted(DEVICES)),
+)
+def test_auto_never_takes_what_cannot_run(sp, kv_heads, group, node, multiple, lengths, device):
+    setup = a_setup(sp, kv_heads * group, kv_heads, node=node, device=device)
+    documents = Documents(rows=[np.array(lengths)], source="")
+    if multiple is not None and not any(can_run(how, setup.num_heads, multiple) for how in arrangements(sp)):
+        with pytest.raises(ValueError, match="Lower --sp, or name a backend"):
+            auto(setup, documents, pad_to_multiple_of=multiple)
+        return
+    choice = auto(setup, documents, pad_to_multiple_of=multiple)
+    how = choice.arrangement
+    assert how.ring * how.ulysses == sp
+    assert can_run(how, setup.num_heads, multiple)
+    assert all(math.isfinite(seconds) and seconds > 0 for _, seconds in choice.modelled)
+    named = choose_backend(how.name, setup, documents, ring_size=how.ring if how.name == "hybrid" else None)
+    assert named.arrangement == how
+
+
+def test_every_arrangement_once():
+    names = [str(how) for how in arrangements(12)]
+    hybrids = ["ulysses 6 × ring 2", "ulysses 4 × ring 3", "ulysses 3 × ring 4", "ulysses 2 × ring 6"]
+    assert names == ["ulysses 12", *hybrids, "ring 12", "gather 12"]
+
+
+def test_assumed_documents_fill_the_row():
+    for length in (1, 2, 3999, 65_536, 1_000_001, 10**12):
+        (row,) = assumed_documents(length, packed=True).rows
+        modelled = min(length, MOST_ASSUMED_TOKENS)
+        assert row.sum() == modelled
+        assert row.min() >= 1
+        assert len(row) == max(1, round(modelled / ASSUMED_MEAN_LENGTH))
+        assert list(assumed_documents(length, packed=False).rows[0]) == [modelled]
+
+
+def test_rings_too_long_to_model():
+    with pytest.raises(ValueError, match=r"none for sp 521 .*ring 521, gather 521 cannot: rings above 512 ranks"):
+        auto(a_setup(521, *QWEN3_8B))
+    assert choose_backend("ring", a_setup(521, *QWEN3_8B), one()).arrangement.ring == 521
+
+
+FREE = {"memory_speed": math.inf, "message_seconds": 0.0, "launch_seconds": 0.0}
+"""Nothing but FLOPs and bytes costs anything."""
+
+
+@pytest.mark.parametrize(("heads", "kv", "copies"), [(32, 8, 1), (32, 1, 4), (14, 2, 1)])
+def test_communication_by_hand(heads, kv, copies):
+    """With infinitely fast arithmetic, what is left is the bytes of the formulas in `longctx.attention.cost`."""
+    speed, tokens, sp, size, e = 1e9, 65_536, 4 if heads == 32 else 2, 128, 2
+    setup = a_setup(sp, heads, kv, within=Link.of(speed), attention_flops=math.inf, **FREE)
+    document = np.array([tokens])
+    ulysses = modelled_seconds(setup, Arrangement(name="ulysses", ring=1, ulysses=sp), RingWork.of(document, 1))
+    share = tokens / sp * size * (sp - 1)  # elements of a head that leave or reach a rank
+    assert ulysses == pytest.approx(2 * (2 * heads + 2 * kv * copies) * share / sp * e / speed)
+    work = RingWork.of(document, sp)
+    gather = modelled_seconds(setup, Arrangement(name="gather", ring=sp, ulysses=1), work)
+    assert gather == pytest.approx(2 * kv * share * (e + e + 4) / speed)
+    ring = modelled_seconds(setup, Arrangement(name="ring", ring=sp, ulysses=1), work)
+    assert 0.9 * gather < ring <= gather  # what no later rank needs stays at home
+    forward = gather * e / (e + e + 4), ulysses / 2
+    assert forward[0] / forward[1] == pytest.approx(kv * sp / (heads + kv * copies))
+
+
+def test_computation_by_hand():
+    """With infinitely fast links, a ring takes the slowest rank's FLOPs, hop by hop, and Ulysses an equal share."""
+    tokens, sp, (heads, kv), size, flops = 65_536, 4, QWEN3_8B, 128, 1e14
+    setup = a_setup(sp, heads, kv, within=Link.of(math.inf), attention_flops=flops, **FREE)
+    share = (FLOPS_FORWARD + FLOPS_BACKWARD) * tokens * (tokens + 1) / 2 * heads * size / sp / flops
+    for how in arrangements(sp):
+        seconds = modelled_seconds(setup, how, RingWork.of(np.array([tokens]), how.ring))
+        assert share * 0.9999 <= seconds <= share * 1.02, str(how)
+
+
+def test_only_what_outlasts_the_computation_of_a_ring_counts():
+    document, how = np.array([65_536]), Arrangement(name="ring", ring=4, ulysses=1)
+    work = RingWork.of(document, 4)
+    seconds = [
+        modelled_seconds(a_setup(4, *QWEN3_8B, within=Link.of(speed), **FREE), how, work)
+        for speed in (1e8, 1e9, 1e12, math.inf)
+    ]
+    communication = 2 * 8 * 128 * 65_536 / 4 * 3 * (2 + 2 + 4) / 1e8
+    assert seconds[0] == pytest.approx(communication, rel=0.2)
+    assert seconds[2] < 1.05 * seconds[3] < 0.5 * seconds[0]  # gradients of the last hop have nothing to hide behind
+
+
+def test_work_is_the_plans():
+    lengths = np.array([3000, 17, 900, 179])
+    work = RingWork.of(lengths, 4)
+    assert work.pairs.sum() == (lengths * (lengths + 1) // 2).sum()
+    assert work.received[:, 0].sum() == 0
+    assert work.received.sum() > 0
+    assert (work.entries > 0).tolist() == (work.pairs > 0).tolist()
+    alone = RingWork.of(lengths, 1)
+    assert alone.pairs.tolist() == [[work.pairs.sum()]]
+
+
+def test_devices_by_name():
+    assert device_named("NVIDIA H100 80GB HBM3") == DEVICES["H100"]
+    assert device_named("NVIDIA A100-PCIE-40GB").within == DEVICES["GPU"].within
+    assert device_named("NVIDIA GeForce RTX 4090") == DEVICES["GPU"]
+    assert device_named("CPU") == DEVICES["CPU"]
+
+
+def test_devices_per_node():
+    assert devices_per_node(16, {"LOCAL_WORLD_SIZE": "8"}, 8) == 8
+    assert devices_per_node(16, {}, 8) == 8
+    assert devices_per_node(4, {}, 8) == 4
+    assert devices_per_node(4, {}, 0) == 4
+    for local in ("4", "2"):  # nodes of 4 and 2: both find 2
+        assert devices_per_node(6, {"LOCAL_WORLD_SIZE": local}, 0) == 2
+
+
+def _in_a_group() -> tuple[Link, list[tuple[int, int]]]:
+    link = measure_link(None, torch.device("cpu"), num_bytes=1 << 20, repetitions=3)
+    found = []
+    for lengths in (None, [4096, 4096], [64] * 200):
+        _, sequence = longctx.parallelize(tiny_model(), sp=2, document_lengths=lengths)
+        found.append((sequence.dims.ring, sequence.dims.ulysses))
+    with pytest.raises(ValueError, match=r"document_lengths \[4, 0\]"):
+        longctx.parallelize(tiny_model(), sp=2, document_lengths=[4, 0])
+    return link, found
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_ranks(2, f"{__name__}:_in_a_group")
+
+
+def test_links_are_measured_and_agreed_on(two_ranks):
+    (link, _), (other, _) = two_ranks
+    assert link == other
+    assert 1e6 < link.exchange < 1e12
+    assert 1e6 < link.pass_on < 1e12
+
+
+def test_parallelize_chooses_by_the_documents_it_is_given(two_ranks):
+    assert [found for _, found in two_ranks] == [[(1, 2), (1, 2), (2, 1)]] * 2
+
+
+def train(folder: Path, *flags: str) -> tuple[str, list[float]]:
+    """What two steps print, and their losses."""
+    command = [sys.executable, "-m", "longctx.train", "--max_steps", "2", "--use_cpu", "True", *flags]
+    done = subprocess.run([*command, "--output_dir", "out"], capture_output=True, text=True, timeout=300, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    history = json.loads((folder / "out/trainer_state.json").read_text())["log_history"]
+    return done.stdout, [step["loss"] for step in history if "loss" in step]
+
+
+@pytest.mark.long
+def test_a_run_prints_its_choice_with_the_data_it_has(tmp_path):
+    printed, _ = train(tmp_path, "--sp", "2")
+    line = re.search(r"backend   (.*)", printed)
+    assert line, printed
+    assert re.match(r"ulysses 2 \(auto.*\): modelled ms per layer: .*ulysses 2 \d", line[1])
+    assert re.search(r"for 8 sampled rows, documents of [\d,]+ tokens on average$", line[1])
+    assert "step 1 matched one device" in printed
+
+
+@pytest.mark.long
+def test_a_run_changes_to_what_its_documents_make_much_better(tmp_path):
+    """Short documents stay whole on a ring's ranks: chosen when the data is known, on the engine that is up."""
+    records = ("".join(json.dumps({"text": f"document {i} of many short ones"}) + "\n") for i in range(2000))
+    (tmp_path / "short.jsonl").write_text("".join(records))
+    flags = ["--dataset_name", "short.jsonl", "--model_name_or_path", "tiny", "--max_length", "8192"]
+    flags += ["--per_device_train_batch_size", "1", "--logging_steps", "1", "--learning_rate", "1e-3"]
+    printed, losses = train(tmp_path, *flags, "--sp", "2", "--measure_links", "True")
+    assert re.search(r"mesh .* sp 2 \(ring 2 × ulysses 1\)", printed), printed
+    assert re.search(r"backend   ring 2 \(auto\): modelled ms per layer: ring 2 \d.* ulysses 2 \d", printed), printed
+    assert "engine    deepspeed ZeRO-3 (chosen before the data was known, for ulysses 2)" in printed
+    assert "padded to a multiple of 4" in printed
+    _, one_device = train(tmp_path, *flags)
+    assert losses == pytest.approx(one_device, rel=1e-5)

@@ -1,0 +1,205 @@
+"""The fuzzer itself: its covering set, its reference against stock Trainers, and a planted bug that it has to find."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from benchmarks.differential import covering, reference
+from benchmarks.differential.commands import prepare
+from benchmarks.differential.judge import Judge, Outcome, _compared, error_of, last_error
+from benchmarks.differential.models import make_model, name_of
+from benchmarks.differential.processes import without_launcher
+from benchmarks.differential.shrink import shrink
+from benchmarks.differential.space import VALUES, Case, dimensions, draw
+from benchmarks.max_length.processes import start_server
+from tests.planted_bug import divide_by_one_more, never_start
+
+TIMEOUT = 200
+
+
+# ------------------------------------------------------------------------------------------------
+# The space
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_default_set_covers_all_pairs():
+    choices = covering.choices()
+    assert {pair for choice in choices for pair in covering.pairs(choice)} == set(covering.all_pairs())
+    assert len(covering.covering_set()) <= 50
+
+
+def test_every_value_of_the_covering_set_survives_beside_all_others():
+    """Else `settle` would take out of a case what it is counted as covering."""
+    for choice, case in zip(covering.choices(), covering.covering_set(), strict=False):
+        for axis, name in zip(covering.AXES, choice, strict=True):
+            members = covering.AXES[axis][name]
+            assert any(all(getattr(case, key) == value for key, value in m.items()) for m in members), (axis, name)
+
+
+def test_random_cases_reach_every_value_and_are_written_and_read():
+    cases = [draw(seed) for seed in range(10_000)]
+    for name in set(dimensions()) - {"seed", "spelling"}:
+        values = {getattr(case, name) for case in cases}
+        assert set(VALUES[name]) <= values, name
+    assert all(Case.from_json(case.to_json()) == case for case in cases[:100])
+    assert draw(7) == draw(7)
+
+
+# ------------------------------------------------------------------------------------------------
+# The reference
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_independent():
+    code = "import sys, benchmarks.differential.reference; print([m for m in sys.modules if m.startswith('longctx')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    guards = ["longctx.untrusted", "longctx.untrusted.working_directory", "longctx"]  # of the import path
+    assert done.stdout.strip() == str(guards)
+
+
+@pytest.mark.parametrize(("drop_last", "looked_through"), [(True, [4, 4, 1]), (False, [4, 1, 4])])
+def test_an_epoch_of_the_reference_ends_where_the_log_says_so(drop_last, looked_through, monkeypatch):
+    """Of four documents, three in each step: what --dataloader_drop_last leaves out is not looked for in the next."""
+    seen = []
+
+    def explain(model, left, *_):
+        seen.append(len(left))
+        return set(range(min(3, len(left))))
+
+    monkeypatch.setattr(reference, "_explain", explain)
+    plan = {"documents": [([1, 2], [1, 2])] * 4, "drop_last": drop_last, "epochs": [1.0, 1.75, 2.0]}
+    list(reference._found(None, plan | {"tokens": [6, 6, 6], "losses": [1.0, 1.0, 1.0], "smoothing": 0.0}))
+    assert seen == looked_through
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
+def test_the_reference_trains_as_a_stock_trainer(optimizer, tmp_path):
+    """One document a step, where transformers' Trainer is right; fp32 sums in the same order, so nearly bit by bit."""
+    case = Case(model="qwen2", order="sequential", packing="none", steps=4, optimizer=optimizer, weight_decay=0.1)
+    case = replace(case, schedule="cosine", warmup=1, lengths="uneven", clipping=0.5)
+    folder = tmp_path / name_of(case)
+    make_model(case, folder)
+    plan = prepare(case, tmp_path, tmp_path / "data").plan
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "stock"),
+        per_device_train_batch_size=1,
+        max_steps=case.steps,
+        optim=optimizer,
+        learning_rate=case.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=1,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        train_sampling_strategy="sequential",
+        report_to="none",
+        use_cpu=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in plan["documents"]]
+    trainer = Trainer(model, args, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    found = reference.train(plan | {"saved": str(tmp_path / "saved")})
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for entry, step in zip(logged, found["steps"], strict=True):
+        for name in ("loss", "grad_norm", "learning_rate"):
+            assert entry[name] == pytest.approx(step[name], rel=1e-5), name
+    assert found["weights"]["all" if optimizer == "adamw_torch" else "update"] < 1e-3
+
+
+# ------------------------------------------------------------------------------------------------
+# Verdicts
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_case_shrinks_to_what_its_finding_needs():
+    def judge(case):
+        is_wrong = case.sp > 1 and case.smoothing > 0
+        return Outcome(case=case, status="wrong" if is_wrong else "exact")
+
+    large = Case(seed=3, sp=4, smoothing=0.1, model="llama", packing="none", order="sequential", warmup=5, documents=9)
+    found = shrink(judge(large), judge)
+    assert found.case.changed() == {"documents": 1, "sp": 2, "smoothing": 0.1, "steps": 1, "max_length": 17}
+
+
+@pytest.mark.parametrize(
+    ("number", "by_rounding", "status"),
+    [(2, 5e-4, "exact"), (2, 5e-5, "wrong"), (1, 5e-4, "wrong")],  # a first step has no steps before it
+)
+def test_what_rounding_alone_would_change_is_not_called_wrong(number, by_rounding, status):
+    """A loss that is off by 1e-3, beside a reference whose weights were perturbed."""
+
+    def steps(factor):
+        log = [{"num_tokens": 8 * n, "learning_rate": 0.1, "loss": 2.0, "grad_norm": 1.0, "loose": 0.0} for n in (1, 2)]
+        log[number - 1]["loss"] *= factor
+        return log
+
+    expected = {"steps": steps(1.0), "evaluations": []}
+    moved = {"steps": steps(1 + by_rounding), "evaluations": []}
+    assert _compared({"optimizer": "sgd"}, steps(1.001), [], expected)["status"] == "wrong"
+    assert _compared({"optimizer": "sgd"}, steps(1.001), [], expected, moved)["status"] == status
+
+
+def test_what_a_log_says():
+    log = "--- rank 0\nlongctx: error: --sp 3 is wrong. Use 2:\n  --sp 2\n--- rank 1\n"
+    assert error_of(log) == "--sp 3 is wrong. Use 2:\n  --sp 2"
+    raised = '--- rank 0\nTraceback (most recent call last):\n  File "/x/longctx/run.py", line 7, in fit\n    f()\n'
+    assert last_error(raised + "KeyError: 'a'\n--- rank 1\n") == "KeyError: 'a' (run.py:7 fit)"
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "subprocess.CalledProcessError: Command '['python', '-m', 'x']' returned non-zero exit status 2.",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\n[1]:\n  exitcode  : -15 (pid: 2)\n"
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 0\n  exitcode  : 2 (pid: 1)\n====",
+    ],
+)
+def test_the_traceback_of_a_launcher_is_not_the_runs(ending):
+    refused = "longctx: error: --sp 3 is wrong. Use 2.\n"
+    traced = 'Traceback (most recent call last):\n  File "/x/launch.py", line 9, in main\n'
+    assert without_launcher(1, f"{refused}{traced}{ending}\n") == (2, refused)
+    own = f"{traced}KeyError: 'a'\n"
+    assert without_launcher(1, own) == (1, own)
+
+
+@pytest.fixture
+def judges(tmp_path, monkeypatch):
+    """`judges(plant=None)` -> a Judge whose ranks are forked."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    start_server("peft", "datasets")
+    return lambda plant=None, timeout=TIMEOUT: Judge(tmp_path, timeout, plant=plant)
+
+
+def test_a_planted_bug_is_found(judges):
+    """A denominator that is one too large, where labels are smoothed; without it the case is exact."""
+    case = Case(smoothing=0.1, documents=2, steps=1)
+    assert judges()(case).status == "exact"
+    outcome = judges(divide_by_one_more)(case)
+    assert outcome.status == "wrong"
+    assert outcome.detail.startswith("loss of step 1")
+
+
+@pytest.mark.long
+def test_a_planted_bug_is_shrunk_to_one_command(judges):
+    case = Case(sp=2, backend="ring", smoothing=0.1, vocab_size=301, heads="4:4", accumulation=2, documents=4)
+    judge = judges(divide_by_one_more)
+    found = shrink(judge(case), judge)
+    assert found.case.changed() == {"smoothing": 0.1, "documents": 1, "steps": 1, "max_length": 17}
+    assert "--label_smoothing_factor 0.1" in found.commands[0]
+    assert json.loads(found.case.to_json()) == found.case.changed()
+
+
+@pytest.mark.long
+def test_a_run_that_hangs_says_where(judges):
+    assert judges()(Case()).status == "exact"  # the model is made, in as much time as that takes
+    outcome = judges(never_start, timeout=8)(Case())
+    assert outcome.status == "hang"
+    assert "never_start" in outcome.detail

@@ -1,0 +1,487 @@
+"""Metrics and modelled costs against numbers that were worked out by hand, one by one; the working is beside each.
+
+The model: 2 layers of width h = 8, 4 query and 2 key/value heads of 4 (q = 16, kv = 8), an MLP of width I = 16, and
+32 words; norms without anything on queries and keys, no tied embeddings. bf16, so an element has 2 bytes. Two ranks
+share a row of 1,024 tokens, 512 each.
+
+    matrices of a layer  q 8·16 + k 8·8 + v 8·8 + o 16·8 = 384, gate, up and down 3 · 8·16 = 384: 768
+    parameters           2 layers of 768 + two norms of 8 = 784 each, the last norm 8, embeddings and head 32·8 = 256
+                         each: 2 · 784 + 8 + 2 · 256 = 2,088
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from longctx.attention.cost import PEAK_FLOPS, Arrangement, Device, Link, RingWork, Setup
+from longctx.attention.modelled import modelled_seconds, spent
+from longctx.forecast import closed_form
+from longctx.forecast.closed_form import predict
+from longctx.forecast.layer_memory import layer_bytes, saved_by_layer
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.simulate import simulate
+from longctx.forecast.step_time import Speeds, optimizer_seconds, step_time, weights_seconds
+from longctx.training.metrics import StepMetrics, _peak_flops, attention_work
+from longctx.training.peak_memory import GIB, PeakMemory
+from tests.workers import run_ranks
+
+CONFIG = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}
+CONFIG |= {"num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False}
+MODEL = ModelSizes(
+    num_parameters=2088,
+    num_trained_parameters=2088,
+    layer_parameters=784,
+    num_layers=2,
+    hidden_size=8,
+    vocab_size=32,
+    intermediate_size=16,
+    num_experts_per_token=0,
+    num_heads=4,
+    num_key_value_heads=2,
+    head_size=4,
+    has_qk_norm=False,
+)
+ULYSSES = MemorySetup(model=MODEL, world_size=2, sp=2, ranks_per_node=2, engine="fsdp2", gradient_checkpointing=True)
+LENGTH, TOKENS = 1024, 512
+
+
+def test_the_model_has_these_sizes() -> None:
+    assert ModelSizes.of_config(LlamaConfig(**CONFIG)) == MODEL
+
+
+# ------------------------------------------------------------------------------------------------
+# Metrics
+# ------------------------------------------------------------------------------------------------
+
+SECONDS = 4.0
+DOCUMENTS, PADDING = (6, 6), 4
+"""Of a row of 16 tokens."""
+
+
+def read_metrics() -> dict:
+    """On a rank of two, which share two micro-batches of one row: what is logged, after SECONDS and again after 1."""
+    import torch.distributed as dist
+
+    from longctx.ring.planner import plan_ring
+    from longctx.sequence.batch import BatchLayout
+
+    rank, now = dist.get_rank(), [100.0]
+    import longctx.training.metrics
+    import longctx.training.peak_memory
+
+    longctx.training.metrics.time = SimpleNamespace(perf_counter=lambda: now[0])
+    peak = ((3 + 3 * rank) * GIB, 7 * GIB, (10 - rank) * GIB, 0, 80 * GIB, 200 * GIB)
+    longctx.training.peak_memory.PeakMemory.here = classmethod(lambda cls, device: peak)
+    metrics = StepMetrics(
+        sp=2, sp_rank=rank, config=LlamaConfig(**CONFIG), flops_per_token=6 * 2088, device=torch.device("cpu")
+    )
+    metrics.peak_flops = 1e6
+    cu_seqlens = np.cumsum([0, *DOCUMENTS, PADDING])
+    plan = plan_ring(cu_seqlens, 2)
+    layout = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=2, plan=plan)
+    labels = torch.tensor([[1, 2, 3, -100, 5, 6, -100, -100]]) if rank == 0 else torch.tensor([[7] * 5 + [-100] * 3])
+    is_label = (labels != -100).double()
+    for _ in range(2):
+        metrics.add(
+            layout=layout, num_tokens=12, shift_labels=labels, correct=is_label * (rank == 0), entropy=is_label * 0.5
+        )
+    now[0] += SECONDS
+    before = metrics.tokens_so_far()
+    first = metrics.read()
+    now[0] += 1
+    metrics.add(layout=layout, num_tokens=12, shift_labels=labels, correct=0 * is_label, entropy=0 * is_label)
+    return {"so far": before, "first": first, "second": metrics.read(), "ranks": plan.rank_of_token.tolist()}
+
+
+def test_what_is_logged_of_two_ranks() -> None:
+    """24 tokens of 32 are no padding, 20 of them labels, in 4 seconds on 2 devices of 1 MFLOP a second."""
+    results = run_ranks(2, f"{__name__}:read_metrics")
+    assert results[0]["first"] == results[1]["first"]
+    logged = results[0]["first"]
+    assert results[0]["so far"] == logged["num_tokens"] == 2 * 12
+    assert logged["tokens_per_second"] == pytest.approx(24 / 4)
+    assert logged["tokens_per_second_per_device"] == pytest.approx(24 / 4 / 2)
+    assert logged["padding_fraction"] == pytest.approx(8 / 32)
+    # 5 labels on rank 0, all right, and 5 on rank 1, all wrong, twice; each with an entropy of a half.
+    assert logged["mean_token_accuracy"] == pytest.approx(10 / 20)
+    assert logged["entropy"] == pytest.approx(0.5)
+    # A document of n tokens has n (n + 1) / 2 pairs, 21 + 21 + 10. A pair costs 12 · D FLOPs a head and layer: two
+    # products of D multiplications and additions, forward once and backward twice. A token costs 6 a parameter.
+    pairs = 2 * (21 + 21 + 10)
+    flops = 6 * 2088 * 24 + 12 * 4 * 4 * 2 * pairs
+    assert logged["mfu"] == pytest.approx(flops / 4 / 2 / 1e6)
+    # Every token attends to those before it in its document, and to itself.
+    work = np.zeros(2)
+    np.add.at(work, results[0]["ranks"], np.concatenate([np.arange(n) + 1 for n in (*DOCUMENTS, PADDING)]))
+    assert work.sum() == 52
+    assert logged["attention_imbalance"] == pytest.approx(work.max() / 26)
+    assert (logged["peak_memory_gib_max"], logged["peak_memory_gib_min"]) == (6, 3)
+    assert (logged["peak_host_memory_gib_max"], logged["peak_host_memory_gib_min"]) == (10, 9)
+    second = results[0]["second"]
+    assert (second["num_tokens"], second["tokens_per_second"]) == (36, pytest.approx(12))
+    assert (second["mean_token_accuracy"], second["entropy"]) == (0, 0)
+
+
+def test_ulysses_ranks_share_pairs_equally() -> None:
+    """And in a hybrid the two of a ring rank share those of that rank."""
+    from longctx.ring.planner import plan_ring
+    from longctx.sequence.batch import BatchLayout
+
+    cu_seqlens = np.array([0, 6, 12, 16])
+    without_ring = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=4, plan=None)
+    assert [attention_work(without_ring, rank) for rank in range(4)] == [52 / 4] * 4
+    plan = plan_ring(cu_seqlens, 2)
+    hybrid = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=4, plan=plan)
+    work = [attention_work(hybrid, rank) for rank in range(4)]
+    assert work[0] == work[1]
+    assert work[2] == work[3]
+    assert [2 * work[0], 2 * work[2]] == plan.area_per_rank.tolist()
+    assert sum(work) == 52
+
+
+def test_peaks_are_those_of_the_data_sheets() -> None:
+    """Dense bf16: half of what NVIDIA gives with sparsity (A100 624, H100 and H200 SXM 1,979, B200 4,500 TFLOPS)."""
+    assert PEAK_FLOPS == {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+    config = LlamaConfig(**CONFIG)
+    assert _peak_flops("NVIDIA H100 80GB HBM3", config) == 989e12
+    assert _peak_flops("NVIDIA A100-SXM4-80GB", config) == 312e12
+    assert _peak_flops("NVIDIA L4", config) is None
+    assert _peak_flops("CPU", config) is None
+
+
+@pytest.mark.parametrize(("adapter", "trained"), [(False, 1.0), (True, 0.0)])
+def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter, trained, tmp_path) -> None:
+    """Forward 2, the gradient of what went in 2, and 2 more for the gradient of a weight that is trained."""
+    from tests.training.test_epochs import built_trainer
+
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "data.jsonl"), "--max_length", "64"]
+    flags += ["--output_dir", str(tmp_path), "--use_cpu", "True"]
+    flags += ["--report_to", "none", *(["--use_peft", "True", "--lora_r", "2"] if adapter else [])]
+    trainer, model = built_trainer(flags)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert learnt > 0
+    assert (frozen > 0) == adapter
+    assert trainer.step_metrics.flops_per_token == 6 * learnt + 4 * frozen
+
+
+def test_peak_memory_of_four_ranks_on_two_nodes() -> None:
+    peak = PeakMemory.of_ranks([(n * GIB, 2 * n * GIB, (5 - n) * GIB, 0, 80 * GIB, 100 * GIB) for n in (1, 2, 4, 3)])
+    assert peak.to_dict() == {
+        "allocated": {"gib_by_rank": [1, 2, 4, 3], "rank_of_max": 2, "rank_of_min": 0},
+        "reserved": {"gib_by_rank": [2, 4, 8, 6], "rank_of_max": 2, "rank_of_min": 0},
+        "host": {"gib_by_rank": [4, 3, 1, 2], "rank_of_max": 0, "rank_of_min": 2},
+        "allocation_retries_by_rank": [0, 0, 0, 0],
+    }
+    assert peak.of_fullest_node(2) == (4 + 3) * GIB
+    assert peak.of_fullest_node(4) == (4 + 3 + 1 + 2) * GIB
+    assert "4.00 GiB at most, on rank 2; 1.00 at least, on rank 0; 2.50 on average" in peak.describe()[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_of_two_hop_by_hop() -> None:
+    """On a device made for this: a pair takes 1 s forward, a merged query as long, and k and v of a token travel 1 s.
+
+    A pair costs 4·D FLOPs a head forward (q·k and p·v, a multiplication and an addition each) and 10·D backward (five
+    such products: scores again, dv, dp, dq and dk), over 16 elements of all heads: 64 and 160. A query that is merged
+    moves 38 bytes an element (fp32 out read and written 8; the difference from the block's bf16 4 + 2 + 4; weighted
+    4 + 4; taken off 4 + 4 + 4), and 10 backward (dq read and written 8, bf16 added 2). k and v of a token are
+    2·2·4 = 16 elements: 32 bytes in bf16, and 64 of fp32 gradients.
+    """
+    link = Link.of(32.0)
+    device = Device(
+        attention_flops=64.0,
+        memory_speed=608.0,  # 38 · 16
+        within=link,
+        across=link,
+        message_seconds=0.25,
+        launch_seconds=0.01,
+        entry_seconds=0.1,
+    )
+    setup = Setup(
+        sp=2, num_heads=4, num_key_value_heads=2, head_size=4, element_size=2, device=device, devices_per_node=2
+    )
+    work = RingWork(
+        pairs=np.array([[10, 4], [6, 8]]),
+        entries=np.array([[1, 1], [1, 2]]),
+        merged_rows=np.array([[0, 2], [0, 4]]),
+        received=np.array([[0, 3], [0, 5]]),
+        num_tokens=8,
+    )
+    how = Arrangement(name="ring", ring=2, ulysses=1)
+    # Forward, own block: 10 pairs, an entry and a kernel, 10.11 s; 6.11 s on rank 1. The messages of 3.25 and 5.25 s
+    # are there by then. The other block: 4 pairs, 2 merged queries, an entry, 6 kernels, 6.16 s; rank 1 has 8 + 4
+    # + 0.2 + 0.06 = 12.26 s.
+    forward = max(10.11 + 6.16, 6.11 + 12.26)
+    # Backward a pair takes 2.5 s and a merged query 160 / 608: 25.11 and 15.11 s, then 10 + 2 · 160 / 608 + 0.16 and
+    # 20 + 4 · 160 / 608 + 0.26. The gradients go home when both are done: 3 and 5 tokens of 2 s, and a message.
+    row = 160 / 608
+    both_done = max(25.11 + 10.16 + 2 * row, 15.11 + 20.26 + 4 * row)
+    assert modelled_seconds(setup, how, work) == pytest.approx(forward + both_done + 5 * 2 + 0.25)
+    found = spent(setup, how, work)
+    assert found.compute == pytest.approx([16.27 + 35.27 + 2 * row, 18.37 + 35.37 + 4 * row])
+    assert found.link == pytest.approx(5.25 + 5.25 + 10.25)
+
+
+def test_ulysses_exchanges_and_attends() -> None:
+    """Two ranks; all of a row's pairs, 8 · 9 / 2 = 36, for half of the heads each.
+
+    Each rank has 4 of 8 tokens, with q and out of 16 elements and k and v of 8: 48 elements of 2 bytes, 384 bytes,
+    and in the backward pass as many. Half of them leave. All are read or written four times besides.
+    """
+    device = Device(
+        attention_flops=1.0, memory_speed=2.0, within=Link.of(10.0), across=Link.of(1e-9), message_seconds=0.5,
+        launch_seconds=3.0,
+    )  # fmt: skip
+    setup = Setup(
+        sp=2, num_heads=4, num_key_value_heads=2, head_size=4, element_size=2, device=device, devices_per_node=2
+    )
+    seconds = modelled_seconds(setup, Arrangement(name="ulysses", ring=1, ulysses=2), RingWork.of(np.array([8]), 1))
+    held = 2 * 48 * 2 * 4
+    exchanged = held / 2 / 10.0 + 4 * held / 2.0 + 4 * 0.5
+    attended = 36 * (4 + 10) * 16 / 2 / 1.0 + 2 * 3.0
+    assert seconds == pytest.approx(exchanged + attended)
+
+
+# ------------------------------------------------------------------------------------------------
+# A step's time
+# ------------------------------------------------------------------------------------------------
+
+
+def speeds(**slow: float) -> Speeds:
+    """Everything takes no time but what is named."""
+    link = Link.of(slow.get("link", math.inf))
+    device = Device(
+        attention_flops=slow.get("attention", math.inf),
+        memory_speed=slow.get("memory", math.inf),
+        within=link,
+        across=link,
+        message_seconds=0.0,
+        launch_seconds=0.0,
+    )
+    return Speeds(
+        matmul_flops=slow.get("matmul", math.inf),
+        attention_forward_flops=slow.get("attention_forward", math.inf),
+        attention_backward_flops=math.inf,
+        device=device,
+        host_link=slow.get("host_link", math.inf),
+        host_memory=slow.get("host_memory", math.inf),
+    )
+
+
+MATRICES = 2 * 768 + 256
+"""Parameters that a token is multiplied with: of both layers, and of the head."""
+PAIRS = 1024 * 1025 // 2 // 2
+"""Of a rank, with all heads: half of the row's."""
+
+
+def parts(setup: MemorySetup = ULYSSES, **slow: float) -> dict[str, float]:
+    return dict(step_time(setup, LENGTH, speeds(**slow)).parts)
+
+
+def test_matrices_forward_backward_and_again() -> None:
+    """2 FLOPs a parameter and token forward, 4 backward, and with checkpoints 2 more; attention's 4·q a pair again."""
+    assert parts(matmul=1e3) == pytest.approx(
+        {"linear": 6 * MATRICES * TOKENS / 1e3, "recomputed": 2 * MATRICES * TOKENS / 1e3}
+    )
+    frozen = replace(ULYSSES, model=replace(MODEL, num_trained_parameters=0), gradient_checkpointing=False)
+    assert parts(frozen, matmul=1e3) == pytest.approx({"linear": 4 * MATRICES * TOKENS / 1e3})
+    assert parts(attention_forward=1e3) == pytest.approx({"recomputed": 4 * 16 * 2 * PAIRS / 1e3})
+    assert parts(replace(ULYSSES, selective_checkpointing=True), attention_forward=1e3) == {}
+    every_other = replace(ULYSSES, every_n_layers=2)
+    assert parts(every_other, matmul=1e3)["recomputed"] == pytest.approx(MATRICES * TOKENS / 1e3)
+
+
+def test_attention_and_its_exchange() -> None:
+    """14·q FLOPs a pair and layer; 48 elements of 2 bytes a token, of which half leave, forward and backward."""
+    assert parts(attention=1e3) == pytest.approx({"attention": 14 * 16 * 2 * PAIRS / 1e3})
+    found = parts(link=1e3)
+    assert found["attention"] == pytest.approx(2 * (2 * 48 * 2 * TOKENS / 2) / 1e3)
+    # Weights are gathered twice in bf16 and their gradients reduced in fp32: of 8 bytes each, half come from elsewhere.
+    gathered = 8 * 2088 / 2 / 1e3
+    assert weights_seconds(ULYSSES, speeds(link=1e3).device) == pytest.approx(gathered)
+    assert found.get("weights", 0.0) == pytest.approx(max(0.0, gathered - found["attention"]))
+    # ZeRO-1 gathers bf16 weights once, and this one reduces in bf16.
+    zero1 = replace(ULYSSES, engine="zero1", reduce_bytes=2)
+    assert weights_seconds(zero1, speeds(link=1e3).device) == pytest.approx(4 * 2088 / 2 / 1e3)
+
+
+def test_four_copies_of_a_model_also_reduce_among_themselves() -> None:
+    """8 ranks, 4 copies of 2 shards: of a shard's fp32 gradients, 3 of 4 parts go there and back again."""
+    setup = replace(ULYSSES, world_size=8, dp_replicate=4)
+    gathered, shard = 8 * 2088 / 2, 4 * 2088 / 2
+    assert weights_seconds(setup, speeds(link=1e3).device) == pytest.approx((gathered + 2 * shard * 3 / 4) / 1e3)
+
+
+SAVED = 64 + 64 + (64 + 64 + 16) + 128
+"""Bytes a token that a layer saves. Each of the two norms: an fp32 copy of its input, the normalised bf16 and what
+matrices read, (4 + 2 + 2) · 8. Attention: q, k and v, 2 · 32; the output for heads and for tokens, 2 · 2 · 16; and an
+fp32 log-sum-exp a head, 4 · 4. The MLP: gate, up, activation and product, 4 · 2 · 16."""
+
+
+def test_bytes_that_are_only_moved() -> None:
+    """What is saved is written and read; logits have 14 bytes. Forward once, again once, backward twice as much."""
+    assert saved_by_layer(ULYSSES) == SAVED
+    moved = 2 * (2 * SAVED + 14 * 32) * TOKENS
+    found = parts(memory=1e3)
+    assert found["elementwise"] == pytest.approx((1 + 1 + 2) * moved / 1e3)
+    # Of AdamW: weight, gradient and two moments in fp32 are read, all but the gradient written: 28 bytes.
+    assert found["optimizer"] == pytest.approx(28 * 2088 / 2 / 1e3)
+
+
+def test_host_memory() -> None:
+    """Checkpoints of 2 · 8 bytes a token and layer go there and back, behind computation. The optimizer there reads and
+    writes 28 bytes a parameter, 8 more to scale gradients and 6 to round weights, and copies 10; for both ranks."""
+    offloaded = replace(ULYSSES, activation_offloading=True)
+    assert parts(offloaded, host_link=1e3) == pytest.approx({"host": 2 * 2 * 16 * TOKENS / 1e3})
+    assert "host" not in parts(offloaded, host_link=1e3, matmul=1e3)
+    unpinned = replace(offloaded, pins_host_memory=False)
+    assert parts(unpinned, host_memory=1e3)["host"] == pytest.approx(3 * 2 * 2 * 16 * TOKENS * 2 / 1e3)
+    there = replace(ULYSSES, engine="zero3", offload_optimizer="cpu")
+    assert optimizer_seconds(there, speeds(host_memory=1e3)) == pytest.approx(42 * 1044 * 2 / 1e3)
+    assert optimizer_seconds(there, speeds(host_link=1e3)) == pytest.approx(10 * 1044 / 1e3)
+
+
+def test_tokens_a_second() -> None:
+    """1,024 tokens of one row on two devices; of four groups of two, four rows."""
+    found = step_time(ULYSSES, LENGTH, speeds(matmul=1e3))
+    assert found.seconds == pytest.approx(8 * MATRICES * TOKENS / 1e3)
+    assert found.tokens_per_second_per_device == pytest.approx(1024 / 2 / found.seconds)
+    assert step_time(replace(ULYSSES, world_size=8), LENGTH, speeds(matmul=1e3)).tokens == 4 * 1024
+
+
+def test_published_speeds_of_a_device() -> None:
+    """0.6 of the peak in matrices; the kernel's two passes, 4 and 10 of 14 FLOPs, one after the other."""
+    h100 = Speeds.of("H100", "flash-attn 3")
+    assert h100.matmul_flops == pytest.approx(0.6 * 989e12)
+    assert (h100.attention_forward_flops, h100.attention_backward_flops) == pytest.approx(
+        (0.66 * 989e12, 0.555 * 989e12)
+    )
+    assert h100.device.attention_flops == pytest.approx(14 / (4 / 0.66 + 10 / 0.555) * 989e12)
+    assert (h100.host_link, h100.host_memory) == (50e9, 95e9)
+
+
+def test_a_simulated_step_of_two_micro_batches() -> None:
+    """Nothing takes time but matrices, attention and AdamW; both ranks compute equally long and wait for nobody."""
+    slow = {"matmul": 1e3, "attention": 1e6, "attention_forward": 1e6}
+    work = RingWork.of(np.array([LENGTH]), 1)
+    step = simulate(ULYSSES, [[work], [work]], speeds(**slow))
+    one = 8 * MATRICES * TOKENS / 1e3 + (14 + 4) * 16 * 2 * PAIRS / 1e6
+    assert step.compute == pytest.approx([2 * one] * 2)
+    assert step.exchange == pytest.approx([0, 0])
+    assert step.wait == pytest.approx([0, 0])
+    assert (step.tokens, step.efficiency) == (2 * 1024, pytest.approx(1))
+    assert step.tokens_per_second_per_device == pytest.approx(2 * 1024 / (2 * one) / 2)
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------
+
+
+def test_every_byte_of_a_rank_at_the_loss() -> None:
+    """FSDP2, fp32 weights, with gradients of an earlier micro-batch; the peak is at the loss."""
+    peak = predict(replace(ULYSSES, accumulates_gradients=True, fused_loss=False), LENGTH)
+    assert peak.moment == "loss"
+    expected = {
+        "parameters": 4 * 1044,
+        "gradients": 4 * 1044,
+        "optimizer states": 8 * 1044,
+        # This layer and the next in bf16, the gradient of this one, and the fp32 one that is reduced.
+        "unsharded parameters": 2 * 2 * 784 + 2 * 784 + 4 * 784,
+        "checkpoints": 2 * 2 * 8 * TOKENS,
+        "tokens": 40 * TOKENS,
+        # The last layer's output, its norm's fp32 copy and output, and the gradient: 2 + 4 + 2 + 2.
+        "hidden states": 10 * 8 * TOKENS,
+        # Logits in bf16, 2, and three times in fp32: log-probabilities, their gradients and those of logits.
+        "logits and loss": 14 * 32 * TOKENS,
+        "fixed": 2.0e9 + 2 * 3.5e9,
+    }
+    at_the_loss = sum(expected[name] for name in ("checkpoints", "tokens", "hidden states", "logits and loss"))
+    assert dict(peak.device) == pytest.approx(expected | {"fragmentation": 0.1 * at_the_loss})
+    assert peak.allocated_bytes == pytest.approx(sum(expected.values()) - 9e9)
+    # Fused: three fp32 tiles, here of all logits, and the fp32 gradient of the head.
+    assert moments(ULYSSES)["loss"]["logits and loss"] == 3 * 4 * 32 * TOKENS + 4 * 32 * 8
+
+
+def moments(setup: MemorySetup) -> dict[str, dict[str, float]]:
+    return closed_form._moments(setup, TOKENS)
+
+
+def test_every_byte_of_the_backward_pass_of_a_layer() -> None:
+    """Of Ulysses, made by attention: gradients of q, k and v 2 · 32, the fp32 sum of dq 4 · 16, and dk and dv for every
+    query head 2 · 2 · 16; the output's gradient takes the place of its copy. Of the MLP: 2 gradients of I, one of h."""
+    found = moments(ULYSSES)
+    assert found["attention"]["hidden states"] == (64 + 2 * 8) * TOKENS
+    assert found["attention"]["attention"] == (144 + 64 + 64 + 64) * TOKENS
+    assert found["MLP"]["attention"] == 144 * TOKENS
+    assert found["MLP"]["MLP"] == (128 + 2 * 2 * 16 + 2 * 8) * TOKENS
+    assert found["MLP"]["hidden states"] == (64 + 64) * TOKENS
+    assert found["norm"]["hidden states"] == (64 + 4 * 8 + (2 + 5 * 4) * 8) * TOKENS
+    tiled = moments(replace(ULYSSES, tiled_mlp_num_shards=4))
+    # A quarter of it at a time, and whole: what goes in, what comes out, and a gradient.
+    assert tiled["MLP"]["MLP"] == (128 + 64 + 16) * TOKENS / 4 + 3 * 2 * 8 * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("backend", "exchanged"),
+    [
+        # Own k and v, 2 · 2 · 8; two blocks of k and v that arrive in turn, 64; four of fp32 gradients, 4 · 2 · 4 · 8.
+        ("ring", 32 + 64 + 256),
+        # Own k and v; of both ranks, one of the two heads at a time and the next one, 2 · 32; fp32 gradients, own and
+        # of both ranks for one head of two, 2 · 4 · 8 + 2 · 2 · 4 · 8 / 2.
+        ("gather", 32 + 64 + 64 + 64),
+    ],
+)
+def test_what_a_ring_of_two_holds(backend, exchanged) -> None:
+    """Beside q, k, v and the output (2 · 48), a log-sum-exp; and in the backward pass, of the output 2 · 16, of dq in
+    fp32 and of a block 8 · 16, and the kernel's 2 · 32 + 2 · 2 · 16."""
+    found = moments(replace(ULYSSES, ring=2, sp_backend=backend))["attention"]
+    assert found["exchange"] == exchanged * TOKENS
+    assert found["attention"] == (96 + 16 + 32 + 128 + 64 + 64) * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("changed", "on_device"),
+    [
+        ({"gradient_checkpointing": False}, 2 * SAVED),
+        ({"selective_checkpointing": True}, 2 * (16 + 2 * 16 + 4 * 4)),  # attention's output and log-sum-exp, too
+        ({"every_n_layers": 2}, SAVED + 16),
+        ({"activation_offloading": True}, 0),
+    ],
+)
+def test_what_layers_keep_for_their_backward_pass(changed, on_device) -> None:
+    setup = replace(ULYSSES, **changed)
+    assert closed_form._checkpoints(setup, layer_bytes(setup)) == on_device
+
+
+def test_host_memory_of_a_node() -> None:
+    """Two ranks: checkpoints of 2 · 8 bytes; of ZeRO-3's optimizer there fp32 weights and moments, 12 bytes, and fp32
+    gradients, 4, and half as much for buffers."""
+    offloaded = predict(replace(ULYSSES, activation_offloading=True), LENGTH)
+    assert dict(offloaded.host) == {"checkpoints": 2 * 2 * 16 * TOKENS}
+    assert offloaded.device["copies in flight"] == 4 * 2 * 8 * TOKENS
+    there = replace(ULYSSES, engine="zero3", offload_optimizer="cpu", reduce_bytes=2)
+    expected = {"gradients": 2 * 4 * 1044, "optimizer states": 2 * 12 * 1044}
+    assert dict(predict(there, LENGTH).host) == expected | {"buffers": sum(expected.values()) / 2}
+
+
+def test_seconds_pass_in_a_pause_of_the_metrics_and_do_not_count() -> None:
+    metrics = StepMetrics(sp=1, sp_rank=0, config=LlamaConfig(**CONFIG), flops_per_token=1, device=torch.device("cpu"))
+    with metrics.paused():
+        time.sleep(0.05)
+    assert time.perf_counter() - metrics._started < 0.05

@@ -1,0 +1,108 @@
+"""Speeds measured on this machine: all there, of the right order, and what real training steps take by them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3ForCausalLM
+
+from benchmarks.step_time import HERE
+from longctx.attention.cost import DEVICES
+from longctx.forecast import measure
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.step_time import Speeds, step_time
+from longctx.model.tiny import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def speeds(tmp_path_factory) -> Speeds:
+    """In CPU seconds of one thread, so that other work on the machine does not count."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        return measure.measure_together(time.process_time)
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the orders of magnitude are a CPU's")
+def test_speeds_are_of_the_right_order(speeds) -> None:
+    assert 2e9 < speeds.matmul_flops < 1e12
+    for flops in (speeds.attention_forward_flops, speeds.attention_backward_flops):
+        assert 0.05 < flops / speeds.matmul_flops < 5
+    low, high = sorted((speeds.attention_forward_flops, speeds.attention_backward_flops))
+    assert low <= speeds.device.attention_flops <= high
+    for speed in (speeds.device.memory_speed, speeds.host_link, speeds.host_memory):
+        assert 5e8 < speed < 1e12
+    assert 1e-7 < speeds.device.launch_seconds < 1e-3
+    assert speeds.device.within == DEVICES["CPU"].within  # one process has no link to measure
+
+
+def test_speeds_survive_json(speeds) -> None:
+    assert measure._speeds(json.loads(json.dumps(asdict(speeds)))) == speeds
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "message"), [(0, 0, "0 devices .* Ask for 1"), (2, 3, "3 devices .* 2 GPUs")]
+)
+def test_what_cannot_be_measured_is_said(monkeypatch, gpus, asked, message) -> None:
+    monkeypatch.setattr(measure, "device_count", lambda: gpus)
+    monkeypatch.setattr(measure, "spawn", lambda *args, **kwargs: pytest.fail("processes were started"))
+    with pytest.raises(ValueError, match=message):
+        measure.measure_speeds(asked)
+
+
+def test_device_memory_is_the_hosts_on_a_cpu(monkeypatch) -> None:
+    monkeypatch.setattr(measure, "device_count", lambda: 0)
+    device, host = measure.device_memory()
+    assert device == host > 2**30
+
+
+@pytest.mark.long
+def test_two_processes_measure_their_link() -> None:
+    speeds = measure.measure_speeds(2)
+    assert speeds.device.within == speeds.device.across != DEVICES["CPU"].within
+    assert 1e6 < speeds.device.within.exchange < 1e12
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU seconds are compared")
+def test_real_steps_take_what_measured_speeds_say(speeds, tmp_path) -> None:
+    """Of a run that trains 17 million parameters on 2,048 tokens a step, in CPU seconds, within 25%."""
+    Qwen3ForCausalLM(HERE).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    draw = random.Random(0)
+    rows = [json.dumps({"input_ids": [draw.randrange(256) for _ in range(2048)]}) for _ in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    few, more = (_cpu_seconds(tmp_path, steps) for steps in (1, 4))
+    real = (more - few) / 3
+    predicted = step_time(MemorySetup(model=ModelSizes.of_config(HERE), bf16=False), 2048, speeds)
+    print(f"{real:.2f} s, predicted {predicted.seconds:.2f} s: {dict(predicted.parts)}")
+    assert predicted.seconds == pytest.approx(real, rel=0.25)
+
+
+def _cpu_seconds(folder, steps: int) -> float:
+    """Of a whole run."""
+    command = [sys.executable, "-m", "longctx.train", "--model_name_or_path", str(folder / "model")]
+    command += ["--dataset_name", str(folder / "rows.jsonl"), "--max_length", "2048", "--sp", "1"]
+    command += ["--per_device_train_batch_size", "1", "--max_steps", str(steps), "--save_strategy", "no"]
+    command += ["--output_dir", str(folder / f"out{steps}"), "--report_to", "none"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr[-2000:]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

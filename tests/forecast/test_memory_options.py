@@ -1,0 +1,483 @@
+"""Memory levers, alone and together: what --memory and the flags come to, and that training stays exact with them.
+
+Training is packed, on real gloo processes, against one process with dense attention (see
+tests/training/test_training.py for the tolerances).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import longctx.sequence.host_tensors
+from longctx.attention.kernels import Entries
+from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
+from longctx.forecast.machine_memory import available_host_memory
+from longctx.forecast.memory_options import PRESETS
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.model.tiny import tiny_config
+from longctx.sequence.host_tensors import SavedOnHost, allocates_host_memory
+from longctx.settings.flags import parse_flags
+from longctx.settings.machine_checks import check_host_memory
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.training.engines import set_up_allocators, settle_deepspeed, settle_fsdp
+from tests.reference import train_reference
+from tests.small_model import save_small_model
+from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+TINY = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--max_length", "4096", "--use_cpu", "True"]
+TINY += ["--per_device_train_batch_size", "1"]
+
+
+@pytest.fixture(autouse=True)
+def no_devices(monkeypatch):
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
+
+
+def resolved(*flags, env=None):
+    return resolve(parse_flags([*TINY, *flags]), read_profile(dict(env or {})), env or {})
+
+
+# ------------------------------------------------------------------------------------------------
+# What flags and presets come to
+# ------------------------------------------------------------------------------------------------
+
+ULYSSES = ("--sp", "2", "--sp_backend", "ulysses")
+RING = ("--sp", "2", "--sp_backend", "ring")
+
+
+def test_balanced_leaves_everything_at_its_default():
+    levers = resolved(*RING).levers
+    assert levers.describe() == "balanced; activation checkpointing"
+    assert levers.set_by_preset == ()
+    assert levers.parallelize_arguments() == {}
+
+
+def test_fastest_checkpoints_nothing_unless_asked():
+    assert resolved("--memory", "fastest").settings["gradient_checkpointing"] is False
+    assert resolved("--memory", "fastest", "--gradient_checkpointing", "True").levers.activation_checkpointing
+    assert resolved("--memory", "fastest", "--sequence_chunk_size", "512").levers.sequence_chunk_size == 512
+
+
+@pytest.mark.parametrize(
+    ("flags", "on"),
+    [
+        (
+            ULYSSES,
+            "longest: layers over 512 tokens a rank at a time, attention computed again, optimizer states on the host, "
+            "small buckets",
+        ),
+        (
+            RING,
+            "longest: activation checkpointing, activations on the host, attention computed again, MLP in tiles, "
+            "1 key/value heads at a time, parameters on the host",
+        ),
+        (("--sp", "1"), "longest: layers over 1,024 tokens a rank at a time, attention computed again"),
+        (
+            (*ULYSSES, "--tiled_mlp", "True", "--offload_optimizer_device", "none"),
+            "longest: activation checkpointing, activations on the host, attention computed again, 1 key/value heads "
+            "at a time, small buckets; MLP in tiles",
+        ),
+        (
+            (*ULYSSES, "--sequence_chunk_size", "100", "--activation_checkpointing_kwargs", '{"selective": true}'),
+            "longest: optimizer states on the host, small buckets; layers over 100 tokens a rank at a time, "
+            "attention's output kept",
+        ),
+    ],
+)
+def test_longest_is_printed_and_what_is_set_wins(flags, on):
+    run = resolved("--memory", "longest", *flags)
+    assert run.levers.describe() == on
+    assert f"memory    {on}" in run.describe()
+
+
+def test_longest_prefers_the_sequence_chunked_step_where_heads_allow(models):
+    run = resolved("--memory", "longest", "--sp", "2")
+    assert (run.backend.name, run.engine, run.levers.sequence_chunk_size) == ("ulysses", "deepspeed", 512)
+    assert "auto: the sequence-chunked step runs on it" in run.backend.describe()
+    flags = ["--model_name_or_path", models["3 heads"], "--dataset_name", "stdlib", "--max_length", "512", "--sp", "2"]
+    run = resolve(parse_flags([*flags, "--memory", "longest"]), read_profile({}), {})
+    assert (run.backend.name, run.levers.sequence_chunk_size, run.levers.tiled_mlp_num_shards) == ("ring", None, 0)
+
+
+def test_every_preset_sets_levers_that_there_are():
+    names = set(vars(resolved().levers)) | {"tiled_mlp"}
+    assert set(itertools.chain(*PRESETS.values())) <= names
+
+
+@pytest.mark.parametrize("prefix", ["gradient", "activation"])
+def test_checkpointing_flags_by_both_names(prefix):
+    kwargs = '{"every_n_layers": 2, "offload": true, "selective": false, "determinism_check": "none"}'
+    run = resolved(f"--{prefix}_checkpointing", "True", f"--{prefix}_checkpointing_kwargs", kwargs)
+    levers = run.levers
+    assert (levers.every_n_layers, levers.activation_offloading, levers.selective) == (2, True, False)
+    wanted = {"determinism_check": "none", "every_n_layers": 2, "selective": False}
+    assert run.training_arguments()["gradient_checkpointing_kwargs"] == wanted
+    assert run.training_arguments()["activation_offloading"] is False  # TRL's needs a GPU
+
+
+def test_offloading_of_a_profile_is_ours():
+    """accelerate's own keys and those of an FSDP profile."""
+    env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "RANK": "0", "WORLD_SIZE": "2"}
+    env |= {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}
+    assert resolved(env=env).levers.describe() == ("balanced; activation checkpointing, optimizer states on the host")
+    with pytest.raises(ValueError, match=r"--offload_optimizer_device none contradicts .* sets"):
+        resolved("--offload_optimizer_device", "none", env=env)
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "RANK": "0", "WORLD_SIZE": "2"}
+    assert resolved(env=env | {"FSDP_OFFLOAD_PARAMS": "true"}).levers.offload_param_device == "cpu"
+    assert resolved(env=env | {"FSDP_OFFLOAD_PARAMS": "false"}).levers.offload_param_device == "none"
+
+
+def test_offloading_of_a_deepspeed_file_is_ours(tmp_path):
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    values = {"zero_optimization": zero | {"offload_param": {"device": "none"}}, "communication_data_type": "bfp16"}
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+    env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
+    assert dict(read_profile(env).levers) == {
+        "offload_optimizer_device": "nvme",
+        "offload_optimizer_nvme_path": str(tmp_path),
+        "communication_data_type": "bf16",
+    }
+
+
+def test_fsdp1_has_the_levers_that_leave_layers_as_they_are(monkeypatch):
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "RANK": "0", "WORLD_SIZE": "2"}
+
+    def on_gpus(*flags):
+        given = [flag for flag in TINY if flag not in ("--use_cpu", "True")]
+        return resolve(parse_flags([*given, *flags]), read_profile(dict(env)), env)
+
+    levers = on_gpus("--memory", "longest").levers
+    assert (levers.sequence_chunk_size, levers.tiled_mlp_num_shards) == (None, None)
+    assert levers.activation_offloading
+    assert on_gpus("--activation_offloading", "True").training_arguments()["activation_offloading"] is True  # TRL's
+    with pytest.raises(ValueError, match=r"--sequence_chunk_size 64: the engine is fsdp1, .* fsdp_version: 2"):
+        on_gpus("--sequence_chunk_size", "64")
+
+
+# ------------------------------------------------------------------------------------------------
+# What engines and torch are told
+# ------------------------------------------------------------------------------------------------
+
+
+def test_deepspeed_is_told_what_a_file_leaves_open():
+    sizes = ModelSizes.of_config(tiny_config())
+    levers = resolved("--memory", "longest", *ULYSSES, "--offload_param_device", "cpu").levers
+    config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "allgather_bucket_size": "auto"}}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "none", "ratio": 0.5}
+    settle_deepspeed(config, levers, sizes, num_ranks=2, use_cpu=True)
+    zero = config["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "nvme_path": None, "pin_memory": False, "ratio": 0.5}
+    assert zero["offload_param"]["device"] == "cpu"
+    assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) == (7, sizes.hidden_size**2)
+    assert zero["stage3_max_live_parameters"] == 2 * sizes.layer_parameters
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert "communication_data_type" not in config
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_deepspeed_is_told_what_to_reduce_in(dtype):
+    levers = resolved(*ULYSSES, "--bf16", "True", "--communication_data_type", dtype).levers
+    config = {"zero_optimization": {"stage": 3}}
+    settle_deepspeed(config, levers, ModelSizes.of_config(tiny_config()), num_ranks=2, use_cpu=True)
+    assert config["communication_data_type"] == dtype
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [([], torch.float32), (["bf16"], torch.bfloat16)], ids=["not", "bf16"])
+def test_fsdp2_reduces_in_bf16_where_it_is_asked_to(asked, dtype):
+    flags = [
+        "--sp",
+        "2",
+        "--sp_backend",
+        "ring",
+        "--bf16",
+        "True",
+        *(["--communication_data_type", *asked] if asked else []),
+    ]
+    plugin = SimpleNamespace(
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        cpu_offload=None,
+    )
+    settle_fsdp(plugin, resolved(*flags).levers, use_cpu=True)
+    assert plugin.mixed_precision_policy.reduce_dtype is dtype
+
+
+def test_buckets_of_a_plain_run_hold_a_layer():
+    sizes, config = ModelSizes.of_config(tiny_config()), {"zero_optimization": {"stage": 2}}
+    settle_deepspeed(config, resolved(*ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
+    assert config["zero_optimization"]["reduce_bucket_size"] == sizes.layer_parameters
+    assert config.keys() == {"zero_optimization"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("memory", ["balanced", "longest"])
+def test_buckets_are_even(memory, stage):
+    """ZeRO-1 and 2 refuse odd ones; a layer of gpt-oss with 3 heads has an odd number of parameters."""
+    sizes = replace(ModelSizes.of_config(tiny_config()), layer_parameters=7, hidden_size=3)
+    config = {"zero_optimization": {"stage": stage}}
+    settle_deepspeed(config, resolved("--memory", memory, *ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
+    buckets = [size for name, size in config["zero_optimization"].items() if name.endswith("bucket_size")]
+    assert buckets
+    assert set(buckets) <= {8, 10}
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_is_set_up_unless_the_user_did(name, monkeypatch):
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    set_up_allocators()
+    assert os.environ[name] == "max_split_size_mb:64"
+    assert "PYTORCH_ALLOC_CONF" not in os.environ or name == "PYTORCH_ALLOC_CONF"
+    monkeypatch.delenv(name)
+    set_up_allocators()
+    assert os.environ.pop("PYTORCH_ALLOC_CONF").split(",")[0] == "expandable_segments:True"
+
+
+def test_what_autograd_saves_waits_on_the_host(monkeypatch):
+    """Views, strides and weights, against the same without: bitwise, since nothing is computed otherwise."""
+    made = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(allocates_host_memory()) or empty(*a, **k))
+    weight = torch.nn.Parameter(torch.randn(6, 6))
+    grads = []
+    for on_host in (False, True):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with SavedOnHost() if on_host else nullcontext():
+            torch.sin((x @ weight).T[1:]).square().sum().backward()
+        grads.append((x.grad, weight.grad.clone()))
+        weight.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert made
+    assert all(made)
+    assert len(made) == 3  # x, of sin and of square; the weight stays
+
+
+def test_attention_that_checkpoints_keep_waits_there_too(monkeypatch):
+    made, empty = [], longctx.sequence.host_tensors.host_empty
+    monkeypatch.setattr(
+        "longctx.sequence.host_tensors.host_empty", lambda *shape, **k: made.append(shape) or empty(*shape, **k)
+    )
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def layer(x):
+        q = (x @ weight).view(1, 10, 2, 8).transpose(1, 2)
+        return varlen_attention(q, q, q, np.array([0, 4, 10])).transpose(1, 2).reshape(10, 16)
+
+    grads = []
+    for on_host in (False, True):
+        x = torch.randn(10, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with SavedOnHost() if on_host else nullcontext():
+            y = checkpoint(layer, x, use_reentrant=False, context_fn=selective_checkpoint_contexts)
+            y.square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    assert made == [(10, 16), (1, 2, 10, 8), (1, 2, 10), (10, 16)]  # the layer's input, out, lse; of square
+
+
+# ------------------------------------------------------------------------------------------------
+# Guards
+# ------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_that_is_left(tmp_path):
+    """The least of what the machine has available and of what its control groups leave, cache that can go included."""
+
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert available_host_memory(tmp_path) == 8000 * 1024
+    write("proc/self/cgroup", "0::/job/step\n")
+    write("sys/fs/cgroup/job/step/memory.max", "max\n")
+    write("sys/fs/cgroup/job/step/memory.current", "10\n")
+    assert available_host_memory(tmp_path) == 8000 * 1024
+    write("sys/fs/cgroup/job/memory.max", "5000000\n")
+    write("sys/fs/cgroup/job/memory.current", "3000000\n")
+    assert available_host_memory(tmp_path) == 2000000
+    write("sys/fs/cgroup/job/memory.stat", "anon 5\ninactive_file 700000\n")
+    assert available_host_memory(tmp_path) == 2700000
+    write("proc/self/cgroup", "4:cpu:/x\n3:memory:/\n")
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "1000\n")
+    write("sys/fs/cgroup/memory/memory.usage_in_bytes", "400\n")
+    assert available_host_memory(tmp_path) == 600
+
+
+def test_borders_that_kernels_cannot_count_are_refused():
+    """In int32 they would be negative."""
+    of_documents = Entries.of_documents(np.array([0, 2**30, 2**31]))
+    with pytest.raises(ValueError, match=r"2,147,483,648 tokens in one call: kernels count 2,147,483,647"):
+        of_documents.varlen(torch.device("cpu"))
+    assert Entries.of_documents(np.array([0, 2**31 - 1])).varlen(torch.device("cpu")).cu_seqlens_k[-1] == 2**31 - 1
+
+
+def test_the_length_that_a_refusal_names_fits():
+    model = ModelSizes.of_config(tiny_config())
+    setup = MemorySetup(model=model, world_size=4, sp=4, ranks_per_node=4, engine="zero3", offload_optimizer="cpu")
+    setup = MemorySetup(**{**vars(setup), "activation_offloading": True})
+    with pytest.raises(ValueError, match=r"checkpoints .* GiB are available\. --max_length \d+ fits") as refused:
+        check_host_memory(setup, 2**30, 4 * 2**30)
+    fits = int(re.search(r"--max_length (\d+) fits", str(refused.value))[1])
+    check_host_memory(setup, fits, 4 * 2**30)
+    with pytest.raises(ValueError, match="GiB are available"):
+        check_host_memory(setup, int(fits * 1.01), 4 * 2**30)
+
+
+# ------------------------------------------------------------------------------------------------
+# Training
+# ------------------------------------------------------------------------------------------------
+
+
+def offload(*kinds, device="cpu"):
+    return [flag for kind in kinds for flag in (f"--offload_{kind}_device", device)]
+
+
+LONGEST = ["--memory", "longest"]
+EITHER = {
+    "offloaded": ["--activation_offloading", "True"],
+    "offloaded whole": ["--activation_offloading", "True", "--activation_checkpointing", "False"],
+    "kept and offloaded": ["--activation_checkpointing_kwargs", '{"selective": true, "offload": true}'],
+    "every 2 layers": ["--activation_checkpointing_kwargs", '{"every_n_layers": 2}'],
+    "tiled MLP": ["--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],
+    "one head": ["--heads_k_stride", "1"],
+    "fastest": ["--memory", "fastest"],
+}
+ON = {
+    "ring on FSDP2": {
+        "flags": ["--sp_backend", "ring", "--engine", "fsdp2"],
+        "cases": EITHER | {"parameters offloaded": offload("param")},
+    },
+    "ulysses on ZeRO-3": {
+        "flags": ["--sp_backend", "ulysses", "--engine", "deepspeed"],
+        "cases": EITHER
+        | {
+            "optimizer offloaded": offload("optimizer"),
+            "parameters offloaded": offload("param"),
+            "both offloaded": offload("optimizer", "param"),
+            "sequence chunks": ["--sequence_chunk_size", "50"],
+            "longest, whole layers": [*LONGEST, "--tiled_mlp", "True", *offload("param")],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "only", [pytest.param(True, id="longest"), pytest.param(False, id="alone", marks=pytest.mark.long)]
+)
+def test_levers_train_as_one_process(only, models, tmp_path, parity_table):
+    """--memory longest is all of them at once. One process group: accelerate goes from FSDP2 to DeepSpeed, not back."""
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
+    common += ["--output_dir", str(tmp_path / "out"), "--sp", "2"]
+    cases = {
+        f"{name}, {engine}": [*common, *of_engine["flags"], *flags]
+        for engine, of_engine in ON.items()
+        for name, flags in ({"longest": LONGEST} if only else of_engine["cases"]).items()
+    }
+    reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    for name, results in run_ranks(2, "tests.training.test_training:run_cases", cases, timeout=600)[0].items():
+        check(results, reference, name, "torchrun", parity_table)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_optimizer_offload_on_lower_stages(stage, models, tmp_path, parity_table, monkeypatch):
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+    case = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"], *ULYSSES]
+    case += ["--output_dir", str(tmp_path / "out"), *offload("optimizer")]
+    reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    name = f"optimizer offloaded, ZeRO-{stage}"
+    check(
+        run_ranks(2, "tests.training.test_training:run_cases", {name: case})[0][name],
+        reference,
+        name,
+        "torchrun",
+        parity_table,
+    )
+
+
+@pytest.mark.long
+def test_one_process_with_deepspeed(models, tmp_path, parity_table):
+    """What one GPU needs to have optimizer states in host memory, started without a launcher."""
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    case = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"], *LONGEST]
+    case += ["--output_dir", str(tmp_path / "out"), "--engine", "deepspeed", "--use_cpu", "True"]
+    done = subprocess.run([sys.executable, "-m", "longctx.train", *case], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "optimizer states on the host" in done.stdout
+    log = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    results = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+    reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    check(results, reference, "longest, ZeRO-3 on one process", "python -m", parity_table)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ON)
+def test_reduction_in_bf16(engine, models, tmp_path):
+    """Another rounding of gradients, to 3 digits: it acts on FSDP2, and is as near to fp32 as bf16 is.
+
+    ZeRO-3's gradients are bf16 before and after, so that two ranks' sum is rounded once, whatever it is made in.
+    """
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
+    common += ["--output_dir", str(tmp_path / "out"), "--sp", "2", *ON[engine]["flags"], "--bf16", "True"]
+    cases = {dtype: [*common, "--communication_data_type", dtype] for dtype in ("fp32", "bf16")}
+    results = run_ranks(2, "tests.training.test_training:run_cases", cases)[0]
+    losses, norms = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    assert (results["fp32"] == results["bf16"]) == (engine == "ulysses on ZeRO-3")
+    assert results["fp32"][0][0] == results["bf16"][0][0]  # before the first reduction
+    for values in results.values():
+        # 2^-8 is bf16's step; the norm is a sum over many, and three steps of AdamW enlarge it.
+        assert max(abs(norm / expected - 1) for (_, norm), expected in zip(values[:1], norms, strict=False)) <= 1e-2
+        assert max(abs(loss / expected - 1) for (loss, _), expected in zip(values, losses, strict=True)) <= 2e-2
+
+
+@pytest.mark.long
+def test_nvme(tmp_path, parity_table):
+    """Optimizer states and parameters of ZeRO-3 in a folder, through DeepSpeed's async_io; the files are there.
+
+    A model whose MLP is large enough: what is below 1 MB stays in memory.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("DeepSpeed's async_io cannot be built here: it needs libaio's headers (apt install libaio-dev)")
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    model = save_small_model(tmp_path / "model", hidden_size=512, intermediate_size=1024)
+    common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", model, *ULYSSES]
+    common += ["--output_dir", str(tmp_path / "out")]
+    cases = {}
+    for kinds in (("optimizer",), ("optimizer", "param")):
+        name = f"{' and '.join(kinds)} in a folder, ZeRO-3"
+        paths = [flag for kind in kinds for flag in (f"--offload_{kind}_nvme_path", str(tmp_path / "nvme"))]
+        cases[name] = [*common, *offload(*kinds, device="nvme"), *paths]
+    reference = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    for name, results in run_ranks(2, "tests.training.test_training:run_cases", cases, timeout=1200)[0].items():
+        check(results, reference, name, "torchrun", parity_table)
+    assert sum(path.stat().st_size for path in (tmp_path / "nvme").rglob("*.swp")) > 0

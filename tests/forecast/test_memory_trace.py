@@ -1,0 +1,312 @@
+"""The tracer against torch's own and against itself on real tensors; and what it finds in a traced step of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from longctx.forecast import memory_trace as trace_module
+from longctx.forecast import traced_step as step
+from longctx.forecast.memory_trace import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GATHERED,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATES,
+    PARAMETERS,
+    Allocation,
+    MemoryTrace,
+    MemoryTracer,
+)
+from longctx.forecast.traced_step import StepSettings, fsdp2, row_of, trace_training_step
+from longctx.layers.loss import TILE_BYTES
+from longctx.model.tiny import tiny_config, tiny_model
+from longctx.parallel import parallelize
+from longctx.sequence.host_tensors import host_memory
+from tests.workers import run_ranks
+
+SP, LENGTH, VOCAB, HIDDEN = 4, 65536, 131072, 32
+LOCAL = LENGTH // SP
+HEADS, KEY_VALUE_HEADS, HEAD_DIM, INTERMEDIATE = 8, 4, 16, 192
+"""Sizes in which logits [S/sp, V], masks [S, S] and full-length tensors each lie far above everything else."""
+
+WIDTH = (HEADS + 2 * KEY_VALUE_HEADS) * HEAD_DIM
+"""Queries, keys and values of a token, which Ulysses exchanges together: the widest that a layer makes of it."""
+BOUND = 4 * max(LOCAL * max(WIDTH, INTERMEDIATE), VOCAB * HIDDEN + HIDDEN)
+"""Bytes of the largest tensor in a step: one of S/sp tokens, as wide as said, or what FSDP2 gathers at once, in fp32.
+In the head, a tile's logits, `longctx.layers.loss.TILE_BYTES`."""
+
+
+def _config() -> Qwen3Config:
+    config = tiny_config()
+    config.update({"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE})
+    config.update({"head_dim": HEAD_DIM, "num_attention_heads": HEADS, "num_key_value_heads": KEY_VALUE_HEADS})
+    return config
+
+
+DOCUMENTS = [LENGTH // 2, 3, LENGTH // 4 - 3, LENGTH // 8, LENGTH // 8]
+
+
+def _trace(backend: str, *, fused_loss: bool = True, **levers) -> MemoryTrace:
+    settings = StepSettings(
+        length=LENGTH, document_lengths=DOCUMENTS, sp=SP, sp_backend=backend, fused_loss=fused_loss, levers=levers
+    )
+    return trace_training_step(_config(), settings, rank=1)
+
+
+def _too_large(trace: MemoryTrace) -> list[Allocation]:
+    return [x for x in trace.allocations if x.nbytes > (TILE_BYTES if "lm_head" in x.module else BOUND)]
+
+
+def _full_length(trace: MemoryTrace) -> list[Allocation]:
+    """Tensors of all the row's tokens, ids, positions, labels and plans aside, which are whole numbers."""
+    return [x for x in trace.allocations if LENGTH in x.shape and x.dtype.is_floating_point]
+
+
+GATHERED_WIDTH = 2 * math.ceil(KEY_VALUE_HEADS / 4) * HEAD_DIM
+"""Keys and values of all ranks' tokens, some heads at a time."""
+STEPS = {
+    "ring": ("ring", {}, 0),
+    "gather": ("gather", {}, GATHERED_WIDTH),
+    "ulysses": ("ulysses", {}, WIDTH // SP),
+    "ulysses, one head at a time": ("ulysses", {"heads_k_stride": 1}, WIDTH // SP),
+    "hybrid": ("hybrid", {"ring_size": 2}, 0),
+    "ulysses in chunks": ("ulysses", {"sequence_chunk_size": 4096}, WIDTH // SP),
+}
+"""(backend, levers, numbers a token of the whole row that attention may hold): Ulysses has a few heads of all tokens
+in the place of all heads of a few."""
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_tensor_of_a_packed_step_is_larger_than_a_ranks_tokens(step) -> None:
+    backend, levers, full_width = STEPS[step]
+    trace = _trace(backend, **levers)
+    assert not _too_large(trace), "\n".join(map(str, _too_large(trace)))
+    wider = [x for x in _full_length(trace) if math.prod(x.shape) > LENGTH * full_width]
+    assert not wider, "\n".join(map(str, wider))
+
+
+@pytest.mark.long
+def test_a_chunked_step_takes_the_same_of_the_device_at_any_length() -> None:
+    """But for ids, labels, positions, losses and the like: 114 bytes a token, whatever the model's width."""
+    peaks = []
+    for length in (4 * 4096 * SP, 8 * 4096 * SP):
+        settings = StepSettings(length=length, sp=SP, sp_backend="ulysses", levers={"sequence_chunk_size": 4096})
+        trace = trace_training_step(_config(), settings)
+        peaks.append(trace.peak_bytes)
+        assert trace.host_peak_bytes > 2 * length // SP * HIDDEN * 2  # a hidden state of each layer, in bf16
+    assert peaks[1] - peaks[0] <= 120 * 4 * 4096  # a hidden state more would be 64 bytes a token
+
+
+def test_tiles_of_an_offloaded_step_stay_on_the_device() -> None:
+    """What an MLP saves tile by tile, in the backward pass, is not what offloading is for."""
+    settings = StepSettings(length=4096, sp=SP, sp_backend="ulysses", activation_offloading=True)
+    whole = trace_training_step(_config(), settings)
+    tiled = trace_training_step(_config(), replace(settings, levers={"tiled_mlp_num_shards": 4}))
+    assert 0 < tiled.host_peak_bytes <= whole.host_peak_bytes
+
+
+def test_logits_are_found_and_named() -> None:
+    trace = _trace("ulysses", fused_loss=False)
+    assert any(x.shape == (LOCAL, VOCAB) and "lm_head" in x.module for x in _too_large(trace)), trace.table()
+
+
+def test_masks_of_stock_transformers_are_found_and_named() -> None:
+    """Its sdpa attention on the same packed row."""
+    length = 16384  # 256 Mi pairs
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model = Qwen3ForCausalLM(_config())
+        model.set_attn_implementation("sdpa")
+        row = {name: mode.from_tensor(x) for name, x in row_of([length // 2, length // 2]).items()}
+        with MemoryTracer(model) as tracer:
+            model.model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False)
+    largest = max(tracer.trace().allocations, key=lambda x: x.nbytes)
+    assert largest.shape[-2:] == (length, length), str(largest)
+
+
+def _step(model, optimizer, row) -> None:
+    loss = model(**row, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_agrees_with_mem_tracker_to_the_byte() -> None:
+    """On a stock step: nothing on the host, no operator of ours, and the batch said to both."""
+
+    def run(make):
+        with FakeTensorMode():
+            model = Qwen3ForCausalLM(tiny_config())
+            row = {name: torch.zeros(1, 512, dtype=torch.int64) for name in ("input_ids", "labels")}
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            with make(model, optimizer, row) as tracker:
+                _step(model, optimizer, row)
+            return tracker
+
+    def mem_tracker(model, optimizer, row):
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer, *row.values())
+        return tracker
+
+    theirs = run(mem_tracker).get_tracker_snapshot("peak")[torch.device("cpu")]
+    ours = run(lambda model, optimizer, row: MemoryTracer(model, optimizer)).trace()
+    assert ours.peak_bytes == theirs["Total"]
+
+
+def test_a_real_step_takes_what_the_fake_one_does() -> None:
+    """Both with the CPU's kernel; and the same again, byte for byte."""
+
+    def run(fake: bool) -> MemoryTrace:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        model = tiny_model()
+        if fake:
+            with mode:
+                model = Qwen3ForCausalLM(tiny_config())
+        model, sequence = parallelize(model, sp=1)
+        model.activation_checkpointing_enable(offload=True)
+        model.train()
+        shard = sequence.shard(row_of([100, 28]))
+        if fake:
+            shard.inputs.update({k: mode.from_tensor(shard.inputs[k]) for k in ("input_ids", "position_ids")})
+        with mode if fake else torch.enable_grad():
+            labels = mode.from_tensor(shard.shift_labels) if fake else shard.shift_labels
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            with MemoryTracer(model, optimizer) as tracer:
+                losses = model(**shard.inputs, shift_labels=labels, token_outputs=True).losses
+                sequence.reduce(losses, 126).backward()
+                optimizer.step()
+        return tracer.trace()
+
+    real, again, fake = run(False), run(False), run(True)
+    assert real.timeline == again.timeline
+    assert real.by_category == again.by_category
+    for name in (PARAMETERS, GRADIENTS, OPTIMIZER_STATES):
+        assert real.by_category[name] == fake.by_category[name], name
+    assert real.host_peak_bytes == fake.host_peak_bytes == 2 * 128 * 128 * 4  # a hidden state of each layer
+    # Real ids are picked by value, fake ones are all picked; else the two are one.
+    assert abs(real.peak_bytes - fake.peak_bytes) < 0.02 * real.peak_bytes
+
+
+REAL_LENGTH = 8192
+REAL_DOCUMENTS = [4000, 3, 2189, 2000]
+
+
+def _real_config() -> Qwen3Config:
+    config = _config()
+    config.update({"vocab_size": 512, "hidden_size": 64})
+    return config
+
+
+def _real_settings(backend: str, levers: dict) -> StepSettings:
+    lengths = {"length": REAL_LENGTH, "document_lengths": REAL_DOCUMENTS}
+    return StepSettings(**lengths, sp=SP, sp_backend=backend, levers=levers)
+
+
+def real_step(backend: str, levers: dict) -> int:
+    """On this rank of a gloo group: bytes at the peak of a real step, the first one over."""
+    settings = _real_settings(backend, levers)
+    model, sequence = parallelize(Qwen3ForCausalLM(_real_config()), SP, sp_backend=backend, **levers)
+    model.activation_checkpointing_enable()
+    model.train()
+    model = fsdp2(settings)(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    row = row_of(REAL_DOCUMENTS)
+    row["input_ids"].random_(512)
+    for _ in range(2):
+        shard = sequence.shard(row)
+        with MemoryTracer(model, optimizer) as tracer:
+            with torch.autocast("cpu", torch.bfloat16):
+                losses = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True).losses
+                loss = sequence.reduce(losses, REAL_LENGTH)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracer.trace().peak_bytes
+
+
+REAL_STEPS = {
+    "ring": ("ring", {}),
+    "ring, MLP in tiles": ("ring", {"tiled_mlp_num_shards": 4, "selective_checkpointing": False}),
+    "ulysses": ("ulysses", {}),
+    "hybrid": ("hybrid", {"ring_size": 2}),
+    "gather, MLP in tiles": ("gather", {"tiled_mlp_num_shards": 4}),
+    "hybrid, one head at a time": ("hybrid", {"ring_size": 2, "heads_k_stride": 1, "selective_checkpointing": False}),
+}
+
+
+def real_steps() -> dict[str, int]:
+    return {name: real_step(backend, levers) for name, (backend, levers) in REAL_STEPS.items()}
+
+
+@pytest.mark.long
+def test_fake_steps_of_a_rank_take_what_real_ones_over_gloo_do(monkeypatch) -> None:
+    """Every rank of four, with FSDP2 and the CPU's kernel: within 5% of the measured peak."""
+    measured = run_ranks(SP, "tests.forecast.test_memory_trace:real_steps", timeout=900)
+    monkeypatch.setattr(step, "flash_kernel", contextlib.nullcontext)
+    monkeypatch.setattr(trace_module, "FLASH_WORKSPACE", {})
+    for name, (backend, levers) in REAL_STEPS.items():
+        for rank, real in enumerate(measured):
+            traced = trace_training_step(_real_config(), _real_settings(backend, levers), rank=rank).peak_bytes
+            assert traced == pytest.approx(real[name], rel=0.05), (name, rank)
+
+
+def test_categories() -> None:
+    layer = torch.nn.Linear(8, 16, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    x, size = torch.zeros(4, 8), 8 * 16 * 4
+    with MemoryTracer(layer, optimizer) as tracer:
+        out = layer(x).exp()
+        with host_memory():
+            copy = out.detach().clone()
+        out.sum().backward()
+        optimizer.step()
+    trace = tracer.trace()
+    assert set(trace.by_category) == set(CATEGORIES)
+    assert trace.by_category[PARAMETERS] == trace.by_category[GRADIENTS] == size
+    assert trace.by_category[OPTIMIZER_STATES] >= 2 * size
+    assert trace.by_category[INPUTS] == x.nbytes
+    assert trace.by_category[ACTIVATIONS] == out.nbytes
+    assert trace.host_peak_bytes == copy.nbytes
+    assert trace.peak_bytes == sum(trace.by_category.values())
+    assert trace.timeline[-1] == (trace.timeline[-1][0], copy.nbytes)
+
+
+def test_states_that_an_engine_offloads_are_host_memory() -> None:
+    layer = torch.nn.Linear(8, 16, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    with MemoryTracer(layer, optimizer, on_host=(PARAMETERS, GRADIENTS, OPTIMIZER_STATES)) as tracer:
+        layer(torch.zeros(4, 8)).sum().backward()
+        optimizer.step()
+    trace, size = tracer.trace(), 8 * 16 * 4
+    assert trace.host_peak_bytes >= 4 * size
+    assert not trace.by_category[PARAMETERS] + trace.by_category[GRADIENTS] + trace.by_category[OPTIMIZER_STATES]
+    with pytest.raises(ValueError, match=r"on_host \['activations'\].*Use parameters, gradients, optimizer states"):
+        MemoryTracer(layer, on_host=[ACTIVATIONS])
+
+
+def test_fsdp2_frees_what_it_gathers() -> None:
+    """By resizing storages, which no operator tells. At the peak, in the head, all layers are shards again."""
+    trace = _trace("ulysses")
+    assert trace.by_category[GATHERED] == 2 * (VOCAB * HIDDEN + HIDDEN)  # head and last norm in bf16
+    assert sum(x.category == GATHERED for x in trace.allocations) > 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"length": 8, "document_lengths": [4, 5]}, "document_lengths sum to 9, and length is 8"),
+        ({"length": 8, "engine": "deepspeed"}, "engine 'deepspeed' with 1 devices: use 'fsdp2'"),
+        ({"length": 8, "engine": "none", "sp": 2}, "engine 'none' with 2 devices"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepSettings(**settings)

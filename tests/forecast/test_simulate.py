@@ -1,0 +1,149 @@
+"""The simulated step: nobody's time is lost, it is the step-time model's where that applies, and waits are by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import scaling
+from benchmarks.published import CONFIGS
+from longctx.attention.choice import assumed_documents
+from longctx.attention.cost import Link, RingWork
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.simulate import SimulatedStep, simulate
+from longctx.forecast.step_time import Speeds, step_time, weights_seconds
+
+LLAMA = ModelSizes.of_config(CONFIGS["meta-llama/Llama-3.1-8B"])
+SPEEDS = Speeds.of("H100", "flash-attn 3")
+FREE = replace(SPEEDS.device, message_seconds=0.0, launch_seconds=0.0, memory_speed=math.inf)
+ROW = 131_072
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ulysses": {"ring": 1},
+    "ring": {"ring": 16},
+    "gather": {"ring": 16, "sp_backend": "gather"},
+    "hybrid": {"ring": 2},
+}
+
+
+def a_setup(world_size: int, sp: int, **changed: Any) -> MemorySetup:
+    return MemorySetup(model=LLAMA, world_size=world_size, sp=sp, engine="fsdp2", **{"ranks_per_node": 8} | changed)
+
+
+def packed(length: int = ROW) -> np.ndarray:
+    return assumed_documents(length, packed=True).rows[0]
+
+
+def works(setup: MemorySetup, micro_batches: list[list[Any]]) -> list[list[RingWork]]:
+    return [[RingWork.of(np.asarray(row), setup.ring) for row in rows] for rows in micro_batches]
+
+
+@pytest.mark.parametrize("backend", WAYS)
+def test_every_second_of_every_rank_is_accounted_for(backend) -> None:
+    setup = a_setup(32, 16, **WAYS[backend])
+    step = simulate(setup, works(setup, [[packed(), [ROW]], [[ROW // 2] * 2, packed()]]), SPEEDS)
+    total = step.compute + step.exchange + step.wait
+    assert total.shape == (32,)
+    assert total == pytest.approx(np.full(32, step.seconds), rel=1e-12)
+    assert min(part.min() for part in (step.compute, step.exchange, step.wait)) >= -1e-12
+    assert step.compute.mean() >= step.least  # merges and launches are not in the least there is to do
+    assert 0.1 < step.efficiency < 1
+    assert step.tokens == 4 * ROW
+
+
+@pytest.mark.parametrize("documents", [[8 * ROW], packed(8 * ROW)], ids=["one document", "packed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"ring": 1},
+        {"ring": 8},
+        {"ring": 8, "sp_backend": "gather"},
+        {"ring": 2},
+        {"ring": 1, "activation_offloading": True, "offload_optimizer": "cpu"},
+        {"ring": 8, "selective_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_one_row_on_one_node_is_the_step_time_model(how, documents) -> None:
+    """But for what is computed again, where it takes the mean of ranks of which here the slowest counts."""
+    setup = a_setup(8, 8, **how)
+    expected = step_time(setup, 8 * ROW, SPEEDS, documents=[int(n) for n in documents])
+    step = simulate(setup, works(setup, [[documents]]), SPEEDS)
+    assert step.seconds == pytest.approx(expected.seconds, rel=0.01)
+    assert step.tokens_per_second_per_device == pytest.approx(expected.tokens_per_second_per_device, rel=0.01)
+
+
+def test_groups_wait_for_the_one_with_the_longest_document() -> None:
+    speeds = replace(SPEEDS, device=replace(FREE, within=Link.of(math.inf), across=Link.of(math.inf)))
+    setup = a_setup(16, 8, ring=1, selective_checkpointing=True)
+    step = simulate(setup, works(setup, [[[ROW // 8] * 8, [ROW]]]), speeds)
+    pairs = (ROW**2 - 8 * (ROW // 8) ** 2) / 2
+    ahead = pairs / 8 * 14 * LLAMA.query_size * LLAMA.num_layers / SPEEDS.device.attention_flops
+    assert step.wait == pytest.approx([ahead] * 8 + [0.0] * 8, rel=1e-6, abs=1e-9)
+    assert step.exchange.max() == 0
+
+
+def test_a_slow_link_between_nodes_keeps_its_receivers_busy_and_all_others_waiting() -> None:
+    speeds = replace(SPEEDS, device=replace(FREE, across=Link.of(1e9)))
+    setup = a_setup(16, 16, ring=16)
+    step = simulate(setup, works(setup, [[[ROW]]]), speeds)
+    receivers = np.arange(16) % 8 == 0
+    assert step.exchange[receivers].min() > 10 * step.exchange[~receivers].max()
+    assert step.wait[~receivers].min() > step.compute.max()
+    hybrid = a_setup(16, 16, ring=2)
+    assert simulate(hybrid, works(hybrid, [[[ROW]]]), speeds).seconds < step.seconds / 3
+
+
+def test_what_computation_cannot_hide_of_the_weights_counts() -> None:
+    setup = a_setup(64, 8, ring=1)
+    slow = replace(SPEEDS, device=replace(SPEEDS.device, across=Link.of(1e9)))
+    (fast_step, slow_step) = (simulate(setup, works(setup, [[[8192]] * 8]), s) for s in (SPEEDS, slow))
+    hidden = weights_seconds(setup, slow.device) - (slow_step.seconds - fast_step.seconds)
+    assert weights_seconds(setup, slow.device) == pytest.approx(8 * LLAMA.num_parameters * 56 / 64 / 8e9, rel=0.05)
+    assert 0 < hidden < fast_step.seconds
+    long = works(setup, [[[4 * ROW]] * 8])
+    assert simulate(setup, long, slow).seconds == pytest.approx(simulate(setup, long, SPEEDS).seconds, rel=0.01)
+
+
+def test_rows_that_do_not_suit_the_devices_are_refused() -> None:
+    setup = a_setup(16, 8, ring=8)
+    row = RingWork.of(np.array([ROW]), 8)
+    with pytest.raises(ValueError, match=r"Micro-batches of 1 rows do not suit 2 groups \(16 devices / sp 8\)"):
+        simulate(setup, [[row]], SPEEDS)
+    with pytest.raises(ValueError, match="Micro-batches of no rows"):
+        simulate(setup, [], SPEEDS)
+    with pytest.raises(ValueError, match=r"rings of \[1\] do not suit ring 8"):
+        simulate(setup, works(replace(setup, ring=1), [[[ROW]] * 2]), SPEEDS)
+    with pytest.raises(ValueError, match="equally many tokens"):
+        simulate(setup, [[row, RingWork.of(np.array([ROW // 2]), 8)]], SPEEDS)
+
+
+def test_rows_of_the_benchmark_are_full_and_spread_as_far_as_heads_and_rows_allow() -> None:
+    of = scaling.rows(1 << 15, scaling.PACKED, 4)
+    assert [int(row.sum()) for row in of.documents] == [1 << 15] * 4
+    case = scaling.Case(scaling.LLAMA, scaling.PACKED, 400)
+    step = scaling.middle_step(case, of, 4)
+    made = scaling.run(case, "ulysses", 32, 8, of, step)
+    assert made is not None
+    assert sum(made.share(part) for part in scaling.LOOKS) == pytest.approx(1)
+    assert scaling.run(case, "ulysses", 64, 64, of, step) is None  # 32 heads
+    assert scaling.run(case, "ulysses", 64, 8, of, step) is None  # 4 rows
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last"), [([8, 4, 2, 1], 64), ([8, 4, 3, 1.5], 16), ([8, 6, 3, 1], 8), ([8, 16 / 3], 16), ([8], 8)]
+)
+def test_a_doubling_pays_if_it_makes_half_as_much_again(seconds, last) -> None:
+    zero = np.zeros(1)
+    runs = [
+        scaling.Run(
+            "ring", 8 << at, 8, [SimulatedStep(compute=zero + s, exchange=zero, wait=zero, least=8 / 2**at, tokens=1)]
+        )
+        for at, s in enumerate(seconds)
+    ]
+    assert scaling.pays_up_to(runs).devices == last

@@ -1,0 +1,395 @@
+"""The soft device itself: what it has in common with a GPU, and the bugs that it finds.
+
+PLANTED is the table of benchmarks/results/planted_gpu_bugs.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "planted_gpu_bugs.md"
+
+
+# On a soft GPU
+
+
+def what_it_has_in_common_with_a_gpu() -> dict[str, object]:
+    """Each fact is as torch documents it for CUDA."""
+    facts: dict[str, object] = {"initialised before it is used": torch.cuda.is_initialized()}
+    facts["available"] = torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.is_initialized()
+    torch.manual_seed(3)  # waits until CUDA is there
+    first = torch.randn(4, device="cuda")
+    facts["initialised by a tensor"] = torch.cuda.is_initialized()
+    torch.manual_seed(3)
+    facts["seeded before it was there"] = torch.equal(first, torch.randn(4, device="cuda"))
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    big = torch.empty(2**20, device="cuda")
+    product = big * 2
+    facts["MiB of two tensors"] = (torch.cuda.memory_allocated() - before) / 2**20
+    del big, product
+    facts["MiB left, and at the peak"] = (
+        (torch.cuda.memory_allocated() - before) / 2**20,
+        round((torch.cuda.max_memory_allocated() - before) / 2**20, 2),
+    )
+    facts["uninitialised memory is NaN"] = bool(torch.empty(4, device="cuda").isnan().all())
+    torch.cuda.set_per_process_memory_fraction(2**-10)
+    try:
+        torch.empty(2**24, device="cuda")
+    except torch.cuda.OutOfMemoryError as error:
+        facts["out of memory"] = str(error).split(".")[0]
+
+    threads = {}
+    for device in ("cpu", "cuda"):
+        x = torch.ones(1, device=device, requires_grad=True)
+        x.register_hook(lambda _, device=device: threads.update({device: threading.get_ident()}))
+        (2 * x).sum().backward()
+    facts["threads of backward passes"] = {
+        device: thread == threading.get_ident() for device, thread in threads.items()
+    }
+    facts["device of another index"] = str(torch.ones(1, device="cuda:1") + 1)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        facts["current stream"] = torch.cuda.current_stream() == side
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            os._exit(7 if "forked subprocess" in str(error) else 1)
+        os._exit(1)
+    facts["in a forked child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    loaded = set(re.findall(r"/\S+/libc10\.so", Path("/proc/self/maps").read_text()))
+    facts["torch of this environment alone"] = loaded == {str(Path(torch.__file__).parent / "lib" / "libc10.so")}
+    return facts
+
+
+def test_it_behaves_as_a_gpu_does(soft_gpus):
+    [facts] = soft_gpus.run(1, f"{__name__}:what_it_has_in_common_with_a_gpu", backend=None)
+    assert facts == {
+        "initialised before it is used": False,
+        "available": (True, 4, False),
+        "initialised by a tensor": True,
+        "seeded before it was there": True,
+        "MiB of two tensors": 8,
+        "MiB left, and at the peak": (0, 8),
+        "uninitialised memory is NaN": True,
+        "out of memory": "CUDA out of memory",
+        "threads of backward passes": {"cpu": True, "cuda": False},
+        "device of another index": "tensor([2.], device='cuda:1')",
+        "current stream": True,
+        "in a forked child": 7,
+        "torch of this environment alone": True,
+    }
+
+
+def collectives() -> dict[str, list[float]]:
+    """One of each kind on two ranks, synchronously and not."""
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+
+    def values(*numbers: float) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.float32, device="cuda")
+
+    results = {}
+    total = values(rank + 1, 10)
+    dist.all_reduce(total)
+    results["sum"] = total
+    mean = values(rank + 1, 10).bfloat16()
+    work = dist.all_reduce(mean, op=dist.ReduceOp.AVG, async_op=True)
+    work.wait()
+    work.wait()  # the second time changes nothing
+    results["mean"] = mean.float()
+    results["gathered"] = torch.empty(4, device="cuda")
+    own = results["gathered"][2 * rank : 2 * rank + 2].copy_(values(rank, 5))
+    dist.all_gather_into_tensor(results["gathered"], own)  # in place, as FSDP2 does
+    results["scattered"] = torch.empty(1, device="cuda")
+    dist.reduce_scatter_tensor(results["scattered"], values(1, 2), op=dist.ReduceOp.AVG)
+    results["exchanged"] = torch.empty(2, device="cuda")
+    dist.all_to_all_single(results["exchanged"], values(10 * rank, 10 * rank + 1))
+    results["received"] = torch.empty(1, device="cuda")
+    pair = [dist.P2POp(dist.isend, values(rank), 1 - rank), dist.P2POp(dist.irecv, results["received"], 1 - rank)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    results["received in turn"] = torch.empty(1, device="cuda")
+    turns = [lambda: dist.send(values(rank), 1 - rank), lambda: dist.recv(results["received in turn"], 1 - rank)]
+    for take_turn in turns if rank == 0 else reversed(turns):
+        take_turn()
+    results["broadcast"] = values(rank + 7)
+    dist.broadcast(results["broadcast"], src=1)
+    objects = [None, None]
+    dist.all_gather_object(objects, f"rank {rank}")
+    assert objects == ["rank 0", "rank 1"]
+    return {name: tensor.tolist() for name, tensor in results.items()}
+
+
+def test_nccl_computes_what_it_should(soft_gpus):
+    shared = {"sum": [3, 20], "mean": [1.5, 10], "gathered": [0, 5, 1, 5], "broadcast": [8]}
+    first, second = soft_gpus.run(2, f"{__name__}:collectives")
+    assert first == {**shared, "scattered": [1], "exchanged": [0, 10], "received": [1], "received in turn": [1]}
+    assert second == {**shared, "scattered": [2], "exchanged": [1, 11], "received": [0], "received in turn": [0]}
+
+
+# Planted bugs: each function ends with the error that gives it away
+
+
+def cpu_tensor_in_a_kernel() -> None:
+    torch.ones(3, device="cuda") + torch.ones(3)
+
+
+def boundaries_on_the_cpu() -> None:
+    torch.ones(3, device="cuda").index_add_(0, torch.tensor([0, 1]), torch.ones(2, device="cuda"))
+
+
+def tensors_of_two_gpus() -> None:
+    torch.ones(3, device="cuda:0") @ torch.ones(3, device="cuda:1")
+
+
+def gpu_that_is_not_there() -> None:
+    torch.cuda.set_device(torch.cuda.device_count())
+
+
+def host_copy_read_too_soon() -> None:
+    host = torch.zeros(4, pin_memory=True)
+    host.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+    assert host.sum() == 4, f"read {host.tolist()}"
+
+
+def wait_for_an_event_before_the_copy() -> None:
+    host, event = torch.zeros(4, pin_memory=True), torch.cuda.Event()
+    event.record()
+    host.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+    event.synchronize()
+    assert host.sum() == 4, f"read {host.tolist()}"
+
+
+def missing_event_wait() -> None:
+    host, out, back = torch.zeros(4, pin_memory=True), torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(out):
+        host.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+    with torch.cuda.stream(back):  # back.wait_stream(out) is missing
+        host.to("cuda", non_blocking=True)
+
+
+def source_changed_under_its_copy() -> None:
+    host = torch.ones(4, pin_memory=True)
+    host.to("cuda", non_blocking=True)
+    host.fill_(2)
+
+
+def kernels_of_two_streams() -> None:
+    x = torch.ones(4, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # its wait_stream(torch.cuda.current_stream()) is missing
+        x.mul_(2)
+
+
+def memory_that_another_stream_uses() -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+    del x  # x.record_stream(side) is missing
+    torch.empty(4, device="cuda")
+
+
+def uninitialised_memory() -> None:
+    total = torch.empty(4, device="cuda")
+    total += 1
+    assert total.sum() == 4, f"computed {total.tolist()}"
+
+
+def cpu_tensor_handed_to_nccl() -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def gpu_tensor_handed_to_gloo() -> None:
+    dist.all_reduce(torch.ones(3, device="cuda"), group=dist.new_group(backend="gloo"))
+
+
+def two_ranks_on_one_gpu() -> None:
+    dist.all_reduce(torch.ones(3, device="cuda"))  # torch.cuda.set_device(rank) is missing
+    dist.barrier()
+
+
+def result_read_before_it_is_there() -> None:
+    torch.cuda.set_device(dist.get_rank())
+    total = torch.ones(3, device="cuda")
+    work = dist.all_reduce(total, async_op=True)
+    read = total.tolist()
+    work.wait()
+    assert read == [2, 2, 2], f"read {read}"
+
+
+def buffer_reused_before_it_is_sent() -> None:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    keys, received = torch.ones(3, device="cuda"), torch.empty(3, device="cuda")
+    pair = [dist.P2POp(dist.isend, keys, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    works = dist.batch_isend_irecv(pair)
+    keys.zero_()
+    for work in works:
+        work.wait()
+
+
+def wrong_order_of_collectives() -> None:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    small, large = torch.ones(3, device="cuda"), torch.ones(5, device="cuda")
+    for tensor in (small, large) if rank == 0 else (large, small):
+        dist.all_reduce(tensor)
+
+
+def all_send_first() -> None:
+    rank, number = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    works = [dist.isend(torch.ones(3, device="cuda"), (rank + 1) % number)]
+    works.append(dist.irecv(torch.empty(3, device="cuda"), (rank - 1) % number))
+    for work in works:
+        work.wait()
+
+
+def all_send_first_in_a_ring_of_three() -> None:
+    all_send_first()
+
+
+def single_messages_for_a_group() -> None:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    own, received = torch.ones(3, device="cuda"), torch.empty(3, device="cuda")
+    dist.all_reduce(own)
+    if rank == 0:
+        works = [dist.isend(own, 1), dist.irecv(received, 1)]
+    else:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, 0), dist.P2POp(dist.irecv, received, 0)])
+    for work in works:
+        work.wait()
+
+
+def first_exchange_without_all_ranks() -> None:
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    dist.group.WORLD._get_backend(torch.device("cuda")).wrapped_pg._set_default_timeout(timedelta(seconds=2))
+    if rank < 2:  # and the third has nothing to send
+        keys = torch.ones(3, device="cuda")
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if rank == 0 else dist.irecv, keys, 1 - rank)]):
+            work.wait()
+
+
+def gradient_on_another_thread() -> None:
+    """A hook on a host tensor, as of the layers of the sequence-chunked step, and a parameter on the GPU."""
+    parameter, found = torch.ones(3, device="cuda", requires_grad=True), []
+    host = torch.ones(3, requires_grad=True)
+    parameter.register_hook(lambda _: time.sleep(0.05))  # as if its kernels took long
+    for _ in range(20):
+        parameter.grad = None
+        x = host.clone()
+        x.register_hook(lambda _: found.append(parameter.grad is not None))
+        _ThroughTheHost.apply(x, parameter).sum().backward()
+    assert all(found), f"the hook found {sum(found)} of 20 gradients"
+
+
+class _ThroughTheHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, parameter):
+        ctx.save_for_backward(x, parameter)
+        return x * parameter.detach().cpu()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, parameter = ctx.saved_tensors
+        return grad * parameter.detach().cpu(), grad.cuda() * x.cuda()
+
+
+class Planted(NamedTuple):
+    """A bug, and how it is caught."""
+
+    plant: Callable[[], None]
+    error: str
+    """What the ranks' output says, a regular expression."""
+    how: str
+    ranks: int = 1
+
+
+PLANTED = [
+    Planted(cpu_tensor_in_a_kernel, r"cuda:0 and cpu", "error of the operator, as on a GPU"),
+    Planted(boundaries_on_the_cpu, r"\(self\) cuda:0, \(index\) cpu", "error of the operator, as on a GPU"),
+    Planted(tensors_of_two_gpus, r"cuda:0 and cuda:1", "error of the operator, as on a GPU"),
+    Planted(gpu_that_is_not_there, r"invalid device ordinal", "error of torch.cuda, as on a GPU"),
+    Planted(host_copy_read_too_soon, r"read \[nan", "the host tensor is NaN until its copy is waited for"),
+    Planted(wait_for_an_event_before_the_copy, r"read \[nan", "the host tensor is NaN until its copy is waited for"),
+    Planted(missing_event_wait, r"reads host memory that stream \d has yet to write", "hazard"),
+    Planted(source_changed_under_its_copy, r"was changed while its copy to the device was under way", "hazard"),
+    Planted(kernels_of_two_streams, r"aten::mul.* does not wait for aten::fill_", "race"),
+    Planted(memory_that_another_stream_uses, r"was freed while aten::sum.* may use it", "race"),
+    Planted(uninitialised_memory, r"computed \[nan", "fresh memory is NaN"),
+    Planted(
+        cpu_tensor_handed_to_nccl, r"No backend type associated with device type cpu", "error of torch.distributed", 2
+    ),
+    Planted(
+        gpu_tensor_handed_to_gloo, r"No backend type associated with device type cuda", "error of torch.distributed", 2
+    ),
+    Planted(two_ranks_on_one_gpu, r"Duplicate GPU detected", "error of NCCL", 2),
+    Planted(result_read_before_it_is_there, r"read \[nan", "results are NaN until the work is waited for", 2),
+    Planted(buffer_reused_before_it_is_sent, r"was changed while send was reading it", "hazard", 2),
+    Planted(wrong_order_of_collectives, r"(?s)mismatch between collectives.*ALLREDUCE", "TORCH_DISTRIBUTED_DEBUG", 2),
+    Planted(
+        all_send_first, r"NCCL would hang: rank \d sends to rank \d, rank \d sends", "error in place of NCCL's hang", 2
+    ),
+    Planted(
+        all_send_first_in_a_ring_of_three,
+        r"NCCL would hang: rank \d sends to rank \d, rank \d sends to rank \d, rank \d sends",
+        "error in place of NCCL's hang",
+        3,
+    ),
+    Planted(
+        single_messages_for_a_group,
+        r"NCCL would hang: .*rank 1 sends to rank 0 and receives from rank 0 in a group",
+        "error in place of NCCL's hang",
+        2,
+    ),
+    Planted(
+        first_exchange_without_all_ranks,
+        r"rank 2 has not come to the first operation",
+        "error in place of NCCL's hang",
+        3,
+    ),
+    Planted(gradient_on_another_thread, r"the hook found \d+ of 20 gradients", "autograd has a thread for each GPU"),
+]
+
+
+def plant(number: int) -> None:
+    """Make the bug, on every rank."""
+    planted = PLANTED[number]
+    if planted.ranks > 1:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.set_debug_level_from_env()
+        from longctx.launch.store import meeting_point
+
+        dist.init_process_group("nccl", timeout=timedelta(seconds=20), **meeting_point(os.environ))
+    planted.plant()
+
+
+@pytest.mark.parametrize("number", range(len(PLANTED)), ids=[planted.plant.__name__ for planted in PLANTED])
+def test_a_planted_bug_is_caught(number, soft_gpus):
+    planted = PLANTED[number]
+    with pytest.raises(AssertionError) as caught:
+        soft_gpus.run(planted.ranks, f"{__name__}:plant", number, backend=None, timeout=60)
+    assert re.search(planted.error, str(caught.value)), caught.value
+
+
+def test_the_table_of_planted_bugs_is_this_one():
+    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")][2:]
+    wanted = [f"| {p.plant.__name__.replace('_', ' ')} | {p.ranks} | {p.how} |" for p in PLANTED]
+    assert rows == wanted, "\n".join(wanted)

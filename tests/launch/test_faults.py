@@ -1,0 +1,150 @@
+"""Ranks that are killed, hang, stop or raise in the middle of a step, under the launchers that there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from longctx.train import main
+from tests.training.test_resume import values, weights
+from tests.training.test_training import COMMON, make_documents, write_jsonl
+
+BOUND = 30
+"""Seconds from a fault to the end of all ranks, by the promise."""
+TIMEOUT = 5
+"""Seconds of --ddp_timeout."""
+OWN = [sys.executable, "-m"]
+TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node", "2", "-m"]
+STARTS = {"ours": OWN, "torchrun": TORCHRUN}
+RING, ULYSSES = ["--sp", "2", "--sp_backend", "ring"], ["--sp", "2", "--sp_backend", "ulysses"]
+
+
+@pytest.fixture
+def flags(models, tmp_path):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 130, 64, 2, 33, 17, 88, 120]))
+    flags = [*COMMON, "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"], "--max_length", "160"]
+    return [*flags, "--overlong", "split", "--output_dir", str(tmp_path / "out")]
+
+
+def run(start, flags, fault=None, **environment):
+    """Exit code, all lines, and the seconds from the fault to the end."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"FAULT": fault} if fault else {}) | environment
+    command = [*start, "tests.faulty_train", *flags]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
+    )
+    ended = time.time()
+    met = re.search(r"FAULT at ([\d.]+)", done.stdout)
+    assert (met is not None) == (fault is not None), done.stdout
+    return done.returncode, done.stdout, ended - float(met[1]) if met else 0.0
+
+
+def lines_of_error(output):
+    return [line for line in output.splitlines() if "longctx: error: " in line]
+
+
+@pytest.mark.parametrize(
+    ("start", "layout"),
+    [
+        ("ours", RING),
+        pytest.param("ours", ULYSSES, marks=pytest.mark.long),
+        pytest.param("torchrun", RING, marks=pytest.mark.long),
+        pytest.param("torchrun", ULYSSES, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_killed_rank_ends_the_run_and_is_named(start, layout, flags):
+    code, output, seconds = run(
+        STARTS[start], [*flags, *layout, "--save_strategy", "steps", "--save_steps", "2"], "kill 1 3"
+    )
+    assert code == 1
+    assert seconds < BOUND
+    assert output.count("Traceback (most recent call last)") == (start == "torchrun"), output  # the launcher's own
+    (error,) = lines_of_error(output)
+    how = "was killed by SIGKILL" if start == "ours" else "has died"
+    assert re.search(rf"rank 1 \(pid \d+.*\) {how}.*out-of-memory killer.*auto goes on from .*checkpoint-2", error)
+    if start == "ours":
+        assert output.rstrip().endswith(error)
+    else:
+        _, _, cause = output.rpartition("Root Cause")
+        assert re.search(r"rank +: 1 ", cause)
+        assert "(SIGKILL)" in cause
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("start", "layout"), [("ours", ULYSSES), ("torchrun", RING)], ids=str)
+def test_the_error_of_the_rank_that_raises_is_the_one_shown(start, layout, flags):
+    code, output, seconds = run(STARTS[start], [*flags, *layout], "raise 1 3")
+    assert code == 1
+    assert seconds < BOUND
+    assert output.count("\n[rank1]: RuntimeError: the fault of this test\n") == 1
+    assert "[rank0]" not in output
+    (error,) = lines_of_error(output)
+    assert "rank 1 (pid " in error
+    assert "stopped with RuntimeError: the fault of this test. There is no checkpoint in " in error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "start", "layout"),
+    [("hang", "ours", RING), ("hang", "torchrun", ULYSSES), ("stop", "ours", ULYSSES), ("stop", "torchrun", RING)],
+    ids=str,
+)
+def test_a_rank_that_does_not_come_is_named_with_its_place(fault, start, layout, flags):
+    flags = [*flags, *layout, "--ddp_timeout", str(TIMEOUT)]
+    code, output, seconds = run(STARTS[start], flags, f"{fault} 1 3")
+    assert code == 1
+    # An agent gives a stopped process, which cannot end by itself, 30 s to do so.
+    assert seconds < TIMEOUT + BOUND + (BOUND if fault == "stop" else 0)
+    said = output[output.index("longctx: error: ") :].splitlines()
+    assert re.search(rf"after {TIMEOUT} s \(--ddp_timeout\): rank 1 \(pid \d+ on .*\) did not come to ", said[0])
+    if fault == "hang":
+        assert re.search(r"^  rank 1 is at \(step 3, forward\): tests/faulty_train.py:\d+ in meet < ", said[1])
+    else:
+        assert said[1] == "  rank 1 does not answer: it is stopped (SIGSTOP)"
+    assert re.search(r"^  rank 0 waits in \w+.* \(step 3, forward\): ", said[2])
+
+
+@pytest.mark.long
+def test_a_killed_data_loader_worker_is_named(flags):
+    flags = [*flags, *RING, "--dataloader_num_workers", "1", "--max_steps", "40"]
+    code, output, seconds = run(OWN, flags, "worker 1 3")
+    assert code == 1
+    assert seconds < BOUND
+    (error,) = lines_of_error(output)
+    assert re.search(r"rank 1 \(pid .* stopped with RuntimeError: DataLoader worker \(pid\(?s?\)? ?\d+\)", error)
+    assert "[rank0]" not in output
+
+
+def test_restarts_on_several_nodes_need_a_store_of_each_attempt(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert main(["--dry_run"]) == 0
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert main(["--dry_run"]) == 2
+    assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [RING, ULYSSES], ids=str)
+def test_torchrun_starts_again_and_the_run_is_the_one_that_went_on(layout, flags, tmp_path):
+    flags = [*flags, *layout, "--save_strategy", "steps", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
+    restarting = ["torchrun", "--standalone", "--max_restarts", "1", *TORCHRUN[2:]]
+    for name, fault in (("whole", None), ("killed", "kill 1 4")):
+        once = {"FAULT_ONCE": str(tmp_path / "once")}
+        code, output, _ = run(restarting, [*flags, "--output_dir", str(tmp_path / name)], fault, **once)
+        assert code == 0, output
+    whole, killed = (json.loads(Path(tmp_path, name, "trainer_state.json").read_text()) for name in ("whole", "killed"))
+    logs = [[entry for entry in state["log_history"] if "loss" in entry] for state in (whole, killed)]
+    assert values(logs[0]) == values(logs[1])
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

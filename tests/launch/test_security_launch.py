@@ -1,0 +1,155 @@
+"""Other users of the machine, and the folder that a run is started in: see docs/security.md."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ipaddress
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import psutil
+import pytest
+
+from longctx.launch.store import listen_on_loopback, meeting_point, private_folder, store_file
+from longctx.launch.terminal import tell
+
+SHADOWS = ["trl", "torch", "yaml", "psutil", "difflib", "accelerate", "tomllib"]
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A folder with Python files that are named like modules, and leave a marker where they are imported."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in SHADOWS:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'a').write({name!r})\n")
+    return folder
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """Addresses that a process or one of its children listens on."""
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                found |= {socket.laddr.ip for socket in each.net_connections("inet") if socket.status == "LISTEN"}
+    return found
+
+
+def test_a_run_is_reached_from_nowhere_else_and_runs_nothing_of_its_folder(planted, tmp_path):
+    """One run for both: two ranks, a data loader worker each, started from inside a folder with planted modules."""
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # sockets have short paths
+    flags = "--sp 2 --sp_backend ring --use_cpu True --max_steps 3 --max_length 256 --dataloader_num_workers 1"
+    command = [sys.executable, "-m", "longctx.train", *flags.split(), "--output_dir", str(tmp_path / "out")]
+    env = os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    addresses, modes = set(), set()
+    with (tmp_path / "log").open("w") as log:
+        run = psutil.Popen(command, cwd=planted, env=env, stdout=log, stderr=log)
+        while run.poll() is None:
+            addresses |= listening(run)
+            for folder in temporary.glob("longctx-run-*"):
+                with contextlib.suppress(FileNotFoundError):
+                    modes.add(stat.S_IMODE(folder.stat().st_mode))
+            time.sleep(0.05)
+    assert run.returncode == 0, (tmp_path / "log").read_text()
+    assert addresses, "gloo listens"
+    assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
+    assert modes == {0o700}
+    assert list(temporary.glob("longctx-*")) == []
+    shutil.rmtree(temporary)
+    assert not (tmp_path / "marker").exists(), (tmp_path / "marker").read_text()
+
+
+def test_the_command_line_runs_nothing_of_its_folder(planted, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "longctx", "trian"], cwd=planted, capture_output=True, text=True)
+    assert "Did you mean train?" in done.stderr  # by difflib
+    assert not (tmp_path / "marker").exists()
+
+
+def _hold(pipe):
+    with private_folder() as folder:
+        pipe.send(str(folder))
+        pipe.recv()  # it is killed here
+
+
+def _be_rank(folder, pipe):
+    atexit._clear()  # pytest's, which this process was forked from
+    meeting_point(store_file(Path(folder)) | {"RANK": "0", "WORLD_SIZE": "1"})
+    pipe.send(None)
+    pipe.recv()
+    atexit._run_exitfuncs()  # as Python does at the end of a process that multiprocessing has not made
+
+
+def test_the_last_rank_of_a_killed_launcher_removes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here, there = get_context("fork").Pipe()
+    launcher = get_context("fork").Process(target=_hold, args=(there,))
+    launcher.start()
+    ranks = []
+    folder = here.recv()
+    for _ in range(2):
+        pipe, other = get_context("fork").Pipe()
+        ranks.append((get_context("fork").Process(target=_be_rank, args=(folder, other)), pipe))
+        ranks[-1][0].start()
+        pipe.recv()
+    launcher.kill()
+    launcher.join()
+    for number, (rank, pipe) in enumerate(ranks):
+        pipe.send(None)
+        rank.join()
+        assert [str(path) for path in tmp_path.iterdir()] == [folder][number:]
+
+
+def test_what_a_killed_launcher_leaves_goes_with_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here, there = get_context("fork").Pipe()
+    launcher = get_context("fork").Process(target=_hold, args=(there,))
+    launcher.start()
+    left = Path(here.recv())
+    with private_folder() as folder:
+        assert sorted(tmp_path.iterdir()) == sorted([left, folder])  # a run that goes on keeps its folder
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    launcher.kill()
+    launcher.join()
+    assert list(tmp_path.iterdir()) == [left]
+    with private_folder() as folder:
+        assert list(tmp_path.iterdir()) == [folder]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_store_of_a_restart_listens_on_the_loopback():
+    server = listen_on_loopback()
+    sockets = [socket for socket in psutil.Process().net_connections("inet") if socket.laddr.port == server.port]
+    assert {socket.laddr.ip for socket in sockets} == {"127.0.0.1"}
+
+
+def test_the_launcher_reads_whole_reports(tmp_path, monkeypatch):
+    """torchrun's agent reads them at any moment, and ends in a JSONDecodeError of its own for half a report."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    tell("first", prints=False)
+    lengths, done = set(), threading.Event()
+
+    def read():
+        while not done.is_set():
+            lengths.add(len(json.loads(path.read_text())["message"]["message"]))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(100):
+        tell("a" * 20_000, prints=False)
+    done.set()
+    reader.join()
+    assert 20_000 in lengths
+    assert not lengths - {5, 20_000}
+    assert [file.name for file in tmp_path.iterdir()] == ["error.json"]

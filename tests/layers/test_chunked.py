@@ -1,0 +1,172 @@
+"""The sequence-chunked step against attention and layers over all tokens at once.
+
+What of it is on the device is in tests/forecast/test_memory_trace.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx import parallelize
+from longctx.attention.operator import varlen_attention
+from longctx.layers.chunked import HostAttention
+from longctx.layers.chunked.tiles import check_one_thread
+from longctx.model.allow_list import GATED_DELTA_MODELS
+from longctx.model.tiny import tiny_model
+from tests.model.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
+from tests.workers import run_ranks
+
+CU_SEQLENS = np.array([0, 7, 8, 30, 31, 33, 61, 64])
+DEFAULT_FAMILIES = ("llama", "gpt_oss, sinks and windows", "olmo", "qwen3_moe")
+
+
+@pytest.mark.parametrize("block", [1, 5, 16, 64, 100])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (1, False), (6, False), (6, True), (None, True)])
+def test_attention_in_blocks_equals_attention_at_once(block, window, has_sinks):
+    """fp64 to 1e-12: sums over keys in another order, nothing else."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 64, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 2, 64, 8, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
+    expected = varlen_attention(q, k, v, CU_SEQLENS, 0.3, window=window, sinks=sinks)
+    grad = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad(expected, inputs, grad)
+
+    attention = HostAttention(
+        CU_SEQLENS,
+        num_heads=4,
+        num_key_value_heads=2,
+        block=block,
+        window=window,
+        scale=0.3,
+        device=torch.device("cpu"),
+    )
+    q_host = q.detach()[0].transpose(0, 1).contiguous()
+    kv_host = torch.cat((k, v), dim=1).detach()[0].transpose(0, 1).contiguous()
+    out, lse = attention.forward(q_host, kv_host, sinks if sinks is None else sinks.detach())
+    grad_sinks = attention.backward(
+        grad[0].transpose(0, 1).contiguous(), q_host, kv_host, out, lse, sinks if sinks is None else sinks.detach()
+    )
+    actual = [q_host, *kv_host.split(2, dim=1)]
+    torch.testing.assert_close(out.transpose(0, 1)[None], expected.detach(), rtol=1e-12, atol=1e-12)
+    for found, wanted in zip(actual, expected_grads[:3], strict=True):
+        torch.testing.assert_close(found.transpose(0, 1)[None], wanted, rtol=1e-12, atol=1e-12)
+    if has_sinks:
+        torch.testing.assert_close(grad_sinks, expected_grads[3], rtol=1e-12, atol=1e-12)
+
+
+def chunked_errors(family: str, sp: int, size: int, keep_attention: bool) -> dict[str, float]:
+    """Relative errors of loss and gradients against stock transformers, one document at a time."""
+    model, batch = make_model(family), make_batch()
+    _, expected_loss, expected_gradients = stock_step(model)
+    model, sequence = parallelize(
+        model,
+        sp,
+        sp_backend="ulysses" if sp > 1 else "auto",
+        sequence_chunk_size=size,
+        selective_checkpointing=keep_attention,
+    )
+    shard = sequence.shard(batch)
+    logits = model(**shard.inputs).logits
+    assert shard.context.calls == model.config.num_hidden_layers
+    loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward()
+    mean_loss, actual = loss.detach().clone(), gradients(model)
+    if sp > 1:
+        for value in (mean_loss, *actual.values()):
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+    return {
+        "loss": float((mean_loss / expected_loss - 1).abs()),
+        "gradients": largest_error(actual, expected_gradients),
+    }
+
+
+def splittable() -> list[str]:
+    return [name for name, (model_type, _) in FAMILIES.items() if model_type not in GATED_DELTA_MODELS]
+
+
+@pytest.mark.parametrize("keep_attention", [False, True])
+@pytest.mark.parametrize("size", [5, 100])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in DEFAULT_FAMILIES else pytest.mark.long) for f in splittable()]
+)
+def test_every_family_in_chunks_equals_stock_transformers(family, size, keep_attention):
+    errors = chunked_errors(family, 1, size, keep_attention)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+def families_on_ranks(families: tuple[str, ...]) -> dict[tuple, dict[str, float]]:
+    return {
+        (family, size, keep): chunked_errors(family, dist.get_world_size(), size, keep)
+        for family in families
+        for size, keep in ((3, False), (100, True))
+    }
+
+
+@pytest.mark.parametrize("families", [DEFAULT_FAMILIES, pytest.param(tuple(splittable()), marks=pytest.mark.long)])
+def test_two_ulysses_ranks_in_chunks_equal_stock_transformers(families):
+    for results in run_ranks(2, f"{__name__}:families_on_ranks", families):
+        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
+        assert not wrong
+        assert len(results) == 2 * len(families)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"sequence_chunk_size": 0}, "is below 1"), ({"sequence_chunk_size": 8, "sp_backend": "ring", "sp": 2}, "ring")],
+)
+def test_what_cannot_be_cut_is_refused(changes, message):
+    if "sp" in changes:
+        assert all(message in error for error in run_ranks(2, f"{__name__}:refused", changes))
+    else:
+        assert message in refused(changes)
+
+
+def refused(changes) -> str:
+    with pytest.raises(ValueError, match="Use") as error:
+        parallelize(tiny_model(), changes.pop("sp", 1), **changes)
+    return str(error.value)
+
+
+def test_leaf_modules_of_zero3_find_their_gradients_behind_frozen_embeddings():
+    """DeepSpeed reduces a layer's gradients in such a hook, and takes those that are not there for zeros."""
+    model, sequence = parallelize(tiny_model(), 1, sequence_chunk_size=8)
+    model.model.embed_tokens.requires_grad_(False)
+    found = []
+    for layer in model.model.layers:
+        layer.register_full_backward_hook(
+            lambda module, *_: found.append(all(p.grad is not None for p in module.parameters()))
+        )
+    shard = sequence.shard(make_batch())
+    outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
+    outputs.losses.sum().backward()
+    assert found == [True] * len(model.model.layers)
+
+
+def test_a_backward_pass_in_several_threads_is_refused():
+    """Of a GPU; tests/gpu/test_soft_training.py has the passes themselves."""
+    with torch.autograd.set_multithreading_enabled(True):
+        check_one_thread(torch.device("cpu"))
+        with pytest.raises(ValueError, match="sequence_chunk_size: this backward pass runs in several threads"):
+            check_one_thread(torch.device("cuda"))
+    with torch.autograd.set_multithreading_enabled(False):
+        check_one_thread(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next"])
+def test_layers_that_carry_a_state_are_refused(family):
+    with pytest.raises(ValueError, match="carry a state through all tokens"):
+        parallelize(make_model(family), 1, sequence_chunk_size=8)
+
+
+def test_a_layer_that_is_given_an_unknown_tensor_is_refused():
+    model, sequence = parallelize(tiny_model(), 1, sequence_chunk_size=8)
+    layer = model.model.layers[0]
+    shard = sequence.shard(make_batch())
+    with pytest.raises(ValueError, match=r"tensor bias of shape \(1, 32\)"):
+        layer(torch.zeros(1, 32, model.config.hidden_size), bias=torch.zeros(1, 32), sequence=shard.context)

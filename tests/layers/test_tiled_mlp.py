@@ -1,0 +1,226 @@
+"""MLPs over tiles of tokens against all tokens at once, and training with them against one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
+
+from longctx.layers.tiled_mlp import find_mlps, install_tiled_mlp
+from longctx.model.tiny import tiny_tokenizer
+from tests.model.test_models import FAMILIES, make_model
+from tests.model.test_peft import Adapt
+from tests.reference import train_reference
+from tests.small_model import save_small_model
+from tests.training.test_training import COMMON, EXPERTS, LEARNING_RATE, STEPS, check, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+TOLERANCE = 1e-5  # fp32; the same sums over tokens, in groups. Measured: at most 1e-6.
+
+
+def results(mlp, x):
+    """All that an MLP gives for x, and the gradients of x and of its parameters that are trained."""
+    x = x.clone().requires_grad_()
+    out = mlp(x)
+    outputs = out if isinstance(out, tuple) else (out,)
+    sum((part * torch.linspace(-1, 1, part.numel()).view_as(part)).sum() for part in outputs).backward()
+    gradients = [tensor.grad for tensor in (x, *mlp.parameters()) if tensor.requires_grad]
+    mlp.zero_grad()
+    return [*(part.detach() for part in outputs), *gradients]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_model_s_mlps_are_found_and_give_the_same(family):
+    model = make_model(family)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 16, model.config.hidden_size, generator=generator)
+    mlps = list(find_mlps(model))
+    assert len(mlps) == model.config.num_hidden_layers
+    expected = [results(mlp, x) for mlp in mlps]
+    install_tiled_mlp(model, 5)  # 32 tokens: the last tile is a shorter one
+    lengths = []
+    for mlp in mlps:
+        part = next(part for part in mlp.modules() if part is not mlp and list(part.parameters()))
+        part.register_forward_pre_hook(lambda _, args: lengths.append(args[0].numel() // x.shape[-1]))
+    for mlp, references in zip(mlps, expected, strict=True):
+        for actual, reference in zip(results(mlp, x), references, strict=True):
+            assert actual.shape == reference.shape
+            assert float((actual - reference).norm() / reference.norm()) <= TOLERANCE
+    assert max(lengths) <= 7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_model_with_its_norms_in_tiles_too_gives_the_same(family):
+    """Dense attention over one document, so that nothing but tiles differs."""
+    ids, logits, gradients = torch.arange(2, 34)[None], [], []
+    for tiles in (None, 5):
+        model = make_model(family)
+        if tiles is not None:
+            install_tiled_mlp(model, tiles)
+        logits.append(model(ids, use_cache=False).logits)
+        logits[-1].square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    for expected, actual in (logits, gradients):
+        assert float((actual - expected).detach().norm() / expected.detach().norm()) <= TOLERANCE
+
+
+def test_parts_behind_frozen_embeddings_and_copies_of_them_are_trained():
+    """As adapters have them: peft copies what --lora_modules_to_save names."""
+    model = make_model("qwen3")
+    x, norm = torch.randn(1, 32, 32), model.model.layers[0].input_layernorm
+    norm(x).square().sum().backward()
+    expected, norm.weight.grad = norm.weight.grad, None
+    install_tiled_mlp(model, 5)
+    copied = copy.deepcopy(norm)
+    copied(x).square().sum().backward()
+    assert norm.weight.grad is None
+    assert float((copied.weight.grad - expected).norm() / expected.norm()) <= TOLERANCE
+
+
+def test_what_is_no_number_of_tiles_is_refused():
+    with pytest.raises(ValueError, match="tiled_mlp_num_shards -1 is no number of tiles"):
+        install_tiled_mlp(make_model("llama, yarn rope"), -1)
+    with pytest.raises(ValueError, match="No MLP was found in Linear"):
+        install_tiled_mlp(torch.nn.Linear(2, 2), 2)
+
+
+def checkpointed_step(num_shards):
+    """One step of tiny with activation checkpointing: tokens that its gates saw, by layer, and the gradients."""
+    from longctx import parallelize
+    from longctx.model.tiny import tiny_model
+    from tests.test_parallel import packed_batch
+
+    model, sequence = parallelize(tiny_model(), sp=1, tiled_mlp_num_shards=num_shards)
+    model.train()
+    model.gradient_checkpointing_enable()
+    seen = [[] for _ in model.model.layers]
+    for tokens, layer in zip(seen, model.model.layers, strict=True):
+        layer.mlp.gate_proj.register_forward_pre_hook(lambda _, args, tokens=tokens: tokens.append(args[0].shape[1]))
+    batch = packed_batch(8)
+    shard = sequence.shard(batch)
+    loss = sequence.loss(model(**shard.inputs).logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward()
+    return seen, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+def test_checkpointing_computes_each_tile_twice_as_it_does_without_tiles():
+    whole, expected = checkpointed_step(None)
+    tiled, gradients = checkpointed_step(4)
+    assert whole == [[240, 240]] * len(whole)
+    assert tiled == [[60] * 8] * len(whole)
+    assert float((gradients - expected).norm() / expected.norm()) <= 1e-6  # the same sums in groups
+    by_width, _ = checkpointed_step(0)
+    assert by_width == [[128, 112] * 2] * len(whole)  # tiny is 128 wide
+
+
+ZERO = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+}
+LENGTHS = [90, 7, 41, 64]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+KINDS = {
+    "accumulation 2": [
+        "--packing",
+        "False",
+        "--per_device_train_batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+    ],
+    "experts": ["--packing", "True"],
+    "adapters of MLPs": [
+        *("--packing", "True", "--gradient_checkpointing", "False", "--use_peft", "True"),
+        *("--lora_target_modules", *MLP, "--lora_r", "2"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A plain model and one with experts."""
+    plain, experts = (tmp_path_factory.mktemp(name) for name in ("plain", "experts"))
+    save_small_model(plain, tie_word_embeddings=False)
+    config = Qwen3MoeConfig(**{**AutoConfig.from_pretrained(plain).to_dict(), **EXPERTS})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(experts)
+    tiny_tokenizer().save_pretrained(experts)
+    return {"plain": str(plain), "experts": str(experts)}
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_tiled(cases):
+    """{(case, stage of ZeRO, tiles): (log of steps, all-gathers)} with one key/value head at a time."""
+    from accelerate.state import AcceleratorState
+
+    import longctx.run.model
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
+
+    parallelize, environment, results = longctx.run.model.parallelize, dict(os.environ), {}
+    for (case, stage, tiles), arguments in cases.items():
+        AcceleratorState._reset_state()
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        if stage is not None:
+            os.environ.update(ZERO, ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage))
+        levers = {"tiled_mlp_num_shards": tiles, "heads_k_stride": 1}
+        longctx.run.model.parallelize = lambda *args, levers=levers, **kwargs: parallelize(*args, **(kwargs | levers))
+        prepared = longctx.run.prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
+        with Gathers() as gathers:
+            log = longctx.run.fit(prepared, longctx.run.load(prepared)).state.log_history
+        steps = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+        results[case, stage, tiles] = steps, gathers.counts
+    return results
+
+
+@pytest.mark.parametrize(
+    ("engine", "stages", "kinds"),
+    [
+        ("deepspeed", [3], ["accumulation 2"]),
+        pytest.param("deepspeed", [1, 2, 3], KINDS, marks=pytest.mark.long),
+        pytest.param("fsdp2", [None], KINDS, marks=pytest.mark.long),
+    ],
+    ids=["ZeRO-3, some", "ZeRO-1, 2, 3", "FSDP2"],
+)
+def test_training_equals_one_process(engine, stages, kinds, folders, tmp_path, parity_table):
+    documents = make_documents(LENGTHS)
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    common = [*COMMON, "--dataset_name", data, "--sp", "2", "--sp_backend", "ulysses", "--engine", engine]
+    cases, references = {}, {}
+    for kind in kinds:
+        model = folders["experts" if kind == "experts" else "plain"]
+        adapt = Adapt(r=2, lora_alpha=32, target_modules=MLP) if kind.startswith("adapters") else lambda model: model
+        references[kind] = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE, adapt=adapt)
+        for stage, tiles in itertools.product(stages, (3, 6)):
+            if tiles == 3 or stage == 3:
+                flags = [*KINDS[kind], "--model_name_or_path", model, "--output_dir", str(tmp_path)]
+                cases[kind, stage, tiles] = [*common, *flags]
+    results = run_ranks(2, f"{__name__}:run_tiled", cases)[0]
+    for (kind, stage, tiles), (steps, gathers) in results.items():
+        name = engine if stage is None else f"ZeRO-{stage}"
+        check(steps, references[kind], f"{tiles} tiles, {kind}, {name}", "torchrun", parity_table)
+        if stage == 3:  # its weights are gathered as often, however many tiles there are
+            assert gathers == results[kind, stage, 3][1]
+            assert gathers["_allgather_base_"] > 0

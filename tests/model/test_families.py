@@ -1,0 +1,271 @@
+"""Model families by what their layers do: gated-delta hybrids run on Ulysses alone, other recurrences not at all."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from longctx.attention.choice import Documents, choose_backend
+from longctx.attention.cost import Setup
+from longctx.model.allow_list import (
+    CAUSAL_MODELS,
+    GATED_DELTA_MODELS,
+    VISION_MODELS,
+    UnsupportedModelError,
+    check_model,
+)
+from longctx.model.load import load_config, load_model
+from longctx.model.tiny import tiny_tokenizer
+from longctx.train import main
+from longctx.ulysses.gated_delta import _convolve_documents
+from tests.model.test_models import LINEAR, SMALL, WINDOW
+from tests.reference import train_reference
+from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+
+
+def setup_of(config, sp):
+    return Setup.of_model(config, sp, element_size=4, device_name="CPU", devices_per_node=8)
+
+
+def hybrid_config(model_type="qwen3_next", **settings):
+    return CONFIG_MAPPING[model_type](**SMALL | LINEAR | settings)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A config and nothing else."""
+    hybrid_config("qwen3_5_text").save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------
+# Gated-delta hybrids
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["ring", "gather", "hybrid"])
+@pytest.mark.parametrize("model_type", GATED_DELTA_MODELS)
+def test_no_ring_runs_gated_delta_layers(model_type, backend):
+    with pytest.raises(ValueError, match=rf"--sp_backend {backend} .*linear-attention.*--sp_backend ulysses .*1, 2\."):
+        choose_backend(backend, setup_of(hybrid_config(model_type), 2))
+
+
+@pytest.mark.parametrize("backend", ["ring", "gather", "hybrid"])
+def test_the_command_line_refuses_rings_before_anything_starts(backend, folder, capsys, monkeypatch):
+    monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
+    given = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "--sp", "2"]
+    assert main([*given, "--sp_backend", backend]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("longctx: error: ")
+    assert "linear-attention layers" in error
+    assert "Use --sp_backend ulysses" in error
+    assert main([*given, "--dry_run"]) == 0  # as auto chooses
+    assert "ulysses 2 (auto)" in capsys.readouterr().out
+
+
+def test_key_heads_that_do_not_fit():
+    """4 attention heads but 2 linear key heads; 6 and 4 share 1 and 2."""
+    with pytest.raises(ValueError, match=r"--sp 4 .*4 attention heads and 2 linear key heads.*--sp 1, 2\."):
+        choose_backend("ulysses", setup_of(hybrid_config(), 4))
+    uneven = hybrid_config(num_attention_heads=6, linear_num_key_heads=4)
+    with pytest.raises(ValueError, match=r"--sp 3 .*6 attention heads and 4 linear key heads.*--sp 1, 2\."):
+        choose_backend("ulysses", setup_of(uneven, 3))
+
+
+@pytest.mark.parametrize("backend", ["ring", "ulysses"])
+def test_key_heads_that_no_two_ranks_can_share(backend):
+    alone = hybrid_config(linear_num_key_heads=1)
+    with pytest.raises(ValueError, match=r"1 linear key heads\. Use --sp 1\.$"):
+        choose_backend(backend, setup_of(alone, 2))
+
+
+def test_auto_takes_ulysses_or_says_why_not():
+    documents = Documents(rows=[np.array([64])], source="one document")
+    choice = choose_backend("auto", setup_of(hybrid_config(), 2), documents)
+    assert choice.name == "ulysses"
+    assert {str(how): why for how, why in choice.refused} == dict.fromkeys(
+        ["ring 2", "gather 2"], "linear attention needs all tokens"
+    )
+    with pytest.raises(ValueError, match=r"auto finds none for sp 4 .*2 linear key heads.*Lower --sp"):
+        choose_backend("auto", setup_of(hybrid_config(), 4), documents)
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [3, 1, 7, 2]])
+def test_convolution_starts_afresh_in_every_document(lengths):
+    """Against a convolution of each document by itself, outputs and gradients."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, 1, 4, dtype=torch.float64)
+
+    def convolve(x):
+        return torch.nn.functional.conv1d(x, weight, padding=3, groups=6)[:, :, : x.shape[2]]
+
+    together = torch.randn(1, 6, sum(lengths), dtype=torch.float64, requires_grad=True)
+    apart = together.detach().clone().requires_grad_()
+    actual = _convolve_documents(together, np.cumsum([0, *lengths]), convolve, reach=3)
+    expected = torch.cat([convolve(document) for document in apart.split(lengths, dim=2)], dim=2)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    actual.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(together.grad, apart.grad, rtol=1e-12, atol=1e-12)
+
+
+def documents_loss(model, documents, label_smoothing=0.0):
+    """Mean over all label tokens; stock transformers, which sees one document at a time."""
+    assert label_smoothing == 0
+    total, count = torch.zeros(()), 0
+    for ids, labels in documents:
+        targets = torch.tensor([*labels[1:], -100])
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+        total = total + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        count += int((targets != -100).sum())
+    return total / count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_training_gated_delta_layers_equals_one_process(engine, tmp_path, monkeypatch, parity_table):
+    """Packed and padded rows, with and without checkpointing, five AdamW steps on ZeRO-3 and FSDP2."""
+    monkeypatch.setattr("tests.reference.dense_loss", documents_loss)
+    config = hybrid_config("qwen3_5_text", vocab_size=260, hidden_size=48, rope_parameters=PARTIAL_ROPE, head_dim=16)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    cases, references = {}, {}
+    for shape, checkpointing in (("packed", "False"), ("packed", "True"), ("padded", "False")):
+        lengths, flags = SHAPES[shape]
+        case = f"ulysses sp 2, {engine}, gated delta, {shape}, checkpointing {checkpointing}"
+        documents = make_documents(lengths)
+        data = write_jsonl(tmp_path / f"{shape}.jsonl", documents)
+        cases[case] = [*COMMON, *flags, "--sp", "2", "--sp_backend", "ulysses", "--engine", engine]
+        cases[case] += ["--gradient_checkpointing", checkpointing, "--dataset_name", data]
+        cases[case] += ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+        references[case] = train_reference(tmp_path / "model", documents, steps=STEPS, learning_rate=LEARNING_RATE)
+    for case, results in run_ranks(2, "tests.training.test_training:run_cases", cases)[0].items():
+        check(results, references[case], case, "torchrun", parity_table)
+
+
+@pytest.mark.long
+def test_verification_of_gated_delta_layers(tmp_path):
+    """A config is enough; both kinds of layers are seen to work on their shard."""
+    hybrid_config("qwen3_next", num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "longctx.verify", "--sp", "2", "--model_name_or_path", str(tmp_path), "--json"]
+    command += ["--dataset_name", "stdlib", "--max_length", "128", "--overlong", "truncate", "--use_cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["shard length"]["ok"]
+    assert "each of 2 layers" in checks["shard length"]["detail"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Everything else that carries a state from token to token, or convolves over tokens
+# ------------------------------------------------------------------------------------------------
+
+MIXES_TOKENS = re.compile(
+    r"causal_conv1d|conv_state|recurrent_state|ssm_state|linear_attention|rwkv|mlstm", re.IGNORECASE
+)
+"""In the source of a model's layers."""
+
+KINDS = ("state-space", "linear attention", "recurrent", "convolution")
+
+
+def recurrent_models():
+    """model_type of transformers' causal language models whose source has recurrences or convolutions over tokens."""
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        folder = Path(inspect.getfile(CONFIG_MAPPING[model_type])).parent
+        if any(MIXES_TOKENS.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py")):
+            yield model_type
+
+
+def test_every_recurrence_of_transformers_is_exact_or_refused_by_its_kind():
+    found = set(recurrent_models())
+    assert found >= {"mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1", "lfm2", "recurrent_gemma", "rwkv"}
+    assert found & set(CAUSAL_MODELS) == set(GATED_DELTA_MODELS)
+    for model_type in sorted(found - set(GATED_DELTA_MODELS)):
+        with pytest.raises(UnsupportedModelError) as error:
+            check_model(CONFIG_MAPPING[model_type]())
+        message = str(error.value)
+        parts = [f"{name!r} is one part of it" in message for name in GATED_DELTA_MODELS]
+        assert any(kind in message for kind in KINDS) or any(parts), message
+
+
+# ------------------------------------------------------------------------------------------------
+# Models with a vision part, on text alone
+# ------------------------------------------------------------------------------------------------
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "image_size": 16, "patch_size": 4}
+TEXT = {
+    "gemma3": WINDOW | {"head_dim": 16},
+    "idefics3": {},
+    "internvl": {},
+    "llava": {},
+    "mistral3": {"sliding_window": None},
+    "qwen3_5": LINEAR,
+}
+
+
+def save_whole(model_type, folder):
+    """A small random model with its vision part and a tokenizer; returns the model."""
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    vision = default.vision_config.to_dict()
+    vision |= {name: value for name, value in VISION.items() if name in vision}
+    text = type(default.get_text_config())(**SMALL | TEXT[model_type])
+    image_token = {name: 60 for name in ("image_token_index", "image_token_id") if hasattr(default, name)}
+    config = config_class(text_config=text.to_dict(), vision_config=vision, **image_token)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model.eval()
+
+
+def assert_same_logits(model, whole):
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected = whole(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(model.eval()(input_ids=ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", VISION_MODELS)
+def test_the_remedy_for_a_vision_model_takes_its_text_model_out(model_type, tmp_path, monkeypatch):
+    """The script in the message runs, and what it saves is allowed and computes the same."""
+    monkeypatch.chdir(tmp_path)
+    whole = save_whole(model_type, "whole")
+    with pytest.raises(UnsupportedModelError, match="is one part of it") as error:
+        check_model(load_config("whole"))
+    exec(str(error.value).split("\n\n")[1])
+    config = load_config("text_model")
+    check_model(config)
+    assert_same_logits(load_model("text_model", config), whole)
+
+
+def test_the_text_model_of_qwen3_5_is_loaded_from_the_whole(tmp_path):
+    whole = save_whole("qwen3_5", tmp_path)
+    config = load_config(str(tmp_path))
+    check_model(config)
+    assert config.model_type == "qwen3_5_text"
+    assert_same_logits(load_model(str(tmp_path), config), whole)
+    assert load_config(str(tmp_path), rms_norm_eps=1e-3).rms_norm_eps == 1e-3
+    with pytest.raises(ValueError, match=r"sets hidden, which a qwen3_5_text configuration does not have"):
+        load_config(str(tmp_path), hidden=3)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3n", "gemma4", "mllama"])
+def test_other_vision_models_are_refused_by_name(model_type):
+    with pytest.raises(UnsupportedModelError, match=rf"{model_type!r} is refused: '\w+' is one part of it"):
+        check_model(CONFIG_MAPPING[model_type]())

@@ -1,0 +1,191 @@
+"""The delta rule's kernel on GPUs, flash-linear-attention's: with numbers in Triton's interpreter, or refused.
+
+The interpreter (tests/triton_on_cpu) has a GPU's arithmetic and checks every address; what only a GPU and a compiler
+do, it does not show. The package is no dependency: its wheel is downloaded for these tests, and is not installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from longctx import parallelize
+from longctx.ulysses import gated_delta
+from longctx.ulysses.gated_delta import KERNEL_BOUND, check_gated_delta, takes_kernel
+from tests.model.test_models import TOLERANCE, make_batch, make_model
+from tests.workers import run_ranks
+
+CASES = "tests.fla_cases"
+RELEASE = "0.6.0"
+GPU = torch.device("cuda")
+MIXING = (
+    "chunk_local_cumsum_scalar_kernel",
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
+)
+"""Of the eleven kernels, those that are told where documents begin and carry the state from chunk to chunk."""
+
+
+# ------------------------------------------------------------------------------------------------
+# flash-linear-attention
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The folder of the package's wheel, downloaded as pip does."""
+    folder = tmp_path_factory.mktemp("fla")
+    command = [sys.executable, "-m", "pip", "download", f"fla-core=={RELEASE}", "--no-deps", "--dest", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"fla-core {RELEASE} cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")
+    [path] = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder)
+    return str(folder)
+
+
+@pytest.mark.long
+def test_kernels_equal_the_recurrence_in_fp64(wheel):
+    """Outputs and all gradients of packed documents, as the layers call the kernel: fp32 to 1e-5, bf16 as on a GPU."""
+    found = run_ranks(1, f"{CASES}:kernels", wheel, backend=None, timeout=900)[0]
+    assert len(found) == 2 * 8
+    bounds = {"torch.float32": 1e-5, "torch.bfloat16": KERNEL_BOUND / 2}
+    wrong = {case: errors for case, errors in found.items() if not max(errors) <= bounds[case[-1]]}
+    assert not wrong
+
+
+@pytest.mark.long
+def test_the_check_of_a_runs_start_accepts_them(wheel):
+    found = run_ranks(1, f"{CASES}:checked", wheel, backend=None, timeout=900)[0]
+    for name in ("qwen3_next", "qwen3_5_text"):
+        assert max(found[name]) <= KERNEL_BOUND / 2, found
+        assert set(MIXING) <= found[f"{name} ran"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sp", [1, 2])
+def test_models_equal_stock_transformers(wheel, sp):
+    """In fp32, which a GPU would round to TF32 in these kernels."""
+    for found in run_ranks(sp, f"{CASES}:models", wheel, backend="gloo" if sp > 1 else None, timeout=900):
+        for errors in found.values():
+            assert errors.pop("kernels") >= len(MIXING)
+            assert max(errors.values()) <= TOLERANCE, found
+
+
+# ------------------------------------------------------------------------------------------------
+# Which operators compute the rule
+# ------------------------------------------------------------------------------------------------
+
+
+def on_gpu(dtype):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    return torch.zeros(1, dtype=dtype).as_subclass(OnGpu)
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_the_kernel_is_for_half_precision_on_gpus(is_installed, monkeypatch):
+    monkeypatch.setattr(gated_delta, "is_flash_linear_attention_available", lambda: is_installed)
+    assert takes_kernel(on_gpu(torch.bfloat16)) == takes_kernel(on_gpu(torch.float16)) == is_installed
+    assert not takes_kernel(on_gpu(torch.float32))
+    assert not takes_kernel(torch.zeros(1, dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def layer():
+    return gated_delta.gated_delta_layers(make_model("qwen3_next"))[0]
+
+
+@pytest.fixture
+def installed(monkeypatch, layer):
+    """Puts a rule in the place of the package's kernel, on a GPU that is the CPU."""
+
+    def install(rule):
+        own = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
+        rule.__wrapped__ = own
+        monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", rule)
+        monkeypatch.setattr(gated_delta, "is_flash_linear_attention_available", lambda: True)
+        errors = gated_delta.kernel_errors
+        monkeypatch.setattr(gated_delta, "kernel_errors", lambda kernel, layer, _: errors(kernel, layer, CPU))
+        return own
+
+    return install
+
+
+CPU = torch.device("cpu")
+
+
+def by_document(rule, q, k, v, *, g, beta, cu_seqlens, **kwargs):
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*(x.split(lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
+    return torch.cat([rule(q, k, v, g=g, beta=beta, **kwargs)[0] for q, k, v, g, beta in documents], dim=1), None
+
+
+def test_an_exact_kernel_is_accepted(installed, layer):
+    def kernel(*args, **kwargs):
+        return by_document(own, *args, **kwargs)
+
+    own = installed(kernel)
+    check_gated_delta(layer, GPU)
+
+
+def test_a_state_that_goes_on_is_refused(installed, layer):
+    def kernel(*args, cu_seqlens, **kwargs):
+        return own(*args, **kwargs)
+
+    own = installed(kernel)
+    with pytest.raises(
+        ValueError, match=r"^flash-linear-attention's kernel .* is off by .* in bf16, and 2e-02 is allow"
+    ):
+        check_gated_delta(layer, GPU)
+
+
+def test_a_kernel_that_does_not_know_shared_keys_is_refused(installed, layer):
+    """As releases before 0.5 read them: as many value heads as key heads, from the first numbers of a longer row."""
+
+    def kernel(q, k, v, *, g, beta, **kwargs):
+        read = (x.flatten()[: x[:, :, : k.shape[2]].numel()].view_as(x[:, :, : k.shape[2]]) for x in (v, g, beta))
+        v_read, g_read, beta_read = read
+        out, _ = by_document(own, q, k, v_read, g=g_read, beta=beta_read, **kwargs)
+        return torch.cat([out.flatten(), out.new_zeros(v.numel() - out.numel())]).view_as(v), None
+
+    own = installed(kernel)
+    with pytest.raises(
+        ValueError, match=r"is off by .* Run `pip install --upgrade flash-linear-attention`, or uninsta"
+    ):
+        check_gated_delta(layer, GPU)
+
+
+def test_a_kernel_that_fails_is_refused(installed, layer):
+    def kernel(*args, **kwargs):
+        raise RuntimeError("no kernel image\nis available")
+
+    installed(kernel)
+    with pytest.raises(ValueError, match=r"rule fails on this machine: RuntimeError: no kernel image\. Run `pip"):
+        check_gated_delta(layer, GPU)
+
+
+def test_other_operators_are_transformers_own(installed, layer):
+    """On the CPU, whatever is installed: the kernel would fail there."""
+
+    def kernel(*args, **kwargs):
+        pytest.fail("the kernel ran on the CPU")
+
+    installed(kernel)
+    check_gated_delta(layer, CPU)
+    model, sequence = parallelize(make_model("qwen3_next"), 1)
+    model(**sequence.shard(make_batch()).inputs)
+
+
+def test_without_the_package_a_gpu_is_told_of_it(monkeypatch, layer, caplog):
+    monkeypatch.setattr(gated_delta, "is_flash_linear_attention_available", lambda: False)
+    check_gated_delta(layer, GPU)
+    assert "pip install flash-linear-attention" in caplog.text

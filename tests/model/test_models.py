@@ -1,0 +1,261 @@
+"""Every model type of the allow-list against stock transformers, which sees one document at a time."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
+
+from longctx import parallelize
+from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
+from longctx.model.load import load_config, load_model
+from longctx.training.metrics import _peak_flops
+from tests.workers import run_ranks
+
+LENGTHS = [9, 1, 14, 5, 3]  # 32 tokens: no padding for 2 ranks
+TOLERANCE = 1e-5  # fp32; sums of a few hundred terms in another order. Measured: at most 2e-6.
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+SCALED_ROPE = {
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0},
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+NEVER_AS_IS = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
+FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_AS_IS} | {
+    "ernie4_5_moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}),
+    "glm4_moe": (
+        "glm4_moe",
+        SMALL
+        | EXPERTS
+        | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8},
+    ),
+    "granitemoe": ("granitemoe", SMALL | EXPERTS | {"num_local_experts": 4}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", SMALL | {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "mixtral": ("mixtral", SMALL | EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
+    "olmoe": ("olmoe", SMALL | EXPERTS | {"num_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", SMALL | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        SMALL | LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_5_text": ("qwen3_5_text", SMALL | LINEAR),
+    "qwen3_next": (
+        "qwen3_next",
+        SMALL | LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_moe": ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 4, "head_dim": 8}),
+    "gpt_oss, sinks and windows": (
+        "gpt_oss",
+        SMALL
+        | WINDOW
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "exaone4": ("exaone4", SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "gemma": ("gemma", SMALL | {"head_dim": 16}),
+    "helium": ("helium", SMALL | {"head_dim": 8}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", SMALL | {"head_dim": 8}),
+    "mistral": ("mistral", SMALL | {"sliding_window": None}),
+    "phi3": ("phi3", SMALL | {"sliding_window": None}),
+    "qwen3": ("qwen3", SMALL | {"head_dim": 16}),
+    "seed_oss": ("seed_oss", SMALL | {"attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "starcoder2": ("starcoder2", SMALL | {"sliding_window": None}),
+    "cohere2, windows": ("cohere2", SMALL | WINDOW),
+    "cwm, windows": ("cwm", SMALL | WINDOW),
+    "exaone4, windows": ("exaone4", SMALL | WINDOW),
+    "gemma3_text, windows, capped logits": (
+        "gemma3_text",
+        SMALL | WINDOW | {"head_dim": 16} | {"final_logit_softcapping": 1.0},
+    ),
+    "gemma3_text, windows": ("gemma3_text", SMALL | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "mistral, window": ("mistral", SMALL | {"sliding_window": 4}),
+    "olmo3, windows": ("olmo3", SMALL | WINDOW),
+    "phi3, window": ("phi3", SMALL | {"sliding_window": 4}),
+    "qwen2, windows": ("qwen2", SMALL | WINDOW | {"use_sliding_window": True}),
+    "qwen3, windows": ("qwen3", SMALL | WINDOW | {"use_sliding_window": True, "head_dim": 16}),
+    "smollm3, windows": ("smollm3", SMALL | WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
+    "starcoder2, window": ("starcoder2", SMALL | {"sliding_window": 4}),
+}
+FAMILIES |= {
+    f"llama, {kind} rope": (
+        "llama",
+        SMALL
+        | {
+            "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32, **scaling}
+        },
+    )
+    for kind, scaling in SCALED_ROPE.items()
+}
+assert SCALED_ROPE.keys() | {"default"} == set(POSITION_INDEPENDENT_ROPE)
+assert {model_type for model_type, _ in FAMILIES.values()} == set(CAUSAL_MODELS)
+assert {model_type for name, (model_type, _) in FAMILIES.items() if "window" in name} == set(WINDOW_MODELS)
+
+
+def make_model(family: str) -> PreTrainedModel:
+    """Two random layers, the same on every rank; biases and norms are noisy too, so that each of them counts."""
+    torch.manual_seed(0)
+    model_type, settings = FAMILIES[family]
+    config = CONFIG_MAPPING[model_type](**settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.train()
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    """Five packed documents; the labels of the first tokens of the third are masked."""
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(3, 64, (1, sum(LENGTHS)), generator=generator)
+    labels = input_ids.clone()
+    labels[:, 10:16] = -100
+    position_ids = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def stock_step(model: PreTrainedModel):
+    """The reference: logits [1, S, V], mean loss and its gradients, each document a forward pass of its own."""
+    batch = make_batch()
+    logits, total, count = [], torch.zeros(()), 0
+    for end, length in zip(accumulate(LENGTHS), LENGTHS, strict=True):
+        document = slice(end - length, end)
+        output = model(input_ids=batch["input_ids"][:, document], use_cache=False).logits
+        targets = batch["labels"][0, document][1:]
+        total = total + F.cross_entropy(output[0, :-1], targets, ignore_index=-100, reduction="sum")
+        count += int((targets != -100).sum())
+        logits.append(output)
+    (total / count).backward()
+    return torch.cat(logits, dim=1).detach(), (total / count).detach(), gradients(model)
+
+
+def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Over all parameters, relative to each gradient's norm, or to 1e-3 of all where it vanishes (a bias of keys)."""
+    assert actual.keys() == expected.keys()
+    total = torch.nn.utils.get_total_norm(expected.values())
+    return max(float((actual[n] - e).norm() / e.norm().clamp(min=1e-3 * total)) for n, e in expected.items())
+
+
+def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
+    """Relative errors of logits, loss and gradients on this rank against `stock_step`."""
+    model, batch = make_model(family), make_batch()
+    expected_logits, expected_loss, expected_gradients = stock_step(model)
+    model, sequence = parallelize(model, sp, sp_backend=backend)
+    shard = sequence.shard(batch)
+    logits = model(**shard.inputs).logits
+    assert logits.shape[1] == sum(LENGTHS) // sp
+    assert shard.context.calls == model.config.num_hidden_layers
+    loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward()
+    mean_loss = loss.detach().clone()
+    actual_gradients = gradients(model)
+    if sp > 1:  # the mean over ranks, as data-parallel engines take it
+        for value in (mean_loss, *actual_gradients.values()):
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+    whole = sequence.unshard(logits.detach(), shard.layout)
+    return {
+        "logits": float((whole - expected_logits).norm() / expected_logits.norm()),
+        "loss": float((mean_loss / expected_loss - 1).abs()),
+        "gradients": largest_error(actual_gradients, expected_gradients),
+    }
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if ", " not in name])
+def test_every_parameter_that_is_trained_gets_a_gradient(family, tmp_path):
+    """Of a model that was read from its files: DistributedDataParallel fails on any other."""
+    make_model(family).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), load_config(str(tmp_path))).train()
+    model(input_ids=make_batch()["input_ids"], labels=make_batch()["labels"], use_cache=False).loss.backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_equal_stock_transformers(family):
+    errors = sharded_step(family, 1, "auto")
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("kind", SCALED_ROPE)
+def test_scaled_rope_acts(kind):
+    """Else the comparisons above would compare plain RoPE once more."""
+    scaled, plain = (make_model(family).model.rotary_emb.inv_freq for family in (f"llama, {kind} rope", "llama"))
+    assert not torch.allclose(scaled, plain, rtol=1e-2)
+
+
+def all_families() -> dict[tuple[str, str], dict[str, float]]:
+    """Every family and backend that it runs on, on one process group."""
+    return {
+        (family, backend): sharded_step(family, dist.get_world_size(), backend)
+        for family, (model_type, _) in FAMILIES.items()
+        for backend in (("ulysses", "auto") if model_type in GATED_DELTA_MODELS else ("ring", "gather", "ulysses"))
+    }
+
+
+def test_two_ranks_equal_stock_transformers():
+    for results in run_ranks(2, f"{__name__}:all_families"):
+        assert len(results) == 3 * len(FAMILIES) - len(GATED_DELTA_MODELS)
+        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
+        assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
+@pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"use_reentrant": False}, {"selective": True}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_gradient_checkpointing_changes_nothing(family, kwargs):
+    """What --gradient_checkpointing_kwargs can ask for; `selective` is TRL's."""
+    kwargs = dict(kwargs)
+    model, batch = make_model(family), make_batch()
+    _, expected_loss, expected_gradients = stock_step(model)
+    model, sequence = parallelize(model, 1)
+    if kwargs.pop("selective", False):
+        enable_selective_activation_checkpointing(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None)
+    model.enable_input_require_grads()
+    shard = sequence.shard(batch)
+    logits = model(**shard.inputs).logits
+    loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward()
+    assert shard.context.calls > model.config.num_hidden_layers  # attention ran again in the backward pass
+    assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
+    assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "peak"), [("llama", 989e12), ("mixtral", None), ("mistral, window", None), ("qwen3_5_text", None)]
+)
+def test_utilisation_is_not_guessed(family, peak):
+    """mfu counts all parameters and all keys, which mixtures of experts and windows do not use."""
+    model_type, settings = FAMILIES[family]
+    assert _peak_flops("NVIDIA H100 80GB HBM3", CONFIG_MAPPING[model_type](**settings)) == peak

@@ -1,0 +1,145 @@
+"""QLoRA by --load_in_4bit on real gloo ranks, against peft on one process with the same 4-bit weights, and refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.model.load import load_config, load_model
+from longctx.train import main
+from tests.model.test_peft import Adapt
+from tests.reference import dense_loss, train_reference
+from tests.small_model import save_small_model
+from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+peft = pytest.importorskip("peft")
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+QUANTIZED = {  # flags, and transformers' own names for them
+    "nf4": ([], {"bnb_4bit_quant_type": "nf4"}),
+    "fp4, nested": (
+        ["--bnb_4bit_quant_type", "fp4", "--use_bnb_nested_quant", "True"],
+        {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    ),
+}
+RING, ULYSSES = ["--sp", "2", "--sp_backend", "ring"], ["--sp", "2", "--sp_backend", "ulysses"]
+CASES = {  # of each kind of 4-bit weights: (processes, {layout: flags})
+    "nf4": (2, {"ring": RING, "ulysses": ULYSSES}),
+    "fp4, nested": (2, {"ulysses, no checkpointing": [*ULYSSES, "--gradient_checkpointing", "False"]}),
+    "nf4 on 1 process": (1, {"1 process": []}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose rows are whole blocks of 64 weights, as in published ones."""
+    settings = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+    return save_small_model(tmp_path_factory.mktemp("model"), **settings)
+
+
+class AdaptQuantized(Adapt):
+    """The same on 4-bit weights, read by transformers."""
+
+    def __init__(self, folder, quantization):
+        super().__init__(**LORA)
+        self.folder, self.quantization = folder, quantization
+
+    def __call__(self, model):
+        # In training, as from_pretrained does not leave it: out of it, bitsandbytes' kernel for CPUs rounds to bf16.
+        return super().__call__(quantized(self.folder, self.quantization)).train()
+
+
+def quantized(folder, quantization):
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **quantization)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, attn_implementation="eager", dtype=torch.float32
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", CASES)
+def test_an_adapter_of_4_bit_weights_trains_as_on_one_process(kind, folder, tmp_path, parity_table):
+    """Five steps; the adapter that is saved, on the same base, is the one process's. Tolerances as for any adapter."""
+    pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    processes, layouts = CASES[kind]
+    given, quantization = QUANTIZED[kind.partition(" on ")[0]]
+    documents = make_documents(SHAPES["packed"][0])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    common = [*COMMON, "--use_peft", "True", "--load_in_4bit", "True", "--lora_r", "4", "--lora_alpha", "8", *given]
+    common += ["--lora_target_modules", "all-linear", "--model_name_or_path", folder, "--dataset_name", data]
+    cases = {name: [*common, *flags, "--output_dir", str(tmp_path / name)] for name, flags in layouts.items()}
+    adapt = AdaptQuantized(folder, quantization)
+    reference = train_reference(folder, documents, steps=STEPS, learning_rate=LEARNING_RATE, adapt=adapt)
+    whole = train_reference(folder, documents, steps=1, learning_rate=LEARNING_RATE, adapt=Adapt(**LORA))
+    results = run_ranks(processes, "tests.model.test_peft:run_cases", cases, timeout=900)[0]
+    for case, (start, steps, _, trained) in results.items():
+        assert all(torch.equal(value, adapt.start[name]) for name, value in start.items())
+        assert trained == sorted(name for name, p in adapt.model.named_parameters() if p.requires_grad)
+        assert abs(steps[0][0] / whole[0][0] - 1) > 1e-5  # the weights are quantised: sums in another order make 1e-7
+        check(steps, reference, f"QLoRA {kind}, {case}", "torchrun", parity_table)
+        assert not (tmp_path / case / "model.safetensors").exists()
+        base = quantized(folder, quantization)
+        saved = dense_loss(peft.PeftModel.from_pretrained(base, tmp_path / case), documents).item()
+        assert saved == pytest.approx(dense_loss(adapt.model, documents).item(), rel=1e-4)
+
+
+def test_the_forecast_counts_four_bit_weights_whole(folder):
+    """Two of them lie in a byte."""
+    pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    config = load_config(folder)
+    quantized = load_model(folder, config, quantization=BitsAndBytesConfig(load_in_4bit=True))
+    found, expected = ModelSizes.of_model(quantized), ModelSizes.of_model(load_model(folder, config))
+    assert (found.num_parameters, found.layer_parameters) == (expected.num_parameters, expected.layer_parameters)
+
+
+@pytest.mark.long
+def test_an_evaluation_changes_no_weight(folder):
+    """Out of training bitsandbytes would pack the weights for a faster kernel that rounds to bf16."""
+    pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = load_model(folder, load_config(folder), quantization=quantization)
+    tokens = torch.arange(3, 40)[None]
+    before = model.train()(tokens).logits
+    with torch.no_grad():
+        evaluated = model.eval()(tokens).logits
+    assert torch.equal(evaluated, before)
+    assert torch.equal(model.train()(tokens).logits, before)
+
+
+REFUSED = {
+    "8 bit": (["--load_in_8bit", "True", "--use_peft"], ("--load_in_8bit True is refused", "--load_in_4bit")),
+    "no adapter": ([], ("cannot be trained", "Add --use_peft")),
+    "DeepSpeed": (["--use_peft", "--engine", "deepspeed", "--sp", "2"], ("on deepspeed", "--engine fsdp2")),
+    "DoRA": (["--use_peft", "--use_dora"], ("--use_dora True with --load_in_4bit",)),
+    "tiles": (["--use_peft", "--tiled_mlp", "True"], ("--tiled_mlp True with --load_in_4bit",)),
+    "storage": (["--use_peft", "--bnb_4bit_quant_storage", "bfloat16"], ("--bnb_4bit_quant_storage bfloat16",)),
+    "offload": (
+        ["--use_peft", "--offload_param_device", "cpu", "--sp", "2"],
+        ("--offload_param_device cpu", "stay where they are"),
+    ),
+}
+
+
+@pytest.fixture
+def refusal(refusal, monkeypatch):
+    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
+    return partial(refusal, "--load_in_4bit", "True")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_4_bit_weights_are_refused_with(case, folder, refusal):
+    given, parts = REFUSED[case]
+    error = refusal("--model_name_or_path", folder, *given)
+    assert all(part in error for part in parts), error
+
+
+def test_models_whose_4_bit_weights_are_refused(tmp_path, refusal):
+    narrow = save_small_model(tmp_path, hidden_size=48)
+    assert "48 inputs, no multiple of 64" in refusal("--model_name_or_path", narrow, "--use_peft")
+    assert "built-in tiny" in refusal("--model_name_or_path", "tiny", "--use_peft")
+    assert main(["--dataset_name", "stdlib", "--model_name_or_path", narrow, "--load_in_8bit", "True"]) == 2

@@ -1,0 +1,470 @@
+"""Packing a stream: every token once, documents whole, for any number of ranks and workers, interrupted or not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from longctx.collate import SequenceCollator
+from longctx.data import DataError
+from longctx.packing import PackedDataset, PackedStream, pack
+from longctx.packing.lookahead import LookAhead
+from longctx.training.data_order import StepSampler, StepStream
+
+STREAMS = st.tuples(
+    st.lists(st.integers(0, 70), max_size=60),  # lengths
+    st.integers(1, 40),  # capacity
+    st.integers(1, 6),  # look-ahead
+)
+
+
+def make_documents(lengths: list[int]) -> list[dict[str, np.ndarray]]:
+    """Every token names its document and place: ids 1000 d + t, and the same as labels and a mask."""
+    documents = []
+    for number, length in enumerate(lengths):
+        ids = 1000 * number + np.arange(length)
+        documents.append({"input_ids": ids, "labels": -ids, "mask": ids % 3 == 0, "name": f"document {number}"})
+    return documents
+
+
+def pieces_of(rows: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
+    """The token ids of every piece, in the order of the rows; checks each row's own consistency."""
+    pieces = []
+    for row in rows:
+        assert list(row) == ["input_ids", "labels", "mask", "seq_lengths", "position_ids"]
+        ids = row["input_ids"]
+        assert ids.dtype == row["seq_lengths"].dtype == row["position_ids"].dtype == np.int64
+        assert row["labels"].tolist() == (-ids).tolist()
+        assert row["mask"].tolist() == (ids % 3 == 0).tolist()
+        assert row["mask"].dtype == bool
+        assert row["seq_lengths"].sum() == len(ids)
+        assert row["seq_lengths"].min() > 0
+        borders = np.cumsum(row["seq_lengths"])
+        assert row["position_ids"].tolist() == [t for n in row["seq_lengths"] for t in range(n)]
+        pieces += np.split(ids, borders[:-1])
+    return pieces
+
+
+def ids_of(rows) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in rows]
+
+
+@settings(max_examples=150, deadline=None)
+@given(STREAMS)
+def test_every_token_comes_out_once_and_documents_stay_whole(stream):
+    lengths, capacity, look_ahead = stream
+    rows = list(PackedStream(make_documents(lengths), capacity, overlong="split", look_ahead=look_ahead))
+    assert all(len(row["input_ids"]) <= capacity for row in rows)
+    found: dict[int, list[np.ndarray]] = {}
+    for piece in pieces_of(rows):
+        assert (np.diff(piece) == 1).all()
+        found.setdefault(int(piece[0]) // 1000, []).append(piece)
+    assert sorted(found) == [number for number, length in enumerate(lengths) if length]
+    for number, pieces in found.items():
+        ids = np.concatenate(sorted(pieces, key=lambda piece: piece[0]))
+        assert ids.tolist() == (1000 * number + np.arange(lengths[number])).tolist()
+        assert len(pieces) == -(-lengths[number] // capacity)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STREAMS, st.sampled_from(["truncate", "drop", "split"]))
+def test_the_report_accounts_for_every_token(stream, overlong):
+    lengths, capacity, look_ahead = stream
+    packed = PackedStream(make_documents(lengths), capacity, overlong=overlong, look_ahead=look_ahead)
+    rows = list(packed)
+    report = packed.report
+    long = [length for length in lengths if length > capacity]
+    assert (report.documents, report.tokens) == (len(lengths), sum(lengths))
+    assert (report.empty_documents, report.too_long_documents) == (lengths.count(0), len(long))
+    assert report.longest_document == max(lengths, default=0)
+    assert report.tokens_kept == sum(len(row["input_ids"]) for row in rows)
+    assert report.tokens_cut == (sum(long) - len(long) * capacity if overlong == "truncate" else 0)
+    assert report.tokens_dropped == (sum(long) if overlong == "drop" else 0)
+    assert report.documents_dropped == (len(long) if overlong == "drop" else 0)
+    assert (report.packs, report.pieces) == (len(rows), sum(len(row["seq_lengths"]) for row in rows))
+    if overlong == "truncate":
+        kept = {int(piece[0]) // 1000: len(piece) for piece in pieces_of(rows)}
+        assert kept == {number: min(length, capacity) for number, length in enumerate(lengths) if length}
+
+
+@settings(max_examples=80, deadline=None)
+@given(STREAMS, st.data(), st.booleans())
+def test_a_resumed_stream_goes_on_as_if_nothing_had_happened(stream, data, source_state):
+    lengths, capacity, look_ahead = stream
+    settings_ = {"overlong": "split", "look_ahead": look_ahead, "source_state": source_state}
+    make = lambda: PackedStream(Documents(lengths), capacity, **settings_)  # noqa: E731
+    whole = make()
+    expected = ids_of(whole)
+    stop = data.draw(st.integers(0, len(expected)))
+    first = make()
+    rows = ids_of(itertools.islice(first, stop))
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    second = make()
+    second.load_state_dict(state)
+    assert pickle.dumps(second.state_dict()) == pickle.dumps(state)
+    rows += ids_of(second)
+    assert rows == expected
+    assert second.report == whole.report
+    assert ids_of(second) == expected  # the next epoch is whole again
+
+
+class Documents:
+    """A source with a state of its own, which goes back to the state that was loaded last."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.documents = make_documents(lengths)
+        self.start = self.next = 0
+
+    def __iter__(self):
+        self.next = self.start
+        while self.next < len(self.documents):
+            self.next += 1
+            yield self.documents[self.next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["next"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(STREAMS, st.integers(1, 5), st.booleans(), st.data())
+def test_ranks_divide_the_rows_and_any_rank_s_state_resumes_all(stream, num_ranks, drop_last, data):
+    lengths, capacity, look_ahead = stream
+    documents = make_documents(lengths)
+    all_rows = ids_of(PackedStream(documents, capacity, overlong="split", look_ahead=look_ahead))
+
+    def make(rank, num_ranks):
+        options = {"overlong": "split", "look_ahead": look_ahead, "drop_last": drop_last}
+        return PackedStream(documents, capacity, rank=rank, num_ranks=num_ranks, **options)
+
+    if drop_last:
+        all_rows = all_rows[: len(all_rows) // num_ranks * num_ranks]
+    for rank in range(num_ranks):
+        assert ids_of(make(rank, num_ranks)) == all_rows[rank::num_ranks]
+    rounds = data.draw(st.integers(0, len(all_rows) // num_ranks))
+    stopped = make(num_ranks - 1, num_ranks)
+    assert len(list(itertools.islice(stopped, rounds))) == rounds
+    for rank in range(num_ranks):
+        resumed = make(rank, num_ranks)
+        resumed.load_state_dict(stopped.state_dict())
+        assert ids_of(resumed) == all_rows[rounds * num_ranks :][rank::num_ranks]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_share_the_rows_and_change_no_step(num_workers):
+    lengths = np.random.default_rng(0).integers(0, 70, 300).tolist()
+    documents = make_documents(lengths)
+    for rank in range(2):
+        stream = PackedStream(documents, 40, overlong="split", rank=rank, num_ranks=2)
+        loader = workers(stream, num_workers)
+        assert ids_of(loader) == ids_of(stream)
+
+
+def workers(stream, num_workers):
+    return DataLoader(stream, batch_size=None, num_workers=num_workers, collate_fn=_same)
+
+
+def _same(row):
+    return row
+
+
+@pytest.mark.parametrize(("shards", "num_workers"), [(4, 0), (4, 2), (1, 2), (3, 2)])
+def test_a_streaming_data_set_reaches_ranks_and_workers_once(shards, num_workers):
+    lengths = np.random.default_rng(1).integers(1, 70, 200).tolist()
+    columns = [
+        {name: document[name] for name in ("input_ids", "labels", "mask")} for document in make_documents(lengths)
+    ]
+    source = datasets.Dataset.from_list(columns).to_iterable_dataset(num_shards=shards)
+    rows = []
+    for rank in range(2):
+        stream = PackedStream(source, 40, overlong="split", rank=rank, num_ranks=2)
+        rows += workers(stream, num_workers)
+    tokens = np.sort(np.concatenate(pieces_of(rows)))
+    assert tokens.tolist() == [1000 * number + t for number, length in enumerate(lengths) for t in range(length)]
+
+
+@pytest.mark.parametrize(("epoch", "num_workers"), [(0, 0), (2, 0), (2, 2)])
+def test_tables_are_read_in_the_order_of_the_examples(epoch, num_workers):
+    """An epoch's shuffle included; and what makes examples in Python is read as examples."""
+    lengths = np.random.default_rng(3).integers(0, 40, 700).tolist()
+    data = datasets.Dataset.from_list([{"input_ids": document["input_ids"]} for document in make_documents(lengths)])
+    shards = data.to_iterable_dataset(num_shards=5)
+    kinds = {"files": shards.shuffle(seed=3, buffer_size=1), "buffer": shards.shuffle(seed=3, buffer_size=50)}
+    kinds["chain"] = datasets.concatenate_datasets([shards.take(300), shards.skip(200)])
+    kinds["python"] = shards.map(_same)
+    for name, source in kinds.items():
+        stream = PackedStream(source, 40)
+        stream.set_epoch(epoch)
+        if num_workers:
+            tokens = np.concatenate(ids_of(workers(stream, num_workers)))
+            expected = np.concatenate([example["input_ids"] for example in workers(source, num_workers)])
+            np.testing.assert_array_equal(np.sort(tokens), np.sort(expected), err_msg=name)
+        else:
+            assert ids_of(stream) == ids_of(PackedStream([{"input_ids": e["input_ids"]} for e in source], 40)), name
+
+
+def test_wrong_documents_of_a_streaming_data_set_are_named():
+    lists = datasets.List(datasets.Value("int64"))
+    features = datasets.Features({"input_ids": lists, "labels": lists, "mask": datasets.List(datasets.Value("bool"))})
+    right = {"input_ids": [1, 2], "labels": [1, 2], "mask": [True, False]}
+    for wrong, words in [
+        ({"labels": None}, "has no 'labels'"),
+        ({"labels": [1]}, "has 1 values of 'labels' for 2"),
+        ({"labels": [1, None]}, "'labels' has shape"),
+        ({"input_ids": list(range(9)), "labels": list(range(9)), "mask": [True] * 9}, "has 9 tokens"),
+    ]:
+        for place in (0, 300):
+            records = [right] * place + [right | wrong] + [right] * 5
+            source = datasets.Dataset.from_list(records, features=features).to_iterable_dataset()
+            with pytest.raises(DataError, match=rf"document {place} .*{words}"):
+                list(PackedStream(source, 8))
+
+
+@pytest.mark.parametrize("source_state", [False, True])
+def test_a_streaming_data_set_resumes(source_state):
+    lengths = np.random.default_rng(2).integers(1, 70, 900).tolist()
+    data = datasets.Dataset.from_list([{"input_ids": document["input_ids"]} for document in make_documents(lengths)])
+    make = lambda: PackedStream(  # noqa: E731
+        data.to_iterable_dataset(num_shards=3), 100, look_ahead=3, source_state=source_state
+    )
+    expected = ids_of(make())
+    first, second = make(), make()
+    rows = ids_of(itertools.islice(first, 120))
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    assert rows + ids_of(second) == expected
+    assert ids_of(second) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shards", [None, 4])
+def test_a_stateful_loader_resumes_its_workers(num_workers, shards):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    documents = make_documents(np.random.default_rng(4).integers(1, 70, 300).tolist())
+    source = [{"input_ids": document["input_ids"]} for document in documents]
+    if shards:
+        source = datasets.Dataset.from_list(source).to_iterable_dataset(num_shards=shards)
+
+    def make():
+        stream = PackedStream(source, 100, look_ahead=3)
+        return stateful.StatefulDataLoader(stream, batch_size=None, num_workers=num_workers, collate_fn=_same)
+
+    expected = ids_of(make())
+    first, second = make(), make()
+    rows = ids_of(itertools.islice(first, 31))
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    assert rows + ids_of(second) == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(STREAMS, st.booleans())
+def test_without_packing_every_piece_is_a_row_in_order(stream, split):
+    lengths, capacity, _ = stream
+    rows = PackedStream(make_documents(lengths), capacity, overlong="split" if split else "drop", strategy="none")
+    documents = [list(range(1000 * number, 1000 * number + length)) for number, length in enumerate(lengths)]
+    pieces = [ids[start : start + capacity] for ids in documents for start in range(0, len(ids), capacity)]
+    expected = pieces if split else [ids for ids in documents if 0 < len(ids) <= capacity]
+    assert ids_of(rows) == expected
+    assert ids_of(rows.rows()) == expected
+    assert (rows.report.strategy, rows.report.packs) == ("none", len(expected))
+
+
+def test_tokens_that_wait_are_in_no_pack_yet():
+    stream = PackedStream(make_documents([30, 30, 100, 7]), 40, overlong="split", look_ahead=2)
+    next(stream.rows())
+    assert (stream.report.tokens, stream.report.packs, stream.report.tokens_waiting) == (160, 1, 120)
+    assert stream.report.fill == 1.0
+    assert len(list(stream.rows())) == 5
+    assert stream.report.tokens_waiting == 0
+
+
+LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))  # micro-batch size, dp, accumulation
+
+
+def step_stream(stream, layout, rank, **options):
+    micro_batch_size, dp, accumulation = layout
+    options |= {"micro_batch_size": micro_batch_size, "accumulation_steps": accumulation}
+    return StepStream(stream, dp=dp, dp_rank=rank, **options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STREAMS, LAYOUTS, st.booleans())
+def test_steps_take_the_rows_in_order_whatever_the_layout(stream, layout, drop_last):
+    """Against StepSampler, and the first step of the second pass: every row once a pass, on one rank."""
+    lengths, capacity, look_ahead = stream
+    micro_batch_size, dp, accumulation = layout
+    rows = PackedStream(make_documents(lengths), capacity, overlong="split", look_ahead=look_ahead)
+    all_rows = ids_of(rows)
+    size = micro_batch_size * dp * accumulation
+    num_steps = len(all_rows) // size if drop_last else -(-len(all_rows) // size)
+    for rank in range(dp):
+        read = step_stream(rows, layout, rank, drop_last=drop_last)
+        if num_steps == 0:
+            with pytest.raises(DataError, match=f"no row for a step of {size}"):
+                next(iter(read))
+            continue
+        micro_batches = list(itertools.islice(read, (num_steps + 1) * accumulation))
+        found = [ids_of(micro_batch.rows) for micro_batch in micro_batches]
+        options = {"dp": dp, "dp_rank": rank, "drop_last": drop_last, "seed": None}
+        sampler = StepSampler(
+            len(all_rows), micro_batch_size=micro_batch_size, accumulation_steps=accumulation, **options
+        )
+        expected = [[all_rows[row] for row in numbers] for numbers in sampler]
+        expected += [[]] * (num_steps * accumulation - len(expected))
+        assert found == expected + expected[:accumulation]
+        assert [micro_batch.passes for micro_batch in micro_batches[-accumulation - 1 :]] == [1] + [2] * accumulation
+        assert micro_batches[-1].report.documents == len(lengths)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STREAMS, LAYOUTS, st.integers(1, 8), st.sampled_from(["stream", "none"]))
+def test_steps_go_on_from_a_position_in_any_layout(stream, layout, num_steps, strategy):
+    """In the middle of any pass, with the documents that wait read again and JSON in between."""
+    lengths, capacity, look_ahead = stream
+    size, dp, accumulation = layout
+
+    def make():
+        return PackedStream(
+            make_documents(lengths), capacity, overlong="split", look_ahead=look_ahead, strategy=strategy
+        )
+
+    if not sum(lengths):
+        return
+    read = step_stream(make(), layout, 0)
+    before = list(itertools.islice(read, (num_steps + 4) * accumulation))
+    position = json.loads(json.dumps(before[num_steps * accumulation - 1].position))
+    for other, rank in [(layout, 0), ((size, 1, accumulation * dp), 0)]:
+        again = step_stream(make(), other, rank)
+        again.go_on_from(num_steps, position)
+        after = list(itertools.islice(again, (num_steps + 4) * other[2]))
+        assert all(micro_batch.rows is None for micro_batch in after[: num_steps * other[2]])
+        expected = before if other == layout else itertools.islice(step_stream(make(), other, 0), len(after))
+        for one, two in list(zip(expected, after, strict=True))[num_steps * other[2] :]:
+            assert ids_of(one.rows) == ids_of(two.rows)
+            assert (one.report, one.passes, one.position) == (two.report, two.passes, two.position)
+
+
+def test_a_position_in_other_documents_is_refused():
+    lengths = np.random.default_rng(0).integers(1, 30, 60).tolist()
+    stream = PackedStream(make_documents(lengths), 40, look_ahead=2)
+    rows = stream.rows()
+    list(itertools.islice(rows, 5))
+    position = stream.position()
+    lengths[position["read"] - 1] -= 1
+    changed = PackedStream(make_documents(lengths), 40, look_ahead=2)
+    changed.go_on_from(position)
+    with pytest.raises(DataError, match="other documents than when it was read before"):
+        next(changed.rows())
+    with pytest.raises(ValueError, match="its rows would be others"):
+        PackedStream(make_documents(lengths), 48, look_ahead=2).go_on_from(position)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_change_no_micro_batch(num_workers):
+    documents = make_documents(np.random.default_rng(0).integers(0, 70, 60).tolist())
+    for rank in range(2):
+        steps = step_stream(PackedStream(documents, 40, overlong="split"), (2, 2, 3), rank)
+        loader = DataLoader(steps, batch_size=None, num_workers=num_workers, collate_fn=_same)
+        for found, expected in itertools.islice(zip(loader, steps, strict=False), 40):
+            assert ids_of(found.rows) == ids_of(expected.rows)
+            assert found[1:] == expected[1:]
+
+
+def test_rows_collate_like_rows_of_a_packed_data_set():
+    lengths = [30, 5, 1, 17, 40, 8]
+    documents = [{"input_ids": document["input_ids"]} for document in make_documents(lengths)]
+    [row] = PackedStream(documents, sum(lengths))
+    table = datasets.Dataset.from_list(documents)
+    packing = pack(lengths, sum(lengths))
+    cut = PackedDataset(table, packing)[0]
+    assert set(row) == set(cut)
+    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=8, padding_free=True)([row])
+    assert batch["cu_seq_lens_q"].tolist() == [0, *np.cumsum(lengths).tolist(), 104]
+
+
+@pytest.mark.parametrize("capacity", [4096, 32768])
+@pytest.mark.parametrize("long", [0.0, 0.1])
+def test_rows_are_full_and_no_document_waits_long(capacity, long):
+    """The targets: 16 packs of look-ahead fill 99.8% of the room, and no document comes 1,000 places late."""
+    rng, n = np.random.default_rng(0), 10_000
+    lengths = np.clip(rng.lognormal(np.log(600) - 1.125, 1.5, n), 8, 65536)
+    lengths = np.where(rng.random(n) < long, np.exp(rng.uniform(np.log(4096), np.log(131072), n)), lengths).astype(int)
+    queue: LookAhead[int] = LookAhead(capacity, 16)
+    packs, fills = [], []
+    for number, length in enumerate((lengths % capacity).tolist()):
+        if length:
+            queue.add(length, number)
+        while queue.full:
+            packs.append(queue.take())
+            fills.append(sum(lengths[number] % capacity for number in packs[-1]))
+    assert np.mean(fills) / capacity >= 0.998
+    order = np.concatenate(packs)
+    late = np.arange(len(order)) - np.searchsorted(np.sort(order), order)
+    assert late.max() <= 1000
+
+
+def test_the_gap_is_closed_by_the_best_one_or_two():
+    def packs(sizes, capacity):
+        queue: LookAhead[int] = LookAhead(capacity, 1)
+        for size in sizes:
+            queue.add(size, size)
+        while len(queue):
+            yield queue.take()
+
+    assert list(packs([6, 5, 3, 1, 4], 10)) == [[6, 4], [5, 3, 1]]
+    assert list(packs([60, 50, 30, 8, 9, 10], 78)) == [[60, 10, 8], [50, 9], [30]]
+    # A gap too wide for two is filled in order, all but its end.
+    small = [5, 4, 6] * 4 + [5]
+    assert list(packs([40, 90, *small], 100)) == [[40, *small[:11], 6], [90, 5]]
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"input_ids": [1, 2]}, "document 1 .* no 'labels'"),
+        ({"input_ids": [1, 2], "labels": None}, "document 1 .* no 'labels'"),
+        ({"input_ids": [1, 2], "labels": [1]}, "document 1 .* 1 values of 'labels' for 2 input_ids"),
+        ({"input_ids": [[1, 2]], "labels": [1]}, "document 1 .*shape"),
+        ({"input_ids": ["a"], "labels": [1]}, "document 1 .*flat list of numbers"),
+        ({"input_ids": [1.5], "labels": [1]}, "document 1 .*flat list of numbers"),
+        ({"input_ids": [1] * 9, "labels": [1] * 9}, "document 1 .* 9 tokens, more than max_length = 8"),
+    ],
+)
+def test_a_wrong_document_is_named(document, words):
+    first = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+    with pytest.raises(DataError, match=words):
+        list(PackedStream([first, document], 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"capacity": 0}, "capacity must be"),
+        ({"overlong": "cut"}, "unknown overlong='cut'"),
+        ({"strategy": "bfd"}, "unknown strategy='bfd'"),
+        ({"look_ahead": 0}, "look_ahead must be"),
+        ({"rank": 2, "num_ranks": 2}, r"rank must be in 0 \.\. 1"),
+        ({"source_state": True}, "no state_dict"),
+        ({"source": iter([])}, "read only once"),
+    ],
+)
+def test_a_wrong_argument_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        PackedStream(**({"source": [], "capacity": 8} | arguments))
+
+
+def test_a_pack_is_no_document_and_other_settings_are_no_resumption():
+    with pytest.raises(DataError, match="a pack already"):
+        list(PackedStream([{"input_ids": [1], "seq_lengths": [1]}], 8))
+    with pytest.raises(ValueError, match=r"'capacity': 8.*'capacity': 16"):
+        PackedStream([], 16).load_state_dict(PackedStream([], 8).state_dict())

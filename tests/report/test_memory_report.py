@@ -1,0 +1,286 @@
+"""What a run says of its memory: every rank's peaks, how far it could have gone, what helps when it was too little.
+
+Errors are an allocator's own: tensors that no machine has, and a run in an address space that is too small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.forecast.closed_form import max_length, predict
+from longctx.forecast.machine_memory import host_bytes
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.model.tiny import tiny_config
+from longctx.report.memory_advice import LEVERS, out_of_memory_explained
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.training.metrics import StepMetrics
+from longctx.training.peak_memory import GIB, MemoryWarnings, PeakMemory, how_far, is_out_of_memory, tokens
+from tests.workers import run_ranks
+
+ROOT = Path(__file__).parents[2]
+RUN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--overlong", "split", "--max_length", "65536"]
+UNCHECKPOINTED = ["--gradient_checkpointing", "False"]
+TOO_MUCH = 2**52
+SP = 2
+
+
+@pytest.fixture(scope="module")
+def setup() -> MemorySetup:
+    return MemorySetup(model=ModelSizes.of_config(tiny_config()), world_size=8, sp=4, ranks_per_node=8, engine="fsdp2")
+
+
+def peaks(allocated, host, *, retries=0, device_total=80 * GIB, host_total=1000 * GIB) -> PeakMemory:
+    ranks = len(host)
+    reserved, totals = [x + GIB for x in allocated], ([device_total] * ranks, [host_total] * ranks)
+    return PeakMemory(*map(tuple, (allocated, reserved, host, [retries] * ranks, *totals)))
+
+
+def resolved(*flags: str):
+    return resolve(parse_flags([*RUN, *flags]), read_profile(), os.environ)
+
+
+# How far
+
+
+def test_a_run_as_predicted_reaches_the_predicted_length(setup) -> None:
+    length, total = 2**20, 40 * GIB
+    predicted = predict(setup, length)
+    measured = int(predicted.allocated_bytes)
+    said = how_far(setup, peaks([measured - 5, measured] * 4, [GIB] * 8, device_total=total), length)
+    longest = tokens(max_length(setup, total, 1e15))
+    assert said == f"peak {measured / GIB:.1f} of 40.0 GiB on rank 1; these settings reach about {longest} tokens"
+
+
+def test_a_run_that_took_more_reaches_less(setup) -> None:
+    def reached(took: float) -> float:
+        said = how_far(setup, peaks([int(took)] * 8, [GIB] * 8), 2**20)
+        number = re.search(r"about ([\d.,]+)([kM]) tokens", said)
+        assert number is not None
+        return float(number[1].replace(",", "")) * {"k": 1e3, "M": 1e6}[number[2]]
+
+    predicted = predict(setup, 2**20).allocated_bytes
+    slope = (predict(setup, 2**21).device_bytes - predict(setup, 2**20).device_bytes) / 2**20
+    assert reached(predicted) - reached(predicted + 10 * GIB) == pytest.approx(10 * GIB / slope, rel=0.05)
+
+
+def test_full_host_memory_is_named(setup) -> None:
+    offloads = replace(setup, activation_offloading=True)
+    host = int(predict(offloads, 2**20).host_bytes / 8)
+    device = int(predict(offloads, 2**20).allocated_bytes)
+    said = how_far(offloads, peaks([device] * 8, [host] * 8, host_total=16 * host), 2**20)
+    assert said.endswith("these settings reach about 2.1M tokens, where host memory is full")
+
+
+def test_on_a_cpu_all_ranks_of_a_machine_share_its_memory(setup) -> None:
+    on_cpu = replace(setup, is_cpu=True, ranks_per_node=4)
+    said = how_far(on_cpu, peaks([0] * 8, [2 * GIB] * 7 + [3 * GIB], device_total=0, host_total=100 * GIB), 2**20)
+    assert said.startswith("peak 9.0 of 100.0 GiB of host memory, by the 4 ranks of a machine; these settings reach ")
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0"), (999, "999"), (1949, "1.9k"), (99_600, "100k"), (1_949_000, "1.9M"), (12_700_000, "13M")],
+)
+def test_lengths_have_two_figures(count, said) -> None:
+    assert tokens(count) == said
+
+
+# Peaks of the ranks
+
+
+def test_warnings_come_once() -> None:
+    warnings = MemoryWarnings()
+    assert not list(warnings.new(peaks([40 * GIB, 43 * GIB], [GIB, GIB])))  # 4% above the mean
+    assert not list(warnings.new(peaks([GIB // 100, GIB // 5], [GIB, GIB])))  # nothing much
+    [uneven] = warnings.new(peaks([40 * GIB, 60 * GIB], [GIB, GIB]))
+    assert "rank 1 took 60.0 GiB, 20% above the mean of 50.0" in uneven
+    [retried] = warnings.new(peaks([40 * GIB, 60 * GIB], [GIB, GIB], retries=3))
+    assert "tried again 3 times" in retried
+    assert not list(warnings.new(peaks([40 * GIB, 60 * GIB], [GIB, GIB], retries=4)))
+
+
+def test_this_process_is_measured() -> None:
+    before = PeakMemory.here(torch.device("cpu"))
+    touched = torch.ones(300 << 20, dtype=torch.uint8)
+    after = PeakMemory.here(torch.device("cpu"))
+    host, total = 2, 5
+    assert after[host] >= before[host]
+    assert after[host] > touched.nbytes
+    assert after[host] < after[total] == host_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure_unevenly():
+    """Rank 1 takes 600 MiB more; returns the log's values, the peaks and the messages that one log step takes."""
+    metrics = StepMetrics(sp=1, sp_rank=0, config=tiny_config(), flops_per_token=1, device=torch.device("cpu"))
+    torch.ones((600 << 20) * dist.get_rank() + 1, dtype=torch.uint8)
+    metrics.longest_row = 100 * (dist.get_rank() + 1)
+    gathers, gather = [], dist.all_gather
+    dist.all_gather = lambda *args, **kwargs: gathers.append(args) or gather(*args, **kwargs)
+    values = metrics.read()
+    dist.all_gather = gather
+    return values, metrics.peak_memory, metrics.longest_row, len(gathers), first_to_run_out()
+
+
+def first_to_run_out() -> list[str]:
+    """The notes on this rank's error, where all ranks have one."""
+    try:
+        with out_of_memory_explained(resolved("--sp", str(SP))):
+            torch.empty(TOO_MUCH)
+    except RuntimeError as error:
+        return getattr(error, "__notes__", [])
+    raise AssertionError("this machine has too much memory")
+
+
+@pytest.mark.long
+def test_ranks_are_told_apart_and_one_says_what_helps() -> None:
+    (values, peak, longest_row, num_gathers, notes), (_, same, _, _, other_notes) = run_ranks(
+        2, f"{__name__}:measure_unevenly"
+    )
+    assert peak == same
+    assert num_gathers == 1
+    assert longest_row == 200
+    logged = peak.to_dict()["host"]
+    assert (logged["rank_of_max"], logged["rank_of_min"]) == (1, 0)
+    assert logged["gib_by_rank"][1] - logged["gib_by_rank"][0] == pytest.approx(600 / 1024, rel=0.2)
+    assert values["peak_host_memory_gib_max"] == pytest.approx(peak.host[1] / GIB)
+    assert values["peak_memory_gib_max"] is values["peak_memory_gib_min"] is None
+    assert peak.describe()[0].startswith(f"host      {peak.host[1] / GIB:.2f} GiB at most, on rank 1; ")
+    assert next(MemoryWarnings().new(peak)).startswith("host memory is uneven: rank 1 took ")
+    assert sorted(map(len, (notes, other_notes))) == [0, 1]
+    assert re.search(r"out of memory on rank [01], with rows of 65,536 tokens", (notes + other_notes)[0])
+
+
+# Out of memory
+
+
+def allocate_tensor() -> None:
+    torch.empty(TOO_MUCH)
+
+
+def allocate_array() -> None:
+    np.ones(TOO_MUCH)
+
+
+def allocate_inside_another_error() -> None:
+    try:
+        torch.empty(TOO_MUCH)
+    except RuntimeError as error:
+        raise ValueError("the step failed") from error
+
+
+@pytest.mark.parametrize("allocate", [allocate_tensor, allocate_array, allocate_inside_another_error])
+def test_an_allocators_error_is_recognised(allocate) -> None:
+    with pytest.raises((RuntimeError, MemoryError, ValueError)) as caught:
+        allocate()
+    assert is_out_of_memory(caught.value)
+
+
+def test_other_errors_are_left_alone() -> None:
+    error = RuntimeError("Expected all tensors to be on the same device")
+    assert not is_out_of_memory(error)
+    with pytest.raises(RuntimeError), out_of_memory_explained(resolved()):
+        raise error
+    assert not hasattr(error, "__notes__")
+
+
+def advice(*flags: str) -> str:
+    with (
+        pytest.raises(RuntimeError, match="can't allocate memory") as caught,
+        out_of_memory_explained(resolved(*flags)),
+    ):
+        torch.empty(TOO_MUCH)
+    [note] = caught.value.__notes__
+    return note
+
+
+def added(note: str) -> dict[str, str]:
+    """{flags: length} of the levers that are proposed, in order."""
+    return dict(re.findall(r"add +(--.*?)(?:, on \d+ devices)?: about (\S+)$", note, re.M))
+
+
+def test_what_would_have_helped_can_be_added_to_the_run() -> None:
+    note = advice(*UNCHECKPOINTED)
+    assert "with rows of 65,536 tokens, 524,288 of them a rank" in note
+    assert re.search(r"largest +checkpoints \d+\.\d\d, .* GiB of host memory", note)
+    proposed = added(note)
+    assert {"--gradient_checkpointing True", "--per_device_train_batch_size 1", "--memory longest"} <= proposed.keys()
+    lengths = [float(n[:-1].replace(",", "")) * {"k": 1e3, "M": 1e6}[n[-1]] for n in proposed.values()]
+    assert lengths == sorted(lengths, reverse=True)
+    for flags in proposed:
+        run = resolved(*([] if "checkpointing" in flags else UNCHECKPOINTED), *flags.split())
+        assert run.settings[flags.split()[0][2:]] is not None
+
+
+def test_levers_that_are_on_are_not_proposed() -> None:
+    note = advice("--per_device_train_batch_size", "1", "--tiled_mlp", "True")
+    assert not added(note).keys() & {
+        "--gradient_checkpointing True",
+        "--per_device_train_batch_size 1",
+        "--tiled_mlp True",
+    }
+
+
+def test_every_lever_is_a_flag() -> None:
+    flags = parse_flags([word for flags in LEVERS for word in flags.split()])
+    assert {name for flags_ in LEVERS for name in [flags_.split()[0][2:]]} <= flags.explicit
+
+
+SHORT_OF_MEMORY = """
+import resource, sys
+import deepspeed, torch, trl
+import longctx.report.memory_advice, longctx.run
+from longctx.train import main
+taken = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30),) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_in_too_little_memory_ends_with_what_would_have_helped(num_processes, tmp_path) -> None:
+    script = tmp_path / "short_of_memory.py"
+    script.write_text(SHORT_OF_MEMORY)
+    flags = [*RUN, "--max_length", "262144", *UNCHECKPOINTED, "--per_device_train_batch_size", "1"]
+    flags += ["--sp", str(num_processes), "--max_steps", "1", "--report_to", "none", "--output_dir", str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(script), *flags], capture_output=True, text=True, env=environment, timeout=500, check=False
+    )
+    assert done.returncode != 0
+    assert "DefaultCPUAllocator: can't allocate memory" in done.stderr
+    assert done.stderr.count("What would have helped") == 1
+    note = done.stderr[done.stderr.index("longctx: out of memory") :]
+    assert "--gradient_checkpointing True" in added(note)
+    assert "in _forward" in done.stderr, "the stack is there"
+
+
+@pytest.mark.long
+def test_a_run_ends_with_how_far_it_could_have_gone(tmp_path) -> None:
+    flags = [*RUN, "--max_length", "4096", "--per_device_train_batch_size", "1", "--sp", "2", "--max_steps", "2"]
+    flags += ["--logging_steps", "1", "--report_to", "none", "--output_dir", str(tmp_path), "--save_strategy", "no"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "longctx.train", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=True)
+    last = done.stdout.splitlines()[-1]
+    assert re.search(r"peak \d+\.\d of \d+\.\d GiB of host memory, by the 2 ranks .* reach about \d\S* tokens$", last)
+    log = [
+        entry for entry in json.loads((tmp_path / "trainer_state.json").read_text())["log_history"] if "loss" in entry
+    ]
+    assert all(len(entry["memory"]["host"]["gib_by_rank"]) == 2 for entry in log)
+    assert log[0]["peak_host_memory_gib_max"] >= log[0]["peak_host_memory_gib_min"] > 0.1

@@ -1,0 +1,64 @@
+"""Pictures are made, whatever they show; what cannot be drawn is refused by name."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from longctx.report.pictures import (
+    Bar,
+    Point,
+    Stack,
+    max_length_picture,
+    memory_picture,
+    seconds_per_step_picture,
+    tokens_label,
+)
+
+BARS = [Bar("one device", 1, None), Bar("TRL ring", 2, 40_000), Bar("hybrid", 4, 3_000_000)]
+POINTS = [Point("ring", 2, 4096, 1.5, 1.4, 2.0), Point("ring", 2, 8192, None), Point("ulysses", 8, 4096, 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("draw", "what"),
+    [
+        (max_length_picture, BARS),
+        (max_length_picture, BARS[:1]),
+        (seconds_per_step_picture, POINTS),
+        (seconds_per_step_picture, POINTS[1:2]),
+        (memory_picture, [Stack("device", {"parameters": 2e9, "fixed": 1e9}, 4e9), Stack("host", {"all": 1e9}, 2e9)]),
+    ],
+)
+def test_a_png_is_written(draw, what, tmp_path) -> None:
+    draw(tmp_path / "a.png", what, title="tiny", note="predicted")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("draw", "what", "message"),
+    [
+        (max_length_picture, [], "nothing to draw"),
+        (max_length_picture, [Bar("local", 1, 10)], "Backends local have no colour. Use one device, ulysses"),
+        (max_length_picture, [Bar("ring", 2, 10), Bar("ring", 2, 20)], "ring 2 is given twice"),
+        (seconds_per_step_picture, POINTS[:1] * 2, "ring 2 4096 is given twice"),
+        (memory_picture, [Stack("device", {}, 1e9)], "no memory to draw"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(draw, what, message, tmp_path) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw(tmp_path / "a.png", what, title="tiny")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_the_way_to_it_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r'pip install "longctx\[plots\]"'):
+        max_length_picture(tmp_path / "a.png", BARS, title="tiny")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "label"), [(512, "512"), (32768, "32k"), (1 << 20, "1M"), (1_300_000, "1.24M"), (40_000, "39.1k")]
+)
+def test_labels_are_short(tokens, label) -> None:
+    assert tokens_label(tokens) == label

@@ -1,0 +1,97 @@
+"""--load_best_model_at_end on real gloo ranks and engines: what is saved in the end has the best evaluation's loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from longctx.train import main
+from tests.reference import dense_loss
+from tests.training.test_training import COMMON, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+LAYOUTS = {
+    "1 process": (1, []),
+    "ring on FSDP2": (2, ["--sp", "2", "--sp_backend", "ring"]),
+    "ulysses on ZeRO-3": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
+}
+MODELS = {"whole": [], "adapter": ["--use_peft", "True"]}
+BEST = {  # the flags, and which of the five evaluations is best while the model learns
+    "largest loss": (["--metric_for_best_model", "eval_loss", "--greater_is_better", "True"], 0),
+    "loss": ([], -1),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_best_model_is_saved(layout, models, tmp_path):
+    """A model that learns is best last; asked for the largest loss, the first one has to come back."""
+    import peft
+
+    documents = make_documents([90, 7, 41])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    processes, given = LAYOUTS[layout]
+    common = [*COMMON, *given, "--dataset_name", data, "--dataset_test_split", "train", "--eval_strategy", "steps"]
+    common += ["--model_name_or_path", models["GQA 4:2"], "--save_strategy", "steps", "--save_steps", "1"]
+    common += ["--load_best_model_at_end", "True", "--save_total_limit", "1"]
+    cases = {
+        (kind, best): [*common, *MODELS[kind], *BEST[best][0], "--output_dir", str(tmp_path / f"{kind} {best}")]
+        for kind in MODELS
+        for best in BEST
+    }
+    results = run_ranks(processes, "tests.training.test_evaluation:run_evaluations", cases, timeout=900)[0]
+    for (kind, best), (log, again, *_) in results.items():
+        losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry][:5]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[0] > losses[-1] * 1.001
+        expected, folder = losses[BEST[best][1]], tmp_path / f"{kind} {best}"
+        assert again["eval_loss"] == pytest.approx(expected, rel=1e-6)
+        saved = models["GQA 4:2"] if kind == "adapter" else folder
+        model = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="eager", dtype=torch.float32)
+        if kind == "adapter":
+            model = peft.PeftModel.from_pretrained(model, folder)
+        assert dense_loss(model, documents).item() == pytest.approx(expected, rel=1e-5)
+        name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
+        kept = min(folder.glob("checkpoint-*"), key=lambda path: abs(int(path.name[11:]) - (BEST[best][1] % 5 + 1)))
+        ended, chosen = load_file(folder / name), load_file(kept / name)
+        assert all(torch.equal(ended[weight], chosen[weight]) for weight in chosen)
+
+
+# ------------------------------------------------------------------------------------------------
+# Bad input: before weights load
+# ------------------------------------------------------------------------------------------------
+
+EVALUATES = ["--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "4"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (
+            ["--load_best_model_at_end", "True"],
+            ("--load_best_model_at_end True needs evaluation data", "--eval_strategy"),
+        ),
+        ([*EVALUATES, "--metric_for_best_model", "bleu"], ("--metric_for_best_model bleu", "mean_token_accuracy")),
+        (
+            [*EVALUATES, "--load_best_model_at_end", "True", "--save_only_model", "True"],
+            ("--save_only_model True", "--load_best_model_at_end True", "Leave out one"),
+        ),
+        (
+            [*EVALUATES, "--load_best_model_at_end", "True", "--save_steps", "3"],
+            ("multiple of the evaluation steps", "3"),
+        ),
+        (
+            [*EVALUATES, "--load_best_model_at_end", "True", "--save_strategy", "no"],
+            ("save and eval strategy to match",),
+        ),
+    ],
+)
+def test_bad_input(flags, parts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
+    monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    given = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--output_dir", str(tmp_path)]
+    assert main([*given, *flags]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in parts), error

@@ -1,0 +1,539 @@
+"""Checkpoint folders: whole or not there, known by their contents, refused by name where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longctx.train import main
+from longctx.training.checkpoint.files import (
+    CheckpointError,
+    _digest_of,
+    candidates,
+    checkpoints,
+    describe_files,
+    make_partial,
+    rotate,
+    take_place,
+    writing,
+)
+from longctx.training.checkpoint.shards import _zero_piece, pieces
+from longctx.training.checkpoint.states import StateReader, write_states
+from tests.training.test_training import COMMON, LEARNING_RATE, make_documents, write_jsonl
+
+LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120]
+
+
+def flags(models, data, output_dir):
+    given = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", str(data), "--max_length", "160"]
+    return [*given, "--save_strategy", "steps", "--save_steps", "2", "--output_dir", str(output_dir)]
+
+
+@pytest.fixture(scope="module")
+def saved(models, tmp_path_factory):
+    """(data, output_dir) of a run of five steps with checkpoints 2, 4 and 5."""
+    folder = tmp_path_factory.mktemp("saved")
+    data = write_jsonl(folder / "data.jsonl", make_documents(LENGTHS))
+    assert main(flags(models, data, folder / "out")) == 0
+    return Path(data), folder / "out"
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """The same to break, without its last checkpoint."""
+    shutil.copytree(saved[1], tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    return saved[0], tmp_path / "out"
+
+
+def test_ranges_of_any_size_come_together(tmp_path):
+    """What three ranks wrote is read by two, whose ranges begin and end elsewhere."""
+    model = torch.nn.Linear(5, 7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    (weight, *rest) = list(pieces(model, optimizer))
+    for rank, (start, stop) in enumerate([(0, 11), (11, 30), (30, 35)]):
+        part = {kind: value[start:stop] if value.dim() else value for kind, value in weight.states.items()}
+        held = [
+            type(weight)(name=weight.name, shape=weight.shape, start=start, states=part),
+            *(rest if not rank else []),
+        ]
+        write_states(tmp_path, held, rank, file_bytes=50)
+    reader = StateReader(tmp_path)
+    for start, stop in [(0, 17), (17, 35), (10, 12)]:
+        empty = {kind: torch.zeros_like(value[start:stop]) for kind, value in weight.states.items() if value.dim()}
+        empty["step"] = torch.zeros(())
+        reader.fill(type(weight)(name=weight.name, shape=weight.shape, start=start, states=empty))
+        for kind, value in empty.items():
+            assert torch.equal(value, weight.states[kind][start:stop] if value.dim() else weight.states[kind]), kind
+    (tmp_path / "states-00001-000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lacks elements 11 to 35 of weight of weight"):
+        StateReader(tmp_path).fill(weight)
+
+
+@pytest.mark.parametrize(("settings", "device"), [({}, "cpu"), ({"capturable": True}, "meta")])
+def test_the_count_of_steps_is_made_where_the_optimizer_makes_it(settings, device):
+    """Fused and captured kernels read it on the parameters' device, here one that stands for a GPU."""
+    model = torch.nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    for piece in pieces(model, optimizer, kinds=["exp_avg", "exp_avg_sq"], scalars=["step"]):
+        assert {kind: value.device.type for kind, value in piece.states.items()} == {
+            **dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), "meta"),
+            "step": device,
+        }
+
+
+def test_what_fails_leaves_nothing_and_keeps_what_was_there(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "old").touch()
+
+    def write():
+        with writing(tmp_path / "checkpoint-3", is_owner=True) as partial:
+            make_partial(partial)
+            (partial / "new").touch()
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "old"]
+
+
+def make_checkpoints(folder, *steps, whole=True):
+    for step in steps:
+        (folder / f"checkpoint-{step}").mkdir()
+        if whole:
+            (folder / f"checkpoint-{step}" / "longctx.json").touch()
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (None, None, {5, 10, 15, 20}),
+        (1, None, {15}),
+        (2, None, {10, 15}),
+        (2, 5, {5, 15}),
+        (1, 5, {5, 15}),
+        (4, None, {5, 10, 15, 20}),
+    ],
+)
+def test_what_was_just_saved_and_the_best_stay(limit, best, left, tmp_path):
+    """A run that goes on from 10, since 20 is damaged, has saved 15. Only checkpoints are deleted."""
+    make_checkpoints(tmp_path, 5, 10, 15, 20)
+    for name in ("checkpoint-10-mine", "checkpoint-best", "checkpoint-7.tar"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-12.partial", "checkpoint-5.replaced"):
+        (tmp_path / name).mkdir()
+    rotate(tmp_path / "checkpoint-15", limit=limit, best=best and str(tmp_path / f"checkpoint-{best}"))
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"checkpoint-10-mine", "checkpoint-best", "checkpoint-7.tar", *(f"checkpoint-{n}" for n in left)}
+
+
+def test_one_that_is_being_replaced_is_found(tmp_path):
+    """A kill between its two names: the old one is whole, and in no other place than the new one will be."""
+    make_checkpoints(tmp_path, 3, 6)
+    (tmp_path / "checkpoint-6").rename(tmp_path / "checkpoint-6.replaced")
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-6.replaced", "checkpoint-3"]
+    make_checkpoints(tmp_path, 6)
+    assert checkpoints(tmp_path)[0].name == "checkpoint-6"
+
+
+def test_a_checkpoint_stays_until_the_one_that_repeats_it_has_its_name(tmp_path, monkeypatch):
+    """A kill before each of the two renames leaves a whole one: the old one, under one of its names."""
+    moved, replace = [], os.replace
+
+    def killed(source, target):
+        if len(moved) == at:
+            raise KeyboardInterrupt
+        moved.append(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    for at in (0, 1):
+        moved.clear()
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        make_checkpoints(folder, 3)
+        (folder / "checkpoint-3.partial").mkdir()
+        with pytest.raises(KeyboardInterrupt):
+            take_place(folder / "checkpoint-3.partial", folder / "checkpoint-3")
+        assert len(checkpoints(folder)) == 1
+
+
+def test_padding_of_a_part_is_not_written():
+    """Seven elements in two parts of four: the second has three."""
+    flat = torch.arange(10.0)
+    zero = SimpleNamespace(optimizer=torch.optim.SGD([flat], lr=1.0))
+    for start, numel in ((0, 4), (4, 3)):
+        piece = _zero_piece(zero, flat, (), (), "weight", (7,), start, 2, 4)
+        assert (piece.start, piece.states["weight"].tolist()) == (start, flat[2 : 2 + numel].tolist())
+    assert _zero_piece(zero, flat, (), (), "weight", (7,), 8, 2, 4) is None
+
+
+def test_an_output_dir_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["--output_dir", str(tmp_path / "file" / "out")]) == 2
+    assert f"{tmp_path}/file is no folder. Name another" in capsys.readouterr().err
+
+
+def test_no_pickle_is_in_what_is_resumed_from(saved):
+    files = {path.name for path in (saved[1] / "checkpoint-4").iterdir()}
+    assert {"config.json", "model.safetensors", "trainer_state.json", "longctx.json"} <= files
+    assert {path for path in files if path.endswith((".pt", ".pth", ".bin", ".pkl"))} == {"training_args.bin"}
+
+
+def resumed(models, data, output_dir, *more):
+    return main([*flags(models, data, output_dir), *more])
+
+
+@pytest.mark.parametrize("file", ["states-00000-000.safetensors", "longctx.json"])
+def test_auto_passes_over_a_damaged_one_and_a_path_does_not(file, copied, models, caplog, capsys):
+    data, output_dir = copied
+    damaged = output_dir / "checkpoint-4" / file
+    content = bytearray(damaged.read_bytes())
+    content[-4] ^= 1
+    damaged.write_bytes(content)
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", str(output_dir / "checkpoint-4")) == 2
+    assert "Resume from an earlier checkpoint" in capsys.readouterr().err
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", "auto") == 0
+    assert f"resume    from {output_dir / 'checkpoint-2'}" in capsys.readouterr().out
+    assert "An earlier one is looked for" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: next(folder.glob("states-*")).unlink(), "is missing"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100), "has 100 bytes, and was written with"),
+        (lambda folder: (folder / "longctx.json").write_text("{"), "is damaged"),
+        (lambda folder: (folder / "longctx.json").unlink(), "has no longctx.json"),
+        (lambda folder: _edit(folder, format=7), "has format 7, and this version of longctx reads 2"),
+        (lambda folder: _edit(folder, files={"../../passwd": {"bytes": 1, "xxh3": ""}}), "outside its folder"),
+    ],
+)
+def test_damage_is_named(damage, message, copied, models, capsys):
+    data, output_dir = copied
+    damage(output_dir / "checkpoint-4")
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", str(output_dir / "checkpoint-4")) == 2
+    assert message in capsys.readouterr().err
+
+
+def _edit(folder, **values):
+    """Of the manifest, by somebody who knows its digest."""
+    path = folder / "longctx.json"
+    known = json.loads(path.read_text())
+    del known["xxh3"]
+    for name, value in values.items():
+        known[name] = known[name] | value if isinstance(known[name], dict) else value
+    path.write_text(json.dumps(known | {"xxh3": _digest_of(known)}))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--gradient_accumulation_steps", "2"], "written with 1 sequences in a step, and this run has 2"),
+        (["--max_length", "192"], "max_length: 160 then, 192 now"),
+        (["--seed", "7"], "seed: 42 then, 7 now"),
+        (["--overlong", "drop"], "overlong: raise then, drop now"),
+        (["--learning_rate", "1e-4"], "learning_rate: 0.005 then, 0.0001 now"),
+        (["--use_peft", "True"], "use_peft: None then, True now"),
+        (["--model_name_or_path", "MQA 4:1"], "model_config num_key_value_heads: 2 then, 1 now"),
+        (["--model_init_kwargs", '{"rms_norm_eps": 1e-3}'], "model_config rms_norm_eps: 1e-06 then, 0.001 now"),
+        (["--dtype", "bfloat16"], "dtype: float32 then, bfloat16 now"),
+        (["--dataloader_drop_last", "True"], "dataloader_drop_last: False then, True now"),
+        (["--warmup_steps", "2"], "warmup_steps: 0 then, 2.0 now"),
+        (["--max_grad_norm", "7"], "max_grad_norm: 1.0 then, 7.0 now"),
+        (["--label_smoothing_factor", "0.1"], "label_smoothing_factor: 0.0 then, 0.1 now"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere is no folder"),
+    ],
+)
+def test_another_run_does_not_go_on(more, message, copied, models, capsys):
+    data, output_dir = copied
+    folder = str(output_dir / "checkpoint-4")
+    more = [models.get(part, part) for part in more]
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", folder, *more) == 2
+    assert message in capsys.readouterr().err
+
+
+def _sign(folder):
+    """Give a checkpoint digests that fit what is in it now, as an attacker would."""
+    names = [name for name in json.loads((folder / "longctx.json").read_text())["files"] if (folder / name).is_file()]
+    _edit(folder, files=describe_files(folder, [folder / name for name in names]))
+
+
+def _edit_states(folder, kind, change):
+    path = folder / "states-00000-000.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.startswith(f"{kind}|")]:
+        found = change(tensors.pop(name).clone())
+        tensors |= {} if found is None else {name: found}
+    save_file(tensors, path)
+
+
+def _edit_json(name, **values):
+    def edit(folder):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return edit
+
+
+def _last(value):
+    def change(tensor):
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    return change
+
+
+STATES = "states-00000-000.safetensors: "
+FORGED = {
+    "a negative second moment": (
+        lambda folder: _edit_states(folder, "exp_avg_sq", _last(-1e-3)),
+        f"{STATES}exp_avg_sq",
+    ),
+    "a NaN moment": (lambda folder: _edit_states(folder, "exp_avg", _last(float("nan"))), "holds a value of nan"),
+    "an infinite weight": (lambda folder: _edit_states(folder, "weight", _last(float("inf"))), "holds a value of inf"),
+    "a negative step": (lambda folder: _edit_states(folder, "step", _last(-1.0)), "holds a value of -1, below 0"),
+    "a step to come": (
+        lambda folder: _edit_states(folder, "step", _last(1e6)),
+        "1e+06, and the checkpoint is of step 4",
+    ),
+    "no second moments": (
+        lambda folder: _edit_states(folder, "exp_avg_sq", lambda tensor: None),
+        "holds the optimizer",
+    ),
+    "no optimizer": (
+        lambda folder: [_edit_states(folder, kind, lambda tensor: None) for kind in ("exp_avg", "exp_avg_sq", "step")],
+        "holds the optimizer states of no kind, and --optim adamw_torch",
+    ),
+    "a matrix": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor[None]), "expected a flat range"),
+    "whole numbers": (lambda folder: _edit_states(folder, "exp_avg", lambda tensor: tensor.int()), "of type I32"),
+    "a step of two": (
+        lambda folder: _edit_states(folder, "step", lambda tensor: tensor.repeat(2)),
+        "holds the optimizer",
+    ),
+    "another step": (
+        _edit_json("trainer_state.json", global_step=2),
+        "trainer_state.json is damaged: global_step is 2",
+    ),
+    "no log": (
+        _edit_json("trainer_state.json", log_history=None),
+        "trainer_state.json is damaged: log_history is None",
+    ),
+    "a loss in words": (
+        _edit_json("trainer_state.json", log_history=[{"step": 1, "loss": "low"}]),
+        "trainer_state.json is damaged: log_history has an entry",
+    ),
+    "an unknown field": (_edit_json("trainer_state.json", more=1), "trainer_state.json is damaged: "),
+    "no JSON": (lambda folder: (folder / "trainer_state.json").write_text("{"), "trainer_state.json is damaged: "),
+    "no state": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json is missing"),
+    "a callback": (
+        _edit_json("trainer_state.json", stateful_callbacks={"TrainerControl": 1}),
+        "trainer_state.json is damaged: ",
+    ),
+    "random numbers": (_edit_json("random-00000.json", torch=[1, 2]), "random-00000.json is damaged: "),
+    "a generator": (_edit_json("random-00000.json", numpy=["MT19937", "x"]), "random-00000.json is damaged: "),
+    "no progress": (
+        lambda folder: _edit(folder, progress={"ranks": []}),
+        "longctx.json is damaged: the progress of no rank",
+    ),
+    "infinite progress": (
+        lambda folder: _edit(folder, progress={"ranks": [{"loss": float("inf"), "last_logged": 0, "total_loss": 0}]}),
+        "longctx.json is damaged: ",
+    ),
+    "no sums": (
+        lambda folder: _edit(folder, progress={"ranks": [{"loss": 0.0, "last_logged": 0, "total_loss": 0.0}]}),
+        "longctx.json is damaged: 'metrics'",
+    ),
+    "a position": (lambda folder: _edit(folder, position={"document": 1}), "only a stream has one"),
+    "parameters": (lambda folder: _edit(folder, parameters={"lm_head.weight": "wide"}), "is of another model: "),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_checkpoint_is_refused_by_the_file(case, copied, models, capsys):
+    """Whoever writes a checkpoint can give it digests that fit. One that cannot be gone on from ends in one line."""
+    forge, message = FORGED[case]
+    data, output_dir = copied
+    folder = output_dir / "checkpoint-4"
+    forge(folder)
+    _sign(folder)
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", str(folder)) == 2
+    error = capsys.readouterr().err
+    assert error.count("longctx: error: ") == 1
+    assert message in error
+
+
+def test_a_checkpoint_has_no_learning_rates_of_its_own(saved):
+    """They follow from the step and the flags of the run that goes on."""
+    manifest = json.loads((saved[1] / "checkpoint-4" / "longctx.json").read_text())
+    assert "base_lrs" not in json.dumps(manifest)
+    assert manifest["optimization"]["learning_rate"] == LEARNING_RATE
+
+
+def test_weights_that_are_not_finite_are_not_saved(models, tmp_path, capsys):
+    """In the last step nothing looks at the loss of the weights that it leaves; the exit code says it."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    more = ["--max_steps", "1", "--learning_rate", "3e38", "--save_strategy", "no", "--optim", "sgd"]
+    more += ["--lr_scheduler_type", "constant", "--weight_decay", "1000"]
+    assert main([*flags(models, data, tmp_path / "out"), *more]) == 1
+    assert "is NaN or infinite after step 1, so the model is not saved" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_base_model_changed_in_its_middle_is_refused(models, tmp_path, capsys):
+    """With its size, its ends and its times as they were."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    shutil.copytree(models["GQA 4:2"], tmp_path / "base")
+    common = [*flags(models, data, tmp_path / "out"), "--model_name_or_path", str(tmp_path / "base")]
+    common += ["--use_peft", "True"]
+    assert main(common) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    common += ["--resume_from_checkpoint", "auto"]
+    assert main([*common, "--lora_alpha", "7"]) == 2
+    assert "lora_alpha: 32 then, 7 now" in capsys.readouterr().err
+    weights = tmp_path / "base" / "model.safetensors"
+    content, before = bytearray(weights.read_bytes()), weights.stat()
+    middle = len(content) // 2
+    assert len(content) > 2 * ((64 << 10) + 4000), "the ends are not the middle"
+    content[middle : middle + 4000] = bytes(4000)
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert main(common) == 2
+    assert "(base_model: " in capsys.readouterr().err
+
+
+def last_state(output_dir):
+    return json.loads((output_dir / "trainer_state.json").read_text())
+
+
+def test_a_run_that_is_made_longer_has_the_learning_rates_of_its_new_length(copied, models, caplog):
+    data, output_dir = copied
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", "auto", "--max_steps", "8") == 0
+    assert "checkpoint-4 is of a run of 5 steps, and this one has 8" in caplog.text
+    rates = [entry["learning_rate"] for entry in last_state(output_dir)["log_history"] if "loss" in entry]
+    assert rates[4:] == pytest.approx([LEARNING_RATE * (1 - step / 8) for step in (4, 5, 6, 7)])
+
+
+def test_behind_the_last_step_nothing_is_trained(saved, models, tmp_path, caplog):
+    """Nor is anything in the folder lost."""
+    data, whole = saved
+    shutil.copytree(whole, tmp_path / "out")
+    assert resumed(models, data, tmp_path / "out", "--resume_from_checkpoint", "auto") == 0
+    assert "checkpoint-5 is of step 5, and this run has 5: nothing is left to train" in caplog.text
+    assert last_state(tmp_path / "out")["global_step"] == 5
+    assert len(checkpoints(tmp_path / "out")) == 3
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.long
+def test_the_best_model_is_found_where_its_folder_was_moved_to(models, tmp_path):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    evaluated = ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
+    evaluated += ["--load_best_model_at_end", "True", "--metric_for_best_model", "loss", "--greater_is_better", "True"]
+    assert main([*flags(models, data, tmp_path / "before"), *evaluated, "--max_steps", "4"]) == 0
+    shutil.copytree(saved_best := tmp_path / "before" / "checkpoint-2", tmp_path / "kept")
+    (tmp_path / "before").rename(tmp_path / "after")
+    assert not saved_best.exists()
+    assert resumed(models, data, tmp_path / "after", "--resume_from_checkpoint", "auto", *evaluated) == 0
+    best, ended = (tmp_path / folder / "model.safetensors" for folder in ("kept", "after"))
+    assert best.read_bytes() == ended.read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["checkpoint-2.partial", "model.partial"])
+def test_what_rank_0_cannot_write_ends_all_ranks_at_once(name, models, tmp_path):
+    """A file where it makes its folder; root may write everywhere."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).touch()
+    command = [sys.executable, "-m", "longctx.train", *flags(models, data, tmp_path / "out"), "--sp", "2", "--use_cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode not in (0, None)
+    (line,) = [text for text in done.stderr.splitlines() if "could not be written" in text]
+    assert "File exists" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_changed_data_is_refused_though_it_has_the_same_lengths(copied, models, tmp_path, capsys):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS, seed=1, masked=0.4))
+    folder = str(copied[1] / "checkpoint-4")
+    assert resumed(models, data, copied[1], "--resume_from_checkpoint", folder) == 2
+    error = capsys.readouterr().err
+    assert "contents: " in error
+    assert "documents: " not in error
+
+
+def test_a_changed_stream_or_base_model_is_refused(models, tmp_path, capsys):
+    """What no checkpoint holds is known by its files; a stream that is longer would give other rows only later on."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    shutil.copytree(models["GQA 4:2"], tmp_path / "base")
+    common = [*flags(models, data, tmp_path / "out"), "--model_name_or_path", str(tmp_path / "base")]
+    common += ["--use_peft", "True", "--dataset_streaming", "True"]
+    assert main(common) == 0
+    common += ["--resume_from_checkpoint", "auto"]
+    write_jsonl(tmp_path / "data.jsonl", make_documents([*LENGTHS, 3]))
+    assert main(common) == 2
+    assert "(files: " in capsys.readouterr().err
+    write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    weights = tmp_path / "base" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert main(common) == 2
+    assert "(base_model: " in capsys.readouterr().err
+
+
+def test_nothing_to_resume(models, tmp_path, capsys):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    assert resumed(models, data, tmp_path / "out", "--resume_from_checkpoint", "True") == 2
+    assert "has no complete checkpoint" in capsys.readouterr().err
+    assert candidates("auto", tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("processes", "number"), [(1, signal.SIGUSR1), pytest.param(2, signal.SIGTERM, marks=pytest.mark.long)]
+)
+def test_a_signal_ends_a_run_with_a_checkpoint_and_another_goes_on(processes, number, models, tmp_path):
+    """Sent to the process that a scheduler knows, which started the ranks."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    given = [*flags(models, data, tmp_path / "out"), "--sp", str(processes), "--save_steps", "1000"]
+    given += ["--resume_from_checkpoint", "auto", "--use_cpu"]
+    command = [sys.executable, "-m", "longctx.train", *given]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "--max_steps", "100000"], stdout=subprocess.PIPE, text=True, env=environment
+    ) as run:
+        lines = []
+        for line in run.stdout:
+            lines.append(line)
+            if line.startswith("{'loss'") and number:
+                run.send_signal(number)
+                break
+        lines += run.stdout.readlines()
+    assert run.returncode == 75, "".join(lines)
+    (step,) = [int(line.split()[6][:-1]) for line in lines if f"stopped by {number.name} after step" in line]
+    assert [path.name for path in checkpoints(tmp_path / "out")] == [f"checkpoint-{step}"]
+    page = tmp_path / "out" / "run_report.html"
+    assert f"Stopped by {number.name} after step {step} of 100,000" in page.read_text()
+    done = subprocess.run(
+        [*command, "--max_steps", str(step + 1)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"resume    from {tmp_path}/out/checkpoint-{step}" in done.stdout
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    logged = [entry for entry in state["log_history"] if "loss" in entry]
+    assert [entry["step"] for entry in logged] == list(range(1, step + 2))
+    assert f"Finished after {step + 1} steps" in page.read_text()
+    assert all(f"<td>{entry['loss']:.4f}</td>" in page.read_text() for entry in (logged[0], logged[-1]))

@@ -1,0 +1,279 @@
+"""The data order of a run of several epochs, and the place in it of a run that is resumed.
+
+The model of what is right is a few lines: an epoch reads every sequence once (but for a last step that is not full,
+with drop_last), in an order of its own, and step n of a run is step `n mod steps` of epoch `n div steps`, whoever asks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.packing import balanced_order, shuffled_order
+from longctx.training.data_order import StepLoader, StepSampler
+from tests.small_model import save_small_model
+from tests.training.test_data_order import LAYOUTS, MODES, costs_of
+from tests.training.test_training import write_jsonl
+
+EPOCHS = 4
+
+
+def loaders(num_rows, layout, mode, *, seed=7, drop_last=False):
+    """One loader for each data-parallel rank, as the trainer makes them; a batch is a list of row numbers."""
+    micro_batch_size, dp, accumulation_steps = layout
+    samplers = [
+        StepSampler(
+            num_rows,
+            micro_batch_size=micro_batch_size,
+            accumulation_steps=accumulation_steps,
+            dp=dp,
+            dp_rank=rank,
+            seed=None if mode == "sequential" else seed,
+            costs=costs_of(num_rows) if mode == "balanced" else None,
+            drop_last=drop_last,
+        )
+        for rank in range(dp)
+    ]
+    return [StepLoader(range(num_rows), batch_sampler=sampler, collate_fn=list) for sampler in samplers]
+
+
+def epochs_read(ranks, num_epochs, accumulation_steps):
+    """The rows of each step of each epoch over all ranks, sorted, as the trainer reads them."""
+    epochs = []
+    for epoch in range(num_epochs):
+        for rank in ranks:
+            rank.set_epoch(epoch)
+        batches = [list(rank) for rank in ranks]
+        assert len({len(rank) for rank in batches}) == 1
+        starts = range(0, len(batches[0]), accumulation_steps)
+        epochs.append(
+            [
+                sorted(row for rank in batches for batch in rank[start : start + accumulation_steps] for row in batch)
+                for start in starts
+            ]
+        )
+    return epochs
+
+
+@given(num_rows=st.integers(1, 90), layout=LAYOUTS, mode=MODES, drop_last=st.booleans(), seed=st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_every_epoch_reads_every_sequence_once_in_steps_of_one_size(num_rows, layout, mode, drop_last, seed):
+    size = layout[0] * layout[1] * layout[2]
+    ranks = loaders(num_rows, layout, mode, seed=seed, drop_last=drop_last)
+    sizes = [size] * (num_rows // size) + ([] if drop_last or num_rows % size == 0 else [num_rows % size])
+    for steps in epochs_read(ranks, 3, layout[2]):
+        assert [len(step) for step in steps] == sizes
+        assert max(Counter(row for step in steps for row in step).values(), default=1) == 1
+        assert {row for step in steps for row in step} <= set(range(num_rows))
+        assert ranks[0].batch_sampler.num_steps == len(steps)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "shuffled"])
+def test_every_epoch_has_other_steps_and_leaves_out_other_sequences(mode):
+    """Not the same steps in another order either: 203 rows in 50 steps of 4, of which two epochs share hardly any."""
+    epochs = epochs_read(loaders(203, (1, 2, 2), mode, drop_last=True), EPOCHS, 2)
+    assert all(len(steps) == 50 for steps in epochs)
+    left_out = [frozenset(range(203)).difference(*steps) for steps in epochs]
+    assert all(len(rows) == 3 for rows in left_out)
+    assert len(set(left_out)) == EPOCHS
+    for one, other in combinations(epochs, 2):
+        assert one != other
+        assert len({tuple(step) for step in one} & {tuple(step) for step in other}) <= 2
+
+
+@pytest.mark.parametrize("order", ["shuffled", "balanced"])
+def test_no_seed_and_epoch_have_the_order_of_others(order):
+    """Seed 7's second epoch is not seed 8's first, as it would be if the two were added."""
+
+    def rows(seed, epoch):
+        if order == "shuffled":
+            return tuple(shuffled_order(40, seed=seed, epoch=epoch))
+        return tuple(balanced_order(costs_of(40), 4, seed=seed, epoch=epoch))
+
+    assert len({rows(seed, epoch) for seed in range(5) for epoch in range(5)}) == 25
+    assert rows(3, 2) == rows(3, 2)
+
+
+@given(st.integers(0, 120), st.integers(1, 40), st.integers(0, 9), st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_balanced_orders_are_permutations(num_rows, size, seed, epoch):
+    assert sorted(balanced_order(costs_of(num_rows), size, seed=seed, epoch=epoch)) == list(range(num_rows))
+
+
+def test_in_order_every_epoch_is_the_same():
+    epochs = epochs_read(loaders(10, (2, 1, 2), "sequential"), EPOCHS, 2)
+    assert epochs == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * EPOCHS
+
+
+@given(
+    num_rows=st.integers(1, 60),
+    layout=LAYOUTS,
+    other=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    mode=MODES,
+    drop_last=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_layout_that_goes_on_in_any_epoch_reads_what_the_other_would_have(
+    num_rows, layout, other, mode, drop_last, data
+):
+    """As the trainer resumes: it works out the epoch and the micro-batches to pass over from the step alone."""
+    size = layout[0] * layout[1] * layout[2]
+    micro_batch_size = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    dp = data.draw(st.sampled_from([n for n in range(1, size + 1) if size // micro_batch_size % n == 0]))
+    after = (micro_batch_size, dp, size // micro_batch_size // dp)
+    whole = [
+        step
+        for steps in epochs_read(loaders(num_rows, layout, mode, drop_last=drop_last), 3, layout[2])
+        for step in steps
+    ]
+    if not whole:
+        return
+    ranks = loaders(num_rows, after, mode, drop_last=drop_last)
+    num_steps = ranks[0].batch_sampler.num_steps
+    assert 3 * num_steps == len(whole)
+    begun = data.draw(st.integers(0, len(whole) - 1))
+    epoch, step = divmod(begun, num_steps)
+    assert epochs_read(ranks, epoch + 1, after[2])[epoch][step:] == whole[begun : (epoch + 1) * num_steps]
+
+
+# The trainer itself
+
+NUM_DOCUMENTS = 11
+"""Of one sequence each, in steps of four: epochs of three steps, the last of which is not full."""
+
+
+def built_trainer(flags):
+    """A trainer of this process as `longctx train` makes it, and its model."""
+    from accelerate.state import AcceleratorState
+
+    from longctx.run import build_trainer, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
+
+    AcceleratorState._reset_state(True)
+    environment = dict(os.environ)
+    try:
+        prepared = prepare(resolve(parse_flags(flags), read_profile({}), {}))
+        trainer = build_trainer(prepared, load(prepared))
+    finally:
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+    return trainer, trainer.model
+
+
+def train(flags, resume_from=None, num_steps=None):
+    """Train in this process: of each step its sequences, as numbers; what the trainer says they are; and its epoch.
+
+    Args:
+        num_steps: after which the run is stopped; None for all.
+    """
+    from accelerate.state import AcceleratorState
+    from transformers import TrainerCallback
+
+    from longctx.run import build_trainer, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
+
+    AcceleratorState._reset_state(True)
+    environment = dict(os.environ)
+    given = [*flags, *(["--resume_from_checkpoint", str(resume_from)] if resume_from else [])]
+    try:
+        prepared = prepare(resolve(parse_flags(given), read_profile({}), {}))
+        trainer = build_trainer(prepared, load(prepared))
+        steps, named, epochs, read = [], [], [], []
+        training_step = trainer.training_step
+
+        def spied(model, inputs, *arguments, **keywords):
+            first_tokens = inputs["position_ids"].flatten() == 0
+            is_padding = inputs["labels"].flatten() == -100
+            tokens = inputs["input_ids"].flatten()
+            starts = first_tokens.nonzero().flatten().tolist()
+            ends = [*starts[1:], len(tokens)]
+            read.extend(
+                int(tokens[start]) for start, end in zip(starts, ends, strict=True) if not is_padding[start:end].all()
+            )
+            return training_step(model, inputs, *arguments, **keywords)
+
+        class Follow(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if not prepared.run.settings["dataset_streaming"]:
+                    rows = trainer._documents_of_step()["documents"]
+                    named.append(sorted(int(prepared.data.documents[n]["input_ids"][0]) for n in rows))
+
+            def on_step_end(self, args, state, control, **kwargs):
+                steps.append(sorted(read))
+                epochs.append(state.epoch)
+                read.clear()
+                if num_steps is not None and len(steps) == num_steps:
+                    control.should_training_stop = True
+
+        trainer.training_step = spied
+        trainer.add_callback(Follow())
+        trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
+    finally:
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+    return steps, named, epochs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_small_model(tmp_path_factory.mktemp("model"))
+
+
+ORDERS = {
+    "balanced": ["--packing", "True"],
+    "drop last": ["--packing", "False", "--dataloader_drop_last", "True"],
+    "stream": ["--dataset_streaming", "True", "--max_steps", "9"],
+}
+
+
+IN_BRIEF = (3, 4, 8)
+"""Behind an epoch, in the middle of one, and before the last step of the last one."""
+
+
+@pytest.mark.parametrize(
+    ("order", "resumed"),
+    [("balanced", IN_BRIEF), *(pytest.param(order, range(1, 9), marks=pytest.mark.long) for order in ORDERS)],
+    ids=str,
+)
+def test_a_run_resumed_in_any_epoch_reads_the_rest(order, resumed, model, tmp_path):
+    """Three epochs in this process, resumed behind these steps: the next sequences are those of the whole run."""
+    documents = [([number + 1] * 40, [number + 1] * 40) for number in range(NUM_DOCUMENTS)]
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    flags = ["--model_name_or_path", model, "--dataset_name", data, "--max_length", "40", "--use_cpu", "True"]
+    flags += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--num_train_epochs", "3"]
+    flags += ["--report_to", "none", "--disable_tqdm", "True", "--seed", "5", *ORDERS[order]]
+    flags += ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path / "whole")]
+    steps, named, epochs = train(flags)
+
+    of_epoch = 2 if order == "drop last" else 3
+    assert len(steps) == 3 * of_epoch
+    read = [[number for step in steps[at : at + of_epoch] for number in step] for at in range(0, len(steps), of_epoch)]
+    for numbers in read:
+        assert len(numbers) == len(set(numbers)) == (8 if order == "drop last" else NUM_DOCUMENTS)
+        assert set(numbers) <= set(range(1, NUM_DOCUMENTS + 1))
+    if order == "stream":
+        assert named == []
+        assert steps == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]] * 3
+    else:
+        assert named == steps  # what a report of a step without finite gradients would name
+        by_epoch = [steps[at : at + of_epoch] for at in range(0, len(steps), of_epoch)]
+        assert all(one != other for one, other in combinations(by_epoch, 2))
+        done = np.cumsum([len(step) for step in steps]) / len(read[0])
+        assert epochs == pytest.approx(done.tolist())
+
+    for step in [step for step in resumed if step < len(steps)]:
+        again = [*flags, "--save_strategy", "no", "--output_dir", str(tmp_path / "again")]
+        rest, _, epochs_again = train(again, resume_from=tmp_path / "whole" / f"checkpoint-{step}", num_steps=2)
+        assert rest == steps[step : step + 2], step
+        assert epochs_again == pytest.approx(epochs[step : step + 2])

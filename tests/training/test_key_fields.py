@@ -1,0 +1,572 @@
+"""Every key and digest that says "this is the same" changes with every field that it has to know.
+
+The fields are listed by the code itself: flags, dataclass fields, parameters. A new one belongs to no list here, and
+the test asks for it: either a change of it changes the key, or it is written down why it must not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from datasets import Dataset, disable_caching, enable_caching
+from transformers import AutoTokenizer
+from trl.scripts.utils import DatasetConfig
+
+from longctx.data import Mixture, load_records, tokenize_records
+from longctx.data.cache import cache_folder
+from longctx.data.chat import ChatEncoder
+from longctx.data.encoders import PretokenizedEncoder, TextEncoder
+from longctx.data.tokenize import encoder_key
+from longctx.model.tiny import tiny_config, tiny_tokenizer
+from longctx.packing import PackedStream, Packing, pack_dataset, plan_packing
+from longctx.run.processes import _OF_A_NODE, _decided
+from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
+from longctx.training.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
+from longctx.training.checkpoint.trainer import _OPTIMIZATION
+from longctx.training.dataset import _evaluation_settings, prepare_rows
+from longctx.training.fingerprint import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
+
+TEXTS = ["one", "two and more", "three " * 5, "", "five, five, five", "six", "seven " * 9, "eight"]
+CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Files of every kind, and another of each."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "model").mkdir()
+    tiny_config().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return {
+        "text": lines(folder / "text.jsonl", [{"text": t or "four", "other": f"{t}."} for t in TEXTS]),
+        "more": lines(folder / "more.jsonl", [{"text": f"{t}!"} for t in TEXTS]),
+        "pairs": lines(folder / "pairs.jsonl", [{"prompt": "Why? ", "completion": f"{t}."} for t in TEXTS]),
+        "chats": lines(folder / "chats.jsonl", [{"messages": CHAT}] * 3),
+        "model": str(folder / "model"),
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# What a resumed run has to have as it was
+# ------------------------------------------------------------------------------------------------
+
+CHANGED = {  # flags of a run and those of one that must not go on from it, on `text` where nothing else is named
+    "dataset_name": ({}, {"dataset_name": "more"}),
+    "dataset_text_field": ({}, {"dataset_text_field": "other"}),
+    "dataset_train_split": ({}, {"dataset_train_split": "train[:90%]"}),
+    "completion_only_loss": ({"dataset_name": "pairs"}, {"completion_only_loss": "False"}),
+    "assistant_only_loss": ({"dataset_name": "chats"}, {"assistant_only_loss": "True"}),
+    "chat_template_path": ({"dataset_name": "chats"}, {"chat_template_path": "template"}),
+    "eos_token": ({}, {"eos_token": "a"}),
+    "max_length": ({}, {"max_length": "96"}),
+    "shuffle_dataset": ({}, {"shuffle_dataset": "True"}),
+    "packing": ({}, {"packing": "False"}),
+    "packing_strategy": ({}, {"packing_strategy": "wrapped"}),
+    "overlong": ({"max_length": "32", "overlong": "drop"}, {"overlong": "truncate"}),
+    "balance_packs": ({}, {"balance_packs": "False"}),
+    "train_sampling_strategy": ({}, {"train_sampling_strategy": "sequential"}),
+    "dataloader_drop_last": ({}, {"dataloader_drop_last": "True"}),
+    "seed": ({}, {"seed": "7"}),
+    "data_seed": ({}, {"data_seed": "7"}),
+    "dtype": ({}, {"dtype": "bfloat16"}),
+    "rope_scaling": ({}, {"rope_scaling": "yarn:2"}),
+    "model_init_kwargs": ({}, {"model_init_kwargs": '{"rms_norm_eps": 0.1}'}),
+    "use_peft": ({}, {"use_peft": "True"}),
+    "lora_alpha": ({"use_peft": "True"}, {"lora_alpha": "64"}),
+    "use_rslora": ({"use_peft": "True"}, {"use_rslora": "True"}),
+    "model_name_or_path": ({"use_peft": "True"}, {"model_name_or_path": "model"}),
+    "dataset_streaming": ({}, {"dataset_streaming": "True", "max_steps": "3"}),
+}
+STREAM = {"dataset_streaming": "True", "max_steps": "3", "packing": "False"}
+"""Without packing no document waits for a pack, whose digest would tell."""
+CHANGED_STREAM = {
+    name: (STREAM | before, STREAM | after)
+    for name, (before, after) in CHANGED.items()
+    if name
+    in (
+        *("dataset_name", "dataset_text_field", "completion_only_loss", "assistant_only_loss", "chat_template_path"),
+        *("eos_token", "max_length", "overlong", "dataloader_drop_last", "model_init_kwargs", "rope_scaling"),
+    )
+}
+
+KNOWN_ELSEWHERE = {
+    "by `sequences_per_step`": "per_device_train_batch_size gradient_accumulation_steps",
+    "by names and shapes of what is trained": (
+        "lora_r lora_target_modules lora_target_parameters lora_modules_to_save use_dora"
+    ),
+    "by the mixture, below": "datasets dataset_weights dataset_stopping_strategy test_split_size",
+    "by the identity of 4-bit weights": "load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
+    "by the flags of the optimizer": " ".join([*_OPTIMIZATION, "max_grad_norm"]),
+    "another name of `dataset_streaming`": "streaming",
+    "hub data, whose tokens or name and configuration are compared": "dataset_config",
+}
+MAY_CHANGE = {
+    "another layout or engine gives the same run": (
+        "sp sp_backend cp ring_size measure_links dp_replicate engine num_processes accelerate_config machine_rank "
+        "main_process_ip main_process_port use_cpu ddp_timeout"
+    ),
+    "a lever of memory changes no result": (
+        "memory tiled_mlp tiled_mlp_num_shards heads_k_stride sequence_chunk_size offload_optimizer_device "
+        "offload_param_device offload_optimizer_nvme_path offload_param_nvme_path gradient_checkpointing "
+        "gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs activation_offloading "
+        "torch_empty_cache_steps attn_implementation use_liger_kernel liger_kernel_config bnb_4bit_quant_storage "
+        "loss_type"
+    ),
+    "padding changes no result": "pad_to_multiple_of pad_token padding_free",
+    "how data is read changes no token": (
+        "dataset_num_proc dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor "
+        "dataloader_multiprocessing_context"
+    ),
+    "precision is that of the machine at hand": "tf32 full_determinism communication_data_type",
+    "asked for anew from here on, as of a run that is made longer": (
+        "num_train_epochs max_steps on_nonfinite early_stopping_patience early_stopping_threshold"
+    ),
+    "evaluation trains nothing": (
+        "eval_strategy eval_on_start eval_delay eval_packing eval_steps dataset_test_split greater_is_better "
+        "metric_for_best_model per_device_eval_batch_size load_best_model_at_end"
+    ),
+    "logs, files and the hub": (
+        "output_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
+        "log_level log_level_replica disable_tqdm skip_memory_metrics report_to run_name project trackio_space_id "
+        "trackio_bucket_id trackio_static_space_id save_strategy save_steps save_total_limit save_only_model "
+        "save_on_each_node resume_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
+        "hub_always_push hub_revision debug include_num_input_tokens_seen profile profile_steps prepare_only dry_run"
+    ),
+    "trusting code changes none": "trust_remote_code",
+    "weights are the checkpoint's, and an adapter's base is known by its files": "model_revision",
+    "has one value that is accepted": "lora_dropout lora_task_type",
+}
+
+
+def listed(table):
+    return [name for names in table.values() for name in names.split()]
+
+
+def test_every_flag_is_known_by_a_resumed_run_or_may_change():
+    ours = {field.name for field in fields(SequenceArguments)}
+    of_one_value = {name for name, values in NOT_BUILT.items() if len(values) == 1} | set(IDLE) | set(GIVEN_ELSEWHERE)
+    acting = (ACTS | set(ACTS_WITH) | set(NOT_BUILT) | ours) - of_one_value
+    places = [*CHANGED, *listed(KNOWN_ELSEWHERE), *listed(MAY_CHANGE)]
+    assert len(places) == len(set(places)), sorted(name for name in places if places.count(name) > 1)
+    assert sorted(acting - set(places)) == [], "say what a resumed run does with these flags"
+    assert sorted(set(places) - acting) == [], "these flags are gone"
+
+
+def resolved(data, flags):
+    given = {"model_name_or_path": "tiny", "dataset_name": "text", "max_length": "64", "overlong": "split"} | flags
+    arguments = [part for name, value in given.items() for part in (f"--{name}", data.get(value, value))]
+    return resolve(parse_flags([*arguments, "--use_cpu", "True"]), read_profile({}), {})
+
+
+def identity(data, flags):
+    """As `longctx.run.prepare` makes it, and as JSON gives it back."""
+    from longctx.run.preparation import _tokenizer
+
+    run = resolved(data, flags)
+    rows = prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
+    files = files_identity(run.settings, run.model_config, with_model=False)
+    return json.loads(json.dumps(data_identity(rows, run.settings, run.model_config, files)))
+
+
+def refuses(before, now):
+    manifest = a_manifest(data=before)
+    try:
+        check_same(manifest, "checkpoint-1", sequences_per_step=4, data=now, optimization={})
+    except CheckpointError:
+        return True
+    return False
+
+
+def a_manifest(**changed):
+    return Manifest(
+        **{
+            "step": 3,
+            "layout": {"sequences_per_step": 4},
+            "optimization": {},
+            "parameters": {"weight": [3, 4]},
+            "data": {},
+            "progress": {"ranks": []},
+            "position": {"read": 5},
+            "files": {"a": {"bytes": 1, "xxh3": "00"}},
+        }
+        | changed
+    )
+
+
+@pytest.mark.parametrize("changes", [pytest.param(CHANGED, id="data set"), pytest.param(CHANGED_STREAM, id="stream")])
+def test_a_run_with_another_value_of_a_flag_that_decides_tokens_or_model_is_no_resumption(changes, data, tmp_path):
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    data = data | {"template": str(tmp_path / "template.jinja")}
+    known: dict[str, dict] = {}
+    for name, (before, after) in changes.items():
+        key = json.dumps(before)
+        known[key] = known.get(key) or identity(data, before)
+        again = identity(data, before) if name in ("seed", "eos_token") else known[key]
+        assert not refuses(known[key], again), name
+        assert refuses(known[key], identity(data, before | after)), f"--{name}"
+
+
+def test_model_init_kwargs_are_the_same_however_they_are_spelled(data):
+    one, other = (
+        identity(data, {"model_init_kwargs": text}) for text in ('{"rms_norm_eps":1e-5}', '{ "rms_norm_eps" : 0.00001}')
+    )
+    assert not refuses(one, other)
+
+
+@pytest.mark.parametrize("name", [*_OPTIMIZATION, "max_grad_norm"])
+def test_the_optimizer_s_states_belong_to_its_flags(name):
+    before = {name: 1.0}
+    check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, optimization={name: 1.0})
+    with pytest.raises(CheckpointError, match=f"{name}: 1.0 then, 2.0 now"):
+        check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, optimization={name: 2.0})
+    with pytest.raises(CheckpointError, match=f"{name}: 1.0 then, None now"):
+        check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, optimization={})
+
+
+def test_a_step_has_as_many_sequences():
+    with pytest.raises(CheckpointError, match="written with 4 sequences in a step, and this run has 8"):
+        check_same(a_manifest(), "checkpoint-1", sequences_per_step=8, data={}, optimization={})
+
+
+MIXTURE = Mixture(names=("a", "b"), weights=(1.0, 2.0), stopping_strategy="first_exhausted", seed=1, test_size=None)
+OTHER_MIXTURES = {
+    "weights": (2.0, 1.0),
+    "fractions": (0.5, 0.5),
+    "stopping_strategy": "all_exhausted",
+    "seed": 2,
+    "test_size": 0.5,
+}
+
+
+def test_a_mixture_is_known_by_all_that_decides_what_is_drawn():
+    """But for its names: the documents themselves are compared, or of a stream paths and files."""
+    assert {field.name for field in fields(Mixture)} == {"names", *OTHER_MIXTURES}
+    for name, value in OTHER_MIXTURES.items():
+        assert _mixture_identity(replace(MIXTURE, **{name: value})) != _mixture_identity(MIXTURE), name
+
+
+def test_a_streamed_mixture_is_known_by_every_field_of_its_entries(data):
+    """A fraction is refused in a stream, and data_dir and the like where flags are read."""
+    settings = dict(resolved(data, {}).settings)
+    base = DatasetConfig(path="a", name="b", split="c", columns=["d"])
+    stream = PackedStreamOf([])
+    for name in ("path", "name", "split", "columns"):
+        known = []
+        for entry in (base, replace(base, **{name: ["x"] if name == "columns" else "x"})):
+            of_mixture = {"datasets": [entry], "dataset_weights": None, "dataset_streaming": True}
+            known.append(data_identity(stream, settings | of_mixture, tiny_config(), FilesIdentity()))
+        assert refuses(*known), name
+
+
+def PackedStreamOf(documents):
+    """A stream of no documents, as `prepare_rows` gives one."""
+    from longctx.data import MixedStream
+    from longctx.training.dataset import StreamedRows
+
+    return StreamedRows(documents=None, rows=PackedStream(MixedStream(documents, Mixture(names=())), 8))
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Manifest)])
+def test_a_manifest_s_digest_has_every_field(name, tmp_path):
+    manifest = a_manifest()
+    value = getattr(manifest, name)
+    other = replace(
+        manifest, **{name: value + 1 if isinstance(value, int) else {**value, "more": {"bytes": 1, "xxh3": ""}}}
+    )
+    assert manifest.digest == a_manifest().digest
+    assert other.digest != manifest.digest
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+    path = tmp_path / "longctx.json"
+    changed = json.loads(path.read_text()) | {name: json.loads(json.dumps(getattr(other, name)))}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError):
+        read_manifest(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------
+# What the ranks and nodes of a run have in common
+# ------------------------------------------------------------------------------------------------
+
+OF_A_NODE = {
+    "where files are; their contents are compared": "dataset_name model_name_or_path output_dir",
+    "what is printed and reported": "disable_tqdm log_level log_level_replica logging_dir report_to run_name",
+    "a secret, and the number of a process": "hub_token local_rank",
+}
+
+
+def test_every_setting_that_is_not_of_a_node_has_to_agree(data, tmp_path):
+    assert set(_OF_A_NODE) == set(listed(OF_A_NODE))
+    run = resolved(data, {})
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    before = _decided(run, args)
+    assert {f"--{name}" for name in run.settings} - set(before) == {f"--{name}" for name in listed(OF_A_NODE)} & {
+        f"--{name}" for name in run.settings
+    }
+    for name in run.settings:
+        value = "auto" if name == "resume_from_checkpoint" else "something else"
+        other = _decided(replace(run, settings={**run.settings, name: value}), args)
+        differs = {key for key in before if before[key] != other[key]} - {"checkpoints"}
+        assert differs == (set() if name in _OF_A_NODE else {f"--{name}"}), name
+
+
+@pytest.mark.parametrize("part", ["mesh", "engine", "backend", "longctx", "torch", "transformers", "trl", "accelerate"])
+def test_what_followed_from_settings_and_releases_has_to_agree(part, data, monkeypatch):
+    run = resolved(data, {})
+    before = _decided(run, None)
+    if part == "mesh":
+        run = replace(run, dims=replace(run.dims, world_size=2, ring=2))
+    elif part == "engine":
+        run = replace(run, engine="fsdp2")
+    elif part == "backend":
+        run = replace(run, backend=replace(run.backend, arrangement=replace(run.backend.arrangement, name="ring")))
+    elif part == "longctx":
+        monkeypatch.setattr("longctx.__version__", "0")
+    else:
+        monkeypatch.setattr(
+            "longctx.run.processes.version", lambda package: "0" if package == part else before.get(package)
+        )
+    if part == "accelerate":
+        run = replace(run, engine="fsdp2")
+    assert _decided(run, None).get(part) != before.get(part)
+
+
+def rows_of(packing, documents, evaluation=None):
+    from longctx.packing import PackedDataset, PackingReport
+    from longctx.training.dataset import TrainingRows
+
+    names = [field.name for field in fields(PackingReport) if field.type == "int"]
+    report = PackingReport(strategy="bfd", overlong="split", **dict.fromkeys(names, 0))
+    rows = PackedDataset(documents, packing)
+    return TrainingRows(documents=documents, rows=rows, report=report, costs=None, evaluation=evaluation)
+
+
+def a_packing(**changed):
+    plan = {"indices": np.array([0, 1], np.uint8), "offsets": np.array([0, 2]), "capacity": 8}
+    plan |= {"starts": np.array([0, 0]), "stops": np.array([3, 3])}
+    return Packing(**plan | changed)
+
+
+PLANS = {
+    "indices": {"indices": np.array([1, 0], np.uint8)},
+    "offsets": {"offsets": np.array([0, 1, 2])},
+    "starts": {"starts": np.array([1, 0])},
+    "stops": {"stops": np.array([3, 2])},
+}
+
+
+def test_nodes_compare_every_array_of_a_plan_and_tokens_of_all_columns(data):
+    """`capacity` is a setting, --max_length, and is compared with these."""
+    assert {field.name for field in fields(Packing)} == {*PLANS, "capacity"}
+    settings = resolved(data, {}).settings
+    tokens = {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 2, 3], [4, 5, 6]]}
+    documents = Dataset.from_dict(tokens)
+
+    def known(packing=None, documents=documents, evaluation=None):
+        return node_identity(rows_of(packing or a_packing(), documents, evaluation), FilesIdentity())
+
+    before, seen = known(), []
+    for name, changed in PLANS.items():
+        assert known(a_packing(**changed)) != before, name
+        assert (
+            data_identity(rows_of(a_packing(**changed), documents), settings, tiny_config(), FilesIdentity())["plan"]
+            != data_identity(rows_of(a_packing(), documents), settings, tiny_config(), FilesIdentity())["plan"]
+        ), name
+    for column in tokens:
+        other = Dataset.from_dict(tokens | {column: [[1, 2, 3], [4, 5, 7]]})
+        seen.append(known(documents=other))
+        assert seen[-1] != before, column
+        assert known(evaluation=rows_of(a_packing(), other)) != known(evaluation=rows_of(a_packing(), documents)), (
+            column
+        )
+    assert known(evaluation=rows_of(a_packing(), documents)) != before
+
+
+# ------------------------------------------------------------------------------------------------
+# What is kept on disk
+# ------------------------------------------------------------------------------------------------
+
+RECORDS = Dataset.from_dict({"text": ["a b", "c"], "other": ["d", "e"]})
+PAIRS = Dataset.from_dict({"prompt": ["a "], "completion": ["b"]})
+CHATS = Dataset.from_dict({"messages": [CHAT]})
+MARKED = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+TOKENISED = {
+    "dataset": (RECORDS, {}, {"dataset": RECORDS.select([0])}),
+    "tokenizer": (RECORDS, {}, {"tokenizer": "another"}),
+    "text_field": (RECORDS, {}, {"text_field": "other"}),
+    "completion_only_loss": (PAIRS, {}, {"completion_only_loss": False}),
+    "assistant_only_loss": (CHATS, {"chat_template": MARKED}, {"assistant_only_loss": True}),
+    "chat_template": (CHATS, {"chat_template": MARKED}, {"chat_template": MARKED + " "}),
+    "vocab_size": (RECORDS, {}, {"vocab_size": 272}),
+}
+
+
+def test_tokenised_documents_are_kept_under_everything_they_depend_on():
+    """But for the number of processes, which changes none of them."""
+    assert set(inspect.signature(tokenize_records).parameters) == {*TOKENISED, "num_proc"}
+    another = tiny_tokenizer()
+    another.add_tokens(["a b"])
+    disable_caching()
+    try:
+        for name, (records, given, changed) in TOKENISED.items():
+            keys = []
+            for options in (given, given | changed, given | {"num_proc": None}):
+                options = {"dataset": records, "tokenizer": tiny_tokenizer()} | options
+                if options["tokenizer"] == "another":
+                    options["tokenizer"] = another
+                keys.append(tokenize_records(**options)._fingerprint)
+            assert keys[0] != keys[1], name
+            assert keys[0] == keys[2], name
+    finally:
+        enable_caching()
+
+
+ENCODERS = [
+    lambda: TextEncoder(tiny_tokenizer(), "text", False),
+    lambda: ChatEncoder(tiny_tokenizer(), "messages", TEMPLATE, False, False),
+    lambda: PretokenizedEncoder(["input_ids"], None, False),
+]
+
+
+@pytest.mark.parametrize("make", ENCODERS)
+def test_every_attribute_of_an_encoder_is_part_of_its_key(make):
+    """`options` passes over what is not plain, so that an attribute of another type would be forgotten."""
+    encoder = make()
+    encoder.vocab_size = 7
+    names = set(vars(encoder)) - {"tokenizer"}
+    assert set(encoder.options()) == names
+    for name in names:
+        other = make()
+        other.vocab_size = 7
+        setattr(other, name, ["another"] if isinstance(getattr(other, name), list) else "another")
+        assert encoder_key(other) != encoder_key(encoder), name
+
+
+def with_merge(tokenizer):
+    tokenizer.add_tokens(["zz zz"])
+
+
+def with_other_eos(tokenizer):
+    tokenizer.eos_token = "a"
+
+
+def with_template(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+
+
+def with_normalizer(tokenizer):
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+
+
+@pytest.mark.parametrize("change", [with_merge, with_other_eos, with_template, with_normalizer])
+def test_another_tokenizer_has_another_key(change, data):
+    one, other = (AutoTokenizer.from_pretrained(data["model"]) for _ in range(2))
+    change(other)
+    assert encoder_key(TextEncoder(one, "text", False)) != encoder_key(TextEncoder(other, "text", False))
+
+
+def test_a_tokenizer_that_was_used_has_the_same_key(data):
+    one, other = (AutoTokenizer.from_pretrained(data["model"]) for _ in range(2))
+    other(["some text", "more"], padding=True, truncation=True, max_length=3)
+    assert encoder_key(TextEncoder(one, "text", False)) == encoder_key(TextEncoder(other, "text", False))
+
+
+def test_records_of_files_are_kept_under_the_column_that_is_read(data):
+    one, other = (load_records(data["text"], text_field=name) for name in ("text", "other"))
+    assert one._fingerprint != other._fingerprint
+    assert one._fingerprint == load_records(data["text"])._fingerprint
+    assert one._fingerprint != load_records(data["more"])._fingerprint
+    assert (one.column_names, other.column_names) == (["text"], ["other"])
+
+
+PLANNED = {
+    "lengths": {"dataset_name": "more"},
+    "capacity": {"max_length": "96"},
+    "strategy": {"packing_strategy": "wrapped"},
+    "overlong": {"overlong": "drop"},
+}
+
+
+def test_plans_are_kept_under_everything_they_depend_on(data, tmp_path, monkeypatch):
+    """And without packing under another key than with it, whatever the strategy is called."""
+    monkeypatch.setattr("longctx.training.dataset.cache_folder", lambda: tmp_path)
+    assert set(inspect.signature(plan_packing).parameters) == set(PLANNED)
+    seen: set[str] = set()
+    for name, changed in {"nothing": {}, **PLANNED, "packing": {"packing": "False"}}.items():
+        identity(data, changed)
+        now = {path.name for path in tmp_path.glob("plan-*")}
+        assert len(now - seen) == 1, name
+        seen = now
+    identity(data, {})
+    assert {path.name for path in tmp_path.glob("plan-*")} == seen
+    assert cache_folder() != tmp_path
+
+
+PACKED = {"dataset": None, "seq_length": 4, "strategy": "wrapped", "overlong": "split"}
+
+
+def test_packed_data_sets_are_kept_under_everything_they_depend_on():
+    """`map_kwargs` are for `Dataset.map`: processes and messages, no tokens."""
+    assert set(inspect.signature(pack_dataset).parameters) == {*PACKED, "map_kwargs"}
+    documents = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]]})
+    given = {"dataset": documents, "seq_length": 8}
+    key = pack_dataset(**given)._fingerprint
+    assert pack_dataset(**given)._fingerprint == key
+    for name, value in PACKED.items():
+        other = documents.select([0]) if name == "dataset" else value
+        assert pack_dataset(**given | {name: other})._fingerprint != key, name
+
+
+STREAMED = {"capacity": 16, "overlong": "drop", "strategy": "none", "look_ahead": 2, "source_state": True}
+
+
+class Documents(list):
+    """A source that can say where it is."""
+
+    def state_dict(self):
+        return {}
+
+
+def test_a_stream_s_state_has_every_setting_that_its_rows_depend_on():
+    """The source is the user's; ranks share one order, so that their number may change; columns are in the state."""
+    names = set(inspect.signature(PackedStream).parameters) - {"source", "columns", "rank", "num_ranks", "drop_last"}
+    assert names == {"capacity", "overlong", "strategy", "look_ahead", "source_state"}
+    state = PackedStream(Documents(), 8).state_dict()
+    position = PackedStream(Documents(), 8).position()
+    for name, value in STREAMED.items():
+        other = PackedStream(Documents(), **{"capacity": 8, name: value})
+        with pytest.raises(ValueError, match="the state is of a stream with"):
+            other.load_state_dict(state)
+        with pytest.raises(ValueError, match="the state is of a stream with"):
+            other.go_on_from(position)
+
+
+def test_the_evaluation_split_is_read_under_the_run_s_own_settings(data):
+    """All of them, but for those that would shuffle it or put it together otherwise."""
+    settings = resolved(data, {"eval_strategy": "steps", "eval_steps": "1", "dataset_test_split": "train"}).settings
+    evaluation = _evaluation_settings(settings)
+    changed = {name for name in settings if settings[name] != evaluation[name]}
+    assert changed <= {
+        "balance_packs",
+        "shuffle_dataset",
+        "dataset_train_split",
+        "datasets",
+        "dataset_weights",
+        "packing",
+    }

@@ -1,0 +1,422 @@
+"""Preparing data once: plans on disk, --prepare_only, what an interruption costs, ranks that wait for the first."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+import longctx.data.encoders
+import longctx.training.dataset
+from longctx.packing import Packing, load_plan, plan_packing, save_plan
+from longctx.train import main
+from longctx.training.checkpoint.trainer import _OPTIMIZATION
+from longctx.training.fingerprint import column_arrays, digest
+from tests.workers import run_ranks
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = np.array([90, 7, 41, 0, 130, 64, 2, 300, 17, 88])
+
+
+# ------------------------------------------------------------------------------------------------
+# Plans on disk
+# ------------------------------------------------------------------------------------------------
+
+
+def kept_file(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def assert_same(kept, packing: Packing, report) -> None:
+    assert kept is not None
+    assert kept[1] == report
+    for name in ("indices", "offsets", "starts", "stops"):
+        mine, theirs = getattr(packing, name), getattr(kept[0], name)
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            np.testing.assert_array_equal(mine, theirs)
+            assert mine.dtype == theirs.dtype
+    assert kept[0].capacity == packing.capacity
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
+@pytest.mark.parametrize("strategy", ["bfd", "none"])
+def test_a_plan_comes_back_as_it_was(strategy, overlong, tmp_path):
+    packing, report = plan_packing(LENGTHS, 128, strategy=strategy, overlong=overlong)
+    save_plan(tmp_path / "new", "abc", packing, report)
+    assert_same(load_plan(tmp_path / "new", "abc"), packing, report)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["plan-abc.npz"]
+
+
+def test_damaged_and_foreign_files_are_no_plans(tmp_path):
+    packing, report = plan_packing(LENGTHS, 128, overlong="split")
+    assert load_plan(tmp_path, "abc") is None
+    save_plan(tmp_path, "abc", packing, report)
+    path = kept_file(tmp_path)
+    whole = path.read_bytes()
+    path.with_name("plan-other.npz").write_bytes(whole)
+    assert load_plan(tmp_path, "other") is None
+    for damaged in (b"", b"no zip", whole[:-30], whole[: len(whole) // 2], bytes(len(whole))):
+        path.write_bytes(damaged)
+        assert load_plan(tmp_path, "abc") is None
+    for position in range(0, len(whole), 3):  # every byte is content, a checksum of it, or a name
+        flipped = bytearray(whole)
+        flipped[position] ^= 0x5A
+        path.write_bytes(flipped)
+        kept = load_plan(tmp_path, "abc")
+        if kept is not None:  # time stamps, and other bytes that mean nothing
+            assert_same(kept, packing, report)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"indices": np.array(["a"] * 3)},
+        {"indices": np.array([{}], dtype=object)},
+        {"offsets": np.array([0, 2, 1, 12])},
+        {"starts": None},
+        {"header": np.array("{}")},
+        {"header": np.array("[")},
+    ],
+    ids=str,
+)
+def test_a_file_with_other_arrays_is_no_plan(changed, tmp_path):
+    packing, report = plan_packing(LENGTHS, 128, overlong="split")
+    save_plan(tmp_path, "abc", packing, report)
+    path = kept_file(tmp_path)
+    with np.load(path) as file:
+        arrays = dict(file) | changed
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    assert load_plan(tmp_path, "abc") is None
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    packing, report = plan_packing(LENGTHS, 128, overlong="split")
+    save_plan(tmp_path, "abc", packing, report)
+
+    def fail(file, **arrays):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", fail)
+    with pytest.raises(KeyboardInterrupt):
+        save_plan(tmp_path, "abc", packing, report)
+    assert_same(load_plan(tmp_path, "abc"), packing, report)
+    assert kept_file(tmp_path).name == "plan-abc.npz"
+
+
+# ------------------------------------------------------------------------------------------------
+# --prepare_only
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_flags(tmp_path, monkeypatch):
+    """Flags of a small run on text, with a cache of its own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{i} " * (20 + 7 * i)}) + "\n" for i in range(40)))
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), "--max_length", "256"]
+    return [*flags, "--overlong", "split", "--output_dir", str(tmp_path / "out")]
+
+
+def never(*args, **kwargs):
+    raise AssertionError("called")
+
+
+def plans(tmp_path):
+    return sorted((tmp_path / "cache" / "longctx").glob("plan-*.npz"))
+
+
+def test_prepare_only_prints_the_report_and_loads_no_weights(run_flags, tmp_path, monkeypatch, capsys):
+    for target in (
+        "longctx.run.model.load_model",
+        "longctx.launch.spawn.spawn",
+        "torch.distributed.init_process_group",
+    ):
+        monkeypatch.setattr(target, never)
+    assert main([*run_flags, "--prepare_only", "--sp", "4"]) == 0
+    output = capsys.readouterr().out
+    assert "packing   40 documents with " in output
+    assert "no token lost" in output
+    assert len(plans(tmp_path)) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_prepare_only_on_other_local_ranks_is_over_at_once(run_flags, tmp_path, monkeypatch, capsys):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("longctx.training.dataset.prepare_rows", never)
+    assert main([*run_flags, "--prepare_only"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_prepare_only_refuses_bad_data_with_one_line(run_flags, tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"text": 5}\n')
+    assert main([*run_flags, "--prepare_only"]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("longctx: error")]
+    assert len(error) == 1
+
+
+@pytest.mark.parametrize("num_proc", [[], ["--dataset_num_proc", "2"]])
+def test_what_cannot_be_tokenised_is_named_with_its_file(num_proc, run_flags, tmp_path, capsys):
+    lines = ['{"input_ids": [1, 2]}'] * 5 + ["", '{"input_ids": [1, 99999]}']
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    assert main([*run_flags, *num_proc, "--prepare_only"]) == 2
+    assert f"{tmp_path}/data.jsonl:7: 'input_ids' holds the token id 99999" in capsys.readouterr().err
+
+
+def test_a_later_run_neither_tokenises_nor_plans(run_flags, tmp_path, monkeypatch):
+    assert main([*run_flags, "--prepare_only"]) == 0
+    (before,) = plans(tmp_path)
+    written = before.stat().st_mtime_ns
+    monkeypatch.setattr(longctx.data.encoders.Encoder, "__call__", never)
+    with monkeypatch.context() as patch:
+        patch.setattr(longctx.training.dataset, "plan_packing", never)
+        assert main([*run_flags, "--prepare_only"]) == 0
+        assert main([*run_flags, "--max_steps", "1", "--report_to", "none", "--save_strategy", "no"]) == 0
+    assert before.stat().st_mtime_ns == written
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["log_history"][0]["packing"]["documents"] == 40
+    for other in (["--max_length", "128"], ["--seed", "7"], ["--packing", "False"], ["--overlong", "drop"]):
+        count = len(plans(tmp_path))
+        assert main([*run_flags, *other, "--prepare_only"]) == 0
+        assert len(plans(tmp_path)) == count + 1
+
+
+def test_other_documents_and_tokenizers_have_other_plans(run_flags, tmp_path):
+    from transformers import AutoTokenizer
+
+    from longctx.model.tiny import tiny_config, tiny_tokenizer
+
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    tiny_config().save_pretrained(tmp_path / "model")
+    model = ["--model_name_or_path", str(tmp_path / "model"), "--prepare_only"]
+    assert main([*run_flags, *model]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["2 2 2"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert main([*run_flags, *model]) == 0
+    assert len(plans(tmp_path)) == 2
+    with open(tmp_path / "data.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    assert main([*run_flags, *model]) == 0
+    assert len(plans(tmp_path)) == 3
+
+
+def test_a_damaged_or_wrong_plan_is_replaced(run_flags, tmp_path, capsys):
+    assert main([*run_flags, "--prepare_only"]) == 0
+    (path,) = plans(tmp_path)
+    right, expected = path.read_bytes(), capsys.readouterr().out
+    key = path.stem.removeprefix("plan-")
+    packing, report = load_plan(path.parent, key)
+    lengths = np.bincount(packing.indices, packing.stops - packing.starts).astype(np.int64)
+    other, fewer = (plan_packing(some, 256, overlong="split") for some in (LENGTHS, lengths[:-1]))
+    lying = Packing(**vars(packing) | {"indices": np.zeros_like(packing.indices)})
+    for spoil in (
+        lambda: path.write_bytes(b"no zip"),
+        lambda: save_plan(path.parent, key, *other),
+        lambda: save_plan(path.parent, key, *fewer),
+        lambda: save_plan(path.parent, key, lying, report),
+    ):
+        spoil()
+        assert main([*run_flags, "--prepare_only"]) == 0
+        assert capsys.readouterr().out == expected
+        assert load_plan(path.parent, key) is not None
+        np.testing.assert_array_equal(load_plan(path.parent, key)[0].indices, packing.indices)
+    assert len(right) == path.stat().st_size
+
+
+_SLOW_RUN = """
+import os, sys, time
+import longctx.data.tokenize as tokenize
+from longctx.data.encoders import Encoder
+from longctx.train import main
+tokenize._PART_BYTES = 4000
+encode = Encoder.__call__
+def slow(self, batch, indices, first_record=0):
+    table = encode(self, batch, indices, first_record)
+    with open(sys.argv[1], "a") as file:
+        file.write("".join(f"{first_record + i}\\n" for i in indices))
+    time.sleep(0.3)
+    return table
+Encoder.__call__ = slow
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_an_interrupted_preparation_goes_on_where_it_was(run_flags, tmp_path):
+    """Killed amid tokenising; every part that was finished by then is not tokenised again."""
+    log, env = tmp_path / "log", os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", _SLOW_RUN, str(log), *run_flags, "--prepare_only"]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and (not log.exists() or len(log.read_text().split()) < 20):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = [int(number) for number in log.read_text().split()]
+    assert 20 <= len(before) < 40
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = [int(number) for number in log.read_text().split()]
+    again = set(before) & set(numbers[len(before) :])
+    assert set(numbers) == set(range(40))
+    assert len(again) <= 10  # the part that was being worked on
+    main([*run_flags, "--prepare_only"])  # in parts or whole, the documents and their fingerprint are the same
+    assert len(plans(tmp_path)) == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Ranks that wait
+# ------------------------------------------------------------------------------------------------
+
+
+def short_group(port, seconds=2):
+    """The process group anew, with a time-out that every collective of the old way would run into."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+    return dist.get_rank()
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def outcome(function, *arguments):
+    from longctx.ranks.agreement import RefusedTogether
+
+    start = time.monotonic()
+    try:
+        result = function(*arguments)
+    except RefusedTogether as error:
+        result = ("refused", str(error), error.is_mine)
+    except OSError as error:
+        result = ("crashed", str(error))
+    return result, time.monotonic() - start
+
+
+def wait_for_slow_first_rank(port, folder):
+    """Every case in one process group; {case: (result, seconds)}."""
+    from longctx.ranks import agreement, watchdog
+    from longctx.ranks.agreement import first_rank_first, together
+
+    rank = short_group(port)
+    finished = Path(folder, "finished")
+
+    def slow():
+        if rank == 0:
+            time.sleep(5)
+            finished.touch()
+        return finished.exists()
+
+    def fails():
+        if rank == 0:
+            time.sleep(1)
+            raise ValueError("record 7 is no record")
+        raise AssertionError("the others must not start")
+
+    def crashes():
+        if rank == 0:
+            raise OSError("disk full")
+        raise AssertionError("the others must not start")
+
+    def second_fails():
+        if rank == 1:
+            raise ValueError("rank 1")
+
+    results = {"slow": outcome(first_rank_first, slow, folder)}
+    results["left behind"] = [path.name for path in Path(folder).iterdir()]
+    results["slow together"] = outcome(together, lambda: time.sleep(3 * rank))
+    results["fails"] = outcome(first_rank_first, fails, folder)
+    results["crashes"] = outcome(first_rank_first, crashes, folder)
+    results["second fails"] = outcome(together, second_fails)
+    usual = agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS
+    agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS = 1.5, 60 if rank == 0 else 0.3
+    results["silent"] = outcome(first_rank_first, lambda: time.sleep(4 if rank == 0 else 0), folder)
+    agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS = usual
+    results["after all"] = outcome(together, lambda: rank)
+    return results
+
+
+@pytest.mark.long
+def test_ranks_wait_for_the_first_beyond_the_time_out_and_end_with_it(tmp_path):
+    first, second = run_ranks(2, f"{__name__}:wait_for_slow_first_rank", free_port(), str(tmp_path))
+    assert first["slow"][0] is second["slow"][0] is True  # the second began when the first had finished
+    assert second["slow"][1] > 4.5
+    assert first["left behind"] == ["finished"]
+    assert first["slow together"][1] > 2.5
+    message = "record 7 is no record"
+    assert (first["fails"][0], second["fails"][0]) == (("refused", message, True), ("refused", message, False))
+    assert second["fails"][1] < 3
+    assert first["crashes"][0] == ("crashed", "disk full")
+    assert second["crashes"][0] == ("refused", "rank 0 stopped with OSError: disk full", False)
+    assert (first["second fails"][0], second["second fails"][0]) == (
+        ("refused", "rank 1", False),
+        ("refused", "rank 1", True),
+    )
+    assert second["silent"][0][1].startswith("rank 0 has given no sign of life")
+    assert 1 < second["silent"][1] < 4
+    assert first["silent"][0] == (*second["silent"][0][:2], False)
+    assert (first["after all"][0], second["after all"][0]) == (0, 1)
+
+
+def prepare_on_two_nodes(port, folder):
+    """Rank 0 on one node, ranks 1 and 2 on another, each with a disk of its own behind the same relative path."""
+    from longctx.ranks.agreement import first_rank_first
+
+    rank = short_group(port)
+    node = Path(folder, "first" if rank == 0 else "second")
+    os.environ |= {"GROUP_RANK": "0" if rank == 0 else "1", "LOCAL_RANK": str(max(rank - 1, 0))}
+    node.mkdir(exist_ok=True)
+    os.chdir(node)
+
+    def work():
+        if Path("made").exists():
+            return "read", Path("made").read_text()
+        time.sleep(3)
+        Path("made").write_text(str(rank))
+        return "made", str(rank)
+
+    start = time.monotonic()
+    return first_rank_first(work, "cache"), time.monotonic() - start
+
+
+def test_each_node_prepares_once_where_files_are_not_shared(tmp_path):
+    results = run_ranks(3, f"{__name__}:prepare_on_two_nodes", free_port(), str(tmp_path))
+    assert [result for result, _ in results] == [("made", "0"), ("made", "1"), ("read", "1")]
+    assert max(seconds for _, seconds in results) < 5.5  # both at the same time
+
+
+def test_documents_are_known_by_their_labels_too():
+    """What a resumed run compares: tokens, labels, and where each document ends."""
+    ids = {"input_ids": [[1, 2, 3], [4, 5]]}
+    contents = [
+        digest(column_arrays(datasets.Dataset.from_dict({**ids, **labels})))
+        for labels in ({}, {"labels": [[1, 2, 3], [4, 5]]}, {"labels": [[1, -100, 3], [4, 5]]})
+    ]
+    contents.append(digest(column_arrays(datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5]]}))))
+    assert len(set(contents)) == 4
+
+
+def test_states_of_adamw_belong_to_all_its_flags():
+    adamw = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
+    assert adamw | {"optim", "lr_scheduler_type"} <= set(_OPTIMIZATION)

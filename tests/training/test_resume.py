@@ -1,0 +1,385 @@
+"""A run that is interrupted and resumed is the run that was not: real engines on gloo, every layout."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from longctx.ranks.agreement import RefusedTogether, together
+from tests.small_model import save_small_model
+from tests.training.test_training import COMMON, make_documents, write_jsonl
+from tests.workers import run_ranks
+
+STEPS = 5
+LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120, 5, 76, 31]  # of epochs that end between steps
+
+
+def run_once(arguments):
+    """What the log says of each step, on every rank."""
+    return [entry for entry in log_of(arguments) if "loss" in entry or "train_loss" in entry]
+
+
+def log_of(arguments):
+    """The whole log of a run."""
+    from accelerate.state import AcceleratorState
+
+    from longctx.run import fit, load, prepare
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.profile import read_profile
+    from longctx.settings.resolve import resolve
+
+    AcceleratorState._reset_state()
+    environment = dict(os.environ)
+    try:
+        run = resolve(parse_flags(arguments), read_profile(), os.environ)
+        prepared = prepare(run)
+        history = fit(prepared, load(prepared)).state.log_history
+    finally:
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+    return history
+
+
+def run_all(cases):
+    return {case: run_once(arguments) for case, arguments in cases.items()}
+
+
+VALUES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "num_tokens", "padding_fraction", "entropy")
+
+
+def values(log):
+    """Of each entry, and of the last one, which has the mean over the run."""
+    return [{name: entry.get(name) for name in (*VALUES, "train_loss")} for entry in log]
+
+
+def weights(folder):
+    return load_file(next(Path(folder).glob("*model.safetensors")))  # or adapter_model
+
+
+LAYOUTS = {
+    "1 process": (1, []),
+    "ring on FSDP2": (2, ["--sp", "2", "--sp_backend", "ring"]),
+    "ulysses on ZeRO-3": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
+    "ulysses on ZeRO-1": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
+    "ulysses on ZeRO-2": (2, ["--sp", "2", "--sp_backend", "ulysses"]),
+    "hybrid on FSDP2": (4, ["--sp", "4", "--sp_backend", "hybrid"]),
+    "gather on ZeRO-3, dp 2": (4, ["--sp", "2", "--sp_backend", "gather", "--engine", "deepspeed"]),
+    "HSDP, ring": (4, ["--sp", "2", "--sp_backend", "ring", "--dp_replicate", "2"]),
+}
+LAYOUTS["sp 8"] = (8, ["--sp", "8", "--sp_backend", "ring"])
+EVALUATION = ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split", "train"]
+EVALUATION += ["--save_strategy", "steps", "--save_steps", "1", "--load_best_model_at_end", "True"]
+KINDS = {
+    "fp32": [],
+    "bf16": ["--bf16", "True"],
+    "adapter": ["--use_peft", "True"],
+    "states on the host": [],
+    "rmsprop": ["--optim", "rmsprop"],
+    "stream": ["--dataset_streaming", "True"],
+    "single documents": ["--packing", "False"],
+    "stream by workers": ["--dataset_streaming", "True", "--dataloader_num_workers", "2"],
+    "first model is best": [*EVALUATION, "--metric_for_best_model", "loss", "--greater_is_better", "True"],
+    "cosine": ["--lr_scheduler_type", "cosine", "--warmup_steps", "2", "--optim", "sgd"],
+    "tied": [],
+}
+FURTHER = ["stream by workers", "first model is best", "cosine", "tied"]
+CASES = [
+    ("1 process", ["fp32"]),
+    ("ring on FSDP2", ["stream"]),
+    ("ulysses on ZeRO-3", ["bf16"]),
+    *(
+        pytest.param(layout, FURTHER, marks=pytest.mark.long)
+        for layout in ("1 process", "ring on FSDP2", "ulysses on ZeRO-3")
+    ),
+    *(
+        pytest.param(
+            layout,
+            [k for k in KINDS if k not in FURTHER and (layout != "1 process" or "host" not in k)],
+            marks=pytest.mark.long,
+        )
+        for layout in LAYOUTS
+        if layout != "sp 8"
+    ),
+]
+
+
+def flags_of(layout, kind, data, models):
+    """Four sequences a step in every layout."""
+    processes, given = LAYOUTS[layout]
+    sp = int(given[given.index("--sp") + 1]) if given else 1
+    flags = [*COMMON, *given, *KINDS[kind], "--dataset_name", data]
+    if kind == "states on the host":  # FSDP2 offloads all or nothing
+        flags += ["--offload_optimizer_device" if "ZeRO" in layout else "--offload_param_device", "cpu"]
+    flags += [
+        "--model_name_or_path",
+        models["tied" if kind == "tied" else "GQA 4:2"],
+        "--max_length",
+        "160",
+        "--overlong",
+        "split",
+    ]
+    flags += ["--logging_steps", "2", "--gradient_accumulation_steps", str(4 * sp // processes)]
+    if "stream" not in kind:
+        flags += ["--train_sampling_strategy", "random"]
+    return flags
+
+
+def check_loads(folder, kind, models):
+    """As transformers and peft load it; safetensors alone."""
+    if kind == "adapter":
+        model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        found = get_peft_model_state_dict(model)
+    else:
+        found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for name, expected in weights(folder).items():
+        assert torch.equal(found[name], expected.float()), name
+    assert not [path for path in Path(folder).glob("*.bin") if path.name != "training_args.bin"]
+
+
+@pytest.fixture(scope="module")
+def models(models, tmp_path_factory):
+    tied = save_small_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    return {**models, "tied": tied}
+
+
+@pytest.mark.parametrize(("layout", "kinds"), CASES, ids=str)
+def test_a_resumed_run_is_the_one_that_went_on(layout, kinds, models, tmp_path, monkeypatch):
+    """From every step, in the middle of an epoch and of a window of the log: the same bits."""
+    stage = layout.partition("ZeRO-")[2][:1]
+    if stage in ("1", "2"):
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    cases = {}
+    for kind in kinds:
+        common, folder = flags_of(layout, kind, data, models), tmp_path / kind
+        cases[kind, None] = [
+            *common,
+            "--output_dir",
+            f"{folder}/whole",
+            "--save_strategy",
+            "steps",
+            "--save_steps",
+            "1",
+        ]
+        for step in range(1, STEPS):
+            cases[kind, step] = [*common, "--output_dir", f"{folder}/{step}"]
+            cases[kind, step] += ["--resume_from_checkpoint", f"{folder}/whole/checkpoint-{step}"]
+    results = run_ranks(LAYOUTS[layout][0], f"{__name__}:run_all", cases, timeout=900)[0]
+    for kind, step in cases:
+        if step is None:
+            expected, log = weights(tmp_path / kind / "whole"), values(results[kind, None])
+            assert len(log) == STEPS // 2 + 1
+            check_loads(tmp_path / kind / "whole" / "checkpoint-1", kind, models)
+            continue
+        assert values(results[kind, step]) == log, (kind, step)
+        found = weights(tmp_path / kind / str(step))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), (kind, step)
+        check_loads(tmp_path / kind / str(step), kind, models)
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_has_the_epochs_evaluation(models, tmp_path):
+    """And its entry in the log: the run that goes on from there begins with the next epoch."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    flags = [*flags_of("1 process", "fp32", data, models), "--num_train_epochs", "2", "--max_steps", "-1"]
+    flags += ["--eval_strategy", "epoch", "--logging_strategy", "epoch", "--dataset_test_split", "train"]
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(tmp_path / "whole")]
+    log = run_ranks(1, f"{__name__}:log_of", [*flags, *saving], timeout=300)[0]
+    logged, evaluated = ([entry for entry in log if name in entry] for name in ("loss", "eval_loss"))
+    assert [entry["epoch"] for entry in logged] == [entry["epoch"] for entry in evaluated] == [1.0, 2.0]
+    checkpoint = tmp_path / "whole" / f"checkpoint-{evaluated[0]['step']}"
+    again = [*flags, "--output_dir", str(tmp_path / "again"), "--resume_from_checkpoint", str(checkpoint)]
+    found = run_ranks(1, f"{__name__}:log_of", again, timeout=300)[0]
+    for name in ("loss", "eval_loss"):
+        assert [entry[name] for entry in found if name in entry] == [entry[name] for entry in log if name in entry]
+
+
+ELASTIC = {
+    "1 process": ["ring on FSDP2", "ulysses on ZeRO-3", "sp 8"],
+    "hybrid on FSDP2": ["sp 8", "HSDP, ring", "1 process"],
+    "sp 8": ["hybrid on FSDP2"],
+    "ulysses on ZeRO-3": ["1 process", "sp 8"],
+    "HSDP, ring": ["ring on FSDP2", "gather on ZeRO-3, dp 2"],
+    "gather on ZeRO-3, dp 2": ["ulysses on ZeRO-3", "hybrid on FSDP2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("ulysses on ZeRO-3", ["1 process"])] + [pytest.param(*case, marks=pytest.mark.long) for case in ELASTIC.items()],
+    ids=str,
+)
+def test_another_layout_goes_on_with_the_optimizer(before, after, models, tmp_path):
+    """Losses to 1e-5, as another order of sums allows; weights to a tenth of the sum of learning rates."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    flags = [*flags_of(before, "fp32", data, models), "--logging_steps", "1"]
+    flags += ["--save_strategy", "steps", "--save_steps", "2", "--output_dir", str(tmp_path / "before")]
+    log = run_ranks(LAYOUTS[before][0], f"{__name__}:run_once", flags, timeout=900)[0]
+    expected = weights(tmp_path / "before")
+    for layout in after:
+        flags = [
+            *flags_of(layout, "fp32", data, models),
+            "--logging_steps",
+            "1",
+            "--output_dir",
+            str(tmp_path / layout),
+        ]
+        flags += ["--resume_from_checkpoint", str(tmp_path / "before" / "checkpoint-2")]
+        found = run_ranks(LAYOUTS[layout][0], f"{__name__}:run_once", flags, timeout=900)[0]
+        assert len(log) == len(found)
+        for entry, other in zip(log[:-1], found[:-1], strict=True):
+            assert entry["num_tokens"] == other["num_tokens"]
+            assert other["loss"] == pytest.approx(entry["loss"], rel=1e-5), layout
+            assert other["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-4), layout
+        rates = sum(entry["learning_rate"] for entry in log[2:-1])
+        other = weights(tmp_path / layout)
+        assert expected.keys() ^ other.keys() <= {"lm_head.weight"}  # tied: FSDP2 writes it by both of its names
+        same = expected.keys() & other.keys()
+        assert max((other[name] - expected[name]).abs().max() for name in same) <= 0.1 * rates, layout
+
+
+ADAPTERS = {
+    "LoRA": [],
+    "DoRA": ["--use_dora", "True", "--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj"],
+    "rsLoRA": ["--use_rslora", "True", "--lora_target_modules", "all-linear", "--lora_r", "4"],
+    "embeddings and norms": ["--lora_modules_to_save", "embed_tokens", "norm"],
+}
+ENGINES = ["1 process", "ring on FSDP2", "ulysses on ZeRO-1", "ulysses on ZeRO-2", "ulysses on ZeRO-3"]
+EVERY_PAIR = list(itertools.product(ENGINES, ENGINES))
+SOME_PAIRS = {
+    "LoRA": [
+        ("ring on FSDP2", "ulysses on ZeRO-2"),
+        ("ulysses on ZeRO-2", "ring on FSDP2"),
+        ("ulysses on ZeRO-2", "1 process"),
+    ],
+    "DoRA": [("ulysses on ZeRO-3", "ulysses on ZeRO-3")],
+}
+
+
+def run_on_engines(cases):
+    """{case: (ZeRO stage or "", arguments)} -> {case: its log}; several engines in one process, one after the other."""
+    logs = {}
+    for case, (stage, arguments) in cases.items():
+        zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage} if stage else {}
+        os.environ.update(zero)
+        logs[case] = run_once(arguments)
+        for name in zero:
+            os.environ.pop(name, None)
+        unset_hf_deepspeed_config()  # else models of the next case are made as for ZeRO-3
+    return logs
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(SOME_PAIRS, id="some"),
+        *(pytest.param({name: EVERY_PAIR}, id=name, marks=pytest.mark.long) for name in ADAPTERS),
+    ],
+)
+def test_an_adapter_is_resumed_on_another_engine(pairs, tmp_path):
+    """As above, and the learning rates are the same numbers: schedule and parameter groups are this run's own.
+
+    Of LoRA's weights none is without weight decay; DeepSpeed drops such an empty group, and the others keep it.
+    """
+    model = save_small_model(tmp_path / "model", tie_word_embeddings=False)
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    schedule = ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", '{"min_lr": 1e-3}']
+    schedule += ["--weight_decay", "0.1", "--logging_steps", "1", "--use_peft", "True"]
+    cases: dict = {1: {}, 2: {}}
+    resumed: dict = {1: {}, 2: {}}
+    for adapter, engines in pairs.items():
+        for before in dict.fromkeys(before for before, _ in engines):
+            flags = [*flags_of(before, "fp32", data, {"GQA 4:2": model}), *schedule, *ADAPTERS[adapter]]
+            flags += ["--save_strategy", "steps", "--save_steps", "2", "--output_dir", f"{tmp_path}/{adapter}/{before}"]
+            cases[LAYOUTS[before][0]][adapter, before] = (before.partition("ZeRO-")[2], flags)
+        for before, after in engines:
+            flags = [*flags_of(after, "fp32", data, {"GQA 4:2": model}), *schedule, *ADAPTERS[adapter]]
+            flags += ["--resume_from_checkpoint", f"{tmp_path}/{adapter}/{before}/checkpoint-2"]
+            flags += ["--output_dir", f"{tmp_path}/resumed"]
+            resumed[LAYOUTS[after][0]][adapter, before, after] = (after.partition("ZeRO-")[2], flags)
+    logs = {}
+    for processes, group in ((1, cases[1]), (2, cases[2] | resumed[2]), (1, resumed[1])):
+        if group:
+            logs |= run_ranks(processes, f"{__name__}:run_on_engines", group, timeout=900)[0]
+    for adapter, before, after in [*resumed[1], *resumed[2]]:
+        expected, found = logs[adapter, before][:-1], logs[adapter, before, after][:-1]
+        assert len(expected) == len(found) == STEPS
+        for entry, other in zip(expected, found, strict=True):
+            assert other["learning_rate"] == entry["learning_rate"], (adapter, before, after)
+            assert other["loss"] == pytest.approx(entry["loss"], rel=1e-5), (adapter, before, after)
+            assert other["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-4), (adapter, before, after)
+
+
+def run_on_disks_of_their_own(flags, folder):
+    """Every rank as if on a node that has `folder`/RANK to itself: what is said with a checkpoint in parts, in a folder
+    that is damaged on one node, and without the flag; and the logs of the whole run and of the one that goes on."""
+    rank = int(os.environ["RANK"])
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2"}
+    os.environ.update(node, GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1")  # accelerate asks for the address
+    flags = [*flags, "--output_dir", f"{folder}/{rank}", "--resume_from_checkpoint", "auto"]
+    each = ["--save_on_each_node", "True"]
+    said = {"no flag": refusal(flags), "best": refusal([*flags, *each, *EVALUATION])}
+    whole = run_once([*flags, *each])
+    shutil.rmtree(f"{folder}/{rank}/checkpoint-3")
+    kept = sorted(os.listdir(f"{folder}/{rank}/checkpoint-2"))
+    said["in parts"] = refusal([*flags, *each])
+    for source, target in ((1, 0), (0, 1)):  # by one rank, the other waits
+        together(lambda source=source, target=target: rank or copy_over(f"{folder}/{source}", f"{folder}/{target}"))
+    states = Path(f"{folder}/{rank}/checkpoint-2/states-00000-000.safetensors")
+    contents = states.read_bytes()
+    if rank == 1:
+        states.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+    said["damaged"] = refusal([*flags, *each])
+    states.write_bytes(contents)
+    return said, kept, values(whole), values(run_once([*flags, *each]))
+
+
+def refusal(flags):
+    with pytest.raises(RefusedTogether) as refused:
+        run_once(flags)
+    return str(refused.value)
+
+
+def copy_over(source, target):
+    shutil.copytree(f"{source}/checkpoint-2", f"{target}/checkpoint-2", dirs_exist_ok=True)
+
+
+def test_nodes_with_disks_of_their_own(models, tmp_path):
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
+    flags = [*flags_of("ring on FSDP2", "fp32", data, models), "--gradient_accumulation_steps", "1"]
+    flags += ["--max_steps", "3", "--save_strategy", "steps", "--save_steps", "2"]
+    results = run_ranks(2, f"{__name__}:run_on_disks_of_their_own", flags, str(tmp_path))
+    for rank, (said, kept, whole, resumed) in enumerate(results):
+        assert "is not the folder that rank 0 has by that name" in said["no flag"]
+        assert "--load_best_model_at_end reads the files of all ranks" in said["best"]
+        assert re.search(r"checkpoint-2/\S+ is missing on .* copy the states-\* and random-\*", said["in parts"])
+        assert "1/checkpoint-2/states-00000-000.safetensors is damaged" in said["damaged"]
+        assert f"random-0000{rank}.json" in kept
+        assert ("model.safetensors" in kept) == (rank == 0)
+        assert len(kept) == 3 or rank == 0
+        assert whole == resumed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["1 process", "ring", "ulysses", "stream"])
+def test_runs_killed_at_random_moments_are_those_that_were_not(layout):
+    """A short part of what benchmarks/soak.py does."""
+    command = [sys.executable, "-m", "benchmarks.soak", "--kills", "2", "--layouts", layout]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    row = next((text for text in done.stdout.splitlines() if text.startswith(f"| {layout} |")), done.stderr)
+    kills, _, steps, wrong, unequal = (int(cell) for cell in row.split("|")[2:7])
+    assert (kills, wrong, unequal) == (2, 0, 0), row
+    assert steps

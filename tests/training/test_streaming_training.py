@@ -1,0 +1,202 @@
+"""Training on a stream, on real gloo ranks and real engines, against one process on the rows that a stream gives.
+
+Tolerances as in test_training: 1e-5 relative for the first step, 1e-4 over five.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longctx.packing import PackedStream
+from longctx.train import main
+from tests.reference import train_reference
+from tests.training.test_training import LEARNING_RATE, STEPS, make_documents, relative, write_jsonl
+from tests.workers import run_ranks
+
+LENGTHS = [*np.random.default_rng(5).integers(2, 90, 34).tolist(), 300]
+"""The last is longer than a row."""
+MAX_LENGTH = 128
+ROWS_A_STEP = 4
+
+COMMON = ["--dataset_streaming", "True", "--max_steps", str(STEPS), "--learning_rate", str(LEARNING_RATE)]
+COMMON += ["--max_length", str(MAX_LENGTH), "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none"]
+COMMON += ["--disable_tqdm", "True"]
+
+LAYOUTS = {  # (processes, flags): 4 rows a step in every one
+    "sp 1": (1, ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]),
+    "sp 4 ring on FSDP2": (4, ["--sp", "4", "--sp_backend", "ring", "--gradient_accumulation_steps", "4"]),
+    "sp 2 × dp 2 Ulysses on ZeRO-3": (
+        4,
+        ["--sp", "2", "--sp_backend", "ulysses", "--engine", "deepspeed", "--gradient_accumulation_steps", "2"],
+    ),
+    "dp 4, workers": (4, ["--sp", "1", "--dataloader_num_workers", "2"]),
+}
+PACKINGS = {  # flags, and documents: each set gives a pass of four steps, the last of them not full
+    "packed": (["--packing", "True", "--overlong", "split"], LENGTHS),
+    "single": (["--packing", "False", "--overlong", "drop"], LENGTHS[-15:]),
+}
+
+
+@pytest.fixture
+def model(models):
+    return models["GQA 4:2"]
+
+
+def documents_of(row):
+    """The (input_ids, labels) in a row, or in a piece of a document that it holds."""
+    borders = np.cumsum(row["seq_lengths"])[:-1]
+    return [
+        (ids.tolist(), labels.tolist())
+        for ids, labels in zip(np.split(row["input_ids"], borders), np.split(row["labels"], borders), strict=True)
+    ]
+
+
+def steps_of(documents, packing):
+    """The documents of each step: rows in order, the last step of a pass with what is left, then from the start."""
+    source = [{"input_ids": ids, "labels": labels} for ids, labels in documents]
+    if packing == "single":
+        rows = [[document] for document in documents if len(document[0]) <= MAX_LENGTH]
+    else:
+        rows = [documents_of(row) for row in PackedStream(source, MAX_LENGTH, overlong="split")]
+    steps = [rows[start : start + ROWS_A_STEP] for start in range(0, len(rows), ROWS_A_STEP)]
+    assert len(steps) < STEPS
+    assert len(steps[-1]) < ROWS_A_STEP
+    return [[document for row in step for document in row] for step in islice(steps * STEPS, STEPS)], len(rows)
+
+
+def run_cases(cases):
+    from tests.training.test_training import run_cases
+
+    return run_cases(cases)
+
+
+FSDP2, ZERO3 = ["sp 4 ring on FSDP2", "dp 4, workers"], ["sp 2 × dp 2 Ulysses on ZeRO-3"]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "packing"),
+    [
+        pytest.param(["sp 1"], "packed", id="sp 1, packed"),
+        pytest.param(["sp 1"], "single", id="sp 1, single", marks=pytest.mark.long),
+        pytest.param(FSDP2, "packed", id="FSDP2, packed", marks=pytest.mark.long),
+        pytest.param(FSDP2, "single", id="FSDP2, single", marks=pytest.mark.long),
+        pytest.param(ZERO3, "packed", id="ZeRO-3, packed", marks=pytest.mark.long),
+        pytest.param(ZERO3, "single", id="ZeRO-3, single", marks=pytest.mark.long),
+    ],
+)
+def test_training_on_a_stream_equals_one_process(layouts, packing, model, tmp_path, parity_table):
+    """Rows that two ranks share, that none reads, or that come in another order would change the losses."""
+    flags, lengths = PACKINGS[packing]
+    documents = make_documents(lengths, seed=3, masked=0.95)
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    steps, num_rows = steps_of(documents, packing)
+    cases = {}
+    for name in layouts:
+        cases[name] = [*COMMON, *flags, "--per_device_train_batch_size", "1", *LAYOUTS[name][1]]
+        cases[name] += ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", str(tmp_path / name)]
+    run_ranks(LAYOUTS[layouts[0]][0], f"{__name__}:run_cases", cases)
+    reference = train_reference(model, None, steps=STEPS, learning_rate=LEARNING_RATE, batches=steps)
+    tokens = np.cumsum([sum(len(ids) for ids, _ in step) for step in steps])
+    for name in layouts:
+        packing_entry, *entries = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        entries = [entry for entry in entries if "loss" in entry]
+        losses, norms = [entry["loss"] for entry in entries], [entry["grad_norm"] for entry in entries]
+        first = relative(losses[:1], reference[0][:1]), relative(norms[:1], reference[1][:1])
+        run = relative(losses, reference[0])
+        parity_table.append((f"stream, {packing}, {name}", "torchrun", *first, run))
+        assert max(first) <= 1e-5
+        assert run <= 1e-4
+        assert [entry["num_tokens"] for entry in entries] == tokens.tolist()
+        report = packing_entry["packing"]
+        assert (report["documents"], report["tokens"], report["packs"]) == (len(lengths), sum(lengths), num_rows)
+        assert report["tokens_dropped"] == (0 if packing == "packed" else lengths[-1])
+        assert (report["too_long_documents"], report["passes"]) == (1, 2)
+
+
+@pytest.mark.long
+def test_a_stream_trains_and_evaluates_as_the_data_set_in_order(model, tmp_path):
+    """Without packing the rows are the same, so the logs are: text, truncated, evaluated at every step, at sp 2."""
+    data, rng = tmp_path / "data", np.random.default_rng(0)
+    data.mkdir()
+    for split, num_records in (("train", 30), ("test", 7)):
+        texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 200)))) for _ in range(num_records)]
+        (data / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    cases = {}
+    for name in ("True", "False"):
+        cases[name] = [*COMMON, "--dataset_streaming", name, "--packing", "False", "--overlong", "truncate"]
+        cases[name] += ["--balance_packs", "False", "--train_sampling_strategy", "sequential", "--sp", "2"]
+        cases[name] += ["--per_device_train_batch_size", "4", "--eval_strategy", "steps", "--eval_steps", "1"]
+        cases[name] += ["--model_name_or_path", model, "--dataset_name", str(data)]
+        cases[name] += ["--sp_backend", "ring", "--output_dir", str(tmp_path / name)]
+    run_ranks(2, f"{__name__}:run_cases", cases)
+    logs = {
+        name: [
+            {key: entry[key] for key in ("loss", "eval_loss", "num_tokens", "step") if key in entry}
+            for entry in json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"][1:]
+        ]
+        for name in cases
+    }
+    assert sum("eval_loss" in entry for entry in logs["True"]) == STEPS
+    assert logs["True"] == logs["False"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max_steps", "-1"], "--max_steps -1: .* Add --max_steps N"),
+        (["--balance_packs", "True"], "--balance_packs True .* Leave out --balance_packs"),
+        (["--shuffle_dataset", "True"], "--shuffle_dataset True .* read in order"),
+        (["--prepare_only", "True"], "--prepare_only True"),
+        (["--eval_strategy", "epoch"], "--eval_strategy epoch .* Use --eval_strategy steps"),
+        (["--save_strategy", "epoch"], "--save_strategy epoch"),
+        (["--logging_strategy", "epoch"], "--logging_strategy epoch"),
+        (["--packing_strategy", "wrapped"], "--packing_strategy wrapped .* --overlong split"),
+        (["--resume_from_checkpoint", "folder"], "--resume_from_checkpoint folder"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(flags, words, capsys):
+    assert main([*COMMON, "--model_name_or_path", "tiny", "--dataset_name", "stdlib", *flags]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_stream_says_that_nothing_is_shuffled(capsys):
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--num_train_epochs", "2", "--dry_run", "True"]
+    assert main([*COMMON, *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "documents come in the order of the data set, and nothing is shuffled" in printed
+    assert "--num_train_epochs has no effect on a stream" in printed
+
+
+@pytest.mark.long
+def test_a_bad_record_ends_the_run_with_its_place(model, tmp_path):
+    """On all ranks, with one clear line, and in the step that needs it: what is read before is trained on."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": "x" * 50}) + "\n" for _ in range(600)) + "{\n")
+    command = [sys.executable, "-m", "longctx.train", *COMMON, "--model_name_or_path", model, "--sp", "2"]
+    command += ["--dataset_name", str(data), "--packing", "False", "--per_device_train_batch_size", "200"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert done.stderr.count("longctx: error: ") == 1
+    assert f"longctx: error: {data}:601: malformed JSON" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.count("'loss': ") == 2
+
+
+def test_a_stream_whose_labels_are_all_cut_off_saves_no_model(model, tmp_path, capsys):
+    records = [{"prompt": "Why? " * 40, "completion": "So."}] * 8
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out")]
+    assert main([*flags, *COMMON, "--overlong", "truncate", "--use_cpu", "True"]) == 2
+    assert f"had no token with a label in {STEPS} steps" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/*.safetensors"))

@@ -1,0 +1,209 @@
+"""Files that have no end, or are far larger once they are read: see docs/security.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from longctx.data import DataError, load_records
+from longctx.model.load import load_config, load_tokenizer
+from longctx.training.checkpoint.files import CheckpointError, read_manifest
+from longctx.training.fingerprint import _data_files_identity
+from longctx.untrusted.files import matching_files
+from tests.untrusted.test_security import checkpoint, load
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _comes_to_an_end(tmp_path, monkeypatch):
+    """Fail a test that waits for a pipe or walks in circles, instead of the whole run."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def stop(*_):
+        raise AssertionError("it waits without end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def put_in_place(path: Path, kind: str) -> None:
+    """Replace a file, if there is one, by something that is no regular file."""
+    path.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to("..", target_is_directory=True)
+
+
+KINDS = ["a pipe", "a device", "a link to a folder"]
+MODEL_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"]
+MODEL_FILES += ["generation_config.json", "adapter_config.json", "special_tokens_map.json"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_models_folder_holds_regular_files(saved_model, tmp_path, kind):
+    for name in MODEL_FILES:
+        folder = shutil.copytree(saved_model, tmp_path / name)
+        put_in_place(folder / name, kind)
+        for read in (load, load_config, load_tokenizer):
+            with pytest.raises(ValueError, match=rf"{name} is {kind}"):
+                read(str(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["longctx.json", "states-00000-000.safetensors", "random-00000.json", "more/x"])
+def test_a_checkpoint_holds_regular_files(tmp_path, name, kind):
+    folder = checkpoint(tmp_path / "checkpoint-1", {})
+    (folder / "more").mkdir()
+    put_in_place(folder / name, kind)
+    with pytest.raises(CheckpointError, match=rf"{name} is {kind}"):
+        read_manifest(folder)
+
+
+def test_folders_that_lead_in_circles(tmp_path):
+    """Two links to the folder above make 2^40 paths."""
+    folder = tmp_path / "data"
+    (folder / "part").mkdir(parents=True)
+    (folder / "part" / "train.jsonl").write_text('{"text": "a b"}\n')
+    for name in ("one", "two"):
+        (folder / "part" / name).symlink_to("..", target_is_directory=True)
+    with pytest.raises(ValueError, match=r"part/one is a link to a folder"):
+        load_records(str(folder))
+    assert matching_files(str(folder / "**")) == [folder / "part" / "train.jsonl"]
+    assert len(load_records(str(folder / "**" / "*.jsonl"))) == 1
+    assert _data_files_identity(str(folder / "**" / "*.jsonl")) is not None
+
+
+@pytest.mark.parametrize("read", ["{}", "{}/*", "{}/**"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a link to gone, where no file is"])
+def test_nothing_of_a_data_set_is_passed_over(tmp_path, kind, suffix, read):
+    for name in ("train-0", "train-1"):
+        (tmp_path / f"{name}.{suffix}").write_text('{"text": "a b"}\n')
+    (tmp_path / ".#train-0.txt").symlink_to("somebody@a-machine")  # hidden: what an editor leaves there
+    assert len(load_records(read.format(tmp_path))) == 2
+    broken = tmp_path / f"train-1.{suffix}"
+    if kind.startswith("a link"):
+        broken.unlink()
+        broken.symlink_to("gone")
+    else:
+        put_in_place(broken, kind)
+    with pytest.raises(ValueError, match=rf"train-1\.{suffix} is {kind}"):
+        load_records(read.format(tmp_path))
+
+
+def test_globs_match_what_they_did(tmp_path):
+    for name in ("a.txt", "b/c.txt", "b/d/e.txt", ".hidden/f.txt", "b/.g.txt", "[x].txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+
+    def found(pattern):
+        return [str(path.relative_to(tmp_path)) for path in matching_files(str(tmp_path / pattern))]
+
+    assert found("*.txt") == ["[x].txt", "a.txt"]
+    assert found("**/*.txt") == found("**") == ["[x].txt", "a.txt", "b/c.txt", "b/d/e.txt"]
+    assert found("b/**") == ["b/c.txt", "b/d/e.txt"]
+    assert found(".hidden/*") == found(".h*/*.txt") == [".hidden/f.txt"]
+    assert found("[[]x].txt") == ["[x].txt"]
+    assert found("b/.*") == ["b/.g.txt"]
+
+
+def test_a_saved_data_set_holds_regular_files(tmp_path):
+    parts = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a b"]})})
+    for name in ("state.json", "dataset_info.json"):
+        parts.save_to_disk(str(tmp_path / name))
+        put_in_place(tmp_path / name / "train" / name, "a pipe")
+        with pytest.raises(DataError, match=rf"train/{name} is a pipe"):
+            load_records(str(tmp_path / name))
+
+
+def test_files_of_flags_are_regular(refusal, tmp_path):
+    for name in ("run.yaml", "template.jinja"):
+        os.mkfifo(tmp_path / name)
+    assert "run.yaml is a pipe" in refusal("--config", str(tmp_path / "run.yaml"))
+    template = str(tmp_path / "template.jinja")
+    assert "template.jinja is no file" in refusal("--model_name_or_path", "tiny", "--chat_template_path", template)
+
+
+# What files unpack to
+
+
+WRITE = """
+import sys, pyarrow as pa, pyarrow.parquet as pq
+text = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * 400), ["a" * (1 << 20)])})
+if sys.argv[1].endswith(".parquet"):
+    pq.write_table(text, sys.argv[1], compression="zstd", store_schema=False)
+else:
+    text = text.cast(pa.schema([("text", pa.string())]))
+    with pa.ipc.new_stream(sys.argv[1], text.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(text)
+"""
+
+
+@pytest.mark.parametrize("suffix", ["parquet"])
+def test_compressed_files_are_bounded_by_what_they_unpack_to(tmp_path, monkeypatch, suffix):
+    """400 MiB in one row group or record batch, written by another process, so that this one has no memory of it."""
+    path = tmp_path / f"data.{suffix}"
+    subprocess.run([sys.executable, "-c", WRITE, path], check=True)
+    assert path.stat().st_size < MIB
+    monkeypatch.setattr("longctx.data.files.GROUP_MEMORY_BYTES", 100 * MIB)
+    with pytest.raises(DataError, match=rf"data\.{suffix}: a row group or .* size of more than 100 MiB, the limit"):
+        load_records(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"text": "a"}\n{"text": %s}\n', ":2: a record"),
+        ('[{"text": "a"},\n{"text": %s}]', r", record 1 \(counted from 0\): a record"),
+    ],
+    ids=["lines", "array"],
+)
+def test_json_is_bounded_by_what_it_unpacks_to(tmp_path, text, place):
+    """2 MiB of empty lists are 45 MiB of objects. In a process of its own: this one may have as much left over."""
+    path = tmp_path / "data.json"
+    path.write_text(text % f"[{','.join(['[]'] * (2 * MIB // 3))}]")
+    code = (
+        "import sys; from longctx.data import json_records, load_records; json_records.RECORD_MEMORY_BYTES = 16 << 20"
+    )
+    code += "; load_records(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert re.search(rf"DataError: .*data\.json{place} with a parsed size of more than 16 MiB, the limit", done.stderr)
+
+
+def test_an_array_is_parsed_one_record_at_a_time(tmp_path, monkeypatch):
+    """Its records together are larger than the limit, and none of them is."""
+    path = tmp_path / "data.json"
+    record = {"text": "a", "extra": [[]] * 20_000}
+    path.write_text(json.dumps([record] * 40))
+    monkeypatch.setattr("longctx.data.json_records.RECORD_MEMORY_BYTES", 16 * MIB)
+    assert len(load_records(str(path))) == 40
+
+
+# Messages
+
+
+def test_control_characters_are_escaped(refusal, tmp_path):
+    """In the name of a file, and in a key of JSON; the message stays one line."""
+    name = "\x1b]0;owned\x07\nlongctx: done \u202e.jsonl"
+    error = refusal("--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / name))
+    assert r"\x1b]0;owned\x07 longctx: done \u202e.jsonl" in error
+    (tmp_path / "data.jsonl").write_text(json.dumps({"\x1b[2J": 1}))
+    error = refusal("--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "data.jsonl"))
+    assert not {character for character in error if not character.isprintable()} - {"\n"}
+    assert error.count("\n") == 1
