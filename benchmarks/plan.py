@@ -55,7 +55,7 @@ def draw_packs(capacity: int, cap: int, num_packs: int, seed: int = 0) -> list[I
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class Layout:
     """Which rank owns which token."""
 
     lengths: Ints
@@ -67,14 +67,14 @@ class Arrangement:
     """Tokens added to the documents."""
 
 
-def arrange_plan_ring(lengths: Ints, world_size: int) -> Arrangement:
+def arrange_plan_ring(lengths: Ints, world_size: int) -> Layout:
     plan = plan_ring(np.append(0, np.cumsum(lengths)), world_size)
-    return Arrangement(lengths, plan.permutation, plan.kv_tokens_sent / (plan.num_tokens * max(1, world_size - 1)))
+    return Layout(lengths, plan.permutation, plan.kv_tokens_sent / (plan.num_tokens * max(1, world_size - 1)))
 
 
-def arrange_contiguous(lengths: Ints, world_size: int) -> Arrangement:
+def arrange_contiguous(lengths: Ints, world_size: int) -> Layout:
     permutation = np.arange(lengths.sum())
-    return Arrangement(lengths, permutation, needed_fraction(lengths, permutation, world_size))
+    return Layout(lengths, permutation, needed_fraction(lengths, permutation, world_size))
 
 
 def zigzag_order(num_tokens: int, world_size: int) -> Ints:
@@ -83,12 +83,12 @@ def zigzag_order(num_tokens: int, world_size: int) -> Ints:
     return np.stack([pieces[:world_size], pieces[: world_size - 1 : -1]], axis=1).reshape(-1)
 
 
-def arrange_pack_zigzag(lengths: Ints, world_size: int) -> Arrangement:
+def arrange_pack_zigzag(lengths: Ints, world_size: int) -> Layout:
     permutation = zigzag_order(int(lengths.sum()), world_size)
-    return Arrangement(lengths, permutation, needed_fraction(lengths, permutation, world_size))
+    return Layout(lengths, permutation, needed_fraction(lengths, permutation, world_size))
 
 
-def arrange_document_zigzag(lengths: Ints, world_size: int) -> Arrangement:
+def arrange_document_zigzag(lengths: Ints, world_size: int) -> Layout:
     """Every document in 2P pieces, as the published ring kernels need it: padded to a multiple of 2P."""
     padded = -(-lengths // (2 * world_size)) * 2 * world_size
     starts = np.cumsum(padded) - padded
@@ -98,22 +98,22 @@ def arrange_document_zigzag(lengths: Ints, world_size: int) -> Arrangement:
     ]
     permutation = np.concatenate(shards, axis=1).reshape(-1)
     padding = int(padded.sum() - lengths.sum())
-    return Arrangement(padded, permutation, needed_fraction(padded, permutation, world_size), padding)
+    return Layout(padded, permutation, needed_fraction(padded, permutation, world_size), padding)
 
 
-def torch_arrangements() -> dict[str, Callable[[Ints, int], Arrangement]]:
+def torch_layouts() -> dict[str, Callable[[Ints, int], Layout]]:
     """The load balancers of torch's context parallelism, where this torch has them."""
     try:
         from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
     except ImportError:
         return {}
 
-    def head_tail(lengths: Ints, world_size: int) -> Arrangement:
+    def head_tail(lengths: Ints, world_size: int) -> Layout:
         balancer = balancers._HeadTailLoadBalancer(int(lengths.sum()), world_size, "cpu")
         permutation = balancer._generate_indices().numpy().reshape(-1).astype(np.int64)
-        return Arrangement(lengths, permutation, needed_fraction(lengths, permutation, world_size))
+        return Layout(lengths, permutation, needed_fraction(lengths, permutation, world_size))
 
-    def per_document(lengths: Ints, world_size: int) -> Arrangement:
+    def per_document(lengths: Ints, world_size: int) -> Layout:
         padded = -(-lengths // (2 * world_size)) * 2 * world_size
         balancer = balancers._PerDocumentHeadTailLoadBalancer([padded.tolist()], world_size, "cpu")
         # Its indices go through the documents one after another, each with the pieces of all ranks; a rank's
@@ -122,7 +122,7 @@ def torch_arrangements() -> dict[str, Callable[[Ints, int], Arrangement]]:
         parts = [flat[s : s + n].reshape(world_size, -1) for s, n in zip(starts, padded, strict=True)]
         permutation = np.concatenate(parts, axis=1).reshape(-1)
         fraction = needed_fraction(padded, permutation, world_size)
-        return Arrangement(padded, permutation, fraction, int(padded.sum() - lengths.sum()))
+        return Layout(padded, permutation, fraction, int(padded.sum() - lengths.sum()))
 
     return {"torch head-tail": head_tail, "torch per-document head-tail": per_document}
 
@@ -165,7 +165,7 @@ class Measured:
         ]
 
 
-def measure(packs: list[Ints], world_size: int, arrange: Callable[[Ints, int], Arrangement]) -> Measured:
+def measure(packs: list[Ints], world_size: int, arrange: Callable[[Ints, int], Layout]) -> Measured:
     """Figures counted from the permutation itself, the same way for every arrangement."""
     imbalance, kv, runs_mean, runs_most, padding = [], [], [], [], 0
     for lengths in packs:
@@ -182,7 +182,7 @@ def measure(packs: list[Ints], world_size: int, arrange: Callable[[Ints, int], A
     return Measured(imbalance, kv, runs_mean, runs_most, padding / sum(int(p.sum()) for p in packs))
 
 
-ARRANGEMENTS: dict[str, Callable[[Ints, int], Arrangement]] = {
+LAYOUTS: dict[str, Callable[[Ints, int], Layout]] = {
     "**plan_ring**": arrange_plan_ring,
     "contiguous": arrange_contiguous,
     "whole-pack zigzag": arrange_pack_zigzag,
@@ -226,7 +226,7 @@ def print_comparison(settings: list[tuple[str, list[Ints], int]], column: str) -
     """One row for each setting (name, packs, world size) and arrangement."""
     print_head(column, "packs", "arrangement", *FIGURES)
     for name, packs, world_size in settings:
-        for arrangement, arrange in (ARRANGEMENTS | torch_arrangements()).items():
+        for arrangement, arrange in (LAYOUTS | torch_layouts()).items():
             print_row([name, len(packs), arrangement, *measure(packs, world_size, arrange).cells()])
 
 

@@ -54,7 +54,7 @@ READ_TOKENS = 50_000_000
 """Most tokens written to files for the last table."""
 
 
-class Documents:
+class Source:
     """A source of documents of these lengths: slices of one array, so that making them costs little."""
 
     def __init__(self, lengths: Lengths) -> None:
@@ -96,7 +96,7 @@ def measure(name: str, documents: int, capacity: int, look_ahead: int, repeats: 
     as_list = lengths.tolist()
     rows, seconds = timed(lambda: plan(as_list, capacity, look_ahead), repeats)
     start = time.process_time()
-    stream = PackedStream(Documents(lengths), capacity, overlong="split", look_ahead=look_ahead)
+    stream = PackedStream(Source(lengths), capacity, overlong="split", look_ahead=look_ahead)
     tokens = np.array([len(row["input_ids"]) for row in stream])
     row_seconds = time.process_time() - start
     assert len(tokens) == len(rows), "the stream and its plan have the same rows"

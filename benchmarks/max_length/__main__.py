@@ -32,7 +32,7 @@ from .results import SWEEP, Results
 USAGE_ERROR, INTERRUPTED = 2, 130
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
-BACKENDS = ("ring", "ulysses", "hybrid", "trl", "gather")
+COMPARED = ("ring", "ulysses", "hybrid", "trl", "gather")
 SETTINGS = (
     "model",
     "memory",
@@ -92,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=BACKENDS,
-        default=list(BACKENDS[:4]),
+        choices=COMPARED,
+        default=list(COMPARED[:4]),
         help="trl: its own context parallelism on FSDP2, and its Ulysses on DeepSpeed. Default: all but gather.",
     )
     parser.add_argument("--model_name_or_path", help="Default: Qwen/Qwen3-8B with GPUs, else tiny.")

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-IGNORE_INDEX = -100
-"""Label of a token that is not a target, as in transformers and torch's cross-entropy."""
+from longctx.data.columns import IGNORE_INDEX
 
 _MASKS = ("completion_mask", "assistant_masks")
 
