@@ -114,6 +114,46 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+SLOWEST_FIRST = [
+    "training/test_training.py",
+    "training/test_resume.py",
+    "attention/test_attention.py",
+    "gpu/test_soft_training.py",
+    "verify/test_verify.py",
+    "settings/test_profiles.py",
+    "gpu/test_synchronisation.py",
+    "training/test_hub.py",
+    "settings/test_refusals.py",
+    "launch/test_hosts.py",
+    "benchmarks/test_max_length.py",
+    "training/test_prepare.py",
+    "test_plan.py",
+    "training/test_checkpoint.py",
+    "launch/test_faults.py",
+    "model/test_tied_head.py",
+    "test_examples.py",
+    "training/test_early_stopping.py",
+    "training/test_evaluation.py",
+    "launch/test_slurm.py",
+    "layers/test_tiled_mlp.py",
+    "data/test_mixture.py",
+    "test_loop.py",
+    "test_parallel.py",
+    "test_support_matrix.py",
+    "test_preferences.py",
+    "launch/test_security_launch.py",
+]
+"""Files of tests that take longest, from `pytest --durations 60`. Workers take whole files in this order, so that none of
+them is left to one worker alone at the end."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Put the slowest files first where there are workers; without them, files stay in the order of their names."""
+    if hasattr(config, "workerinput"):
+        places = {config.rootpath / "tests" / file: place for place, file in enumerate(SLOWEST_FIRST)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 def pytest_sessionstart(session):
     """Each worker of a whole run forks its ranks from a server that starts here, before a test changes the environment.
 

@@ -119,8 +119,19 @@ def sharded_case(backend, groups, lengths, heads, dtype, kind="full", stride=Non
     return errors
 
 
-def all_cases():
-    """Every backend × kind × heads × pack × dtype on one process group; returns the worst error of each."""
+def is_covering(kind, heads, pack, dtype):
+    """Whether a plain pytest runs a case: all packs with GQA, all heads with two packs, fp32 and windows on one."""
+    if dtype != torch.float64 or kind != "full":
+        return heads == "GQA" and pack == "mixed"
+    return heads == "GQA" or pack in ("mixed", "odd lengths")
+
+
+def all_cases(covering):
+    """Every backend × kind × heads × pack × dtype on one process group; returns the worst error of each.
+
+    Args:
+        covering: those alone that `is_covering` chooses, or none of them; None for all.
+    """
     world_size, errors = dist.get_world_size(), {}
     for backend, (ring, ulysses) in factorisations(world_size):
         groups = subgroups(ring, ulysses)
@@ -133,10 +144,13 @@ def all_cases():
                 continue  # nor do these
             if kind != "full" and (world_size != 2 or heads == "MHA") and (heads, dtype) != ("GQA", torch.float64):
                 continue  # nor do heads and dtypes add anything to two ranks with windows and sinks
+            if covering is not None and covering != is_covering(kind, heads, pack, dtype):
+                continue
             lengths = padded(PACKS[pack], 2 * world_size)
             case = sharded_case(backend, groups, lengths, HEADS[heads], dtype, kind)
             errors[f"{backend} {ring}×{ulysses}", kind, heads, pack, dtype] = max(case)
-        errors |= chunked_cases(f"{backend} {ring}×{ulysses}", groups, ulysses)
+        if covering is not False:
+            errors |= chunked_cases(f"{backend} {ring}×{ulysses}", groups, ulysses)
     return errors
 
 
@@ -161,9 +175,16 @@ def factorisations(world_size):
     return cases + [("hybrid", product) for product in products]
 
 
-@pytest.mark.parametrize("world_size", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3, 8))])
-def test_sharded_attention_equals_dense(world_size):
-    for errors in run_ranks(world_size, f"{__name__}:all_cases"):
+@pytest.mark.parametrize(
+    ("world_size", "covering"),
+    [
+        pytest.param(4, True, id="4"),
+        pytest.param(4, False, id="4-others", marks=pytest.mark.long),
+        *(pytest.param(n, None, id=str(n), marks=pytest.mark.long) for n in (1, 2, 3, 8)),
+    ],
+)
+def test_sharded_attention_equals_dense(world_size, covering):
+    for errors in run_ranks(world_size, f"{__name__}:all_cases", covering):
         wrong = {case: error for case, error in errors.items() if not error <= TOLERANCE[case[-1]]}
         assert errors
         assert not wrong

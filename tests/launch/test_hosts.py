@@ -80,16 +80,22 @@ def check_cases(folder, reference, start, parity_table, layouts=LAYOUTS):
         check(result, reference, f"{case} sp 4, packed, on two hosts", start, parity_table)
 
 
-@pytest.mark.parametrize("own_name", [pytest.param("", marks=pytest.mark.long), "127.0.1.1"])
-def test_two_hosts_equal_one_process(own_name, models, tmp_path, parity_table):
-    reference = make_cases(models, tmp_path)
+@pytest.mark.parametrize(
+    ("own_name", "layouts"),
+    [
+        pytest.param("", LAYOUTS, id="every layout", marks=pytest.mark.long),
+        pytest.param("127.0.1.1", {"hybrid": [*LAYOUTS["hybrid"], *SAVING]}, id="127.0.1.1"),
+    ],
+)
+def test_two_hosts_equal_one_process(own_name, layouts, models, tmp_path, parity_table):
+    reference = make_cases(models, tmp_path, layouts)
     with two_hosts(tmp_path, own_name=own_name) as hosts:
         codes, outputs = run(hosts, torchrun(hosts, "-m", "tests.train_cases", "cases.json", "results.json"), tmp_path)
     assert codes == [0, 0], outputs
-    check_cases(tmp_path, reference, "torchrun", parity_table)
-    saved = tmp_path / "ring" / "checkpoint-4"  # in a folder that both see, and so one has written
+    check_cases(tmp_path, reference, "torchrun", parity_table, layouts)
+    (saved,) = tmp_path.glob("*/checkpoint-4")  # in a folder that both see, and so one has written
     check_files(saved, read_manifest(saved))
-    assert not list(tmp_path.glob("ring/*.partial"))
+    assert not list(tmp_path.glob("*/*.partial"))
 
 
 # Other launchers

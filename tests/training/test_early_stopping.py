@@ -35,9 +35,13 @@ def losses(log):
 
 
 @pytest.mark.parametrize(
-    "layout", ["ring on FSDP2", *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if "ring" not in name)]
+    ("layout", "stops", "resumed"),
+    [
+        pytest.param("ring on FSDP2", ["gets worse"], [2], id="ring on FSDP2"),
+        *(pytest.param(name, list(STOPS), [2, 3], id=f"{name}, all", marks=pytest.mark.long) for name in LAYOUTS),
+    ],
 )
-def test_all_ranks_stop_after_the_same_step(layout, models, tmp_path):
+def test_all_ranks_stop_after_the_same_step(layout, stops, resumed, models, tmp_path):
     """As one process does; and a run that went on from a checkpoint counts on."""
     processes, given = LAYOUTS[layout]
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41]))
@@ -46,21 +50,21 @@ def test_all_ranks_stop_after_the_same_step(layout, models, tmp_path):
     cases = {
         name: [*common, *given, *flags, *(saved if name == "gets worse" else []), "--output_dir", str(tmp_path / name)]
         for name, (flags, _) in STOPS.items()
+        if name in stops
     }
-    for step in (2, 3):
+    for step in resumed:
         checkpoint = ["--resume_from_checkpoint", str(tmp_path / "gets worse" / f"checkpoint-{step}")]
         cases[step] = [*cases["gets worse"][:-1], str(tmp_path / str(step)), *checkpoint]
     ranks = run_ranks(processes, f"{__name__}:run_all", cases, timeout=900)
-    alone = run_all(
-        {name: [*common, *flags, "--output_dir", str(tmp_path / "1")] for name, (flags, _) in STOPS.items()}
-    )
-    for name, (_, last) in STOPS.items():
+    alone = run_all({name: [*common, *STOPS[name][0], "--output_dir", str(tmp_path / "1")] for name in stops})
+    for name in stops:
+        last = STOPS[name][1]
         assert all(len(losses(rank[name])) == last for rank in ranks), name
         assert losses(ranks[0][name]) == pytest.approx(losses(alone[name]), rel=1e-4)
     expected = weights(tmp_path / "gets worse")  # of the best evaluation, the first
     best = weights(tmp_path / "gets worse" / "checkpoint-1")
     assert all(torch.equal(expected[name], best[name]) for name in best)
-    for step in (2, 3):
+    for step in resumed:
         assert all(values(rank[step]) == values(ranks[0]["gets worse"]) for rank in ranks)
         found = weights(tmp_path / str(step))
         assert all(torch.equal(found[name], expected[name]) for name in expected)

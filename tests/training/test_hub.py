@@ -76,13 +76,19 @@ REFUSED = {  # at the start, and by what
 }
 
 
-@pytest.mark.parametrize("why", ["token", *(pytest.param(name, marks=pytest.mark.long) for name in list(REFUSED)[1:])])
-def test_a_hub_that_takes_nothing_is_met_before_data_and_weights(why, tmp_path):
+@pytest.mark.parametrize(
+    ("why", "layout"),
+    [
+        pytest.param("token", [], id="token, 1 process"),
+        *(pytest.param(why, LAYOUTS["ring"], id=why, marks=pytest.mark.long) for why in REFUSED),
+    ],
+)
+def test_a_hub_that_takes_nothing_is_met_before_data_and_weights(why, layout, tmp_path):
     with stand_in() as hub, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         hub.refuses = REFUSED[why] or hub.refuses
         url = hub.url if REFUSED[why] else f"http://127.0.0.1:{closed.getsockname()[1]}"
-        done = push(url, tmp_path, *LAYOUTS["ring"])
+        done = push(url, tmp_path, *layout)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("longctx: error: ") == 1
     assert f"--push_to_hub True: {NAME} cannot be written on the hub" in done.stderr
