@@ -121,7 +121,7 @@ def test_every_legal_pair_exactly_once(pack, max_imbalance, group_fraction):
 
 @settings(max_examples=50, deadline=None)
 @given(packs())
-def test_areas_and_work_per_hop(pack):
+def test_areas_runs_and_reports(pack):
     lengths, world_size = pack
     plan = _plan(lengths, world_size)
     local = sum(int((n * (n + 1) // 2).sum()) for n in (np.diff(s.cu_seqlens) for s in plan.shards))
