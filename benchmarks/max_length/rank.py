@@ -23,6 +23,7 @@ from longctx.forecast.allocations import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.memory_trace import MemoryTracer
 from longctx.model.load import count_parameters, load_config, load_model, load_tokenizer
+from longctx.packing import PackedDataset
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
@@ -131,6 +132,7 @@ def _train_longctx(task: Task, watch: _Watch) -> dict[str, Any]:
     trainer.train()
     logged = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
     metrics, dims = trainer.step_metrics, trainer.sequence.dims
+    assert isinstance(trainer.rows, PackedDataset), "the sweep trains on no stream"
     lengths = [length for row in range(dims.dp) for length in trainer.rows[row]["seq_lengths"].tolist()]
     return {"loss": logged["loss"], "padding": logged["padding_fraction"], **_work(metrics, lengths)}
 

@@ -1,7 +1,5 @@
 """Put documents into packs: lengths in, bins out."""
 
-from typing import TYPE_CHECKING, Any
-
 from longctx.data import document_lengths as read_lengths
 
 from .balance import balanced_order, pack_costs, shuffled_order, spread_step
@@ -10,9 +8,7 @@ from .cache import load_plan, save_plan
 from .dataset import PackedDataset, pack_dataset
 from .overlong import OVERLONG, PackingReport, plan_packing
 from .plan import STRATEGIES, Packing, Piece, one_per_bin, pack
-
-if TYPE_CHECKING:
-    from .streaming import PackedStream
+from .streaming import PackedStream
 
 __all__ = [
     "OVERLONG",
@@ -35,12 +31,3 @@ __all__ = [
     "shuffled_order",
     "spread_step",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # A torch data set: planning and reading packs need no torch, which takes seconds to import.
-    if name == "PackedStream":
-        from .streaming import PackedStream
-
-        return PackedStream
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

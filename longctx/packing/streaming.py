@@ -1,4 +1,4 @@
-"""Packs from a stream of documents whose lengths nobody knows in advance; resumable, for any number of ranks."""
+"""Packs from a stream of documents whose lengths nobody knows in advance; resumable, the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, get_worker_info
 
 from longctx.data import DataError
 from longctx.data.columns import INPUT_IDS, is_token_type, token_columns
@@ -30,36 +29,18 @@ class _Piece(NamedTuple):
     columns: dict[str, NDArray[Any]]  # [tokens] each
 
 
-class PackedStream(IterableDataset):
+class PackedStream:
     """Rows of packed documents from a stream; the same keys as rows of `PackedDataset`.
 
     Documents are taken in order until the next one does not fit, then the gap is closed with the best one or two of
     those that wait, `look_ahead` packs of them. What is longer than a pack and split gives full packs at once, and
     its rest waits with the others.
 
-    **Ranks and workers.** There is one order of rows, a function of the source alone. Data-parallel rank r of R
-    yields row r, R + r, 2 R + r, ...; the ranks of a sequence group pass the same `rank`, so they yield the same
-    rows. W workers of a DataLoader share a rank's rows round about, so with rows that are not batched
-    (`DataLoader(stream, batch_size=None)`) a step's rows do not depend on W. Every process reads every document, and
-    makes tensors of its own rows only. `rows()` is the one order itself. Two ways to read less:
+    There is one order of rows, a function of the source alone. `longctx.training.data_order.StepStream` deals them out
+    to ranks and to the workers of a DataLoader; every process reads every document.
 
-    - a datasets.IterableDataset deals its files out to workers by itself; each worker then packs its files alone.
-    - give every rank its own documents (`datasets.distributed.split_dataset_by_node(source, rank, world)`), and
-      leave `num_ranks` at 1.
-
-    Where the rows do not divide by the ranks, the last round has rows for the first ranks only: feed the others
-    `SequenceCollator.empty()`, or leave it out with `drop_last`.
-
-    **Resuming.** `state_dict()` between two rows, and `load_state_dict()` into a stream over the same source: it goes
-    on with the next row. The state is the same on every rank, and may be loaded with another number of ranks. It
-    lives where the rows are made. Without workers it is `stream.state_dict()`. With workers torch's own DataLoader
-    does not hand it out; torchdata's StatefulDataLoader does:
-
-        loader = StatefulDataLoader(stream, batch_size=None, num_workers=2)
-        state = loader.state_dict()  # between two rows; torch.save it
-        loader.load_state_dict(state)  # of a new loader over the same source, with as many workers
-
-    or else pass over the rows that were read: `itertools.islice(loader, rows, None)`.
+    `position()` between two rows says where the stream stands; `go_on_from` makes a stream over the same source go on
+    with the next row.
     """
 
     def __init__(
@@ -71,10 +52,6 @@ class PackedStream(IterableDataset):
         strategy: str = "stream",
         look_ahead: int = 16,
         columns: list[str] | None = None,
-        rank: int = 0,
-        num_ranks: int = 1,
-        drop_last: bool = False,
-        source_state: bool = False,
     ) -> None:
         """
         Args:
@@ -87,80 +64,39 @@ class PackedStream(IterableDataset):
             look_ahead: packs' worth of tokens that wait. Memory is this much and one document, or the tables they
                 come from.
             columns: per-token columns of a row; every list of numbers of the first document (of the tables) when None.
-            rank, num_ranks: which data-parallel rank this is (`sequence.dims.dp_rank(...)`), of how many.
-            drop_last: leave out a last round of rows that not every rank and worker has a row of.
-            source_state: keep the source's own `state_dict()`, so that resuming does not read it from its start. A
-                datasets.IterableDataset is then read as examples (20 µs a document and more), where states are exact.
-                Not for datasets' `shuffle`, whose buffer is no part of that state: documents would be missed.
 
         Raises:
             ValueError: for an argument out of range.
         """
-        _check_arguments(capacity, overlong, strategy, look_ahead, rank, num_ranks)
+        _check_arguments(capacity, overlong, strategy, look_ahead)
         if isinstance(source, Iterator):
             raise ValueError(
                 f"the source is a {type(source).__name__}, which can be read only once, so neither an epoch nor a run "
                 "could be repeated; pass something that can be iterated again, such as a datasets.IterableDataset"
             )
-        if source_state and not hasattr(source, "state_dict"):
-            raise ValueError(f"source_state=True, but a {type(source).__name__} has no state_dict; leave it out")
         self.source, self.capacity, self.overlong, self.look_ahead = source, int(capacity), overlong, look_ahead
-        self.strategy, self.columns, self.rank, self.num_ranks = strategy, columns, rank, num_ranks
-        self.drop_last, self.source_state = drop_last, source_state
-        self._source_start = self.source.state_dict() if source_state else None  # type: ignore[attr-defined]
-        self._loaded: dict[str, Any] | None = None
+        self.strategy, self.columns = strategy, columns
         self._position: Mapping[str, Any] | None = None
         self._begin(None)
 
     def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """This rank's (and worker's) rows: `input_ids` int64 [S], the other columns [S], `seq_lengths` int64
-        [documents], `position_ids` int64 [S].
+        """Yield every row: `input_ids` int64 [S], the other columns [S], `seq_lengths` int64 [documents],
+        `position_ids` int64 [S].
 
         Raises:
             DataError: a document without a column, of columns of several lengths, or too long, with its number.
         """
-        packs, places = self._packs(), np.arange(self.capacity)
-        mine, shares = self._share()
-        while group := list(islice(packs, shares)):
-            if self.drop_last and len(group) < shares:
-                return
-            if mine < len(group):
-                yield _row(group[mine], places)
-
-    def rows(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Every row of the one order, whichever rank and worker this is; raises as iterating does.
-
-        For those that deal the rows out by themselves, such as longctx.training.data_order.StepStream.
-        """
         places = np.arange(self.capacity)
         return (_row(pack, places) for pack in self._packs())
 
-    def _begin(self, state: Mapping[str, Any] | None) -> None:
-        """Set out from the start of the source, or from a state."""
-        state = state or {"read": 0, "waiting": [], "ready": [], "counts": {}, "columns": self.columns}
-        self._read: int = state["read"]
-        self._counts = dict.fromkeys(_COUNTS, 0) | state["counts"]
-        self._names: list[str] | None = state["columns"]
-        self._ready = [_Piece(*piece) for piece in state["ready"]]
+    def _begin(self, position: Mapping[str, Any] | None) -> None:
+        """Set out, with no piece that waits, from the start of the source or from a position."""
+        position = position or {"read": 0, "counts": {}, "columns": self.columns}
+        self._read: int = position["read"]
+        self._counts = dict.fromkeys(_COUNTS, 0) | position["counts"]
+        self._names: list[str] | None = position["columns"]
+        self._ready: list[_Piece] = []
         self._waiting: LookAhead[_Piece] = LookAhead(self.capacity, self.look_ahead)
-        for piece in map(_Piece._make, state["waiting"]):
-            self._waiting.add(len(piece.columns[INPUT_IDS]), piece)
-
-    def _share(self) -> tuple[int, int]:
-        """(this process's place, places) in a round of rows."""
-        worker = get_worker_info()
-        if worker is None or _divides_among_workers(self.source):
-            return self.rank, self.num_ranks
-        return worker.id * self.num_ranks + self.rank, worker.num_workers * self.num_ranks
-
-    def _read_on(self, state: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-        """The documents of the source that were not read yet."""
-        if not self.source_state:
-            return self._read_from(self._read)
-        # Also at the start: datasets goes back to the state that was loaded last, not to the start.
-        position = self._source_start if state is None else state["source"]
-        self.source.load_state_dict(position)  # type: ignore[attr-defined]
-        return iter(self.source)
 
     def _read_from(self, document: int) -> Iterator[Mapping[str, Any]]:
         """The documents of the source from this one on."""
@@ -172,12 +108,8 @@ class PackedStream(IterableDataset):
 
     def _read_tables(self, skip: int) -> Iterator[Mapping[str, Any]]:
         """The same of a datasets.IterableDataset over Arrow tables, without a Python list for every document."""
-        source, worker = self.source.with_format("arrow"), get_worker_info()  # type: ignore[attr-defined]
-        if worker is not None:  # `iter` does not deal files out to workers, as iterating over examples does
-            if worker.id >= source.num_shards:
-                return
-            source = source.shard(min(worker.num_workers, source.num_shards), worker.id, contiguous=False)
-        source.set_epoch(self.source.epoch)  # type: ignore[attr-defined]  # which neither of them hands on
+        source = self.source.with_format("arrow")  # type: ignore[attr-defined]
+        source.set_epoch(self.source.epoch)  # type: ignore[attr-defined]  # which `with_format` does not hand on
         for table in source.iter(batch_size=_DOCUMENTS_PER_TABLE):
             if self._names is None:
                 self._names = _column_names_of_table(table)
@@ -185,19 +117,13 @@ class PackedStream(IterableDataset):
                 yield from islice(_documents(table, self._names), skip, None)
             skip = max(skip - table.num_rows, 0)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a source that shuffles by it."""
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(epoch)
-
     def _packs(self) -> Iterator[list[_Piece]]:
-        """Every pack of the stream, of all ranks, from its start or from the state that was loaded."""
+        """Every pack of the stream, from its start or from the position that was set."""
         if self._position is not None:
             documents = self._read_again()
         else:
-            state, self._loaded = self._loaded, None
-            self._begin(state)
-            documents = self._read_on(state)
+            self._begin(None)
+            documents = self._read_from(0)
         while True:
             while self._ready or self._waiting.full:
                 yield self._take()
@@ -274,32 +200,9 @@ class PackedStream(IterableDataset):
             **counts,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: documents read, and those that wait with their tokens (pickle or torch.save)."""
-        if self._loaded is not None:
-            return self._loaded
-        return {
-            "settings": self._settings(),
-            "read": self._read,
-            "source": self.source.state_dict() if self.source_state else None,  # type: ignore[attr-defined]
-            "columns": self._names,
-            "waiting": [tuple(piece) for piece in self._waiting.items],
-            "ready": [tuple(piece) for piece in self._ready],
-            "counts": dict(self._counts),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration go on from there.
-
-        Raises:
-            ValueError: the state is of a stream with other settings, whose packs would differ.
-        """
-        self._check_settings(state)
-        self._loaded = dict(state)
-
     def position(self) -> dict[str, Any]:
-        """Where the stream stands, as `state_dict` but without tokens, so that JSON holds it: the documents that wait
-        are read again from the source. A digest tells whether they are the same."""
+        """Return where the stream stands, without tokens, so that JSON holds it: the documents that wait are read again
+        from the source. A digest tells whether they are the same."""
         waiting, ready = self._waiting.items, self._ready
         return {
             "settings": self._settings(),
@@ -329,7 +232,7 @@ class PackedStream(IterableDataset):
         """
         position, self._position = self._position, None
         assert position is not None
-        self._begin({**position, "waiting": [], "ready": []})
+        self._begin(position)
         spans, stop = [*position["waiting"], *position["ready"]], position["read"]
         first = min((document for document, *_ in spans), default=stop)
         if "source" in position:
@@ -354,15 +257,15 @@ class PackedStream(IterableDataset):
             self._waiting.add(len(piece.columns[INPUT_IDS]), piece)
         return documents
 
-    def _check_settings(self, state: Mapping[str, Any]) -> None:
-        if state["settings"] != self._settings():
+    def _check_settings(self, position: Mapping[str, Any]) -> None:
+        if position["settings"] != self._settings():
             raise ValueError(
-                f"the state is of a stream with {state['settings']}, this one has {self._settings()}; its rows would "
-                "be others. Make the stream with the same settings"
+                f"the position is of a stream with {position['settings']}, this one has {self._settings()}; its rows "
+                "would be others. Make the stream with the same settings"
             )
 
     def _settings(self) -> dict[str, Any]:
-        names = ("capacity", "overlong", "strategy", "look_ahead", "source_state")
+        names = ("capacity", "overlong", "strategy", "look_ahead")
         return {name: getattr(self, name) for name in names}
 
 
@@ -381,7 +284,7 @@ _COUNTS = (
 """Fields of PackingReport that are counted along the stream."""
 
 
-def _check_arguments(capacity: Any, overlong: str, strategy: str, look_ahead: int, rank: int, num_ranks: int) -> None:
+def _check_arguments(capacity: Any, overlong: str, strategy: str, look_ahead: int) -> None:
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise ValueError(f"capacity must be a number of tokens of at least 1, got {capacity!r}")
     if overlong not in OVERLONG:
@@ -390,14 +293,6 @@ def _check_arguments(capacity: Any, overlong: str, strategy: str, look_ahead: in
         raise ValueError(f"unknown strategy={strategy!r}, must be stream or none; others need every length at once")
     if look_ahead < 1:
         raise ValueError(f"look_ahead must be at least 1 pack, got {look_ahead}; 16 packs fill rows to 99.8%")
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"rank must be in 0 .. {num_ranks - 1} for num_ranks={num_ranks}, got {rank}")
-
-
-def _divides_among_workers(source: object) -> bool:
-    """Whether a source reads another part in each worker by itself."""
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(source, datasets.IterableDataset)
 
 
 def _column_names(document: Mapping[str, Any], number: int) -> list[str]:
@@ -450,7 +345,10 @@ def _row(pack: list[_Piece], places: NDArray[np.int64]) -> dict[str, NDArray[Any
 
 def _is_arrow_stream(source: object) -> bool:
     """Whether a source is a datasets.IterableDataset that reads Arrow tables, and makes Python objects of them."""
-    return _divides_among_workers(source) and getattr(source._ex_iterable, "iter_arrow", None) is not None  # type: ignore[attr-defined]
+    datasets = sys.modules.get("datasets")
+    if datasets is None or not isinstance(source, datasets.IterableDataset):
+        return False
+    return getattr(source._ex_iterable, "iter_arrow", None) is not None  # type: ignore[attr-defined]
 
 
 def _column_names_of_table(table: pa.Table) -> list[str]:

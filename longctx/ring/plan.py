@@ -37,8 +37,6 @@ class RingStep:
     """Rank that owns the K/V received at this hop, (rank - hop) mod P."""
     recv_tokens: int
     """Length of the prefix of the source's shard received from rank - 1; 0: nothing is received."""
-    send_tokens: int
-    """Length of the prefix, of the buffer held at the hop before, that is sent to rank + 1; 0: nothing."""
     entries: IntArray
     """int64 [m, 4]: (q_start, q_end) in this rank's shard, (kv_start, kv_end) in the source's shard.
 
@@ -90,8 +88,6 @@ class RingPlan:
     """int64 [n + 1]: document boundaries of the whole sequence, as given."""
     area_per_rank: IntArray
     """int64 [P]: legal (query, key) pairs of each rank's queries."""
-    runs_per_rank: IntArray
-    """int64 [P]: maximal contiguous ranges of original tokens in each shard."""
     prefix_tokens: IntArray
     """int64 [P, P]: at [s, h], how many leading tokens of shard s travel at hop h; at [s, 0], T/P."""
     _pieces: _PlacedPieces
@@ -125,11 +121,6 @@ class RingPlan:
         rank = np.empty(self.num_tokens, np.int64)
         rank[self.permutation] = np.repeat(np.arange(self.world_size), self.num_tokens // self.world_size)
         return rank
-
-    @cached_property
-    def entries_per_step(self) -> IntArray:
-        """int64 [P, P - 1]: number of rectangles of each rank at each hop."""
-        return self.work_per_hop[1, :, 1:]
 
     @cached_property
     def work_per_hop(self) -> IntArray:
@@ -244,7 +235,6 @@ def _make_steps(plan: RingPlan, rank: int) -> tuple[RingStep, ...]:
             hop=h,
             source=(rank - h) % world_size,
             recv_tokens=int(prefix[(rank - h) % world_size, h]),
-            send_tokens=int(prefix[(rank - h + 1) % world_size, h]),
             entries=entries[order[bounds[h - 1] : bounds[h]]],
         )
         for h in range(1, world_size)
@@ -306,13 +296,10 @@ def assemble(cu: IntArray, world_size: int, pieces: Pieces) -> RingPlan:
     np.maximum.at(prefix, (rank, far), offset + length)
     prefix = np.maximum.accumulate(prefix[:, ::-1], axis=1)[:, ::-1]
     prefix[:, 0] = num_tokens
-    original = cu[document] + start
-    new_run = np.append(True, (original[1:] != original[:-1] + length[:-1]) | (rank[1:] != rank[:-1]))
     return RingPlan(
         world_size=world_size,
         cu_seqlens=cu,
         area_per_rank=summed_area(start, length, rank, world_size),
-        runs_per_rank=np.bincount(rank[new_run], minlength=world_size),
         prefix_tokens=prefix,
         _pieces=_PlacedPieces(document, start, length, rank, offset),
     )

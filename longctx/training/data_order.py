@@ -131,7 +131,7 @@ class MicroBatch(NamedTuple):
 class StepStream(IterableDataset):
     """Micro-batches of one data-parallel rank from a stream of rows, for a DataLoader without batches of its own.
 
-    An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of `PackedStream.rows()`, spread
+    An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of a `PackedStream`, spread
     as `StepSampler` spreads them in order: its rows do not depend on the layout, and every row is in one micro-batch
     of one data-parallel rank. Where the stream ends it is read again from its start, for as long as somebody asks; a
     pass's last step takes the rows that are left, and its other micro-batches are empty.
@@ -140,7 +140,7 @@ class StepStream(IterableDataset):
     micro-batches, and change none. So one worker takes the reading off the training process; more save no time.
 
     Args:
-        stream: of rows, whole (`num_ranks` 1).
+        stream: of rows.
         drop_last: leave out a pass's last step if it is not full.
     """
 
@@ -182,7 +182,7 @@ class StepStream(IterableDataset):
         yield from repeat(MicroBatch(None, self.stream.report, passes, position), num_steps * self.accumulation_steps)
         has_begun = num_steps > 0  # and had rows
         while True:
-            rows = self.stream.rows()
+            rows = iter(self.stream)
             while step := self._next_step(rows):
                 has_begun = True
                 report = first_pass or self.stream.report

@@ -77,7 +77,7 @@ def check_training_steps(args: SFTConfig, rows: PackedDataset | PackedStream, dp
 def _count(rows: PackedDataset | PackedStream, *, at_most: int) -> int:
     if isinstance(rows, PackedDataset):
         return len(rows)
-    return sum(1 for _ in islice(rows.rows(), at_most))
+    return sum(1 for _ in islice(rows, at_most))
 
 
 def check_learning_rates(args: SFTConfig, num_steps: int) -> None:

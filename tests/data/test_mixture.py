@@ -157,16 +157,16 @@ def test_a_packed_mixture_goes_on_from_a_position(files, tokenizer):
         return PackedStream(MixedStream([tokenize_stream(stream_records(f), tokenizer) for f in files], mixture), 128)
 
     whole = stream()
-    rows = [*whole.rows(), *whole.rows()]
+    rows = [*whole, *whole]
     once = len(rows) // 2
     for stop in (3, once - 1, once + 4):
         before, after = stream(), stream()
         if stop > once:
-            list(before.rows())
-        read = before.rows()
+            list(before)
+        read = iter(before)
         list(islice(read, stop - once if stop > once else stop))
         after.go_on_from(json.loads(json.dumps(before.position())))
-        rest = list(after.rows())
+        rest = list(after)
         assert [row["input_ids"].tolist() for row in rest] == [row["input_ids"].tolist() for row in rows[stop:]][
             : len(rest)
         ]

@@ -533,27 +533,17 @@ def test_packed_data_sets_are_kept_under_everything_they_depend_on():
         assert pack_dataset(**given | {name: other})._fingerprint != key, name
 
 
-STREAMED = {"capacity": 16, "overlong": "drop", "strategy": "none", "look_ahead": 2, "source_state": True}
-
-
-class Documents(list):
-    """A source that can say where it is."""
-
-    def state_dict(self):
-        return {}
+STREAMED = {"capacity": 16, "overlong": "drop", "strategy": "none", "look_ahead": 2}
 
 
 def test_a_stream_s_state_has_every_setting_that_its_rows_depend_on():
-    """The source is the user's; ranks share one order, so that their number may change; columns are in the state."""
-    names = set(inspect.signature(PackedStream).parameters) - {"source", "columns", "rank", "num_ranks", "drop_last"}
-    assert names == {"capacity", "overlong", "strategy", "look_ahead", "source_state"}
-    state = PackedStream(Documents(), 8).state_dict()
-    position = PackedStream(Documents(), 8).position()
+    """The source is the user's, and the columns are in the position."""
+    names = set(inspect.signature(PackedStream).parameters) - {"source", "columns"}
+    assert names == {"capacity", "overlong", "strategy", "look_ahead"}
+    position = PackedStream([], 8).position()
     for name, value in STREAMED.items():
-        other = PackedStream(Documents(), **{"capacity": 8, name: value})
-        with pytest.raises(ValueError, match="the state is of a stream with"):
-            other.load_state_dict(state)
-        with pytest.raises(ValueError, match="the state is of a stream with"):
+        other = PackedStream([], **{"capacity": 8, name: value})
+        with pytest.raises(ValueError, match="the position is of a stream with"):
             other.go_on_from(position)
 
 
