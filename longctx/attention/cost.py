@@ -78,11 +78,15 @@ class Device:
 def _device(constants: Mapping[str, Constant]) -> Device:
     """Return the device of one section of the table of speeds."""
     of = {name: constant.value for name, constant in constants.items()}
-    names = ("attention_flops", "memory_speed", "message_seconds", "launch_seconds", "entry_seconds")
-    links = {
-        name: Link(exchange=of[f"{name}_exchange"], pass_on=of[f"{name}_pass_on"]) for name in ("within", "across")
-    }
-    return Device(**{name: of[name] for name in names}, **links)
+    return Device(
+        attention_flops=of["attention_flops"],
+        memory_speed=of["memory_speed"],
+        within=Link(exchange=of["within_exchange"], pass_on=of["within_pass_on"]),
+        across=Link(exchange=of["across_exchange"], pass_on=of["across_pass_on"]),
+        message_seconds=of["message_seconds"],
+        launch_seconds=of["launch_seconds"],
+        entry_seconds=of["entry_seconds"],
+    )
 
 
 def devices_of(table: SpeedTable) -> dict[str, Device]:

@@ -255,14 +255,16 @@ def test_a_resumed_run_on_soft_gpus_is_the_run_that_was_not_interrupted(
 @pytest.mark.long
 def test_adapters_are_trained_on_soft_gpus(models, tmp_path, documents_file, soft_gpus):
     """Embeddings are frozen, so that the first layer's input needs no gradient; the reference is a ring of CPUs, which
-    tests/training/test_peft.py compares with one process.
+    tests/model/test_peft.py compares with one process.
     """
     lora = ["--use_peft", "True", "--bf16", "False", "--lora_target_modules", "all-linear"]
     cases = {case: arguments_of([*RUNS[case], *lora], models, tmp_path, documents_file[1]) for case in RUNS}
     whole = arguments_of([*RUNS["ring, fsdp2"], *lora], models, tmp_path, documents_file[1])
     reference = run_ranks(2, "tests.training.test_training:run_cases", {"whole": whole})[0]["whole"]
     losses, norms = zip(*reference, strict=True)
-    for case, results in soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None)[0].items():
+    runs = soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None, timeout=600)[0]
+    assert runs.keys() == RUNS.keys()
+    for case, results in runs.items():
         found, found_norms = zip(*results, strict=True)
         assert relative(found, losses) <= 1e-4, case
         assert relative(found_norms, norms) <= 1e-4, case
