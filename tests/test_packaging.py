@@ -40,7 +40,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
         sources = {p.relative_to(ROOT / top).as_posix() for p in (ROOT / top).rglob(f"*{suffixes[top]}")}
         packed = {name.removeprefix(f"{link}/") for name in names if name.startswith(f"{link}/")}
         assert sources - packed == set()
-    assert {"longctx/py.typed", "longctx/benchmarks/data/document_lengths.csv"} <= set(names)
+    data = {"py.typed", "attention/speeds.toml", "benchmarks/data/document_lengths.csv"}
+    assert {f"longctx/{name}" for name in data} <= set(names)
     assert not [name for name in names if "/results/" in name or name.endswith(".pyc")]
     assert f"longctx-{longctx.__version__}.dist-info/licenses/LICENSE" in names
 
@@ -49,6 +50,7 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(built):
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "longctx/train.py", "longctx/configs/zero3.yaml"} <= names
+    assert "longctx/attention/speeds.toml" in names
     assert not [name for name in names if name.startswith("tests/")]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ def refit(lines: Sequence[Line], path: Path) -> list[Change]:
         ValueError: for results that give no constants of a device in the table. Nothing is written then.
         OSError: where the table cannot be written.
     """
-    if path.resolve() == FILE and any(line.get("quick") for line in lines):
+    if path.resolve() == FILE.resolve() and any(line.get("quick") for line in lines):
         raise ValueError(
             "These results are of --quick, whose figures say nothing of the GPU: the forecast is not refitted to them. "
             "Measure without --quick, or name a file of your own: --refit FILE."
@@ -131,7 +131,7 @@ def as_of(facts: Line, table: SpeedTable) -> SpeedTable:
     return table.replaced(device, {name: Constant(*constant) for name, constant in facts["constants"].items()})
 
 
-def constants_of(device: str, table: SpeedTable) -> Mapping[str, Any]:
+def constants_of(device: str, table: SpeedTable) -> dict[str, Any]:
     """Return the constants that the table has of this GPU, for `as_of`."""
     row = row_of(device, table)
     return {} if row is None else {"constants": dict(table.constants[row])}

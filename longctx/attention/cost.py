@@ -78,12 +78,15 @@ class Device:
 def _device(constants: Mapping[str, Constant]) -> Device:
     """Return the device of one section of the table of speeds."""
     of = {name: constant.value for name, constant in constants.items()}
-
-    def link(place: str) -> Link:
-        return Link(exchange=of[f"{place}_exchange"], pass_on=of[f"{place}_pass_on"])
-
-    names = ("attention_flops", "memory_speed", "message_seconds", "launch_seconds", "entry_seconds")
-    return Device(within=link("within"), across=link("across"), **{name: of[name] for name in names})
+    return Device(
+        attention_flops=of["attention_flops"],
+        memory_speed=of["memory_speed"],
+        within=Link(exchange=of["within_exchange"], pass_on=of["within_pass_on"]),
+        across=Link(exchange=of["across_exchange"], pass_on=of["across_pass_on"]),
+        message_seconds=of["message_seconds"],
+        launch_seconds=of["launch_seconds"],
+        entry_seconds=of["entry_seconds"],
+    )
 
 
 def devices_of(table: SpeedTable) -> dict[str, Device]:

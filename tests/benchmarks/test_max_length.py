@@ -22,6 +22,7 @@ from benchmarks.max_length.__main__ import main
 from benchmarks.max_length.processes import run_group
 from benchmarks.max_length.results import Results, read
 from benchmarks.max_length.search import AIMS, bracket, next_length
+from tests.softcuda.ranks import soft_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -226,8 +227,8 @@ def command(folder, *flags):
     return [sys.executable, "-m", "benchmarks.max_length", "--output", str(folder), *flags]
 
 
-def sweep(folder, *flags, timeout=550):
-    done = subprocess.run(command(folder, *flags), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+def sweep(folder, *flags, timeout=550, env=None):
+    done = subprocess.run(command(folder, *flags), cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not left_behind(str(folder))
     return found(folder)
@@ -278,6 +279,19 @@ def test_a_sweep_of_two_ranks(tmp_path) -> None:
 
 SHORT = ["--gpus", "1", "2", "--backends", "ring", "ulysses", "--lengths", "128", "--steps", "2"]
 SHORT += ["--memory_budget_gib", "0.01"]
+
+
+@pytest.mark.long
+def test_a_sweep_of_two_soft_gpus(tmp_path, soft_gpus) -> None:
+    """Peaks are those of the GPUs' allocator, and the sweep ends with an error if its ranks read what is not there."""
+    combinations, fits, timed = sweep(tmp_path, *SHORT, env=soft_environment())
+    assert {row[2] for row in combinations.values()} == {"ok"}
+    longest = {(key.backend, key.devices): row[0] for key, row in combinations.items()}
+    assert set(longest) == {("ring", 1), ("ring", 2), ("ulysses", 1), ("ulysses", 2)}
+    for key, (status, peaks) in fits.items():
+        assert (status == "ok") == (key.length <= longest[key.backend, key.devices])
+        assert status == "oom" or 0 < max(peaks) <= 0.01 * 2**30
+    assert set(timed.values()) == {"ok"}
 
 
 @pytest.fixture(scope="module")

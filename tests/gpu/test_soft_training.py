@@ -137,15 +137,13 @@ def documents_file(tmp_path):
     return documents, write_jsonl(tmp_path / "data.jsonl", documents)
 
 
-BF16_RUNS = ("ring, fsdp2", "ulysses, zero3")
-"""What a plain pytest trains in bf16: either backend on its own engine. Chunks are trained in fp32."""
-
-
 @pytest.mark.parametrize(
     "runs",
     [
-        pytest.param(BF16_RUNS, id="engines"),
-        pytest.param([case for case in RUNS if case not in BF16_RUNS], id="others", marks=pytest.mark.long),
+        pytest.param({"ring, fsdp2": RUNS["ring, fsdp2"]}, id="ring"),
+        pytest.param(
+            {case: flags for case, flags in RUNS.items() if case != "ring, fsdp2"}, id="others", marks=pytest.mark.long
+        ),
     ],
 )
 def test_training_in_bf16_on_soft_gpus_equals_one_process(
@@ -153,8 +151,7 @@ def test_training_in_bf16_on_soft_gpus_equals_one_process(
 ):
     """With the kernel that CUDA has for bf16, and the default optimizer, whose kernel is fused there."""
     documents, data = documents_file
-    cases = {case: arguments_of([*flags, "--bf16", "True"], models, tmp_path, data) for case, flags in RUNS.items()}
-    cases = {case: arguments for case, arguments in cases.items() if case in runs}
+    cases = {case: arguments_of([*flags, "--bf16", "True"], models, tmp_path, data) for case, flags in runs.items()}
     losses, norms = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None)[0].items():
         found, found_norms = zip(*results, strict=True)
@@ -256,14 +253,18 @@ def test_a_resumed_run_on_soft_gpus_is_the_run_that_was_not_interrupted(
 
 
 @pytest.mark.long
-def test_adapters_in_chunks_are_trained_on_soft_gpus(models, tmp_path, documents_file, soft_gpus):
-    """Embeddings are frozen, so that the first layer's input needs no gradient; the reference is without chunks."""
+def test_adapters_are_trained_on_soft_gpus(models, tmp_path, documents_file, soft_gpus):
+    """Embeddings are frozen, so that the first layer's input needs no gradient; the reference is a ring of CPUs, which
+    tests/model/test_peft.py compares with one process.
+    """
     lora = ["--use_peft", "True", "--bf16", "False", "--lora_target_modules", "all-linear"]
-    cases = {case: arguments_of([*RUNS[case], *lora], models, tmp_path, documents_file[1]) for case in CHUNKED}
+    cases = {case: arguments_of([*RUNS[case], *lora], models, tmp_path, documents_file[1]) for case in RUNS}
     whole = arguments_of([*RUNS["ring, fsdp2"], *lora], models, tmp_path, documents_file[1])
     reference = run_ranks(2, "tests.training.test_training:run_cases", {"whole": whole})[0]["whole"]
     losses, norms = zip(*reference, strict=True)
-    for case, results in soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None)[0].items():
+    runs = soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None, timeout=600)[0]
+    assert runs.keys() == RUNS.keys()
+    for case, results in runs.items():
         found, found_norms = zip(*results, strict=True)
         assert relative(found, losses) <= 1e-4, case
         assert relative(found_norms, norms) <= 1e-4, case

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.softcuda.ranks import soft_environment
+
+FAILED = 70
+"""As in tests/softcuda/program.py, which cannot be imported without the device."""
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "planted_gpu_bugs.md"
 
 
@@ -389,7 +395,71 @@ def test_a_planted_bug_is_caught(number, soft_gpus):
     assert re.search(planted.error, str(caught.value)), caught.value
 
 
+# Bugs in programs that tests start as processes of their own: tests/faulty_program.py
+
+
+class InPrograms(NamedTuple):
+    error: str
+    """What the program says, a regular expression, with the place."""
+    how: str
+
+
+IN_PROGRAMS = {
+    "read_on_the_host": InPrograms(
+        r"soft GPU: the host waits: aten::_local_scalar_dense in __main__\.read_on_the_host",
+        "the program ends with an error: hidden wait",
+    ),
+    "use_on_another_stream": InPrograms(
+        r"soft GPU: aten::sum.* \(longctx\.attention\.\S+:\d+\) on stream \d+ does not wait for aten::",
+        "the program ends with an error: race",
+    ),
+    "change_under_a_copy": InPrograms(
+        r"soft GPU: a host tensor of shape \[4\] was changed while its copy to the device was under way.* \(seen in "
+        r"longctx\.\S+:\d+\)",
+        "the program ends with an error: hazard",
+    ),
+}
+"""Bug -> how it is caught."""
+TRAIN = ["--sp", "2", "--sp_backend", "ring", "--bf16", "True", "--max_steps", "4", "--model_name_or_path", "tiny"]
+TRAIN += ["--dataset_name", "stdlib", "--max_length", "512", "--overlong", "truncate", "--save_strategy", "no"]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+
+
+def ending(folder, bugs, *launch):
+    """(exit code, output) of a program with these bugs."""
+    command = [sys.executable, "-m", *launch, "tests.faulty_program"]
+    command += [*TRAIN, "--output_dir", str(folder)] if launch else []
+    env = soft_environment() | {"BUGS": " ".join(bugs)}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    return done.returncode, done.stdout
+
+
+def test_planted_bugs_are_caught_in_a_program(tmp_path, soft_gpus):
+    """A loop on one GPU. Each of the bugs is reported, and the exit code is none of the program's own."""
+    code, output = ending(tmp_path, IN_PROGRAMS)
+    assert code == FAILED, output
+    for bug, (error, _) in IN_PROGRAMS.items():
+        assert re.search(error, output), f"{bug}: {output}"
+
+
+@pytest.mark.long
+def test_a_program_without_bugs_ends_as_it_would(tmp_path, soft_gpus):
+    code, output = ending(tmp_path, [])
+    assert code == 0, output
+    assert "soft GPU:" not in output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", [None, *IN_PROGRAMS])
+def test_a_planted_bug_is_caught_in_training_that_torchrun_starts(bug, tmp_path, soft_gpus):
+    code, output = ending(tmp_path, [] if bug is None else [bug], *TORCHRUN)
+    assert (code == 0) == (bug is None), output
+    found = re.findall("soft GPU:.*", output)
+    assert not found if bug is None else re.search(IN_PROGRAMS[bug].error, output), output
+
+
 def test_the_table_of_planted_bugs_is_this_one():
     rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")][2:]
     wanted = [f"| {p.plant.__name__.replace('_', ' ')} | {p.ranks} | {p.how} |" for p in PLANTED]
+    wanted += [f"| {bug.replace('_', ' ')}, in a program | 1 and 2 | {how} |" for bug, (_, how) in IN_PROGRAMS.items()]
     assert rows == wanted, "\n".join(wanted)

@@ -111,7 +111,6 @@ def _watched_run(arguments: list[str]) -> Run:
 
 CHUNKS = ["--sequence_chunk_size", "128"]
 RUNS = {  # DeepSpeed's last: transformers keeps its configuration for the rest of the process
-    "ring, windows": ["--sp_backend", "ring"],
     "ulysses, fsdp2, tiles, offload": [
         *("--sp_backend", "ulysses", "--engine", "fsdp2"),
         *("--tiled_mlp_num_shards", "4", "--activation_offloading", "True"),
@@ -121,6 +120,7 @@ RUNS = {  # DeepSpeed's last: transformers keeps its configuration for the rest 
 OTHER_RUNS = {
     "local": ["--sp", "1"],
     "ring": ["--sp_backend", "ring"],
+    "ring, windows": ["--sp_backend", "ring"],
     "ring, no checkpointing": ["--sp_backend", "ring", "--gradient_checkpointing", "False"],
     "ring, offload": ["--sp_backend", "ring", "--activation_offloading", "True"],
     "ring, padded": ["--sp_backend", "ring", *SHAPES["padded"][1]],

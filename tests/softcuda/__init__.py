@@ -12,22 +12,25 @@ asynchronous, NCCL wants GPU tensors of a GPU of its own, torch.cuda initialises
     kernels.py       kernels that only CUDA has, in Python
     nccl.py          NCCL for torch.distributed
     watch.py         where the host waits for the device, and where streams race
+    program.py       SOFTCUDA_WATCH=1 ends a program with an error for what was found in it
     site/            SOFTCUDA=1 with this folder on PYTHONPATH installs the device in every Python process
     ranks.py         run functions on soft GPUs from a test
 
 Kernels run at once, in the order in which the host issues them, whatever their streams. Other orders are not tried.
-Instead, each rank of a test is watched for what could make them differ (watch.py): it is an error if one kernel writes
+Instead, each rank of a test, and each program that a test starts as a process of its own, is watched for what could
+make them differ (watch.py): it is an error if one kernel writes
 memory that another one uses on a stream which no event orders with the first, or if memory is given away while another
 stream may use it. Without such races every kernel reads the same bytes in each order that the events allow, so that
 running kernels late would show nothing more. Copies to and from the host, and collectives, do run late, because the
 host uses their memory without a kernel: until somebody waits for them, what they write reads as NaN, and what they
 read must not change.
 
-This does not show what depends on `Event.query`, which always says that the event has happened; kernels of several
-communicators that block each other; and races in programs that tests start as processes of their own. The device has
-no Triton, CUDA graphs, `torch.compile` or bitsandbytes, and its allocator reserves what it allocates.
+This does not show what depends on `Event.query`, which always says that the event has happened, and kernels of several
+communicators that block each other. Nothing is reported of a process that is killed. The device has no Triton, CUDA
+graphs, `torch.compile` or bitsandbytes, and its allocator reserves what it allocates.
 
-Environment: SOFTCUDA_DEVICES (2), SOFTCUDA_BYTES of each (8 GiB), SOFTCUDA_STRICT (1 looks for hazards).
+Environment: SOFTCUDA_DEVICES (2), SOFTCUDA_BYTES of each (8 GiB), SOFTCUDA_STRICT (1 looks for hazards), SOFTCUDA_WATCH
+(1 watches programs).
 """
 
 from __future__ import annotations

@@ -61,8 +61,18 @@ def check_hazards() -> None:
     """
     from tests.softcuda.watch import for_races
 
+    found = list(dict.fromkeys([*finished_hazards(), *for_races.races]))
+    assert not found, "\n".join(found)
+
+
+def finished_hazards() -> list[str]:
+    """Finish all copies; return the hazards that were found, each with the place that saw it, and forget them."""
+    from tests.softcuda.watch import hazards_seen_at
+
     for device in range(NUM_DEVICES):
         library.soft_synchronize(device)
-    found = list(dict.fromkeys([*hazards(), *for_races.races]))
+    texts = hazards()
+    places = [*hazards_seen_at, *["the end of the process"] * len(texts)]
     library.soft_forget_hazards()
-    assert not found, "\n".join(found)
+    hazards_seen_at.clear()
+    return [f"{text} (seen in {place})" for text, place in zip(texts, places, strict=False)]

@@ -30,6 +30,7 @@ def soft_environment() -> dict[str, str]:
     return _AT_START | {
         "SOFTCUDA": "1",
         "SOFTCUDA_STRICT": "1",
+        "SOFTCUDA_WATCH": "1",
         "PYTHONPATH": os.pathsep.join((str(Path(__file__).with_name("site")), str(_ROOT))),
         # A process that asked the CUDA runtime cannot fork processes that use CUDA; the driver's library may be.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -45,7 +46,8 @@ class SoftGPUs:
             [sys.executable, "-W", "ignore", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=soft_environment() | {"SOFTCUDA_DEVICES": "4"},
+            env=soft_environment()
+            | {"SOFTCUDA_DEVICES": "4", "SOFTCUDA_WATCH": "0"},  # ranks are watched by themselves
             cwd=_ROOT,
             start_new_session=True,
         )

@@ -40,6 +40,11 @@ _touched = False
 """Whether this process has asked CUDA's runtime for anything, after which a fork of it cannot use CUDA."""
 
 
+def uses_cuda() -> bool:
+    """Return whether this process has used the device; a process forked from such a one cannot."""
+    return _touched and not _used_before_fork
+
+
 def _after_fork() -> None:
     global _used_before_fork
     _used_before_fork = _touched

@@ -45,6 +45,10 @@ _Callback = ctypes.CFUNCTYPE(
 library.soft_watch.argtypes = (ctypes.c_void_p,)
 
 
+_DEVICE = ("torch.", "tests.softcuda.")
+BACKWARD = "a backward pass"
+
+
 class Wait(NamedTuple):
     """The host waited for the device."""
 
@@ -60,8 +64,7 @@ class Wait(NamedTuple):
     @property
     def place(self) -> str:
         """The innermost function outside of torch and of the soft device."""
-        others = (call for call in self.calls if not call.startswith(("torch.", "tests.softcuda.")))
-        return next(others, "a backward pass")
+        return next((call for call in self.calls if not call.startswith(_DEVICE)), BACKWARD)
 
     def __str__(self) -> str:
         return f"{self.reason} in {self.place}"
@@ -97,7 +100,7 @@ class Watch:
     def __init__(self, *, keeps_waits: bool = True) -> None:
         self.races: list[str] = []
         self.num_kernels = 0
-        self._keeps_waits = keeps_waits
+        self.keeps_waits = keeps_waits
         self._waits: list[tuple[str, tuple[str, ...], str | None, int]] = []
         self.span: str | None = None
         """What happens now is a part of this: a micro-batch."""
@@ -145,6 +148,7 @@ class Watch:
     def _told(self, what: bytes, name: bytes, stream: int, subject: int, memory, num_read: int, num_written: int):
         with self._lock:
             try:
+                hazards_seen_at.extend([_place()] * (library.soft_num_hazards() - len(hazards_seen_at)))
                 self._understand(
                     what.decode(), name.decode(), stream, subject, memory[: num_read + num_written], num_read
                 )
@@ -167,7 +171,7 @@ class Watch:
             case "use on stream":
                 self._memory_at(subject).used_on.add(stream)
             case _:
-                if self._keeps_waits:
+                if self.keeps_waits:
                     self._waits.append((name, tuple(map(_call, _frames())), self.span, self.num_kernels))
                 if what == "host waits for stream":
                     order.all_streams_wait_for_stream(stream)
@@ -217,6 +221,8 @@ class Watch:
             self._freed[memory.stream] += others
 
 
+hazards_seen_at: list[str] = []
+"""The place of the first event after each hazard of this process, while it was watched."""
 for_races = Watch(keeps_waits=False)
 """Of every rank on soft GPUs, from its start until another watch begins: see `tests.workers.run_ranks`."""
 
@@ -235,5 +241,13 @@ def _call(frame: FrameType) -> str:
 
 
 def _place() -> str:
-    ours = (frame for frame in _frames() if frame.f_globals.get("__name__", "").startswith("longctx."))
-    return next(map(_call, ours), "elsewhere")
+    """Return `module.function:line` of the innermost function of longctx, or else of none of torch's."""
+    found = None
+    for frame in _frames():
+        module = f"{frame.f_globals.get('__name__')}."
+        if module.startswith("longctx."):
+            found = frame
+            break
+        if found is None and not module.startswith(_DEVICE):
+            found = frame
+    return BACKWARD if found is None else f"{_call(found)}:{found.f_lineno}"

@@ -1,4 +1,4 @@
-"""Installs the soft device where SOFTCUDA=1, before anything imports torch."""
+"""Installs the soft device where SOFTCUDA=1, before anything imports torch; with SOFTCUDA_WATCH=1 it is watched."""
 
 import os
 import sys
@@ -8,3 +8,7 @@ if os.environ.get("SOFTCUDA") == "1":
     from tests.softcuda import install
 
     install()
+    if os.environ.get("SOFTCUDA_WATCH") == "1":
+        from tests.softcuda import program
+
+        program.watch()
