@@ -14,6 +14,22 @@ import torch
 
 from longctx.sequence.shard import complete_position_ids
 
+NUMBERS, COMPILED, SOFT_DEVICE = "numbers", "compiled", "soft device"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far something that only GPUs run is shown without one."""
+
+    kind: str
+    """NUMBERS of the kernels in Triton's interpreter, COMPILED for GPUs that are not there, or on the SOFT_DEVICE."""
+    what: str
+    test: str
+    """A file of tests."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what} (`{self.test}`)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -27,6 +43,7 @@ class Setup:
     """What a launcher's profile adds to the environment."""
     only_on_gpu: bool = False
     last_on_gpu: str = "not run yet"
+    without_gpu: tuple[Proof, ...] = ()
 
     @property
     def on_deepspeed(self) -> bool:
@@ -61,7 +78,14 @@ SETUPS = {
     "ulysses, ZeRO-0": Setup(flags=_ULYSSES, env=_zero(0)),
     "ulysses, ZeRO-1": Setup(flags=_ULYSSES, env=_zero(1)),
     "ulysses, ZeRO-2": Setup(flags=_ULYSSES, env=_zero(2)),
-    "dp 2, FSDP1": Setup(dp=2, env={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, only_on_gpu=True),
+    "dp 2, FSDP1": Setup(
+        dp=2,
+        env={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
+        only_on_gpu=True,
+        without_gpu=(
+            Proof(SOFT_DEVICE, "its profile trains as that of FSDP2 does", "tests/gpu/test_soft_training.py"),
+        ),
+    ),
     "dp 2, FSDP2": Setup(dp=2, flags=("--engine", "fsdp2")),
     "dp_replicate 2 x dp_shard 2": Setup(processes=4, dp=4, flags=_HSDP),
     "dp_replicate 2 x ring 2": Setup(processes=4, dp=2, flags=(*_HSDP, "--sp", "2", "--sp_backend", "ring")),
@@ -157,8 +181,7 @@ class Feature:
     only_on_gpu: bool = False
     last_on_gpu: str = "not run yet"
     """Date and device of the last run that showed it there."""
-    without_gpu: str = ""
-    """How far it is shown without one."""
+    without_gpu: tuple[Proof, ...] = ()
     refused_by: Callable[[], str | None] | None = None
     """Where no flag asks for it: what returns the reason."""
 
@@ -185,11 +208,30 @@ FEATURES = {
     "completion-only loss": Feature(shown_by="completion only"),
     "label smoothing": Feature(shown_by="label smoothing"),
     "sdpa (CPU kernel)": Feature(shown_by="packed"),
-    "flash-attn kernels": Feature(
+    "flash-attn 2": Feature(
         only_on_gpu=True,
         flags=("--attn_implementation", "flash_attention_2"),
-        without_gpu="the adapter of flash-attn 2 over that library's Triton backend, in Triton's interpreter "
-        "(tests/attention/test_flash_triton.py)",
+        without_gpu=(
+            Proof(
+                NUMBERS,
+                "our adapter over the library's Triton backend, forward and backward, equals plain attention in fp32 "
+                "and bf16, without windows, which that backend ignores; its CUDA kernels are not shown",
+                "tests/attention/test_flash_triton.py",
+            ),
+        ),
+    ),
+    "flash-attn 3": Feature(only_on_gpu=True, flags=("--attn_implementation", "flash_attention_3")),
+    "flash-attn 4": Feature(
+        only_on_gpu=True,
+        flags=("--attn_implementation", "flash_attention_4"),
+        without_gpu=(
+            Proof(
+                COMPILED,
+                "our adapter's forward and backward passes, with windows, for sm_90 and sm_100; the library has no "
+                "backward pass for sm_80, where it is not used; its numbers are not shown, since only a GPU runs it",
+                "tests/attention/test_flash_compiled.py",
+            ),
+        ),
     ),
     "MHA": Feature(shown_by="padded"),
     "GQA": Feature(shown_by="packed"),
@@ -205,6 +247,19 @@ FEATURES = {
     "untied embeddings": Feature(shown_by="padded"),
     "VLM with text-only data": Feature(model="VLM"),
     "gated-delta linear attention": Feature(shown_by="gated delta"),
+    "its kernel of flash-linear-attention": Feature(
+        only_on_gpu=True,
+        model="gated delta",
+        flags=("--bf16", "True"),
+        without_gpu=(
+            Proof(
+                NUMBERS,
+                "release 0.6.0, forward and backward, equals the recurrence in fp64, and models equal transformers' "
+                "own at sp 1 and 2",
+                "tests/model/test_gated_delta_kernel.py",
+            ),
+        ),
+    ),
     "other hybrids: Falcon-H1": Feature(model="Falcon-H1"),
     "other hybrids: LFM2": Feature(model="LFM2"),
     "other hybrids: Jamba": Feature(model="Jamba"),
@@ -222,8 +277,12 @@ FEATURES = {
     "Liger kernels": Feature(
         only_on_gpu=True,
         flags=("--use_liger_kernel", "True"),
-        without_gpu="in Triton's interpreter equal to stock layers, at sp 1 and 2 (tests/layers/test_liger.py); "
-        "compiled for sm_80, sm_90 and sm_100 (tests/layers/test_liger_compiled.py)",
+        without_gpu=(
+            Proof(
+                NUMBERS, "equal to transformers' own layers at sp 1 and 2, and trained", "tests/layers/test_liger.py"
+            ),
+            Proof(COMPILED, "every kernel for sm_80, sm_90 and sm_100", "tests/layers/test_liger_compiled.py"),
+        ),
     ),
     "LoRA": Feature(shown_by="LoRA"),
     "QLoRA": Feature(only_on_gpu=True, flags=("--use_peft", "True", "--load_in_4bit", "True")),

@@ -109,11 +109,12 @@ def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu
 
 
 def cell(setup: str, feature: Feature, refusal: str | None, passed: Collection[str]) -> str:
-    """exact, refused, GPU or untested."""
+    """exact, refused, untested, or how far what only a GPU runs is shown without one: GPU where it is not."""
     if refusal is not None:
         return "refused"
     if needs_gpu(setup, feature):
-        return "GPU"
+        proofs = () if SETUPS[setup].only_on_gpu else feature.without_gpu
+        return ", ".join(proof.kind for proof in proofs) or "GPU"
     return "exact" if evidence(setup, feature) in passed else UNTESTED
 
 
@@ -136,12 +137,11 @@ def table(passed: Collection[str], refused: Mapping[tuple[str, str], str | None]
     lines += ["", "## Refused, in the words of the error", ""]
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     lines += ["", "## On GPUs", ""]
-    for name, feature in FEATURES.items():
-        if feature.only_on_gpu:
-            runs = any(refused[setup, name] is None for setup in SETUPS)
-            shown = f"{feature.last_on_gpu}; {feature.without_gpu}".removesuffix("; ")
-            lines.append(f"- {name}: {shown if runs else 'refused so far'}")
-    lines += [f"- {name}: {setup.last_on_gpu}" for name, setup in SETUPS.items() if setup.only_on_gpu]
+    for name, part in (FEATURES | SETUPS).items():
+        if part.only_on_gpu:
+            runs = any(reason is None for cell, reason in refused.items() if name in cell)
+            lines.append(f"- {name}: {part.last_on_gpu if runs else 'refused so far'}")
+            lines += [f"    - {proof}" for proof in part.without_gpu]
     return "\n".join(lines) + "\n"
 
 
@@ -205,7 +205,10 @@ Edit tests/matrix.py, not this page: a test fails where the two differ.
   norm of the first step to 1e-5, losses of all steps to 1e-4 (`bf16`: as near to fp32 as one process in bf16). The test
   is `tests/test_support_matrix.py::test_a_run_equals_one_process[set-up: run]`; a name with `::` is another test.
 - **refused** n: the flags are refused before processes start and weights are read; reason n stands below the table.
-- **GPU**: nothing refuses it, and only a machine with GPUs can run it; how far it is shown is named below.
+- **GPU**: nothing refuses it, only a machine with GPUs can run it, and it has not been run on one.
+- **numbers**, **compiled**: the same, but its kernels were compared with a reference in Triton's interpreter, which has
+  a GPU's arithmetic, or were compiled for GPUs without one. Which of them, and by which tests, stands
+  [below](#on-gpus), with what was trained on the soft device, a CUDA device in host memory.
 - **untested**: nothing refuses it, and no test has shown it in the run that made this page.
 
 Set-ups are sp 2, hybrid sp 4 (ring 2 × ulysses 2); `data parallel` doubles the processes of a set-up without it.

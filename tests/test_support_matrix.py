@@ -7,6 +7,7 @@ import os
 import shutil
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from longctx.model.tiny import tiny_tokenizer
 from tests import support_page
-from tests.matrix import RUNS, SETUPS, TRAINED_MODELS, YARN
+from tests.matrix import COMPILED, FEATURES, NUMBERS, RUNS, SETUPS, SOFT_DEVICE, TRAINED_MODELS, YARN
 from tests.reference import train_reference
 from tests.training.test_evaluation import check_means, dense_means, trained
 from tests.training.test_training import make_documents, relative, write_jsonl
 from tests.workers import run_ranks
 
+ROOT = Path(__file__).parents[1]
 LEARNING_RATE = 5e-3
 COMMON = ["--max_steps", "5", "--learning_rate", str(LEARNING_RATE), "--max_length", "256", "--logging_steps", "1"]
 COMMON += ["--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True"]
@@ -291,6 +293,12 @@ def check_evaluation(log, predictions, documents, model, output):
 # ------------------------------------------------------------------------------------------------
 # The page
 # ------------------------------------------------------------------------------------------------
+
+
+def test_what_shows_a_feature_without_a_gpu_is_there():
+    proofs = [proof for part in (FEATURES | SETUPS).values() for proof in part.without_gpu]
+    assert {proof.kind for proof in proofs} == {NUMBERS, COMPILED, SOFT_DEVICE}
+    assert not [proof.test for proof in proofs if not (ROOT / proof.test).is_file()]
 
 
 def test_the_page_is_what_flags_and_declarations_give():
