@@ -143,8 +143,8 @@ SLOWEST_FIRST = [
     "test_preferences.py",
     "launch/test_security_launch.py",
 ]
-"""Files of tests that take longest, from `pytest --durations 60`. Workers take whole files in this order, so that none of
-them is left to one worker alone at the end."""
+"""Files of tests that take longest, from `pytest --durations 60`. Workers take whole files in this order, so that none
+of them is left to one worker alone at the end."""
 
 
 def pytest_collection_modifyitems(config, items):
