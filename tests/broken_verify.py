@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -60,6 +61,13 @@ def break_gradients():
         return dq, dk, 2 * dv
 
     longctx.attention.operator.LocalSchedule.backward = twice
+
+
+def verify_broken(broken, arguments):
+    """(exit code, what rank 0 prints) on a rank of a group that runs already."""
+    globals()[f"break_{broken}"]()
+    sys.__stdout__ = io.StringIO()
+    return verify.main(arguments), sys.__stdout__.getvalue()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 from longctx.model.tiny import tiny_model, tiny_tokenizer
 from tests.reference import adamw_steps, dense_loss
 from tests.softcuda.ranks import soft_environment
+from tests.workers import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PREFERENCES = EXAMPLES / "dpo.py"
@@ -42,7 +43,11 @@ def losses_of(script: Path, folder: Path, processes: int = 2, env: Mapping[str, 
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", done.stdout, re.MULTILINE)]
+    return losses_in(done.stdout)
+
+
+def losses_in(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", printed, re.MULTILINE)]
 
 
 def module_of(script: Path):
@@ -67,14 +72,19 @@ def losses_of_one_process() -> list[float]:
     return adamw_steps(model, [1e-3] * STEPS, loss_of_step)[0]
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(s, marks=() if s.stem == "sft_trainer" else pytest.mark.long) for s in SCRIPTS],
-    ids=lambda script: script.stem,
-)  # a plain pytest runs README's loop, too
+# Of the losses below: fp32 sums over other tokens first; four AdamW steps amplify their rounding.
+
+
+def test_the_sft_example_on_two_ranks_has_the_losses_of_one_process(tmp_path):
+    """A plain pytest runs the loop of docs/howto/loop.md, too."""
+    losses = losses_in(run_script(2, EXAMPLES / "sft_trainer.py", tmp_path))
+    assert losses == pytest.approx(losses_of_one_process(), rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_an_example_at_sp_2_has_the_losses_of_one_process(script, tmp_path):
     losses = losses_of(script, tmp_path)
-    # fp32 sums over other tokens first; four AdamW steps amplify their rounding.
     assert losses == pytest.approx(losses_of_one_process(), rel=1e-5)
 
 

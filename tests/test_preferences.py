@@ -12,8 +12,8 @@ import torch
 from longctx.model.tiny import tiny_model, tiny_tokenizer
 from tests.layers.test_log_probs import dense_log_probs, dense_model
 from tests.reference import adamw_steps
-from tests.test_examples import PREFERENCES, losses_of, module_of
-from tests.workers import run_ranks
+from tests.test_examples import PREFERENCES, losses_in, losses_of, module_of
+from tests.workers import run_ranks, run_script
 
 
 def losses_of_one_process(batch_size):
@@ -65,7 +65,7 @@ def losses_of_trl(batch_size, folder):
 
 
 def test_the_example_takes_the_steps_of_one_process(tmp_path):
-    losses = losses_of(PREFERENCES, tmp_path)
+    losses = losses_in(run_script(2, PREFERENCES, tmp_path))
     assert losses == pytest.approx(losses_of_one_process(2), rel=1e-4)
     assert losses[-1] < 0.5 * losses[0]
 

@@ -549,6 +549,7 @@ def test_alst_ulysses_4gpu_equals_one_device(one_device, data, tmp_path):
     assert (tmp_path / "out/model.safetensors").is_file()
 
 
+@pytest.mark.long  # test_refusals.py has an error of a launch in a plain run
 def test_contradiction_in_a_launch_is_one_line_before_the_processes_meet(data, tmp_path):
     code, printed, log = start(profile_command("context_parallel_2gpu"), tmp_path, "--sp", "4", data=data)
     assert code != 0

@@ -119,8 +119,21 @@ def test_a_config_alone_is_enough_and_accelerate_may_start_it(tmp_path):
 )
 def test_what_is_broken_fails_and_is_named(broken, named):
     backend = "ulysses" if broken in ("count", "gradients") else "ring"
-    code, result, stderr = verify(*QUICK, "--sp_backend", backend, module="tests.broken_verify", broken=broken)
-    assert code == 1, (result, stderr)
+    arguments = ["--json", *QUICK, "--sp_backend", backend]
+    ranks = run_ranks(2, "tests.broken_verify:verify_broken", broken, arguments, backend=None)
+    assert [code for code, _ in ranks] == [1, 1]
+    check_broken(json.loads(ranks[0][1]), named)
+
+
+@pytest.mark.long
+def test_what_is_broken_fails_in_processes_of_its_own():
+    arguments = [*QUICK, "--sp_backend", "ring"]
+    code, result, stderr = verify(*arguments, module="tests.broken_verify", broken="documents")
+    assert code == 1, stderr
+    check_broken(result, "document isolation")
+
+
+def check_broken(result, named):
     assert result["ok"] is False
     off = [check["name"] for check in result["checks"] if not check["ok"]]
     assert result["culprit"] == off[0] == named, result
