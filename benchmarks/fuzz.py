@@ -444,10 +444,10 @@ def _write_checkpoint(folder: Path, draw: random.Random, *, target: str) -> Path
     import torch
 
     from longctx.training.checkpoint.files import Manifest, describe_files, write_manifest
-    from longctx.training.checkpoint.shards import Piece
+    from longctx.training.checkpoint.shards import ParameterShard
     from longctx.training.checkpoint.states import write_states
 
-    piece = Piece(
+    piece = ParameterShard(
         name="w",
         shape=(4, 3),
         start=0,
@@ -476,7 +476,7 @@ def _read_checkpoint(path: Path, folder: Path) -> str | None:
     import torch
 
     from longctx.training.checkpoint.files import check_files, check_same, read_manifest
-    from longctx.training.checkpoint.shards import Piece
+    from longctx.training.checkpoint.shards import ParameterShard
     from longctx.training.checkpoint.states import StateReader
 
     checkpoint = folder / "checkpoint-3"
@@ -485,7 +485,7 @@ def _read_checkpoint(path: Path, folder: Path) -> str | None:
     if path.suffix == ".safetensors":
         reader = StateReader(checkpoint)
         kinds = dict.fromkeys([*reader.kinds(scalars=False), "weight"])
-        reader.fill(Piece(name="w", shape=(4, 3), start=0, states={kind: torch.zeros(12) for kind in kinds}))
+        reader.fill(ParameterShard(name="w", shape=(4, 3), start=0, states={kind: torch.zeros(12) for kind in kinds}))
     check_files(checkpoint, manifest)
     check_same(
         manifest, checkpoint, sequences_per_step=4, data={"contents": "abc"}, optimization={"optim": "adamw_torch"}

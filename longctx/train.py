@@ -66,7 +66,7 @@ def _train(run: Run) -> int:
     """From processes and data to the trained model; returns the exit code."""
     from longctx.data import DataError
     from longctx.launch.terminal import refuse
-    from longctx.ranks.agreement import RefusedTogether, leave_together
+    from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
     from longctx.ranks.watchdog import FAILED, watch
     from longctx.report.memory_advice import describe_memory
     from longctx.run import finish, fit, load, prepare
@@ -78,10 +78,10 @@ def _train(run: Run) -> int:
         if watching := watch():
             watching.guard()
         model = load(prepared)
-    except RefusedTogether as error:
+    except RefusedOnAllRanks as error:
         if error.is_mine:
             refuse(error)
-        leave_together()
+        exit_with_others()
         return USAGE_ERROR
     except ValueError as error:
         refuse(error)
@@ -91,12 +91,12 @@ def _train(run: Run) -> int:
     except (DataError, NonFiniteError) as error:  # of a stream, which every rank reads; all meet it in the same step
         if os.environ.get("RANK", "0") == "0":
             refuse(error)
-        leave_together()
+        exit_with_others()
         return USAGE_ERROR if isinstance(error, DataError) else FAILED
-    except (CheckpointError, NotSavedError, RefusedTogether) as error:  # one rank's, of which the others have heard
+    except (CheckpointError, NotSavedError, RefusedOnAllRanks) as error:  # one rank's, of which the others have heard
         if getattr(error, "is_mine", True):
             refuse(error)
-        leave_together()
+        exit_with_others()
         return USAGE_ERROR if isinstance(error, CheckpointError) else FAILED
     if trainer.sequence.rank == 0:
         metrics = trainer.step_metrics

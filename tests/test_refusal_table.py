@@ -57,7 +57,7 @@ from longctx.training.evaluation import rows_to_evaluate
 from longctx.ulysses.attention import ulysses_attention
 from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import _Heads, check_stride
-from longctx.verify.setup import check_engine, telling_rows
+from longctx.verify.setup import check_engine, probe_rows
 from tests import refusals
 from tests.attention.test_choice import QWEN3_8B, a_setup
 from tests.forecast.test_by_hand import MODEL
@@ -225,7 +225,7 @@ CALLS |= {
         "rows to evaluate need input_ids, and these have .'text'.",
     ),
     "rows of another type": (lambda: rows_to_evaluate([1]), "the type list"),
-    "too few rows to verify": (lambda: telling_rows(a_prepared_run(1)), "gives 1 rows of up to 8 tokens"),
+    "too few rows to verify": (lambda: probe_rows(a_prepared_run(1)), "gives 1 rows of up to 8 tokens"),
 }
 
 

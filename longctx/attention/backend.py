@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from longctx.attention.cost import Arrangement, RingWork, Setup, Spent
+from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup
 from longctx.sequence.batch import Attend
 
 AttentionOfBatch = Callable[..., Attend]
@@ -61,7 +61,7 @@ class Backend:
     """
     has_ring_size: bool
     """Whether --ring_size chooses among its arrangements."""
-    passes: Callable[[Setup, Arrangement, RingWork], tuple[Spent, Spent]]
+    passes: Callable[[Setup, Arrangement, RingWork], tuple[AttentionTime, AttentionTime]]
     """Return the modelled seconds of a layer's attention, forward and backward, without the exchange for heads."""
     held: Callable[[KeyValues], tuple[float, float]]
     """Return the bytes a token of a rank that a ring holds in the backward pass: received keys and values, and the
@@ -99,11 +99,11 @@ class Registry(dict[str, Backend]):
         if backend.name in (*self, "auto"):
             raise ValueError(f"An attention backend {backend.name!r} is registered already. Choose another name.")
         for sp in _TRIED:
-            for how in backend.arrangements(sp):
-                if (how.name, how.ring * how.ulysses) != (backend.name, sp):
+            for arrangement in backend.arrangements(sp):
+                if (arrangement.name, arrangement.ring * arrangement.ulysses) != (backend.name, sp):
                     raise ValueError(
-                        f"Attention backend {backend.name!r} arranges {sp} ranks as {how!r}. Return arrangements of "
-                        f"its own name whose degrees multiply to {sp}."
+                        f"Attention backend {backend.name!r} arranges {sp} ranks as {arrangement!r}. Return "
+                        f"arrangements of its own name whose degrees multiply to {sp}."
                     )
         self[backend.name] = backend
 

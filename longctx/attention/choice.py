@@ -68,7 +68,7 @@ class BackendChoice:
 
     def describe(self) -> str:
         """`ulysses 4 (auto): modelled ms per layer: ulysses 4 0.8, ulysses 2 × ring 2 1.3, ring 4 1.5, gather 4 2`"""
-        numbers = ", ".join(f"{how} {seconds * 1e3:.3g}" for how, seconds in self.modelled)
+        numbers = ", ".join(f"{arrangement} {seconds * 1e3:.3g}" for arrangement, seconds in self.modelled)
         parts = [f"modelled ms per layer: {numbers}"] if numbers else []
         parts += _reasons(self.refused)
         parts += [f"for {self.documents}"] if numbers else []
@@ -111,9 +111,13 @@ def choose_backend(
         return BackendChoice(arrangement=alone, reason="sp 1: every sequence stays on one device")
     assert name != "auto" or documents is not None, "auto compares what backends cost for given documents"
     asked = None if name == "auto" else _asked_for(name, setup, ring_size)
-    obstacles = {how: _obstacle(how, setup, pad_to_multiple_of) for how in arrangements(sp) if how != asked}
-    refused = [(how, why) for how, why in obstacles.items() if why is not None]
-    able = [how for how in arrangements(sp) if obstacles.get(how) is None]
+    obstacles = {
+        arrangement: _obstacle(arrangement, setup, pad_to_multiple_of)
+        for arrangement in arrangements(sp)
+        if arrangement != asked
+    }
+    refused = [(arrangement, why) for arrangement, why in obstacles.items() if why is not None]
+    able = [arrangement for arrangement in arrangements(sp) if obstacles.get(arrangement) is None]
     modelled = _modelled(setup, able, documents) if documents is not None else []
     if asked is not None:
         chosen, reason = asked, "asked for"
@@ -133,14 +137,16 @@ def choose_backend(
 
 def arrangements(sp: int) -> list[Arrangement]:
     """Every way to spread attention over sp > 1 ranks, those with fewer ring ranks first."""
-    ways = [how for backend in BACKENDS.values() for how in backend.arrangements(sp)]
-    return sorted(ways, key=lambda how: how.ring)
+    ways = [arrangement for backend in BACKENDS.values() for arrangement in backend.arrangements(sp)]
+    return sorted(ways, key=lambda arrangement: arrangement.ring)
 
 
 def chunking_backend(setup: Setup) -> str | None:
     """The backend that `auto` means where a sequence-chunked step is asked for; None where the heads permit none."""
     for name, backend in BACKENDS.spread.items():
-        if backend.can_chunk and any(setup.num_heads % how.ulysses == 0 for how in backend.arrangements(setup.sp)):
+        if backend.can_chunk and any(
+            setup.num_heads % arrangement.ulysses == 0 for arrangement in backend.arrangements(setup.sp)
+        ):
             return name
     return None
 
@@ -165,13 +171,20 @@ def _least(
 ) -> tuple[Arrangement, str]:
     """What runs, and why, from seconds in ascending order."""
     fastest, least = modelled[0]
-    ratio = {how: seconds / least for how, seconds in modelled}
+    ratio = {arrangement: seconds / least for arrangement, seconds in modelled}
     if before is not None and ratio.get(before.arrangement, math.inf) <= WORTH_A_CHANGE:
         chosen, why = before.arrangement, "chosen before the data was known"
     else:
-        ties = [how for how, _ in modelled if ratio[how] <= A_TIE]
+        ties = [arrangement for arrangement, _ in modelled if ratio[arrangement] <= A_TIE]
         order = list(BACKENDS)
-        chosen = min(ties, key=lambda how: (not setup.in_a_node(how.ulysses), how.ring, order.index(how.name)))
+        chosen = min(
+            ties,
+            key=lambda arrangement: (
+                not setup.in_a_node(arrangement.ulysses),
+                arrangement.ring,
+                order.index(arrangement.name),
+            ),
+        )
         why = (
             "in a node" if chosen.ring > fastest.ring else "less memory" if chosen.ring == fastest.ring else "less ring"
         )
@@ -182,13 +195,16 @@ def _least(
 
 def _modelled(setup: Setup, candidates: Sequence[Arrangement], documents: Documents) -> list[tuple[Arrangement, float]]:
     """Mean seconds over the rows for each of them, the fastest first."""
-    rings = {how.ring for how in candidates if how.ring <= MAX_MODELLED_RING}
+    rings = {arrangement.ring for arrangement in candidates if arrangement.ring <= MAX_MODELLED_RING}
     rows = [_filled(row, 2 * setup.sp) for row in documents.rows]
     work = {ring: [RingWork.of(row, ring) for row in rows] for ring in rings}
     seconds = [
-        (how, float(np.mean([modelled_seconds(setup, how, of_row) for of_row in work[how.ring]])))
-        for how in candidates
-        if how.ring in rings
+        (
+            arrangement,
+            float(np.mean([modelled_seconds(setup, arrangement, of_row) for of_row in work[arrangement.ring]])),
+        )
+        for arrangement in candidates
+        if arrangement.ring in rings
     ]
     return sorted(seconds, key=lambda pair: pair[1])
 
@@ -202,7 +218,7 @@ def _asked_for(name: str, setup: Setup, ring_size: int | None) -> Arrangement:
     if setup.num_linear_heads is not None:
         common = math.gcd(setup.num_heads, setup.num_linear_heads)
         ways = BACKENDS[name].arrangements(setup.sp)
-        if not any(how.ring == 1 and common % how.ulysses == 0 for how in ways):
+        if not any(arrangement.ring == 1 and common % arrangement.ulysses == 0 for arrangement in ways):
             raise ValueError(_linear_message(name, setup))
     return BACKENDS[name].arrange(setup, ring_size)
 
@@ -218,17 +234,19 @@ def _linear_message(name: str, setup: Setup) -> str:
     )
 
 
-def _obstacle(how: Arrangement, setup: Setup, pad_to_multiple_of: int | None) -> str | None:
+def _obstacle(arrangement: Arrangement, setup: Setup, pad_to_multiple_of: int | None) -> str | None:
     """Why this cannot run, or None."""
-    if setup.num_heads % how.ulysses:
+    if setup.num_heads % arrangement.ulysses:
         return f"{setup.num_heads} heads"
-    if setup.num_linear_heads is not None and how.ring > 1:
+    if setup.num_linear_heads is not None and arrangement.ring > 1:
         return "linear attention needs all tokens"
-    if setup.num_linear_heads is not None and setup.num_linear_heads % how.ulysses:
+    if setup.num_linear_heads is not None and setup.num_linear_heads % arrangement.ulysses:
         return f"{setup.num_linear_heads} linear key heads"
-    if how.ring > MAX_MODELLED_RING:
+    if arrangement.ring > MAX_MODELLED_RING:
         return f"rings above {MAX_MODELLED_RING} ranks are not modelled"
-    multiple = ParallelDims.arrange(how.ring * how.ulysses, ring=how.ring, ulysses=how.ulysses).multiple
+    multiple = ParallelDims.arrange(
+        arrangement.ring * arrangement.ulysses, ring=arrangement.ring, ulysses=arrangement.ulysses
+    ).multiple
     if pad_to_multiple_of is not None and pad_to_multiple_of % multiple:
         return f"needs rows padded to a multiple of {multiple}, not {pad_to_multiple_of}"
     return None
@@ -237,6 +255,6 @@ def _obstacle(how: Arrangement, setup: Setup, pad_to_multiple_of: int | None) ->
 def _reasons(refused: Sequence[tuple[Arrangement, str]]) -> list[str]:
     """`ulysses 8, ulysses 4 × ring 2 cannot: 3 heads`"""
     return [
-        f"{', '.join(str(how) for how, its in refused if its == why)} cannot: {why}"
+        f"{', '.join(str(arrangement) for arrangement, its in refused if its == why)} cannot: {why}"
         for why in dict.fromkeys(why for _, why in refused)
     ]

@@ -208,7 +208,7 @@ class RingWork:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Spent:
+class AttentionTime:
     """What the ranks of a ring do with their time, float64 [R] seconds each, which add up to the same for all.
 
     A ring rank stands for the U ranks that exchange tokens for heads: these do the same.
@@ -222,8 +222,8 @@ class Spent:
     link: float
     """A scalar: seconds that the busiest link carries something, behind computation or not."""
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: AttentionTime) -> AttentionTime:
+        return AttentionTime(
             compute=self.compute + other.compute,
             exchange=self.exchange + other.exchange,
             wait=self.wait + other.wait,
@@ -236,16 +236,16 @@ class Spent:
         return float((self.compute + self.exchange + self.wait).max())
 
 
-def key_value_elements(setup: Setup, how: Arrangement) -> float:
+def key_value_elements(setup: Setup, arrangement: Arrangement) -> float:
     """Of a token, for the heads that a ring rank has."""
-    copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, how.ulysses)
-    return 2 * setup.num_key_value_heads * copies / how.ulysses * setup.head_size
+    copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, arrangement.ulysses)
+    return 2 * setup.num_key_value_heads * copies / arrangement.ulysses * setup.head_size
 
 
-def block_seconds(setup: Setup, how: Arrangement, work: RingWork, groups: int) -> tuple[Seconds, Seconds]:
+def block_seconds(setup: Setup, arrangement: Arrangement, work: RingWork, groups: int) -> tuple[Seconds, Seconds]:
     """Each rank's computation at each hop, [R, R], forward and backward."""
-    device, elements = setup.device, setup.num_heads / how.ulysses * setup.head_size
-    launches = (work.entries > 0) * np.where(np.arange(how.ring) > 0, 1 + MERGE_LAUNCHES, 1)
+    device, elements = setup.device, setup.num_heads / arrangement.ulysses * setup.head_size
+    launches = (work.entries > 0) * np.where(np.arange(arrangement.ring) > 0, 1 + MERGE_LAUNCHES, 1)
     begun = groups * (work.entries * device.entry_seconds + launches * device.launch_seconds)
     forward, backward = (
         work.pairs * (flops * elements / device.attention_flops)
@@ -256,7 +256,7 @@ def block_seconds(setup: Setup, how: Arrangement, work: RingWork, groups: int) -
     return forward, backward
 
 
-def pipeline(compute: Seconds, travel: Seconds) -> Spent:
+def pipeline(compute: Seconds, travel: Seconds) -> AttentionTime:
     """One pass around the ring: `travel[r, h]` into rank r begins when r and r - 1 begin with block h.
 
     Args:
@@ -271,10 +271,10 @@ def pipeline(compute: Seconds, travel: Seconds) -> Spent:
         exchange += np.clip(ready - np.maximum(done, begun), 0, None)
     computed = compute.sum(1)
     waited = ready.max() - computed - exchange
-    return Spent(compute=computed, exchange=exchange, wait=waited, link=float(travel.sum(1).max()))
+    return AttentionTime(compute=computed, exchange=exchange, wait=waited, link=float(travel.sum(1).max()))
 
 
-def overlapped(compute: Seconds, travel: float, groups: int) -> Spent:
+def overlapped(compute: Seconds, travel: float, groups: int) -> AttentionTime:
     """One pass over all head groups, whose keys and values come one after the other.
 
     A group computes its own block, hop 0 of `compute` [R, R], before it needs its part of `travel`. Equal groups wait
@@ -284,7 +284,7 @@ def overlapped(compute: Seconds, travel: float, groups: int) -> Spent:
     first = travel / groups + rest + own * (groups - 1) / groups
     last = travel + rest / groups
     ready = np.max([own + rest, first, last], axis=0)
-    return Spent(compute=own + rest, exchange=ready - own - rest, wait=ready.max() - ready, link=travel)
+    return AttentionTime(compute=own + rest, exchange=ready - own - rest, wait=ready.max() - ready, link=travel)
 
 
 def device_named(name: str) -> Device:

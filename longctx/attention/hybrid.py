@@ -23,17 +23,23 @@ def _split(setup: Setup, ring_size: int | None) -> Arrangement:
     A split that leaves one rank to Ulysses is a ring, and one that leaves no ring is Ulysses.
     """
     sp, num_heads = setup.sp, setup.num_heads
-    ways = {how.ring: how for how in (*ULYSSES.arrangements(sp), *_splits(sp), *RING.arrangements(sp))}
+    ways = {
+        arrangement.ring: arrangement
+        for arrangement in (*ULYSSES.arrangements(sp), *_splits(sp), *RING.arrangements(sp))
+    }
     if ring_size is None:
-        return next(how for ring, how in ways.items() if ring > 1 and num_heads % how.ulysses == 0)
+        return next(
+            arrangement for ring, arrangement in ways.items() if ring > 1 and num_heads % arrangement.ulysses == 0
+        )
     if ring_size not in ways:
         raise ValueError(f"--ring_size {ring_size} does not divide sp {sp}. Use a divisor of {sp}.")
-    how = ways[ring_size]
-    if num_heads % how.ulysses:
+    arrangement = ways[ring_size]
+    if num_heads % arrangement.ulysses:
         raise ValueError(
-            f"--ring_size {ring_size} leaves {how.ulysses} Ulysses ranks. {heads_message(num_heads, how.ulysses)}"
+            f"--ring_size {ring_size} leaves {arrangement.ulysses} Ulysses ranks. "
+            f"{heads_message(num_heads, arrangement.ulysses)}"
         )
-    return how
+    return arrangement
 
 
 HYBRID = Backend(

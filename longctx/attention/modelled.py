@@ -23,30 +23,30 @@ from __future__ import annotations
 import numpy as np
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import Arrangement, RingWork, Setup, Spent
+from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup
 from longctx.ulysses.exchange import key_value_copies
 
 EXCHANGE_COPIES = 4
 """Times an exchanged element is read or written besides: gathered before it is sent, put in order afterwards."""
 
 
-def modelled_seconds(setup: Setup, how: Arrangement, work: RingWork) -> float:
+def modelled_seconds(setup: Setup, arrangement: Arrangement, work: RingWork) -> float:
     """Seconds of attention of the slowest rank, in one layer and micro-batch, forward and backward.
 
     Args:
         work: of a ring of `how.ring` ranks.
     """
-    return spent(setup, how, work).seconds
+    return attention_time(setup, arrangement, work).seconds
 
 
-def spent(setup: Setup, how: Arrangement, work: RingWork) -> Spent:
+def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> AttentionTime:
     """What each rank does in `modelled_seconds`."""
-    exchanged, sent = _exchange_seconds(setup, how.ulysses, work.num_tokens)
-    if setup.in_a_node(how.ulysses) and not setup.in_a_node(setup.sp):
+    exchanged, sent = _exchange_seconds(setup, arrangement.ulysses, work.num_tokens)
+    if setup.in_a_node(arrangement.ulysses) and not setup.in_a_node(setup.sp):
         sent = 0.0  # the ring's links, between nodes, are others
-    forward, backward = BACKENDS[how.name].passes(setup, how, work)
-    zero = np.zeros(how.ring)
-    return Spent(compute=zero, exchange=zero + exchanged, wait=zero, link=sent) + forward + backward
+    forward, backward = BACKENDS[arrangement.name].passes(setup, arrangement, work)
+    zero = np.zeros(arrangement.ring)
+    return AttentionTime(compute=zero, exchange=zero + exchanged, wait=zero, link=sent) + forward + backward
 
 
 def _exchange_seconds(setup: Setup, ulysses: int, num_tokens: int) -> tuple[float, float]:

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.closed_form import Breakdown, predict, reach
-from longctx.forecast.documents import Documents, one_document
-from longctx.forecast.memory_options import Place, resolve_levers
+from longctx.forecast.documents import RowLengths, one_document
+from longctx.forecast.memory_options import RunTraits, resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, StepTime, step_time
@@ -131,13 +131,15 @@ def _arrangements(config: PretrainedConfig, gpus: int, per_node: int) -> Iterato
             yield "local", ParallelDims.arrange(gpus)
             continue
         for name, backend in BACKENDS.spread.items():
-            ways = [how for how in backend.arrangements(sp) if heads % how.ulysses == 0]
+            ways = [arrangement for arrangement in backend.arrangements(sp) if heads % arrangement.ulysses == 0]
             if linear:
-                ways = [how for how in ways if how.ring == 1 and linear % how.ulysses == 0]
+                ways = [
+                    arrangement for arrangement in ways if arrangement.ring == 1 and linear % arrangement.ulysses == 0
+                ]
             if sp > per_node and backend.has_ring_size:
-                ways = [how for how in ways if how.ulysses <= per_node][:1]
-            for how in ways:
-                yield name, ParallelDims.arrange(gpus, ring=how.ring, ulysses=how.ulysses)
+                ways = [arrangement for arrangement in ways if arrangement.ulysses <= per_node][:1]
+            for arrangement in ways:
+                yield name, ParallelDims.arrange(gpus, ring=arrangement.ring, ulysses=arrangement.ulysses)
 
 
 def _candidate(
@@ -155,7 +157,7 @@ def _candidate(
         engine = "deepspeed"  # which alone offloads states of one device
     stage = 3 if engine == "deepspeed" else None
 
-    place = Place(
+    place = RunTraits(
         backend_can_chunk=BACKENDS[backend].can_chunk,
         engine=engine,
         zero_stage=stage,
@@ -193,7 +195,7 @@ def _candidate(
     )
 
 
-def outlook(candidate: Candidate, machine: Machine, length: int, documents: Documents = one_document) -> Outlook:
+def outlook(candidate: Candidate, machine: Machine, length: int, documents: RowLengths = one_document) -> Outlook:
     """The candidate on rows of `length` tokens."""
     padded = -(-length // candidate.dims.multiple) * candidate.dims.multiple
     time = None

@@ -10,7 +10,7 @@ import numpy as np
 
 from longctx.untrusted.files import check_file
 
-Documents = Callable[[int], Sequence[int]]
+RowLengths = Callable[[int], Sequence[int]]
 """Length of a row -> lengths of the documents in it."""
 
 
@@ -19,7 +19,7 @@ def one_document(length: int) -> list[int]:
     return [length]
 
 
-def drawn_from(path: Path) -> Documents:
+def drawn_from(path: Path) -> RowLengths:
     """Documents of a histogram, the same each time; the last one is cut at the end of the row.
 
     Args:

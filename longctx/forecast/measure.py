@@ -33,7 +33,7 @@ from longctx.forecast.step_time import ADAMW_BYTES, Speeds
 from longctx.launch.network import choose_interface
 from longctx.launch.spawn import device_count, spawn
 from longctx.launch.store import meeting_point
-from longctx.ranks.agreement import gathered
+from longctx.ranks.agreement import gather_objects
 
 REPETITIONS = 5
 """Of each figure, of which the median counts, after one more to warm up."""
@@ -220,7 +220,7 @@ def _seconds(work: Callable[[], object], *, device: torch.device, clock: Callabl
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(clock() - started)
-    return max(gathered(statistics.median(times[1:])))
+    return max(gather_objects(statistics.median(times[1:])))
 
 
 def _main(result: str) -> None:

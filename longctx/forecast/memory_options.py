@@ -49,7 +49,7 @@ PROFILE_LEVERS = (
 OWN_FLAGS = (*PROFILE_LEVERS, "tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
 
 
-class Place(NamedTuple):
+class RunTraits(NamedTuple):
     """Of a run, what decides which levers there are."""
 
     backend_can_chunk: bool
@@ -220,7 +220,7 @@ def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
     return by_preset or asked.get("sequence_chunk_size") is not None
 
 
-def resolve_levers(memory: str, asked: Mapping[str, Any], place: Place, *, checkpoints_by_default: bool) -> Levers:
+def resolve_levers(memory: str, asked: Mapping[str, Any], place: RunTraits, *, checkpoints_by_default: bool) -> Levers:
     """Decide every lever, or refuse.
 
     Args:
@@ -257,7 +257,7 @@ def resolve_levers(memory: str, asked: Mapping[str, Any], place: Place, *, check
     return levers
 
 
-def _possible(memory: str, asked: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[str, Any]:
     """What the preset sets in this run and nobody else has: the sequence-chunked step where it can be, which holds no
     whole layer and streams what it keeps itself; else what makes whole layers smaller.
     """
@@ -300,7 +300,7 @@ def _num_shards(values: Mapping[str, Any]) -> int | None:
     return values.get("tiled_mlp_num_shards", 0 if values.get("tiled_mlp") else None)
 
 
-def _check_asked(asked: Mapping[str, Any], place: Place) -> None:
+def _check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
     """Each by itself."""
     for name in ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size"):
         if asked.get(name, 1) < 1:
@@ -332,7 +332,7 @@ def _check_asked(asked: Mapping[str, Any], place: Place) -> None:
         )
 
 
-def _check_together(levers: Levers, place: Place) -> None:
+def _check_together(levers: Levers, place: RunTraits) -> None:
     chunk = levers.sequence_chunk_size
     if chunk is not None and not levers.activation_checkpointing:
         raise ValueError(
@@ -359,7 +359,7 @@ def _check_together(levers: Levers, place: Place) -> None:
     _check_offload(levers, place)
 
 
-def _check_offload(levers: Levers, place: Place) -> None:
+def _check_offload(levers: Levers, place: RunTraits) -> None:
     """Where an engine can put optimizer states and parameters."""
     for kind in ("optimizer", "param"):
         flag, path_flag = f"--offload_{kind}_device", f"--offload_{kind}_nvme_path"

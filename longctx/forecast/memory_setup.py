@@ -14,7 +14,7 @@ from longctx.layers.liger import fuses_layers
 from longctx.sequence.mesh import ParallelDims
 
 Engine = Literal["none", "fsdp2", "zero1", "zero2", "zero3"]
-Place = Literal["none", "cpu", "nvme"]
+RunTraits = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class MemorySetup:
     """Whether the heads in hand are projected only then, too (UPipe, arXiv 2602.21196), which longctx does not do."""
     sequence_chunk_size: int | None = None
     """Tokens of a rank at a time, the others waiting in host memory."""
-    offload_optimizer: Place = "none"
-    offload_param: Place = "none"
+    offload_optimizer: RunTraits = "none"
+    offload_param: RunTraits = "none"
     pins_host_memory: bool = True
     """Whether what is offloaded lies in pinned memory, which devices copy to and from by themselves."""
     reduce_bytes: int = 4

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, RingWork, Seconds
-from longctx.attention.modelled import spent
+from longctx.attention.modelled import attention_time
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.step_time import (
     Speeds,
@@ -108,7 +108,7 @@ def _micro_batch(setup: MemorySetup, length: int, groups: Sequence[tuple[Seconds
 def _sequence_group(setup: MemorySetup, length: int, work: RingWork, speeds: Speeds) -> tuple[Seconds, float]:
     """[3, sp] as `_micro_batch`, before it waits for other groups, and how long attention keeps a link busy."""
     layers = setup.model.num_layers
-    attention = spent(*attention_setup(setup, speeds.device), work)
+    attention = attention_time(*attention_setup(setup, speeds.device), work)
     again = attended_again_seconds(setup, work.pairs.sum(1) / setup.ulysses, speeds)
     compute = sum(tokenwise_seconds(setup, length, speeds)) + again + layers * attention.compute
     ring = np.stack([compute, layers * attention.exchange, layers * attention.wait])

@@ -193,8 +193,8 @@ def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangem
         device=device,
         devices_per_node=setup.ranks_per_node,
     )
-    how = Arrangement(name=setup.backend, ring=setup.ring, ulysses=setup.ulysses)
-    return attention, how
+    arrangement = Arrangement(name=setup.backend, ring=setup.ring, ulysses=setup.ulysses)
+    return attention, arrangement
 
 
 def weights_seconds(setup: MemorySetup, device: Device) -> float:

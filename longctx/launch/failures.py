@@ -17,7 +17,7 @@ from longctx.ranks.watchdog import (
     FAILED,
     LEAVE_SECONDS,
     Failure,
-    Watch,
+    Watchdog,
     describe_positions,
     limit_waiting,
     position_of,
@@ -118,7 +118,7 @@ def _has_timed_out(error: BaseException) -> bool:
     return "timed out" in str(error).lower()
 
 
-def _of_another(watching: Watch, error: Exception, timeout: float, resume: str) -> Failure | None:
+def _of_another(watching: Watchdog, error: Exception, timeout: float, resume: str) -> Failure | None:
     """Why other ranks could not be reached; None where that is not to be found out."""
     here = position_of(error, watching.step)
     timed_out = _has_timed_out(error)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longctx.ranks.watchdog import Watch, leave, watch
+from longctx.ranks.watchdog import Watchdog, leave, watch
 
 Result = TypeVar("Result")
 
@@ -29,7 +29,7 @@ SILENCE_SECONDS = 300.0
 LEAVE_SECONDS = 10.0
 
 
-class RefusedTogether(ValueError):
+class RefusedOnAllRanks(ValueError):
     """What one rank could not go on for, raised on every rank, so that none waits for another."""
 
     def __init__(self, message: str, *, is_mine: bool):
@@ -38,24 +38,24 @@ class RefusedTogether(ValueError):
         """Whether this rank is the one to say why."""
 
 
-def together(work: Callable[[], Result]) -> Result:
+def on_all_ranks(work: Callable[[], Result]) -> Result:
     """Run `work` on all ranks at once; returns when all have finished, however long that takes.
 
     Raises:
-        RefusedTogether: on every rank, as soon as `work` raises a ValueError on one, or another error on another
+        RefusedOnAllRanks: on every rank, as soon as `work` raises a ValueError on one, or another error on another
             rank. A process alone raises the ValueError as it is.
     """
     return _meet(work, lambda meeting: None)
 
 
-def first_rank_first(work: Callable[[], Result], folder: str | Path) -> Result:
+def main_process_first(work: Callable[[], Result], folder: str | Path) -> Result:
     """The same with rank 0 first, so that the others find what it leaves in `folder` (created if it is missing).
 
     On nodes that do not share rank 0's file system, the node's first rank does not wait for it, and the node's
     other ranks wait for that one.
 
     Raises:
-        RefusedTogether: as `together`.
+        RefusedOnAllRanks: as `on_all_ranks`.
     """
     return _meet(work, lambda meeting: meeting.wait_for_turn(Path(folder)))
 
@@ -67,9 +67,9 @@ def check_agreement(mine: Mapping[str, Any]) -> None:
         mine: by name, as JSON has it.
 
     Raises:
-        RefusedTogether: naming a rank and what it has another value of.
+        RefusedOnAllRanks: naming a rank and what it has another value of.
     """
-    rank, theirs = dist.get_rank(), first_ranks(dict(mine))
+    rank, theirs = dist.get_rank(), broadcast_object(dict(mine))
     names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
 
     def compare() -> None:
@@ -80,10 +80,10 @@ def check_agreement(mine: Mapping[str, Any]) -> None:
                 "with the same flags, files and releases."
             )
 
-    together(compare)
+    on_all_ranks(compare)
 
 
-def first_ranks(value: Result) -> Result:
+def broadcast_object(value: Result) -> Result:
     """Return rank 0's value. All ranks call it."""
     if not dist.is_initialized():
         return value
@@ -92,7 +92,7 @@ def first_ranks(value: Result) -> Result:
     return values[0]
 
 
-def gathered(value: Result) -> list[Result]:
+def gather_objects(value: Result) -> list[Result]:
     """Return every rank's value, by rank. All ranks call it."""
     if not dist.is_initialized():
         return [value]
@@ -111,7 +111,7 @@ def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return world if "cpu" in dist.get_backend_config(world) else dist.new_group(backend="gloo")
 
 
-def sharing(folder: Path) -> list[int]:
+def storage_of_ranks(folder: Path) -> list[int]:
     """Of every rank, the first rank that has the same files in `folder` (created if it is missing): 0 where all nodes
     share a file system, else the first of its node. All ranks call it.
 
@@ -121,7 +121,7 @@ def sharing(folder: Path) -> list[int]:
         return [0]
     rank = dist.get_rank()
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
-    token = gathered(uuid.uuid4().hex)[0]
+    token = gather_objects(uuid.uuid4().hex)[0]
 
     def marker(of: int) -> Path:
         return folder / f".longctx-{token}-{of}"
@@ -132,15 +132,17 @@ def sharing(folder: Path) -> list[int]:
                 folder.mkdir(parents=True, exist_ok=True)
                 marker(rank).touch()
 
-    together(mark)
-    found = gathered(min((other for other in set(gathered(first)) if marker(other).exists()), default=first))
+    on_all_ranks(mark)
+    found = gather_objects(
+        min((other for other in set(gather_objects(first)) if marker(other).exists()), default=first)
+    )
     with suppress(OSError):
         marker(rank).unlink()
     return found
 
 
-def leave_together(seconds: float = LEAVE_SECONDS) -> None:
-    """After RefusedTogether: wait for the other ranks to get here too, but no longer than this.
+def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
+    """After RefusedOnAllRanks: wait for the other ranks to get here too, but no longer than this.
 
     A launcher stops all processes once one has left, so the one that says why must have said it.
     """
@@ -166,7 +168,7 @@ def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None])
         result = work()
         meeting.finish_turn()
         meeting.wait_for_all()
-    except RefusedTogether:
+    except RefusedOnAllRanks:
         raise
     except ValueError as error:
         raise meeting.refuse(str(error)) from error
@@ -181,7 +183,7 @@ def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None])
 class _Meeting:
     """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watchdog) -> None:
         self.watch, self.rank, self.world_size = watch, watch.rank, watch.world_size
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"longctx/calls/{self.rank}", 1)
@@ -190,15 +192,15 @@ class _Meeting:
         self.group: str | None = None
         self._heard: dict[int, tuple[bytes, float]] = {}
 
-    def refuse(self, message: str) -> RefusedTogether:
+    def refuse(self, message: str) -> RefusedOnAllRanks:
         """Tell all ranks to stop; the first to call this decides what they say."""
         mine = json.dumps([self.rank, message])
         try:
             said = self.store.compare_set("refused", "", mine)
         except RuntimeError:
-            return RefusedTogether(message, is_mine=True)
+            return RefusedOnAllRanks(message, is_mine=True)
         rank, message = json.loads(said)
-        return RefusedTogether(message, is_mine=rank == self.rank)
+        return RefusedOnAllRanks(message, is_mine=rank == self.rank)
 
     def wait_for_turn(self, folder: Path) -> None:
         """Return on rank 0, and on a node's first rank where rank 0's files cannot be seen; else wait for that one."""
@@ -248,7 +250,7 @@ class _Meeting:
                     raise self.refuse("")
                 self._listen(watched)
             except RuntimeError as error:
-                raise RefusedTogether(
+                raise RefusedOnAllRanks(
                     f"rank {self.rank} has lost the store that ranks meet in, which ends with the process that keeps "
                     f"it: rank 0, or the launcher ({error}). See the messages before this one.",
                     is_mine=True,

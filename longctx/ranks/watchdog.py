@@ -106,7 +106,7 @@ class Position(NamedTuple):
         return f"{doing}{f' ({when})' if when else ''}: {' < '.join(self.frames)}"
 
 
-class Watch:
+class Watchdog:
     """Of this process's rank, over one process group's store."""
 
     def __init__(self) -> None:
@@ -300,10 +300,10 @@ class Watch:
         return Position.of(_stack(sys._current_frames()[main]), self.step)
 
 
-_watch: Watch | None = None
+_watch: Watchdog | None = None
 
 
-def watch() -> Watch | None:
+def watch() -> Watchdog | None:
     """This process's, which starts with the first call after the process group did; None for a process alone."""
     global _watch
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -311,7 +311,7 @@ def watch() -> Watch | None:
     if _watch is None or _watch.group_store is not dist.distributed_c10d._get_default_store():
         if _watch is not None:
             _watch.leave()
-        _watch = Watch()
+        _watch = Watchdog()
     return _watch
 
 
@@ -338,7 +338,7 @@ def speaks_after(timeout: float) -> float:
     return timeout - min(timeout / 2, max(60.0, timeout / 10))
 
 
-def describe_positions(watch: Watch, here: Position, others: dict[int, Position | None]) -> list[str]:
+def describe_positions(watch: Watchdog, here: Position, others: dict[int, Position | None]) -> list[str]:
     """Who did not come, and where ranks are; those at the same place on one line."""
     places: dict[Position, list[int]] = {}
     for rank, position in sorted({**others, watch.rank: here}.items()):

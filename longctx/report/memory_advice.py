@@ -19,10 +19,10 @@ from longctx.sequence.mesh import ParallelDims
 from longctx.settings.run import Run
 from longctx.training.peak_memory import (
     PeakMemory,
-    how_far,
+    describe_reach,
     is_first_to_say,
     is_out_of_memory,
-    what_would_have_helped,
+    suggest_savings,
 )
 
 LEVERS: Mapping[str, Mapping[str, Any]] = {
@@ -47,7 +47,7 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
         longest_row: tokens of the longest micro-batch, padding included.
     """
     setup = replace(_setup(run), model=ModelSizes.of_model(model))
-    lines = [*peak.describe(), how_far(setup, peak, longest_row // setup.num_rows)]
+    lines = [*peak.describe(), describe_reach(setup, peak, longest_row // setup.num_rows)]
     return [f"memory    {line}" for line in lines]
 
 
@@ -77,7 +77,7 @@ def _host_room() -> int:
 def _advice(run: Run, setup: MemorySetup, room: float) -> str:
     try:
         device = torch.cuda.get_device_properties().total_memory if not run.use_cpu else 0
-        return what_would_have_helped(setup, run.settings["max_length"], device, room, _levers(run, setup))
+        return suggest_savings(setup, run.settings["max_length"], device, room, _levers(run, setup))
     except Exception as error:  # there is no memory for this either; the error itself is what counts
         return f"longctx: out of memory, and too little is left to say what would have helped ({error!r})"
 
@@ -112,7 +112,7 @@ def _with(run: Run, values: Mapping[str, Any]) -> Run:
         ring, ulysses = choice.arrangement.ring, choice.arrangement.ulysses
         dims = ParallelDims.arrange(run.dims.world_size, ring=ring, ulysses=ulysses, dp_replicate=run.dims.dp_replicate)
         changed = replace(changed, backend=choice, dims=dims)
-    return changed.settled()
+    return changed.with_levers()
 
 
 def _spread(setup: MemorySetup) -> dict[str, MemorySetup]:

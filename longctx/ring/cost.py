@@ -25,10 +25,10 @@ import numpy as np
 
 from longctx.attention.cost import (
     Arrangement,
+    AttentionTime,
     RingWork,
     Seconds,
     Setup,
-    Spent,
     block_seconds,
     key_value_elements,
     overlapped,
@@ -36,33 +36,33 @@ from longctx.attention.cost import (
 )
 
 
-def gather_passes(setup: Setup, how: Arrangement, work: RingWork) -> tuple[Spent, Spent]:
+def gather_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
     """Forward and backward."""
     groups = _head_groups(setup.num_key_value_heads)
-    moved = int(work.received[:, 1:2].max(initial=0)) * how.ring * key_value_elements(setup, how)
-    latency = groups * setup.gather_latency(how.ring) * (moved > 0)
-    travel = setup.gather_seconds(moved * setup.element_size, how.ring) + latency
-    home = setup.gather_seconds(moved * 4, how.ring) + latency
-    forward, backward = block_seconds(setup, how, work, groups)
+    moved = int(work.received[:, 1:2].max(initial=0)) * arrangement.ring * key_value_elements(setup, arrangement)
+    latency = groups * setup.gather_latency(arrangement.ring) * (moved > 0)
+    travel = setup.gather_seconds(moved * setup.element_size, arrangement.ring) + latency
+    home = setup.gather_seconds(moved * 4, arrangement.ring) + latency
+    forward, backward = block_seconds(setup, arrangement, work, groups)
     back = overlapped(backward, travel, groups)
     return overlapped(forward, travel, groups), replace(back, exchange=back.exchange + home, link=travel + home)
 
 
-def ring_passes(setup: Setup, how: Arrangement, work: RingWork) -> tuple[Spent, Spent]:
+def ring_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
     """Forward and backward."""
-    message, elements = setup.device.message_seconds, key_value_elements(setup, how)
+    message, elements = setup.device.message_seconds, key_value_elements(setup, arrangement)
     received = np.pad(work.received, ((0, 0), (0, 2)))  # hops R and R + 1 bring nothing
-    seconds = received * (elements / _incoming_speed(setup, how))[:, None]
+    seconds = received * (elements / _incoming_speed(setup, arrangement))[:, None]
     keys = seconds[:, 1:] * setup.element_size + message * (received[:, 1:] > 0)
     gradients = seconds[:, :-1] * 4 + message * (received[:, :-1] > 0)
-    forward, backward = block_seconds(setup, how, work, 1)
+    forward, backward = block_seconds(setup, arrangement, work, 1)
     # While block h is computed, k and v of hop h + 1 travel; backward, also the gradients of block h - 1.
     return pipeline(forward, keys), pipeline(backward, keys + np.pad(gradients, ((0, 0), (1, 0)))[:, :-1])
 
 
-def _incoming_speed(setup: Setup, how: Arrangement) -> Seconds:
+def _incoming_speed(setup: Setup, arrangement: Arrangement) -> Seconds:
     """float64 [R]: bytes a second that ring rank r receives from r - 1, the slowest of its U ranks."""
-    node = np.arange(setup.sp).reshape(how.ring, how.ulysses) // setup.devices_per_node
+    node = np.arange(setup.sp).reshape(arrangement.ring, arrangement.ulysses) // setup.devices_per_node
     crosses = (node != np.roll(node, 1, axis=0)).any(axis=1)
     return np.where(crosses, setup.device.across.pass_on, setup.device.within.pass_on)
 

@@ -209,30 +209,30 @@ class Line:
             return None
         mixture, started = None, self.started
         if started is not None and self.left[started] and started not in (self.ready[0], self.ready[-1]):
-            dear = (unit for unit in reversed(self.ready) if unit != started)
-            cheap = (unit for unit in self.ready if unit != started)
+            costly = (unit for unit in reversed(self.ready) if unit != started)
+            light = (unit for unit in self.ready if unit != started)
             mixture = self._mixture_of(
-                itertools.chain([started], dear), itertools.chain(cheap, [started]), tokens, share, tolerance
+                itertools.chain([started], costly), itertools.chain(light, [started]), tokens, share, tolerance
             )
         if mixture is None or abs(mixture.work - share) > tolerance + self.size[self.ready[-1]]:
             mixture = self._mixture_of(reversed(self.ready), self.ready, tokens, share, tolerance)
         return mixture
 
     def _mixture_of(
-        self, dearest_first: Iterable[int], cheapest_first: Iterable[int], tokens: int, share: float, tolerance: float
+        self, costliest_first: Iterable[int], lightest_first: Iterable[int], tokens: int, share: float, tolerance: float
     ) -> _Mixture:
         """Both orders are read no further than `tokens` tokens."""
-        dear, cheap = _Profile(self, dearest_first, tokens), _Profile(self, cheapest_first, tokens)
-        num_dear = _root(
-            lambda x: dear.work(x) + cheap.work(tokens - x) - share,
-            [x for x in dear.tokens if x <= tokens],
-            [tokens - x for x in cheap.tokens if x <= tokens],
+        costly, light = _Profile(self, costliest_first, tokens), _Profile(self, lightest_first, tokens)
+        num_costly = _root(
+            lambda x: costly.work(x) + light.work(tokens - x) - share,
+            [x for x in costly.tokens if x <= tokens],
+            [tokens - x for x in light.tokens if x <= tokens],
             tolerance,
         )
-        takes = dear.first(num_dear)
+        takes = costly.first(num_costly)
         return _Mixture(
-            takes=takes + cheap.first(tokens - num_dear),
-            work=dear.work(num_dear) + cheap.work(tokens - num_dear),
+            takes=takes + light.first(tokens - num_costly),
+            work=costly.work(num_costly) + light.work(tokens - num_costly),
             started=takes[-1][0] if takes else self.started,
         )
 

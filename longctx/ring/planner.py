@@ -114,7 +114,7 @@ _MANY_RANKS = 16
 """Above this many ranks only `_CUTS_WITH_ZIGZAG` are tried: planning time grows with the ranks."""
 _LONGEST_CUT = 0.55
 """Above this fraction of the tokens a document leaves the ranks too few to pair its tail with."""
-_MADE_UP = 0.5
+_REGAINED = 0.5
 """Fraction of a zigzagged document's work on a rank by which that rank may be off before it is dealt."""
 _TOLERANCE = 0.2
 """Fraction of the allowed imbalance that a rank may use to keep a document whole."""
@@ -146,7 +146,7 @@ def _partition(problem: Problem, num_zigzag: int, cut: _Cut | None) -> Pieces | 
     zigzag = problem.longest_first[:num_zigzag]
     share = _equal_shares(lengths[zigzag], world_size)
     capacity = int(lengths.sum()) // world_size - share.sum(axis=0)
-    limit = problem.slack + _MADE_UP * problem.area[zigzag[:1]].sum() / world_size
+    limit = problem.slack + _REGAINED * problem.area[zigzag[:1]].sum() / world_size
     climbing = _climbing_pieces(problem, np.sort(problem.longest_first[num_zigzag:]), capacity, cut, limit)
     if climbing is None:
         return None

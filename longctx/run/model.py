@@ -18,7 +18,7 @@ from longctx.model.allow_list import kernel_of
 from longctx.model.files import check_savable
 from longctx.model.load import load_model
 from longctx.parallel import parallelize
-from longctx.ranks.agreement import gathered, together
+from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.ranks.watchdog import limit_waiting
 from longctx.run.preparation import PreparedRun
 from longctx.sequence.host_tensors import SavedOnHost
@@ -41,7 +41,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     # Parameters on NVMe are written there while the model is loaded, as they are trained.
     on_nvme = prepared.run.levers.offload_param_device == NVME
     with nullcontext() if on_nvme else loaded_in_fp32():
-        model = together(
+        model = on_all_ranks(
             lambda: load_model(
                 name,
                 prepared.run.model_config,
@@ -51,7 +51,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
             )
         )
     parts = [model.config, model.generation_config, prepared.tokenizer] if prepared.args.should_save else []
-    together(lambda: check_savable(name, parts))
+    on_all_ranks(lambda: check_savable(name, parts))
     return model
 
 
@@ -106,15 +106,15 @@ def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
     """Refuse on all ranks together what `check_kernels` refuses."""
     run, device = prepared.run, select_device(prepared.args.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    found = gathered(together(lambda: (name, attention_kernel(prepared, model).name)))
+    found = gather_objects(on_all_ranks(lambda: (name, attention_kernel(prepared, model).name)))
     share = -(-row_length(run.settings) // run.dims.ring)
-    together(lambda: check_kernels(found, min(run.settings["max_length"], share)))
+    on_all_ranks(lambda: check_kernels(found, min(run.settings["max_length"], share)))
 
 
 def _install_liger(prepared: PreparedRun, model: PreTrainedModel, parts: tuple[str, ...]) -> None:
     """Put Liger's kernels into the model, once every rank has compared them with torch's operators."""
     device = select_device(prepared.args.device)
-    together(lambda: check_liger(model.config, parts, device, _activation_dtype(prepared, model)))
+    on_all_ranks(lambda: check_liger(model.config, parts, device, _activation_dtype(prepared, model)))
     install_liger(model, parts)
 
 

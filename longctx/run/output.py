@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import auth_check, create_repo
 from trl import SFTConfig
 
-from longctx.ranks.agreement import sharing, together
+from longctx.ranks.agreement import on_all_ranks, storage_of_ranks
 
 
 def check_hub(args: SFTConfig) -> None:
@@ -33,7 +33,7 @@ def settle_output(args: SFTConfig) -> None:
     Raises:
         ValueError: where they do not, and what each would keep cannot be used.
     """
-    owners = [0] if args.save_only_model else sharing(Path(args.output_dir))
+    owners = [0] if args.save_only_model else storage_of_ranks(Path(args.output_dir))
     if not any(owners):
         args.save_on_each_node = False
         return
@@ -55,4 +55,4 @@ def settle_output(args: SFTConfig) -> None:
                 "all nodes share, or leave it out."
             )
 
-    together(check)
+    on_all_ranks(check)

@@ -17,7 +17,7 @@ from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import is_template_file, load_tokenizer, take_chat_template
-from longctx.ranks.agreement import first_ranks, together
+from longctx.ranks.agreement import broadcast_object, on_all_ranks
 from longctx.run.output import check_hub, settle_output
 from longctx.run.processes import agree, degrees, start_processes
 from longctx.run.resumption import checkpoint_to_resume
@@ -58,8 +58,8 @@ def prepare(run: Run) -> PreparedRun:
         agree(run, args)
         settle_output(args)
     if args.max_steps > 0:
-        together(lambda: check_learning_rates(args, args.max_steps))
-    together(lambda: check_hub(args))
+        on_all_ranks(lambda: check_learning_rates(args, args.max_steps))
+    on_all_ranks(lambda: check_hub(args))
     if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
         args._n_gpu = 1
     if run.engine == "deepspeed":
@@ -70,9 +70,9 @@ def prepare(run: Run) -> PreparedRun:
             num_ranks=run.dims.world_size,
             use_cpu=run.use_cpu,
         )
-    tokenizer = together(lambda: _tokenizer(settings, run.model_config))
+    tokenizer = on_all_ranks(lambda: _tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
-    together(lambda: check_training_steps(args, data.rows, run.dims.dp))
+    on_all_ranks(lambda: check_training_steps(args, data.rows, run.dims.dp))
     files = compare_files(run.settings, run.model_config, data, args)
     run = _with_data(run, args, data)
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
@@ -94,9 +94,9 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> 
     if run.dims.sp == 1 or isinstance(data, StreamedRows) or not len(data.rows):
         return run
     setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
-    decided = first_ranks(run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None)
+    decided = broadcast_object(run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None)
     assert decided is not None, "rank 0 decides"
-    return run.spread_as(decided)
+    return run.with_backend(decided)
 
 
 def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:

@@ -14,7 +14,7 @@ from trl import SFTConfig
 import longctx
 from longctx.launch.network import choose_interface
 from longctx.launch.restarts import renew_store
-from longctx.ranks.agreement import check_agreement, together
+from longctx.ranks.agreement import check_agreement, on_all_ranks
 from longctx.ranks.watchdog import leave
 from longctx.settings.run import Run
 from longctx.settings.versions import MINIMUM_VERSIONS, REQUIRED_VERSIONS
@@ -71,7 +71,7 @@ def agree(run: Run, args: SFTConfig) -> None:
     Raises:
         ValueError: naming what differs.
     """
-    check_agreement(together(partial(_decided, run, args)))
+    check_agreement(on_all_ranks(partial(_decided, run, args)))
 
 
 _OF_A_NODE = (

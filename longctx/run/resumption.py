@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from trl import SFTConfig
 
-from longctx.ranks.agreement import check_agreement, sharing, together
+from longctx.ranks.agreement import check_agreement, on_all_ranks, storage_of_ranks
 from longctx.settings.run import Run
 from longctx.training.checkpoint import (
     MANIFEST,
@@ -37,12 +37,12 @@ def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mappi
     if asked is None:
         return None
     for folder in candidates(str(asked), Path(args.output_dir)):
-        owners = sharing(folder)
+        owners = storage_of_ranks(folder)
         among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
         try:
-            manifest = together(partial(read_manifest, folder))
-            together(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
-            together(partial(check_side_files, folder, manifest, args.process_index))
+            manifest = on_all_ranks(partial(read_manifest, folder))
+            on_all_ranks(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
+            on_all_ranks(partial(check_side_files, folder, manifest, args.process_index))
             if dist.is_initialized():
                 check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
         except ValueError as error:
@@ -51,7 +51,7 @@ def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mappi
             if args.process_index == 0:
                 logger.warning("%s An earlier one is looked for.", error)
             continue
-        together(partial(_check_same, run, args, manifest, folder, identity))
+        on_all_ranks(partial(_check_same, run, args, manifest, folder, identity))
         return folder
     return None
 

@@ -99,7 +99,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
         launched=profile.launched,
         is_demo=values.is_demo,
         notes=values.notes,
-    ).settled()
+    ).with_levers()
     if values["load_in_4bit"]:
         check_versions(QLORA_VERSIONS, "--load_in_4bit")
         check_quantization(run.settings, model_config, engine.name, use_cpu)

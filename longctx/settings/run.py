@@ -15,7 +15,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.data import name_data
-from longctx.forecast.memory_options import Levers, Place, resolve_levers
+from longctx.forecast.memory_options import Levers, RunTraits, resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.layers.liger import describe_liger
@@ -73,7 +73,7 @@ class Run:
         Raises:
             ValueError: for one that the run has no place for.
         """
-        place = Place(
+        place = RunTraits(
             backend_can_chunk=BACKENDS[self.backend.name].can_chunk,
             engine=self.engine,
             zero_stage=self.zero_stage,
@@ -107,7 +107,7 @@ class Run:
             ranks_per_node=ranks_per_node,
         )
 
-    def settled(self) -> Run:
+    def with_levers(self) -> Run:
         """The same run, its levers among the settings."""
         return replace(self, settings={**self.settings, **self.levers.settings()})
 
@@ -134,10 +134,10 @@ class Run:
         )
         return choice if self.wanted_backend == "auto" else replace(choice, reason=self.backend.reason)
 
-    def spread_as(self, backend: BackendChoice) -> Run:
+    def with_backend(self, backend: BackendChoice) -> Run:
         """The same run with another choice. The engine stays, since its processes are up."""
         if backend.arrangement == self.backend.arrangement:
-            return replace(self, backend=backend).settled()
+            return replace(self, backend=backend).with_levers()
         dims = arrange(self.dims.world_size, backend, self.dims.dp_replicate)
         return replace(
             self,
@@ -145,7 +145,7 @@ class Run:
             dims=dims,
             settings={**self.settings, "pad_to_multiple_of": pad_multiple(given_multiple(self.flags), dims)},
             engine_reason=f"chosen before the data was known, for {self.backend.arrangement}",
-        ).settled()
+        ).with_levers()
 
     def describe(self) -> list[str]:
         """The resolved run, a line each."""

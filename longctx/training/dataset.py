@@ -36,7 +36,7 @@ from longctx.data.cache import cache_folder, cache_key
 from longctx.model.allow_list import head_size, num_heads
 from longctx.model.load import is_template_file
 from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan
-from longctx.ranks.agreement import first_rank_first, together
+from longctx.ranks.agreement import main_process_first, on_all_ranks
 from longctx.untrusted.files import check_file
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ def prepare_rows(
         ValueError: for data that cannot be read or trained on as asked, with file and record.
     """
     if settings["dataset_streaming"]:  # nothing is kept for others to find
-        return together(lambda: _prepare(settings, tokenizer, model_config))
-    return first_rank_first(lambda: _prepare(settings, tokenizer, model_config), cache_folder())
+        return on_all_ranks(lambda: _prepare(settings, tokenizer, model_config))
+    return main_process_first(lambda: _prepare(settings, tokenizer, model_config), cache_folder())
 
 
 def _prepare(

@@ -18,7 +18,7 @@ from trl import SFTConfig
 from longctx.layers.loss import TokenOutputs
 from longctx.packing import PackedDataset
 from longctx.parallel import SequenceParallel
-from longctx.ranks.agreement import gathered
+from longctx.ranks.agreement import gather_objects
 from longctx.ranks.watchdog import phase
 from longctx.regions import region
 from longctx.sequence.batch import ShardedBatch
@@ -188,5 +188,5 @@ def gather_rows(batches: list[list[NDArray[np.float32]]], dims: ParallelDims, ra
     Args:
         batches: [batch][row] of this rank.
     """
-    ranks = gathered(batches if dims.sp_rank(rank) == 0 else [])[:: dims.sp]
+    ranks = gather_objects(batches if dims.sp_rank(rank) == 0 else [])[:: dims.sp]
     return [row for dealt in zip(*ranks, strict=True) for batch in dealt for row in batch]

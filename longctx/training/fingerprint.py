@@ -25,7 +25,7 @@ from longctx.data.contents import content_digests
 from longctx.data.records import local_files
 from longctx.data.tokenize import encoder_key
 from longctx.model.files import files_read, has_saved_buffers
-from longctx.ranks.agreement import check_agreement, gathered, together
+from longctx.ranks.agreement import check_agreement, gather_objects, on_all_ranks
 from longctx.training.dataset import StreamedRows, TrainingRows
 
 
@@ -71,17 +71,19 @@ def compare_files(
         ValueError: for a file that cannot be read, and for nodes that differ.
     """
     first = args.process_index - args.local_process_index
-    several_nodes = len(set(gathered(first))) > 1
+    several_nodes = len(set(gather_objects(first))) > 1
 
     def read() -> FilesIdentity | None:
         if args.process_index != first:
             return None
         return files_identity(settings, model_config, with_model=several_nodes)
 
-    files = gathered(together(read))[first]
+    files = gather_objects(on_all_ranks(read))[first]
     assert files is not None, "a node's first rank has read them"
     if several_nodes:
-        of_nodes = gathered(together(lambda: node_identity(data, files) if args.process_index == first else {}))
+        of_nodes = gather_objects(
+            on_all_ranks(lambda: node_identity(data, files) if args.process_index == first else {})
+        )
         check_agreement(of_nodes[first])
     return files
 

@@ -124,7 +124,7 @@ class MemoryWarnings:
             )
 
 
-def how_far(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
+def describe_reach(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
     """`peak 41.2 of 80.0 GiB on rank 3; these settings reach about 1.9M tokens`: the run's last line.
 
     Args:
@@ -191,7 +191,7 @@ def is_first_to_say() -> bool:
     return True
 
 
-def what_would_have_helped(
+def suggest_savings(
     setup: MemorySetup,
     length: int,
     device_bytes: float,

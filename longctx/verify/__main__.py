@@ -92,16 +92,16 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
         print(f"longctx: {who_starts(profile, run.dims.world_size, MODULE)}", flush=True)
         return spawn(run.dims.world_size, arguments, MODULE)
 
-    from longctx.ranks.agreement import RefusedTogether, leave_together
+    from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
     from longctx.run import finish
 
     try:
         with tempfile.TemporaryDirectory(prefix="longctx-verify-") as folder:
             checks = _compare(run, folder, for_scripts=own.json)
-    except RefusedTogether as error:
+    except RefusedOnAllRanks as error:
         if error.is_mine:
             refuse(error)
-        leave_together()
+        exit_with_others()
         return USAGE_ERROR
     except ValueError as error:
         refuse(error)
@@ -112,17 +112,17 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
 
 def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
     """All ranks together; rank 0 prints what was found, and every rank returns it."""
-    from longctx.ranks.agreement import first_ranks
+    from longctx.ranks.agreement import broadcast_object
     from longctx.run import build_trainer, prepare
     from longctx.verify.machine import check_machine
     from longctx.verify.parity import check_parity
-    from longctx.verify.setup import load_layers, telling_rows, with_tokenizer
+    from longctx.verify.setup import load_layers, probe_rows, with_tokenizer
 
     started = time.perf_counter()
-    prepared = telling_rows(prepare(with_tokenizer(replace(run, settings={**run.settings, "output_dir": folder}))))
+    prepared = probe_rows(prepare(with_tokenizer(replace(run, settings={**run.settings, "output_dir": folder}))))
     trainer = build_trainer(prepared, load_layers(run, prepared))
     machine = check_machine(prepared.run, trainer.args.device)
-    checks = first_ranks(check_parity(trainer, run.dims.sp))
+    checks = broadcast_object(check_parity(trainer, run.dims.sp))
     if trainer.sequence.rank == 0:
         seconds = time.perf_counter() - started
         run = replace(prepared.run, settings=run.settings)  # the backend that the data decided on

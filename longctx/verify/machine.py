@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from longctx.attention.cost import measure_link
 from longctx.attention.kernels import DenseKernel, flash_attn
 from longctx.model.allow_list import head_size, kernel_of
-from longctx.ranks.agreement import gathered
+from longctx.ranks.agreement import gather_objects
 from longctx.settings.profile import default_config_file
 from longctx.settings.run import Run
 from longctx.verify.report import Finding
@@ -90,7 +90,7 @@ def _devices(run: Run, device: torch.device) -> Iterator[Finding]:
         own = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     else:
         own = f"CPU, {torch.get_num_threads()} threads of {os.cpu_count()}"
-    found = gathered(own)
+    found = gather_objects(own)
     kinds = sorted(set(found))
     yield Finding(
         name="devices",

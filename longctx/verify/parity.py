@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel, PrinterCallback, T
 from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.ranks.agreement import gathered, together
+from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.run import first_step_batches
 from longctx.training.reference import check_reference_fits, documents_of, single_device_step
 from longctx.training.trainer import SequenceTrainer
@@ -71,7 +71,7 @@ def check_parity(trainer: SequenceTrainer, sp: int) -> list[Check]:
         ValueError: if the GPU cannot hold the step on one device.
     """
     batches = [first_step_batches(trainer, dp_rank) for dp_rank in range(trainer.sequence.dims.dp)]
-    together(lambda: _check_reference_fits(trainer, batches))
+    on_all_ranks(lambda: _check_reference_fits(trainer, batches))
     reference = _reference(trainer, [batch for of_rank in batches for batch in of_rank])
     step = _Step(trainer, sp, batches, reference)
     trainer.add_callback(step)
@@ -283,7 +283,7 @@ Finding = tuple[str | float, str | float, bool, str]
 
 def _worst(name: str, finding: Finding) -> Check:
     """The first rank's that is off, else rank 0's."""
-    findings = gathered(finding)
+    findings = gather_objects(finding)
     rank = next((rank for rank, (_, _, ok, _) in enumerate(findings) if not ok), 0)
     value, bound, ok, detail = findings[rank]
     return Check(name=name, value=value, bound=bound, ok=ok, detail=detail if ok else f"rank {rank}: {detail}")

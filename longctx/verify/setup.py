@@ -20,7 +20,7 @@ from longctx.launch.spawn import device_count
 from longctx.model.load import first_layers
 from longctx.model.tiny import TINY, tiny_config
 from longctx.packing import PackedDataset
-from longctx.ranks.agreement import together
+from longctx.ranks.agreement import on_all_ranks
 from longctx.run import PreparedRun, load
 from longctx.settings.flags import Flags
 from longctx.settings.profile import LaunchProfile
@@ -158,7 +158,7 @@ def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:
     """
     os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # rank 0 runs the same weights by itself
     if _is_without_weights(Path(run.settings["model_name_or_path"])):
-        return together(lambda: _random_weights(prepared.run.model_config))
+        return on_all_ranks(lambda: _random_weights(prepared.run.model_config))
     unset_hf_deepspeed_config()  # else from_pretrained leaves a rank a part of them under ZeRO-3
     try:
         return load(prepared)
@@ -181,7 +181,7 @@ def _random_weights(config: PretrainedConfig) -> PreTrainedModel:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
 
-def telling_rows(prepared: PreparedRun) -> PreparedRun:
+def probe_rows(prepared: PreparedRun) -> PreparedRun:
     """The run on rows for one step only: those that hold a long document and others beside it, as far as there are.
 
     Raises:

@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig
 
 from longctx.attention.cost import PEAK_FLOPS, Arrangement, Device, Link, RingWork, Setup
-from longctx.attention.modelled import modelled_seconds, spent
+from longctx.attention.modelled import attention_time, modelled_seconds
 from longctx.forecast import closed_form
 from longctx.forecast.closed_form import predict
 from longctx.forecast.layer_memory import layer_bytes, saved_by_layer
@@ -232,7 +232,7 @@ def test_a_ring_of_two_hop_by_hop() -> None:
     row = 160 / 608
     both_done = max(25.11 + 10.16 + 2 * row, 15.11 + 20.26 + 4 * row)
     assert modelled_seconds(setup, how, work) == pytest.approx(forward + both_done + 5 * 2 + 0.25)
-    found = spent(setup, how, work)
+    found = attention_time(setup, how, work)
     assert found.compute == pytest.approx([16.27 + 35.27 + 2 * row, 18.37 + 35.37 + 4 * row])
     assert found.link == pytest.approx(5.25 + 5.25 + 10.25)
 
@@ -312,9 +312,9 @@ def test_attention_and_its_exchange() -> None:
     found = parts(link=1e3)
     assert found["attention"] == pytest.approx(2 * (2 * 48 * 2 * TOKENS / 2) / 1e3)
     # Weights are gathered twice in bf16 and their gradients reduced in fp32: of 8 bytes each, half come from elsewhere.
-    gathered = 8 * 2088 / 2 / 1e3
-    assert weights_seconds(ULYSSES, speeds(link=1e3).device) == pytest.approx(gathered)
-    assert found.get("weights", 0.0) == pytest.approx(max(0.0, gathered - found["attention"]))
+    gather_objects = 8 * 2088 / 2 / 1e3
+    assert weights_seconds(ULYSSES, speeds(link=1e3).device) == pytest.approx(gather_objects)
+    assert found.get("weights", 0.0) == pytest.approx(max(0.0, gather_objects - found["attention"]))
     # ZeRO-1 gathers bf16 weights once, and this one reduces in bf16.
     zero1 = replace(ULYSSES, engine="zero1", reduce_bytes=2)
     assert weights_seconds(zero1, speeds(link=1e3).device) == pytest.approx(4 * 2088 / 2 / 1e3)
@@ -323,8 +323,8 @@ def test_attention_and_its_exchange() -> None:
 def test_four_copies_of_a_model_also_reduce_among_themselves() -> None:
     """8 ranks, 4 copies of 2 shards: of a shard's fp32 gradients, 3 of 4 parts go there and back again."""
     setup = replace(ULYSSES, world_size=8, dp_replicate=4)
-    gathered, shard = 8 * 2088 / 2, 4 * 2088 / 2
-    assert weights_seconds(setup, speeds(link=1e3).device) == pytest.approx((gathered + 2 * shard * 3 / 4) / 1e3)
+    gather_objects, shard = 8 * 2088 / 2, 4 * 2088 / 2
+    assert weights_seconds(setup, speeds(link=1e3).device) == pytest.approx((gather_objects + 2 * shard * 3 / 4) / 1e3)
 
 
 SAVED = 64 + 64 + (64 + 64 + 16) + 128

@@ -75,10 +75,10 @@ def watched_runs(cases: dict[str, list[str]]) -> dict[str, Run]:
 
 def _watched_run(arguments: list[str]) -> Run:
     from longctx.training.trainer import SequenceTrainer
-    from tests.softcuda.watch import Watch
+    from tests.softcuda.watch import Watchdog
 
     get_batch_samples, training_step = SequenceTrainer.get_batch_samples, SequenceTrainer.training_step
-    backward, watch, kernels = torch.Tensor.backward, Watch(), Counter()
+    backward, watch, kernels = torch.Tensor.backward, Watchdog(), Counter()
 
     def start_with_the_second_step(self, *args, **kwargs):
         if self.state.global_step == 1:
@@ -180,7 +180,7 @@ def unexplained(waits):
 
 def waits_of_calls() -> dict[str, list[str]]:
     """The reasons of the waits in each of CALLS."""
-    from tests.softcuda.watch import Watch
+    from tests.softcuda.watch import Watchdog
 
     found = {}
     for name, (call, _) in CALLS.items():
@@ -192,7 +192,7 @@ def waits_of_calls() -> dict[str, list[str]]:
             event=torch.cuda.Event(),
         )
         given.event.record()
-        with Watch() as watch:
+        with Watchdog() as watch:
             call(given)
         found[name] = [wait.reason for wait in watch.waits]
     return found
@@ -340,7 +340,7 @@ def _plants() -> dict[str, Callable[[], Any]]:
 
 def planted_steps() -> dict[str, list[str]]:
     """What is found in a step with each of the planted bugs."""
-    from tests.softcuda.watch import Watch
+    from tests.softcuda.watch import Watchdog
 
     torch.cuda.set_device(dist.get_rank())
     model, sequence = parallelize(make_model("llama"), 2, sp_backend="ring")
@@ -359,7 +359,7 @@ def planted_steps() -> dict[str, list[str]]:
     step()
     found = {}
     for name, plant in _plants().items():
-        with plant(), Watch() as watch:
+        with plant(), Watchdog() as watch:
             step()
         found[name] = [*(f"the host waits: {wait}" for wait in watch.waits), *watch.races]
     return found

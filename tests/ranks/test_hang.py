@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from longctx.ranks import agreement
-from longctx.ranks.agreement import first_ranks, gathered
+from longctx.ranks.agreement import broadcast_object, gather_objects
 from longctx.ranks.watchdog import Position, _stack, limit_waiting, phase, speaks_after, watch
 from tests.workers import run_ranks
 
@@ -75,7 +75,7 @@ def objects_over_nccl():
             return call(*arguments, group=group)
 
         setattr(dist, name, recorded)
-    arrived = gathered(dist.get_rank()), gathered("x"), first_ranks(f"of {dist.get_rank()}")
+    arrived = gather_objects(dist.get_rank()), gather_objects("x"), broadcast_object(f"of {dist.get_rank()}")
     assert len(set(groups)) == 1
     assert groups[0] is not dist.group.WORLD
     return dist.get_backend(groups[0]), arrived

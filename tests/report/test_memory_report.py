@@ -28,7 +28,7 @@ from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.training.metrics import StepMetrics
-from longctx.training.peak_memory import GIB, MemoryWarnings, PeakMemory, how_far, is_out_of_memory, tokens
+from longctx.training.peak_memory import GIB, MemoryWarnings, PeakMemory, describe_reach, is_out_of_memory, tokens
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -60,14 +60,14 @@ def test_a_run_as_predicted_reaches_the_predicted_length(setup) -> None:
     length, total = 2**20, 40 * GIB
     predicted = predict(setup, length)
     measured = int(predicted.allocated_bytes)
-    said = how_far(setup, peaks([measured - 5, measured] * 4, [GIB] * 8, device_total=total), length)
+    said = describe_reach(setup, peaks([measured - 5, measured] * 4, [GIB] * 8, device_total=total), length)
     longest = tokens(max_length(setup, total, 1e15))
     assert said == f"peak {measured / GIB:.1f} of 40.0 GiB on rank 1; these settings reach about {longest} tokens"
 
 
 def test_a_run_that_took_more_reaches_less(setup) -> None:
     def reached(took: float) -> float:
-        said = how_far(setup, peaks([int(took)] * 8, [GIB] * 8), 2**20)
+        said = describe_reach(setup, peaks([int(took)] * 8, [GIB] * 8), 2**20)
         number = re.search(r"about ([\d.,]+)([kM]) tokens", said)
         assert number is not None
         return float(number[1].replace(",", "")) * {"k": 1e3, "M": 1e6}[number[2]]
@@ -81,13 +81,15 @@ def test_full_host_memory_is_named(setup) -> None:
     offloads = replace(setup, activation_offloading=True)
     host = int(predict(offloads, 2**20).host_bytes / 8)
     device = int(predict(offloads, 2**20).allocated_bytes)
-    said = how_far(offloads, peaks([device] * 8, [host] * 8, host_total=16 * host), 2**20)
+    said = describe_reach(offloads, peaks([device] * 8, [host] * 8, host_total=16 * host), 2**20)
     assert said.endswith("these settings reach about 2.1M tokens, where host memory is full")
 
 
 def test_on_a_cpu_all_ranks_of_a_machine_share_its_memory(setup) -> None:
     on_cpu = replace(setup, is_cpu=True, ranks_per_node=4)
-    said = how_far(on_cpu, peaks([0] * 8, [2 * GIB] * 7 + [3 * GIB], device_total=0, host_total=100 * GIB), 2**20)
+    said = describe_reach(
+        on_cpu, peaks([0] * 8, [2 * GIB] * 7 + [3 * GIB], device_total=0, host_total=100 * GIB), 2**20
+    )
     assert said.startswith("peak 9.0 of 100.0 GiB of host memory, by the 4 ranks of a machine; these settings reach ")
 
 

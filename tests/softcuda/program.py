@@ -24,7 +24,7 @@ import torch
 
 from tests.softcuda import runtime
 from tests.softcuda.library import finished_hazards
-from tests.softcuda.watch import BACKWARD, Wait, Watch
+from tests.softcuda.watch import BACKWARD, Wait, Watchdog
 
 FAILED = 70
 """Exit code of a program in which something was found."""
@@ -38,7 +38,7 @@ EXPLAINED = {
 
 _SHARD = "longctx.parallel.SequenceParallel.shard"
 _exit_at_once = os._exit
-_watch = Watch(keeps_waits=False)
+_watch = Watchdog(keeps_waits=False)
 _num_micro_batches = _depth = 0
 """Micro-batches so far, and backward passes that are under way within each other."""
 

@@ -94,7 +94,7 @@ class _Memory:
         return [*([self.write] if self.write else []), *self.reads.values()]
 
 
-class Watch:
+class Watchdog:
     """Watches the device from `start` to `stop`, or while its context is entered."""
 
     def __init__(self, *, keeps_waits: bool = True) -> None:
@@ -122,7 +122,7 @@ class Watch:
         if self._errors:
             raise self._errors[0]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self.start()
         return self
 
@@ -223,7 +223,7 @@ class Watch:
 
 hazards_seen_at: list[str] = []
 """The place of the first event after each hazard of this process, while it was watched."""
-for_races = Watch(keeps_waits=False)
+for_races = Watchdog(keeps_waits=False)
 """Of every rank on soft GPUs, from its start until another watch begins: see `tests.workers.run_ranks`."""
 
 

@@ -27,7 +27,7 @@ from longctx.training.checkpoint.files import (
     take_place,
     writing,
 )
-from longctx.training.checkpoint.shards import _zero_piece, pieces
+from longctx.training.checkpoint.shards import _zero_piece, parameter_shards
 from longctx.training.checkpoint.states import StateReader, write_states
 from tests.training.test_training import COMMON, LEARNING_RATE, make_documents, write_jsonl
 
@@ -62,7 +62,7 @@ def test_ranges_of_any_size_come_together(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    (weight, *rest) = list(pieces(model, optimizer))
+    (weight, *rest) = list(parameter_shards(model, optimizer))
     for rank, (start, stop) in enumerate([(0, 11), (11, 30), (30, 35)]):
         part = {kind: value[start:stop] if value.dim() else value for kind, value in weight.states.items()}
         held = [
@@ -87,7 +87,7 @@ def test_the_count_of_steps_is_made_where_the_optimizer_makes_it(settings, devic
     """Fused and captured kernels read it on the parameters' device, here one that stands for a GPU."""
     model = torch.nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
-    for piece in pieces(model, optimizer, kinds=["exp_avg", "exp_avg_sq"], scalars=["step"]):
+    for piece in parameter_shards(model, optimizer, kinds=["exp_avg", "exp_avg_sq"], scalars=["step"]):
         assert {kind: value.device.type for kind, value in piece.states.items()} == {
             **dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), "meta"),
             "step": device,

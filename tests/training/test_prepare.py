@@ -302,12 +302,12 @@ def free_port():
 
 
 def outcome(function, *arguments):
-    from longctx.ranks.agreement import RefusedTogether
+    from longctx.ranks.agreement import RefusedOnAllRanks
 
     start = time.monotonic()
     try:
         result = function(*arguments)
-    except RefusedTogether as error:
+    except RefusedOnAllRanks as error:
         result = ("refused", str(error), error.is_mine)
     except OSError as error:
         result = ("crashed", str(error))
@@ -317,7 +317,7 @@ def outcome(function, *arguments):
 def wait_for_slow_first_rank(port, folder):
     """Every case in one process group; {case: (result, seconds)}."""
     from longctx.ranks import agreement, watchdog
-    from longctx.ranks.agreement import first_rank_first, together
+    from longctx.ranks.agreement import main_process_first, on_all_ranks
 
     rank = short_group(port)
     finished = Path(folder, "finished")
@@ -343,17 +343,17 @@ def wait_for_slow_first_rank(port, folder):
         if rank == 1:
             raise ValueError("rank 1")
 
-    results = {"slow": outcome(first_rank_first, slow, folder)}
+    results = {"slow": outcome(main_process_first, slow, folder)}
     results["left behind"] = [path.name for path in Path(folder).iterdir()]
-    results["slow together"] = outcome(together, lambda: time.sleep(3 * rank))
-    results["fails"] = outcome(first_rank_first, fails, folder)
-    results["crashes"] = outcome(first_rank_first, crashes, folder)
-    results["second fails"] = outcome(together, second_fails)
+    results["slow together"] = outcome(on_all_ranks, lambda: time.sleep(3 * rank))
+    results["fails"] = outcome(main_process_first, fails, folder)
+    results["crashes"] = outcome(main_process_first, crashes, folder)
+    results["second fails"] = outcome(on_all_ranks, second_fails)
     usual = agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS
     agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS = 1.5, 60 if rank == 0 else 0.3
-    results["silent"] = outcome(first_rank_first, lambda: time.sleep(4 if rank == 0 else 0), folder)
+    results["silent"] = outcome(main_process_first, lambda: time.sleep(4 if rank == 0 else 0), folder)
     agreement.SILENCE_SECONDS, watchdog.BEAT_SECONDS = usual
-    results["after all"] = outcome(together, lambda: rank)
+    results["after all"] = outcome(on_all_ranks, lambda: rank)
     return results
 
 
@@ -381,7 +381,7 @@ def test_ranks_wait_for_the_first_beyond_the_time_out_and_end_with_it(tmp_path):
 
 def prepare_on_two_nodes(port, folder):
     """Rank 0 on one node, ranks 1 and 2 on another, each with a disk of its own behind the same relative path."""
-    from longctx.ranks.agreement import first_rank_first
+    from longctx.ranks.agreement import main_process_first
 
     rank = short_group(port)
     node = Path(folder, "first" if rank == 0 else "second")
@@ -397,7 +397,7 @@ def prepare_on_two_nodes(port, folder):
         return "made", str(rank)
 
     start = time.monotonic()
-    return first_rank_first(work, "cache"), time.monotonic() - start
+    return main_process_first(work, "cache"), time.monotonic() - start
 
 
 def test_each_node_prepares_once_where_files_are_not_shared(tmp_path):

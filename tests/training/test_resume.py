@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from longctx.ranks.agreement import RefusedTogether, together
+from longctx.ranks.agreement import RefusedOnAllRanks, on_all_ranks
 from tests.small_model import save_small_model
 from tests.training.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -340,7 +340,7 @@ def run_on_disks_of_their_own(flags, folder):
     kept = sorted(os.listdir(f"{folder}/{rank}/checkpoint-2"))
     said["in parts"] = refusal([*flags, *each])
     for source, target in ((1, 0), (0, 1)):  # by one rank, the other waits
-        together(lambda source=source, target=target: rank or copy_over(f"{folder}/{source}", f"{folder}/{target}"))
+        on_all_ranks(lambda source=source, target=target: rank or copy_over(f"{folder}/{source}", f"{folder}/{target}"))
     states = Path(f"{folder}/{rank}/checkpoint-2/states-00000-000.safetensors")
     contents = states.read_bytes()
     if rank == 1:
@@ -351,7 +351,7 @@ def run_on_disks_of_their_own(flags, folder):
 
 
 def refusal(flags):
-    with pytest.raises(RefusedTogether) as refused:
+    with pytest.raises(RefusedOnAllRanks) as refused:
         run_once(flags)
     return str(refused.value)
 

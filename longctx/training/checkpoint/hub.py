@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import upload_folder
 from trl import SFTTrainer
 
-from longctx.ranks.agreement import together
+from longctx.ranks.agreement import on_all_ranks
 from longctx.training.checkpoint.files import NotSavedError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class PushingTrainer(SFTTrainer):
         """All of output_dir but checkpoints, as it is on the disk, with a model card. Called by all ranks together.
 
         Raises:
-            NotSavedError, RefusedTogether: on the rank that could not push, and on the others.
+            NotSavedError, RefusedOnAllRanks: on the rank that could not push, and on the others.
         """
         self._push(lambda: self._push_output_dir() if self.is_world_process_zero() else None)
 
@@ -85,4 +85,4 @@ class PushingTrainer(SFTTrainer):
                     f"what was saved is in {self.args.output_dir}."
                 ) from error
 
-        together(work)
+        on_all_ranks(work)

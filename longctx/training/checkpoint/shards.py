@@ -22,7 +22,7 @@ copy beside bf16 weights. All other kinds are named as the optimizer names them.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class ParameterShard:
     """A range of one parameter, flattened, and what there is of it. Tensors are views: written to, they change it."""
 
     name: str
@@ -42,9 +42,9 @@ class Piece:
         return math.prod(self.shape)
 
 
-def pieces(
+def parameter_shards(
     model: nn.Module, optimizer: Any, *, kinds: Sequence[str] = (), scalars: Sequence[str] = ()
-) -> Iterator[Piece]:
+) -> Iterator[ParameterShard]:
     """All of this rank's, in the order of the parameters. No messages are sent.
 
     Args:
@@ -100,7 +100,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _of_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, kinds: Sequence[str], scalars: Sequence[str]
-) -> Iterator[Piece | None]:
+) -> Iterator[ParameterShard | None]:
     """FSDP2's, or whole parameters."""
     for name, parameter in _trained(model):
         held = _with_states(optimizer, parameter, kinds, scalars)
@@ -115,14 +115,16 @@ def _of_shards(
         local = {kind: _local(tensor) for kind, tensor in {WEIGHT: parameter.data, **held}.items()}
         if local[WEIGHT].numel():
             flat = {kind: tensor.view(-1) if tensor.dim() else tensor for kind, tensor in local.items()}
-            yield Piece(name=name, shape=tuple(parameter.shape), start=start, states=flat, is_copy=is_copy)
+            yield ParameterShard(name=name, shape=tuple(parameter.shape), start=start, states=flat, is_copy=is_copy)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _of_zero3(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]) -> Iterator[Piece | None]:
+def _of_zero3(
+    model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]
+) -> Iterator[ParameterShard | None]:
     """Each parameter is cut into equal parts, the last one padded; a flat tensor holds this rank's of many."""
     for name, parameter in _trained(model):
         group, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
@@ -138,7 +140,9 @@ def _of_zero3(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequen
         )
 
 
-def _of_zero(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]) -> Iterator[Piece | None]:
+def _of_zero(
+    model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]
+) -> Iterator[ParameterShard | None]:
     """Of all parameters one after the other, a rank has a range."""
     for name, parameter in _trained(model):
         fragment = parameter._hp_mapping
@@ -159,13 +163,13 @@ def _zero_piece(
     start: int,
     offset: int,
     numel: int,
-) -> Piece | None:
+) -> ParameterShard | None:
     numel = min(numel, math.prod(shape) - start)  # without padding
     if numel <= 0:
         return None
     held = {WEIGHT: flat.data, **_with_states(zero.optimizer, flat, kinds, scalars)}
     states = {kind: tensor.narrow(0, offset, numel) if tensor.dim() else tensor for kind, tensor in held.items()}
-    return Piece(name=name, shape=shape, start=start, states=states)
+    return ParameterShard(name=name, shape=shape, start=start, states=states)
 
 
 def _with_states(

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx.training.checkpoint.files import CheckpointError, damage_named
-from longctx.training.checkpoint.shards import Piece
+from longctx.training.checkpoint.shards import ParameterShard
 from longctx.training.checkpoint.soundness import check_values
 
 FILE_BYTES = 2 << 30
@@ -21,7 +21,9 @@ FILE_BYTES = 2 << 30
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
-def write_states(folder: Path, held: Iterable[Piece], rank: int, *, file_bytes: int = FILE_BYTES) -> list[Path]:
+def write_states(
+    folder: Path, held: Iterable[ParameterShard], rank: int, *, file_bytes: int = FILE_BYTES
+) -> list[Path]:
     """This rank's ranges, without those that another rank has too; returns the files."""
     files: list[Path] = []
     tensors: dict[str, Tensor] = {}
@@ -96,7 +98,7 @@ class StateReader:
         found = {kind for (_, kind), ranges in self._ranges.items() if (ranges[0].start == ranges[0].stop) == scalars}
         return sorted(found)
 
-    def fill(self, piece: Piece, *, only: Iterable[str] | None = None) -> None:
+    def fill(self, piece: ParameterShard, *, only: Iterable[str] | None = None) -> None:
         """Write to the piece's views what the files hold of its range.
 
         Raises:
@@ -106,7 +108,7 @@ class StateReader:
             if only is None or kind in only:
                 self._fill(piece, kind, target)
 
-    def _fill(self, piece: Piece, kind: str, target: Tensor) -> None:
+    def _fill(self, piece: ParameterShard, kind: str, target: Tensor) -> None:
         ranges = self._ranges.get((piece.name, kind), [])
         if not target.dim():
             if ranges:

@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl import SFTConfig
 
-from longctx.ranks.agreement import gathered, together
+from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.training.checkpoint.files import (
     MANIFEST,
     CheckpointError,
@@ -41,7 +41,7 @@ from longctx.training.checkpoint.files import (
 from longctx.training.checkpoint.hub import PushingTrainer
 from longctx.training.checkpoint.masters import round_weights, set_fp32_weights
 from longctx.training.checkpoint.random_state import random_file, random_state, read_random_state, set_random_state
-from longctx.training.checkpoint.shards import WEIGHT, pieces, trained_shapes, update_working_weights
+from longctx.training.checkpoint.shards import WEIGHT, parameter_shards, trained_shapes, update_working_weights
 from longctx.training.checkpoint.soundness import (
     check_kinds,
     nonfinite_weights,
@@ -108,7 +108,7 @@ class ResumableTrainer(PushingTrainer):
             NonFiniteError: on every rank, with the parameter.
         """
         spoilt = [name for name in nonfinite_weights(self.model_wrapped) if name not in self._nonfinite_from_start]
-        if names := [name for rank in gathered(spoilt) for name in rank]:
+        if names := [name for rank in gather_objects(spoilt) for name in rank]:
             raise NonFiniteError(
                 f"{names[0]} is NaN or infinite after step {self.state.global_step}, so the model is not saved. Lower "
                 "--learning_rate, and resume from an earlier checkpoint."
@@ -122,9 +122,9 @@ class ResumableTrainer(PushingTrainer):
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         with self._writing(folder) as partial:
-            together(lambda: self.save_model(str(partial), _internal_call=True))
-            files = gathered(together(lambda: self._write_own_part(partial)))
-            manifest = gathered(together(lambda: self._describe(partial, files, progress)))[0]
+            on_all_ranks(lambda: self.save_model(str(partial), _internal_call=True))
+            files = gather_objects(on_all_ranks(lambda: self._write_own_part(partial)))
+            manifest = gather_objects(on_all_ranks(lambda: self._describe(partial, files, progress)))[0]
             if manifest is not None:
                 self._as_owner(lambda: write_manifest(partial, manifest))
             self._as_owner(lambda: take_place(partial, folder))
@@ -140,15 +140,15 @@ class ResumableTrainer(PushingTrainer):
 
         Raises:
             NonFiniteError: if a weight is NaN or infinite.
-            NotSavedError, RefusedTogether: on the rank that could not write, and on the others.
+            NotSavedError, RefusedOnAllRanks: on the rank that could not write, and on the others.
         """
         self._check_weights()
         output_dir = Path(self.args.output_dir)
         if self.args.push_to_hub:
             self._push(self._finish_current_push)  # before the files that it reads are replaced
         with self._writing(output_dir / "model") as partial:
-            together(lambda: self.save_model(str(partial), _internal_call=True))
-            together(lambda: self._save_state(partial))
+            on_all_ranks(lambda: self.save_model(str(partial), _internal_call=True))
+            on_all_ranks(lambda: self._save_state(partial))
             self._as_owner(lambda: take_places(partial, output_dir))
 
     @contextmanager
@@ -163,14 +163,14 @@ class ResumableTrainer(PushingTrainer):
 
     def _as_owner(self, work: Callable[[], None]) -> None:
         """On rank 0, or with --save_on_each_node on every node's first rank; the others wait."""
-        together(lambda: work() if self.args.should_save else None)
+        on_all_ranks(lambda: work() if self.args.should_save else None)
 
     def _write_own_part(self, folder: Path) -> dict[str, dict[str, Any]]:
         """This rank's states, and where its random numbers are."""
         if self.args.save_only_model:
             return {}
         rank = self.args.process_index
-        files = write_states(folder, pieces(self.model_wrapped, self.optimizer), rank)
+        files = write_states(folder, parameter_shards(self.model_wrapped, self.optimizer), rank)
         files.append(random_file(folder, rank))
         files[-1].write_text(json.dumps(random_state()))
         return describe_files(folder, files)
@@ -230,7 +230,7 @@ class ResumableTrainer(PushingTrainer):
             "last_logged": self._globalstep_last_logged,
             "total_loss": self._total_loss_scalar,
         }
-        return gathered(own)
+        return gather_objects(own)
 
     # Resuming
 
@@ -246,7 +246,7 @@ class ResumableTrainer(PushingTrainer):
             best = folder.with_name(checkpoint_name(self.state.best_global_step or 0))
             if self.state.best_model_checkpoint is None and best.is_dir():  # the folders were moved
                 self.state.best_model_checkpoint = str(best)
-            together(lambda: self._restore(folder, loader))
+            on_all_ranks(lambda: self._restore(folder, loader))
             update_working_weights(self.model_wrapped, self.optimizer)
         return model, loader
 
@@ -264,7 +264,7 @@ class ResumableTrainer(PushingTrainer):
         scalars = reader.kinds(scalars=True)
         check_kinds(folder, _plain(self.args.optim), {*kinds}, {*scalars}, may_be_empty=self.may_skip_steps)
         with torch.no_grad():
-            for piece in pieces(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars):
+            for piece in parameter_shards(self.model_wrapped, self.optimizer, kinds=kinds, scalars=scalars):
                 reader.fill(piece)
         self._set_learning_rates(manifest.step)
         with damage_named(folder / TRAINER_STATE_NAME):
@@ -357,14 +357,14 @@ class ResumableTrainer(PushingTrainer):
 
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
-        together(lambda: self._read_weights(folder))
+        on_all_ranks(lambda: self._read_weights(folder))
         update_working_weights(self.model_wrapped, self.optimizer)
 
     def _read_weights(self, folder: Path) -> None:
         check_files(folder, read_manifest(folder), part=self.args.process_index, parts=self.args.world_size)
         reader = StateReader(folder)
         with torch.no_grad():
-            for piece in pieces(self.model_wrapped, self.optimizer):
+            for piece in parameter_shards(self.model_wrapped, self.optimizer):
                 reader.fill(piece, only=(WEIGHT,))
 
 
