@@ -410,7 +410,7 @@ IN_PROGRAMS = {
         "the program ends with an error: hidden wait",
     ),
     "use_on_another_stream": InPrograms(
-        r"soft GPU: aten::sum.* \(longctx\.attention\.\S+:\d+\) on stream \d+ does not wait for aten::",
+        r"soft GPU: .*aten::sum.* \(longctx\.attention\.\S+:\d+\) on stream \d+ (does not wait for aten::|may use it)",
         "the program ends with an error: race",
     ),
     "change_under_a_copy": InPrograms(

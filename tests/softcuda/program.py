@@ -33,8 +33,9 @@ WARM_UP = 2
 EXPLAINED = {
     "longctx.layers.chunked.tiles.settle": "Hidden states lie in host memory between layers; any code may read them.",
     "longctx.parallel.SequenceParallel.count_label_tokens": "A loop may count the step's labels when it wants to.",
+    "longctx.verify.": "Its checks look at results on the host.",
 }
-"""Functions of longctx in which the host may wait in a micro-batch, and why."""
+"""Functions of longctx in which the host may wait in a micro-batch, and why; a prefix stands for all that begin so."""
 
 _SHARD = "longctx.parallel.SequenceParallel.shard"
 _exit_at_once = os._exit
