@@ -335,6 +335,7 @@ def test_flags_that_a_page_names_exist(page):
         "deepspeed": "no_ssh node_rank master_addr hostfile module",
         "slurm": "nodes ntasks gpus cpus time job signal requeue open wait distribution resv pty exclusive",
         "mkdocs": "strict",
+        "pip": "upgrade",
     }
     ours = set(parse_flags([]).values) | {action.dest for p in (plan_parser(), bench_parser()) for action in p._actions}
     ours |= {"config", "json", "num_layers", "version", "help", "support"}
