@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,13 +39,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from longctx.attention.kernels import Entries, block_backward, block_forward
 from longctx.attention.operator import varlen_attention
+from longctx.launch.store import meeting_point
 from longctx.packing import pack
 from longctx.ring import plan_ring, ring_attention
 from longctx.training.engines import prefer_huge_pages
@@ -53,6 +53,7 @@ from longctx.ulysses import ulysses_attention
 
 from .packing import device, histogram, line
 from .plan import arrange_document_zigzag
+from .ranks import results_of
 
 Ints = NDArray[np.int64]
 Attend = Callable[..., Tensor]
@@ -397,39 +398,23 @@ def rank_rows(case: str, packs: list[Ints], dtype: torch.dtype, options: argpars
         ]
 
 
-def rank_main(rank: int, store: str, options: argparse.Namespace, report: Report | None) -> None:
-    """Measure all cases as one of the ranks; the one with a report writes it."""
+def measured_rows(options: argparse.Namespace, case: str, num_tokens: int) -> list[list[str]]:
+    """Measure one case as one of the ranks; return its table rows."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks, timeout=timedelta(minutes=30)
-    )
-    for num_tokens in options.tokens:
-        if report is not None:
-            report.add("", f"{num_tokens:,} tokens, {options.ranks} ranks", "")
-            report.add(line(RANK_HEADER), line(["---"] * len(RANK_HEADER)))
-        for case in options.cases:
-            packs = CASES[case](num_tokens, options.packs)
-            for dtype in options.dtype:
-                for row in rank_rows(case, packs, getattr(torch, dtype), options):
-                    if report is not None:
-                        report.add(line(row))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=30), **meeting_point(os.environ))
+    packs = CASES[case](num_tokens, options.packs)
+    rows = [row for dtype in options.dtype for row in rank_rows(case, packs, getattr(torch, dtype), options)]
     dist.destroy_process_group()
+    return rows
 
 
 def measure_ranks(options: argparse.Namespace, report: Report) -> None:
-    """All ranks on this machine; this process is the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
-        context = mp.get_context("spawn")
-        others = [
-            context.Process(target=rank_main, args=(r, store, options, None), daemon=True)
-            for r in range(1, options.ranks)
-        ]
-        for other in others:
-            other.start()
-        rank_main(0, store, options, report)
-        for other in others:
-            other.join()
+    """Measure all cases on ranks of this machine, and report the rows of rank 0."""
+    for num_tokens in options.tokens:
+        report.add("", f"{num_tokens:,} tokens, {options.ranks} ranks", "")
+        report.add(line(RANK_HEADER), line(["---"] * len(RANK_HEADER)))
+        for case in options.cases:
+            report.add(*map(line, results_of(options.ranks, measured_rows, options, case, num_tokens)[0]))
 
 
 # --- timing virtual ranks -----------------------------------------------------------------------------------------

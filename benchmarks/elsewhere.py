@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .max_length import processes as groups
+from . import ranks
 from .packing import device, histogram, line
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
@@ -138,7 +138,7 @@ def run_group(processes: int, function: Callable[..., Any], **arguments: Any) ->
     """Call `function(**arguments)` on every rank of a new group of processes that nothing else has used."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         argument = function, arguments
-        ending = groups.run_group(processes, _call, argument, environment={}, folder=Path(folder), timeout=TIMEOUT)
+        ending = ranks.run_group(processes, _call, argument, environment={}, folder=Path(folder), timeout=TIMEOUT)
     if ending.status == "ok":
         return Outcome(value=ending.reports[0]["value"])
     return Outcome(error=ending.error, log=ending.log)
@@ -604,7 +604,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    groups.start_server()
+    ranks.start_server()
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     print("`" + " ".join(["python -m benchmarks.elsewhere", *sys.argv[1:]]) + f"`, {date.today()}")
     print(f"{device()}, gloo; Python {platform.python_version()}, {versions}{commit()}\n")

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import itertools
 import math
+import multiprocessing
 import operator
 import os
 import platform
@@ -36,7 +37,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
@@ -47,6 +47,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from longctx.forecast.allocations import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace
 from longctx.forecast.memory_trace import MemoryTracer
+from longctx.forecast.token_label import token_label
 from longctx.forecast.traced_step import (
     StepSettings,
     fake_process_group,
@@ -56,13 +57,13 @@ from longctx.forecast.traced_step import (
     trace_training_step,
 )
 from longctx.launch.network import choose_interface
-from longctx.launch.store import private_folder, store_file
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.training.engines import start_on_cpu
 
 from .packing import print_head, print_row
 from .published import CONFIGS, read
+from .ranks import results_of
 
 RESERVE = 5_500_000_000
 """Bytes of the device for its context, libraries, messages and fragmentation: fitted from published tables."""
@@ -339,8 +340,8 @@ class _Kernel:
 # The tables
 
 
-def tokens_text(tokens: float) -> str:
-    return "does not fit" if tokens < 1 else f"{tokens / 1e6:.2f}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}k"
+def length_text(tokens: float) -> str:
+    return "does not fit" if tokens < 1 else token_label(tokens)
 
 
 LENGTH_COLUMNS = ("levers", "", "longest", "bound by", "device alone", "device, bytes a token", "host, bytes a token")
@@ -355,9 +356,9 @@ def length_cells(name: str, kind: str, fitted: Fit, sp: int) -> list[str]:
     return [
         name,
         kind,
-        tokens_text(tokens * sp),
+        length_text(tokens * sp),
         "" if tokens < 1 else "host" if host < device else "device",
-        tokens_text(device * sp),
+        length_text(device * sp),
         f"{slope[0]:,.0f}",
         f"{slope[1]:,.0f}",
     ]
@@ -430,7 +431,7 @@ def print_published(results: Results) -> None:
         device, host = fitted.longest(device=budget)
         ours, bound = min(device, host) * 8, "host" if host < device else "device"
         ratio = f"{ours / theirs.length:.2f}"
-        figures = (f"{theirs.length:,}", tokens_text(ours), ratio, bound, tokens_text(device * 8))
+        figures = (f"{theirs.length:,}", length_text(ours), ratio, bound, length_text(device * 8))
         print_row([stack, features, model, *figures])
 
 
@@ -460,7 +461,7 @@ def print_states() -> None:
     print(f"\n## States a rank: real steps on gloo, bf16, AdamW, {parameters:,} parameters, bytes a parameter")
     print("\nGradients: those that the optimizer is given. ZeRO's in bf16, 2 bytes, come and go in the backward pass.")
     print_head("engine", "devices", "parameters", "gradients", "optimizer states", "all", "saving")
-    sizes = {world_size: spawn(world_size, _states_of_engines) for world_size in (1, 2, 4)}
+    sizes = {world_size: results_of(world_size, _states_of_engines)[0] for world_size in (1, 2, 4)}
     whole = sum(sizes[1]["none"].values())
     for engine in ENGINES:
         for world_size, by_engine in sizes.items():
@@ -470,40 +471,19 @@ def print_states() -> None:
                 print_row([engine, world_size, *each, f"{whole / sum(held):.2f}x"])
 
 
-def spawn(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Rank 0's result of a function that every rank of a gloo group calls."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    with private_folder() as folder:
-        group = store_file(folder) | {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-        ranks = multiprocessing.spawn(_on_rank, (group, queue, function, arguments), nprocs=world_size, join=False)
-        while not ranks.join(timeout=1):
-            if not queue.empty():
-                break
-        result = queue.get()
-        while not ranks.join():
-            pass
-    return result
-
-
-def _on_rank(rank: int, group: dict[str, str], queue: Any, function: Callable[..., Any], arguments: Any) -> None:
-    os.environ |= group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    choose_interface(os.environ)
-    warnings.simplefilter("ignore")
-    start_on_cpu("deepspeed")
-    result = function(*arguments)
-    if rank == 0:
-        queue.put(result)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 ENGINES = ("none", "zero1", "zero2", "zero3", "fsdp2")
 
 
 def _states_of_engines() -> dict[str, dict[str, int]]:
-    return {engine: _state_bytes(engine) for engine in ENGINES}
+    """Called by every rank of a new group."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    choose_interface(os.environ)
+    warnings.simplefilter("ignore")
+    start_on_cpu("deepspeed")
+    found = {engine: _state_bytes(engine) for engine in ENGINES}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 def _state_bytes(engine: str) -> dict[str, int]:

@@ -37,8 +37,8 @@ import torch
 from safetensors.torch import load_file
 
 from .elsewhere import make_documents, write_model
-from .max_length.processes import Ending, run_group, start_server
 from .packing import device, line
+from .ranks import Ending, run_group, start_server
 
 LOOK_SECONDS = 0.2
 PATIENCE = 7200.0

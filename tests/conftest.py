@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 refusals.install()  # before anything imports longctx
 
-from benchmarks.max_length.processes import start_server  # noqa: E402
+from benchmarks.ranks import start_server  # noqa: E402
 from tests.small_model import HEADS, save_small_model  # noqa: E402
 from tests.softcuda.build import unavailable  # noqa: E402
 from tests.softcuda.ranks import SoftGPUs  # noqa: E402

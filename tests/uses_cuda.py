@@ -20,7 +20,7 @@ def total(numbers: list[float]) -> dict[str, float]:
 if __name__ == "__main__":
     from pathlib import Path
 
-    from benchmarks.max_length.processes import run_group, start_server
+    from benchmarks.ranks import run_group, start_server
     from tests.uses_cuda import total
 
     start_server("tests.uses_cuda")

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="differential-") as scratch:
         work = Path(args.keep or scratch).absolute()
         os.environ |= ENVIRONMENT | {"HF_HOME": str(Path(scratch, "cache"))}
-        from ..max_length.processes import start_server
+        from ..ranks import start_server
 
         start_server("peft", "datasets", REFERENCE)  # no module of longctx: the reference is forked from it, too
         session = Session(Judge(work, args.timeout, keeps=args.keep is not None), shrinks=not args.no_shrinking)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..max_length.processes import run_group
+from ..ranks import run_group
 from .commands import Command
 
 STACKS_BEFORE_THE_END = 3.0

@@ -40,9 +40,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..max_length.processes import Ending, run_group, start_server
 from ..max_length.results import DECIDED, OK, OOM, REFUSED, TIMEOUT, Line, Results, read
 from ..max_length.results import FILE as RESULTS_FILE
+from ..ranks import Ending, run_group, start_server
 
 USAGE_ERROR, TIME_IS_UP = 2, 3
 RESULTS = Path(__file__).parents[1] / "results"

@@ -26,13 +26,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .processes import run_group, start_server
+from longctx.attention.backends import BACKENDS
+
+from ..ranks import run_group, start_server
 from .results import SWEEP, Results
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
-COMPARED = ("ring", "ulysses", "hybrid", "trl", "gather")
 SETTINGS = (
     "model",
     "memory",
@@ -92,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=COMPARED,
-        default=list(COMPARED[:4]),
+        choices=[*BACKENDS.spread, "trl"],
+        default=[*(name for name in BACKENDS.spread if name != "gather"), "trl"],
         help="trl: its own context parallelism on FSDP2, and its Ulysses on DeepSpeed. Default: all but gather.",
     )
     parser.add_argument("--model_name_or_path", help="Default: Qwen/Qwen3-8B with GPUs, else tiny.")

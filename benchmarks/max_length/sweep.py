@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet
 from tqdm import tqdm
 
+from ..ranks import Ending, run_group
 from . import tables
 from .combinations import LONGCTX, Combination, Limits
-from .processes import Ending, run_group
 from .rank import Task, run_task
 from .results import (
     COMBINATION,

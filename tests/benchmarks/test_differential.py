@@ -17,7 +17,7 @@ from benchmarks.differential.models import make_model, name_of
 from benchmarks.differential.processes import without_launcher
 from benchmarks.differential.shrink import shrink
 from benchmarks.differential.space import VALUES, Case, dimensions, draw
-from benchmarks.max_length.processes import start_server
+from benchmarks.ranks import start_server
 from tests.planted_bug import divide_by_one_more, never_start
 
 TIMEOUT = 200

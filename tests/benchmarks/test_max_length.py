@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from benchmarks.max_length import results as states
 from benchmarks.max_length.__main__ import main
-from benchmarks.max_length.processes import run_group
 from benchmarks.max_length.results import Results, read
 from benchmarks.max_length.search import AIMS, bracket, next_length
+from benchmarks.ranks import run_group
 from tests.softcuda.ranks import soft_environment
 
 ROOT = Path(__file__).parents[2]

@@ -1,12 +1,12 @@
-"""Groups of processes that end whatever happens: a probe's ranks, forked from a process that has imported all.
+"""Ranks of benchmarks and tests: processes forked from one that has imported everything, and ended whatever happens.
 
-    sweep ── fork server (has imported torch, transformers, DeepSpeed, longctx)
-               └── leader of a probe, of a session and process group of its own
-                     ├── rank 0
-                     └── rank 1 …
+    caller ── fork server (has imported torch, transformers, DeepSpeed, longctx)
+                └── leader of a group, of a session and process group of its own
+                      ├── rank 0
+                      └── rank 1 …
 
-The sweep kills a probe's whole process group when its time is up. A leader kills it when the sweep is gone, however
-that ended, and the kernel kills ranks whose leader is gone.
+The caller kills the whole process group when its time is up. A leader kills it when the caller is gone, however that
+ended, and the kernel kills ranks whose leader is gone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -46,8 +46,8 @@ class Ending(NamedTuple):
 
     status: str
     """ok, oom, timeout or fail."""
-    reports: Sequence[dict[str, Any]] = ()
-    """Of all ranks in their order, where all is well."""
+    reports: Sequence[Any] = ()
+    """What each rank has returned, in the order of ranks, where all is well."""
     error: str = ""
     """`Type: first sentence` of the rank that failed first, or how it ended."""
     log: str = ""
@@ -75,7 +75,7 @@ _ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 def run_group(
     processes: int,
-    function: Callable[..., dict[str, Any]],
+    function: Callable[..., Any],
     argument: Any,
     *,
     environment: Mapping[str, str],
@@ -84,6 +84,8 @@ def run_group(
     grace: float = GRACE_SECONDS,
 ) -> Ending:
     """Call `function(argument)` on every rank of a new process group, and wait until none of it is left.
+
+    Argument and results are pickled.
 
     Args:
         environment: variables of the ranks; RANK and the like are set for several processes.
@@ -114,6 +116,30 @@ def run_group(
     return ending._replace(seconds=time.monotonic() - started)
 
 
+def results_of(processes: int, function: Callable[..., Any], *arguments: Any, timeout: float = 7200.0) -> list[Any]:
+    """Call `function(*arguments)` on every rank of a new process group, and return the results by rank.
+
+    Args:
+        timeout: seconds.
+
+    Raises:
+        RuntimeError: with the output of the rank that failed first.
+    """
+    start_server()
+    environment = {"OMP_NUM_THREADS": "1"}
+    with private_folder() as private:
+        folder, argument = Path(private, "ranks"), (function, arguments)
+        ending = run_group(processes, _call, argument, environment=environment, folder=folder, timeout=timeout)
+    if ending.status != "ok":
+        raise RuntimeError(f"{ending.error}\n{ending.log}")
+    return list(ending.reports)
+
+
+def _call(argument: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+    function, arguments = argument
+    return function(*arguments)
+
+
 def _kill(leader: int | None) -> None:
     """And all that it has started; it makes its group before it starts anything."""
     assert leader is not None, "started before"
@@ -133,19 +159,27 @@ def _ending(ended: list[tuple[int, int]] | None, processes: int, folder: Path) -
         return Ending("timeout", error="not done in time", log=_text(folder / "0.log"))
     failed = [_failure(rank, code, folder) for rank, code in ended if code]
     if not failed and len(ended) == processes:
-        return Ending("ok", [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)])
+        return Ending("ok", [_report(folder, rank) for rank in range(processes)])
     # Others fail because they have lost the one that ran out of memory.
     return next((failure for failure in failed if failure.status == "oom"), failed[0])
 
 
 def _failure(rank: int, code: int, folder: Path) -> Ending:
-    log, told = _text(folder / f"{rank}.log"), folder / f"{rank}.json"
-    if told.exists():
-        return Ending(log=log, **json.loads(told.read_text()))
+    log = _text(folder / f"{rank}.log")
+    if _report_file(folder, rank).exists():
+        return Ending(log=log, **_report(folder, rank))
     if code == -signal.SIGKILL:
         return Ending("oom", error=f"rank {rank} was killed, as the kernel does when memory is used up", log=log)
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return Ending("fail", error=f"rank {rank} ended with {how}", log=log)
+
+
+def _report_file(folder: Path | str, rank: int) -> Path:
+    return Path(folder, f"{rank}.pickle")
+
+
+def _report(folder: Path, rank: int) -> Any:
+    return pickle.loads(_report_file(folder, rank).read_bytes())
 
 
 def _text(path: Path) -> str:
@@ -157,7 +191,7 @@ def _text(path: Path) -> str:
 
 def _lead(
     processes: int,
-    function: Callable[..., dict[str, Any]],
+    function: Callable[..., Any],
     argument: Any,
     environment: dict[str, str],
     folder: str,
@@ -165,8 +199,8 @@ def _lead(
     sender: connection.Connection,
 ) -> None:
     os.setsid()
-    sweep = multiprocessing.parent_process()
-    assert sweep is not None, "started by the sweep"
+    caller = multiprocessing.parent_process()
+    assert caller is not None, "started by the caller"
     context: Any = multiprocessing.get_context("spawn" if _has_used_cuda() else "fork")
     os.environ.update(environment)
     gc.freeze()  # no collection in a rank walks through what the server has imported
@@ -176,10 +210,10 @@ def _lead(
     ]
     for rank in ranks:
         rank.start()
-    ended = _wait(ranks, sweep, grace)
+    ended = _wait(ranks, caller, grace)
     if ended is not None:
         sender.send(ended)
-        connection.wait([sweep.sentinel])  # the sweep ends this group, or has ended itself
+        connection.wait([caller.sentinel])  # the caller ends this group, or has ended itself
     os.killpg(0, signal.SIGKILL)
 
 
@@ -191,14 +225,17 @@ def _has_used_cuda() -> bool:
     return torch is not None and torch.cuda._is_in_bad_fork()
 
 
-def _wait(ranks: Sequence[Any], sweep: Any, grace: float) -> list[tuple[int, int]] | None:
-    """(rank, exit code) of those that have ended, in their order; not all where one failed. None without the sweep."""
+def _wait(ranks: Sequence[Any], caller: Any, grace: float) -> list[tuple[int, int]] | None:
+    """Return (rank, exit code) of those that have ended, in their order, and None if the caller has ended.
+
+    Where a rank has failed, those that have not ended `grace` seconds later are left out.
+    """
     ended: dict[int, int] = {}
     until = float("inf")
     while len(ended) < len(ranks) and time.monotonic() < until:
         running = [rank.sentinel for number, rank in enumerate(ranks) if number not in ended]
         left = None if until == float("inf") else max(0.0, until - time.monotonic())
-        if sweep.sentinel in connection.wait([sweep.sentinel, *running], left):
+        if caller.sentinel in connection.wait([caller.sentinel, *running], left):
             return None
         for number, rank in enumerate(ranks):
             if number not in ended and rank.exitcode is not None:
@@ -211,7 +248,7 @@ def _wait(ranks: Sequence[Any], sweep: Any, grace: float) -> list[tuple[int, int
 def _be_rank(
     rank: int,
     processes: int,
-    function: Callable[..., dict[str, Any]],
+    function: Callable[..., Any],
     argument: Any,
     folder: str,
     leader: int,
@@ -231,8 +268,8 @@ def _be_rank(
         report, code = {"status": "oom" if _is_out_of_memory(error) else "fail", "error": first_sentence(error)}, 1
     sys.stdout.flush()
     sys.stderr.flush()
-    path = Path(folder, f"{rank}.json")
-    path.with_suffix(".tmp").write_text(json.dumps(report))
+    path = _report_file(folder, rank)
+    path.with_suffix(".tmp").write_bytes(pickle.dumps(report))
     path.with_suffix(".tmp").rename(path)
     os._exit(code)  # a group whose members failed at different places cannot be left
 
