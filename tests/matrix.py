@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from longctx.attention.backends import BACKENDS
 from longctx.sequence.shard import complete_position_ids
 
 NUMBERS, COMPILED, SOFT_DEVICE = "numbers", "compiled", "soft device"
@@ -59,8 +60,10 @@ def _zero(stage: int) -> dict[str, str]:
     }
 
 
-def _shared(backend: str, sp: int, engine: str) -> tuple[str, ...]:
-    return ("--sp", str(sp), "--sp_backend", backend, "--engine", engine)
+def _shared(backend: str, engine: str) -> Setup:
+    """A backend on an engine, over the fewest ranks that it spreads a sequence over."""
+    sp = BACKENDS[backend].fewest_ranks or 1
+    return Setup(processes=sp, flags=("--sp", str(sp), "--sp_backend", backend, "--engine", engine))
 
 
 _ULYSSES = ("--sp", "2", "--sp_backend", "ulysses")
@@ -68,13 +71,8 @@ _HSDP = ("--dp_replicate", "2", "--engine", "fsdp2")
 SETUPS = {
     "sp 1": Setup(processes=1),
     "ulysses, ZeRO-3": Setup(flags=_ULYSSES, env=_zero(3)),
-    "ulysses, FSDP2": Setup(flags=_shared("ulysses", 2, "fsdp2")),
-    "ring, FSDP2": Setup(flags=_shared("ring", 2, "fsdp2")),
-    "gather, FSDP2": Setup(flags=_shared("gather", 2, "fsdp2")),
-    "hybrid, FSDP2": Setup(processes=4, flags=_shared("hybrid", 4, "fsdp2")),
-    "ring, ZeRO-3": Setup(flags=_shared("ring", 2, "deepspeed")),
-    "gather, ZeRO-3": Setup(flags=_shared("gather", 2, "deepspeed")),
-    "hybrid, ZeRO-3": Setup(processes=4, flags=_shared("hybrid", 4, "deepspeed")),
+    **{f"{name}, FSDP2": _shared(name, "fsdp2") for name in BACKENDS.spread},
+    **{f"{name}, ZeRO-3": _shared(name, "deepspeed") for name in BACKENDS.spread if name != "ulysses"},
     "ulysses, ZeRO-0": Setup(flags=_ULYSSES, env=_zero(0)),
     "ulysses, ZeRO-1": Setup(flags=_ULYSSES, env=_zero(1)),
     "ulysses, ZeRO-2": Setup(flags=_ULYSSES, env=_zero(2)),

@@ -211,7 +211,8 @@ Edit tests/matrix.py, not this page: a test fails where the two differ.
   [below](#on-gpus), with what was trained on the soft device, a CUDA device in host memory.
 - **untested**: nothing refuses it, and no test has shown it in the run that made this page.
 
-Set-ups are sp 2, hybrid sp 4 (ring 2 × ulysses 2); `data parallel` doubles the processes of a set-up without it.
+Set-ups have the fewest ranks over which a backend spreads a sequence: sp 2, of hybrid sp 4. `data parallel` doubles the
+processes of a set-up without it.
 
 """
 

@@ -29,6 +29,7 @@ from benchmarks.differential.__main__ import _parser as differential_parser
 from benchmarks.gpu.__main__ import _parser as gpu_parser
 from benchmarks.max_length.__main__ import _parser as bench_parser
 from benchmarks.published import CONFIGS
+from longctx.attention.backends import BACKENDS
 from longctx.plan import _parser as plan_parser
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile
@@ -320,6 +321,18 @@ def test_a_message_of_troubleshooting_is_one_of_the_code(quote):
 def test_a_message_that_the_code_does_not_have_is_seen():
     assert not any(is_said("--sp … does not suit the … processes", message) for message in messages())
     assert len(QUOTES) == len(re.findall(r"^> ", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)) >= 25
+
+
+def test_every_backend_is_explained():
+    """In the head of README's table, and in a line of docs/concepts.md, section "What a rank holds"."""
+    head = re.search(r"^## Which backend\n\n\|(.+)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    concepts = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert head is not None
+    for name in BACKENDS.spread:
+        assert name in re.findall(r"\w+", head[1].lower()), f"README.md, Which backend, has no column for {name}"
+        assert re.search(rf"^- \*\*{name}\*\* ", concepts, re.MULTILINE | re.IGNORECASE), (
+            f"docs/concepts.md does not say what a rank holds under {name}"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -13,6 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+_REGISTRY = ast.parse((ROOT / "longctx" / "attention" / "backends.py").read_text(encoding="utf-8"))
+PACKAGES_OF_BACKENDS = {
+    node.module.split(".")[1]
+    for node in ast.walk(_REGISTRY)
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("longctx.")
+} - {"attention"}
+
 # The one place where the order is stated. A module or folder of longctx/ stands under its own name.
 STAGES: list[tuple[str, ...]] = [
     ("untrusted",),  # input of unknown origin: bounded processes, checks of files
@@ -22,7 +29,7 @@ STAGES: list[tuple[str, ...]] = [
     ("collate",),  # packs -> batches
     ("model",),  # files -> a model
     ("sequence",),  # batches -> one rank's part
-    ("attention", "ring", "ulysses"),
+    ("attention", *PACKAGES_OF_BACKENDS),
     ("layers",),  # the head and its loss, MLPs, chunked layers
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
     ("forecast",),  # what a step takes

@@ -10,6 +10,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from transformers import Gemma3TextConfig, LlamaConfig
 
+from longctx.attention.backends import BACKENDS
 from longctx.forecast.calibrate import calibrate, corrected, trace_parts, traceable
 from longctx.forecast.candidates import Machine, candidates, outlook, recommend, why
 from longctx.forecast.closed_form import predict
@@ -60,7 +61,13 @@ def test_every_arrangement_of_eight_devices_is_there(found) -> None:
     alone = {("local", 1, 1)}
     ulysses = {("ulysses", n, 1) for n in (2, 4, 8)}
     rings = {(name, 1, n) for name in ("ring", "gather") for n in (2, 4, 8)}
-    assert ways == alone | ulysses | rings | {("hybrid", 2, 2), ("hybrid", 4, 2), ("hybrid", 2, 4)}
+    assert ways >= alone | ulysses | rings | {("hybrid", 2, 2), ("hybrid", 4, 2), ("hybrid", 2, 4)}
+    assert ways == alone | {
+        (name, how.ulysses, how.ring)
+        for name, backend in BACKENDS.spread.items()
+        for sp in (2, 4, 8)
+        for how in backend.arrangements(sp)
+    }
     assert len(found) == 2 * len(ways)
 
 

@@ -128,7 +128,7 @@ def a_run(**changed):
 
 
 CALLS = {
-    "backend": (lambda: choose_backend("tree", a_setup(2, *QWEN3_8B)), "--sp_backend tree is unknown"),
+    "backend": (lambda: choose_backend("spiral", a_setup(2, *QWEN3_8B)), "--sp_backend spiral is unknown"),
     "linear heads": (
         lambda: choose_backend("ring", replace(a_setup(2, *QWEN3_8B), num_linear_heads=4)),
         "--sp_backend ring with --sp 2 cannot run this model",

@@ -14,20 +14,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from longctx.attention.backends import BACKENDS
+
 from .space import Case, settle
 
 Value = Mapping[str, Any]
 
+OTHER_ENGINE = {"fsdp2": "deepspeed", "deepspeed": "fsdp2"}
+"""Each engine's other one. Of a backend, every second case runs on the engine that is not its default."""
+
 AXES: dict[str, dict[str, Sequence[Value]]] = {
     "layout": {
         "one process": [{}],
-        "ring on FSDP2": [{"sp": 2, "backend": "ring"}],
-        "Ulysses on ZeRO-3": [{"sp": 2, "backend": "ulysses"}],
+        **{
+            name: [{"sp": 2, "backend": name}, {"sp": 2, "backend": name, "engine": OTHER_ENGINE[backend.engine]}]
+            for name, backend in BACKENDS.spread.items()
+            if backend.fewest_ranks == 2
+        },
         "ZeRO-1, ZeRO-2": [{"sp": 2, "backend": "ulysses", "engine": "zero2"}, {"dp": 2, "engine": "zero1"}],
-        "gather on either engine": [
-            {"sp": 2, "backend": "gather", "engine": "deepspeed"},
-            {"sp": 2, "backend": "gather"},
-        ],
         "data parallel": [{"dp": 2}, {"dp": 2, "engine": "deepspeed"}],
     },
     "model": {
@@ -109,7 +113,11 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
 """Axes, their classes of values, and the members of a class."""
 
 FURTHER: tuple[Value, ...] = (
-    {"sp": 4, "backend": "hybrid", "heads": "4:4"},
+    *(
+        {"sp": backend.fewest_ranks, "backend": name, "heads": "4:4"}
+        for name, backend in BACKENDS.spread.items()
+        if backend.fewest_ranks != 2
+    ),
     {"sp": 2, "backend": "ring", "dp": 2, "dp_replicate": 2, "steps": 3, "order": "random"},
     {"sp": 3, "backend": "auto", "heads": "5:1", "tokens": "pad and eos"},
     {"sp": 2, "backend": "ring", "steps": 3, "order": "random", "resume": "ulysses"},

@@ -7,6 +7,9 @@ import random
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from longctx.attention.backend import Backend
+from longctx.attention.backends import BACKENDS
+from longctx.attention.cost import Setup, device_named
 from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
 
 ALWAYS_WINDOWED = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
@@ -266,7 +269,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "accumulation": (2, 3),
     "drop_last": (True,),
     "sp": (2, 2, 2, 3, 4),
-    "backend": ("ring", "ulysses", "gather", "hybrid"),
+    "backend": tuple(BACKENDS.spread),
     "dp": (2, 2, 3, 4),
     "dp_replicate": (2,),
     "engine": ("fsdp2", "deepspeed", "zero0", "zero1", "zero2", "zero3"),
@@ -324,23 +327,21 @@ def draw(seed: int, *, launchers: float = 0.02) -> Case:
 def reconcile(case: Case, random_: random.Random) -> Case:
     """Take out of a case what is known to be refused side by side, so that most cases train."""
     change: dict[str, Any] = {}
-    heads = int(case.heads.split(":")[0])
-    on_fsdp2 = case.engine == "fsdp2" or (case.engine == "auto" and case.backend != "ulysses")
+    backend = BACKENDS[case.backend] if case.backend != "auto" else None
+    on_fsdp2 = case.engine == "fsdp2" or (case.engine == "auto" and (backend is None or backend.engine == "fsdp2"))
     if case.dp_replicate > 1 and (case.processes != 4 or case.dp % 2 or not on_fsdp2):
         change["dp_replicate"] = 1
     if case.engine == "zero0":
         change["engine"] = "zero1"
-    if case.backend == "ulysses" and heads % case.sp:
-        change["backend"] = "ring"
-    if case.backend == "hybrid" and (case.sp < 4 or heads % 2):
-        change["backend"] = "gather"
+    if backend is not None and case.sp > 1 and not spreads(backend, case):
+        change["backend"] = random_.choice([name for name, other in BACKENDS.spread.items() if spreads(other, case)])
     if case.model in GATED_DELTA_MODELS and case.sp > 1:
         change |= {"backend": "ulysses", "sp": 2, "sequence_chunk_size": 0}
-    if case.sequence_chunk_size and (case.backend != "ulysses" or case.tiled_mlp or case.checkpointing):
+    if case.sequence_chunk_size and (backend is None or not backend.can_chunk or case.tiled_mlp or case.checkpointing):
         change["sequence_chunk_size"] = 0
     elif case.sequence_chunk_size == 1 and case.max_length > 37:
         change["sequence_chunk_size"] = 7  # blocks of one token are thousands, and take minutes
-    if case.heads_k_stride and (case.sequence_chunk_size or case.backend != "ulysses"):
+    if case.heads_k_stride and (case.sequence_chunk_size or backend is None or not backend.has_stages):
         change["heads_k_stride"] = 0
     if case.offload and (case.processes == 1 or case.engine in ("zero1", "zero2")):
         change["offload"] = ""
@@ -355,6 +356,24 @@ def reconcile(case: Case, random_: random.Random) -> Case:
     if case.evaluation in ("best model", "early stopping") and case.resume:
         change["evaluation"] = "steps"
     return replace(case, **change)
+
+
+def spreads(backend: Backend, case: Case) -> bool:
+    """Whether a backend spreads the heads of a case over its sp ranks, which are at least 2."""
+    num_heads, num_key_value_heads = map(int, case.heads.split(":"))
+    setup = Setup(
+        sp=case.sp,
+        num_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_size=case.head_dim,
+        element_size=4,
+        device=device_named("CPU"),
+        devices_per_node=case.sp,
+    )
+    try:
+        return bool(backend.arrange(setup, None))
+    except ValueError:
+        return False
 
 
 def settle(case: Case) -> Case:

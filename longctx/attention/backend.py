@@ -81,6 +81,11 @@ class Backend:
     marker: str
     """In pictures, as Matplotlib names it."""
 
+    @property
+    def fewest_ranks(self) -> int | None:
+        """The fewest ranks that it spreads a sequence over; None for a backend of one rank."""
+        return next((sp for sp in _TRIED if self.arrangements(sp)), None)
+
 
 _TRIED = (2, 3, 4, 8)
 """Numbers of ranks for which the registry looks at a backend's arrangements."""
@@ -117,4 +122,4 @@ class Registry(dict[str, Backend]):
     @property
     def spread(self) -> dict[str, Backend]:
         """Those that spread a sequence over several ranks: all but `local`."""
-        return {name: backend for name, backend in self.items() if any(map(backend.arrangements, _TRIED))}
+        return {name: backend for name, backend in self.items() if backend.fewest_ranks is not None}

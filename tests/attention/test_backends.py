@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import runpy
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def toy():
     [
         ({"name": "ring"}, "'ring' is registered already"),
         ({"name": "auto"}, "'auto' is registered already"),
-        ({"name": "tree"}, "'tree' arranges 2 ranks as Arrangement\\(name='toy', ring=2"),
+        ({"name": "spiral"}, "'spiral' arranges 2 ranks as Arrangement\\(name='toy', ring=2"),
         ({"arrangements": lambda sp: [Arrangement(name="toy", ring=2, ulysses=1)]}, "arranges 3 ranks as .* to 3"),
     ],
 )
@@ -78,10 +79,11 @@ def test_a_record_with_a_field_left_out_cannot_be_made() -> None:
 
 
 def test_an_unknown_backend_is_an_error_everywhere() -> None:
-    with pytest.raises(ValueError, match=r"'tree' is unknown. Use one of local, ulysses, ring, gather, hybrid"):
-        BACKENDS["tree"]
-    with pytest.raises(ValueError, match=r"--sp_backend tree is unknown. Use one of auto, ulysses, ring, gather, hyb"):
-        choose_backend("tree", SETUP)
+    with pytest.raises(ValueError, match=f"'spiral' is unknown. Use one of {', '.join(BACKENDS)}"):
+        BACKENDS["spiral"]
+    spread = ", ".join(BACKENDS.spread)
+    with pytest.raises(ValueError, match=f"--sp_backend spiral is unknown. Use one of auto, {spread}"):
+        choose_backend("spiral", SETUP)
 
 
 def test_a_setup_whose_backend_has_no_such_degrees_is_refused(llama_sizes) -> None:
@@ -98,9 +100,17 @@ def llama_sizes():
     return ModelSizes.of_config(tiny_config())
 
 
+def places_of_records() -> list[Path]:
+    """Return the packages, and the module beside the registry, that define backends."""
+    registry = PACKAGE / "attention" / "backends.py"
+    names = [n.module for n in ast.walk(ast.parse(registry.read_text())) if isinstance(n, ast.ImportFrom) and n.module]
+    files = [PACKAGE.parent / f"{name.replace('.', '/')}.py" for name in names if name != "longctx.attention.backend"]
+    return [file if file.parent == registry.parent else file.parent for file in files if file.is_relative_to(PACKAGE)]
+
+
 def test_backends_are_told_apart_by_their_records_alone() -> None:
     """Outside of the packages that define them, no code of longctx compares a value with a backend's name."""
-    own = [PACKAGE / "ring", PACKAGE / "ulysses", PACKAGE / "attention" / "hybrid.py"]
+    own = places_of_records()
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         outside = not path.resolve().is_relative_to(PACKAGE)  # the links to benchmarks/ and configs/
@@ -145,6 +155,18 @@ def test_a_new_record_is_planned_swept_and_drawn(toy, tmp_path, monkeypatch) -> 
     monkeypatch.setitem(BACKEND_LOOKS, "toy", BACKEND_LOOKS["ring"]._replace(color=toy.color, marker=toy.marker))
     max_length_picture(tmp_path / "lengths.png", [Bar("toy", 4, 4096)], title="toy")
     assert (tmp_path / "lengths.png").stat().st_size > 0
+
+
+def test_a_new_record_is_in_the_sweeps_flags_the_matrix_and_the_fuzzer(toy) -> None:
+    from benchmarks.max_length.__main__ import _parser
+
+    assert "toy" in _parser().parse_args(["--output", "out"]).backends
+    matrix = runpy.run_path(str(PACKAGE.parent / "tests" / "matrix.py"))["SETUPS"]
+    assert [matrix[name].processes for name in ("toy, FSDP2", "toy, ZeRO-3")] == [2, 2]
+    assert "toy" in runpy.run_path(str(PACKAGE.parent / "benchmarks/differential/space.py"))["VALUES"]["backend"]
+    covering = runpy.run_module("benchmarks.differential.covering")
+    assert [case["engine"] for case in covering["AXES"]["layout"]["toy"][1:]] == ["fsdp2"]
+    assert "toy" in runpy.run_path(str(PACKAGE.parent / "tests/training/test_training.py"))["GROUPS"][1][0].split()
 
 
 def test_a_new_record_trains_as_one_process(models, tmp_path, parity_table) -> None:

@@ -16,6 +16,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from transformers import CONFIG_MAPPING, LlamaConfig
 
+from longctx.attention.backends import BACKENDS
 from longctx.model.allow_list import check_model
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.train import main
@@ -137,7 +138,8 @@ def test_degrees_below_one(sp, refused):
 
 
 def test_unknown_backend(refused):
-    refused("--sp", "2", "--sp_backend", "tree", parts=("tree", "'auto', 'ulysses', 'ring', 'gather', 'hybrid'"))
+    listed = ", ".join(map(repr, ["auto", *BACKENDS.spread]))
+    refused("--sp", "2", "--sp_backend", "spiral", parts=("spiral", listed))
 
 
 def test_ring_sizes_that_do_not_fit(refused):

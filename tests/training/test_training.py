@@ -19,6 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from longctx.attention.backends import BACKENDS
+from longctx.attention.cost import Setup, device_named
 from tests.reference import train_reference
 from tests.small_model import HEADS
 from tests.workers import run_ranks
@@ -91,13 +93,33 @@ def check(results, reference, case, start, parity_table):
     assert run <= 1e-4
 
 
-GROUPS = [("ring", 1), ("ulysses", 2), ("ring gather hybrid", 4)]
-LONG_GROUPS = [("ring", 2), ("ulysses", 4)]
+ON_FSDP2 = [name for name, backend in BACKENDS.spread.items() if backend.engine == "fsdp2"]
+ON_DEEPSPEED = [name for name, backend in BACKENDS.spread.items() if backend.engine == "deepspeed"]
+GROUPS = [("ring", 1), (" ".join(ON_DEEPSPEED), 2), (" ".join(ON_FSDP2), 4)]
+LONG_GROUPS = [("ring", 2), (" ".join(ON_DEEPSPEED), 4)]
+
+
+def takes(backend, sp, num_heads, num_key_value_heads):
+    """Whether a backend spreads so many heads over sp ranks."""
+    setup = Setup(
+        sp=sp,
+        num_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_size=16,
+        element_size=4,
+        device=device_named("CPU"),
+        devices_per_node=sp,
+    )
+    try:
+        BACKENDS[backend].arrange(setup, None)
+    except ValueError:
+        return False
+    return True
 
 
 def heads_and_shapes(backend, sp):
     """The cases of a backend: those that cover every shape and all heads, and all others."""
-    heads = [name for name, (queries, _) in HEADS.items() if backend != "ulysses" or queries % sp == 0]
+    heads = [name for name, numbers in HEADS.items() if sp == 1 or takes(backend, sp, *numbers)]
     if backend in ("gather", "hybrid"):
         heads.remove("MQA 4:1")  # the ring and Ulysses have it; these two put the same parts together
     covering = [(heads[number % len(heads)], shape) for number, shape in enumerate(SHAPES)]
@@ -244,13 +266,11 @@ def test_equal_effective_batches_train_equally(layouts, models, tmp_path, parity
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ELSEWHERE = {
     "deepspeed": {
-        "ring": ["--sp", "4", "--sp_backend", "ring"],
-        "gather": ["--sp", "4", "--sp_backend", "gather"],
-        "hybrid": ["--sp", "4", "--sp_backend", "hybrid"],
+        **{name: ["--sp", "4", "--sp_backend", name] for name in ON_FSDP2},
         "experts, ulysses": ["--sp", "4", "--sp_backend", "ulysses"],
     },
     "fsdp2": {
-        "ulysses": ["--sp", "4", "--sp_backend", "ulysses"],
+        **{name: ["--sp", "4", "--sp_backend", name] for name in ON_DEEPSPEED},
         "HSDP, ring": ["--sp", "2", "--sp_backend", "ring", "--dp_replicate", "2"],
         "HSDP, ulysses": ["--sp", "2", "--sp_backend", "ulysses", "--dp_replicate", "2"],
         "experts, ring": ["--sp", "4", "--sp_backend", "ring"],
