@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from longctx.ranks.first import is_first_on_node, is_first_rank
+
 if TYPE_CHECKING:
     from longctx.settings.run import Run
 
@@ -46,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         refuse(error)
         return USAGE_ERROR
     if run.settings["dry_run"]:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
         return 0
     if run.settings["prepare_only"]:
@@ -89,7 +91,7 @@ def _train(run: Run) -> int:
     try:
         trainer = fit(prepared, model)
     except (DataError, NonFiniteError) as error:  # of a stream, which every rank reads; all meet it in the same step
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             refuse(error)
         exit_with_others()
         return USAGE_ERROR if isinstance(error, DataError) else FAILED
@@ -118,7 +120,7 @@ def prepare_only(run: Run) -> int:
     from longctx.launch.terminal import refuse
     from longctx.training.engines import stay_on_cpu
 
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_first_on_node():
         return 0
     stay_on_cpu()
     from longctx.data.cache import cache_folder

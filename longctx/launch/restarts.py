@@ -12,6 +12,7 @@ import os
 import torch.distributed as dist
 
 from longctx.launch.store import listen_on_loopback
+from longctx.ranks.first import is_first_rank
 
 _SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 _server: dist.TCPStore | None = None  # lives as long as its process
@@ -39,7 +40,7 @@ def renew_store() -> None:
         return
     agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     key = f"longctx/port/{attempt}"
-    if os.environ["RANK"] == "0":
+    if is_first_rank():
         _server = listen_on_loopback()
         agents.set(key, str(_server.port))
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", agents.get(key).decode()

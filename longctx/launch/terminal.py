@@ -9,6 +9,8 @@ import time
 import warnings
 from pathlib import Path
 
+from longctx.ranks.first import is_first_on_node, is_first_rank
+
 DEPRECATIONS_BETWEEN_LIBRARIES = (
     r"`(is_)?gradient_checkpointing` is deprecated",  # transformers about the name that TRL, peft and users have for it
     r"`torch\.distributed\.\w+` is deprecated",  # torch about DeepSpeed's calls, again in every step
@@ -17,7 +19,7 @@ DEPRECATIONS_BETWEEN_LIBRARIES = (
 
 def quieten() -> None:
     """Show warnings on the first rank only, and none that one library has for another."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":  # srun's tasks become ranks later
+    if not is_first_rank():
         warnings.simplefilter("ignore")
     for message in DEPRECATIONS_BETWEEN_LIBRARIES:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
@@ -25,8 +27,7 @@ def quieten() -> None:
 
 def refuse(error: Exception) -> None:
     """Print an error as one line, once on each machine; the launcher prints what no first rank does."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    tell(" ".join(str(error).splitlines()), prints=is_first, is_left=not is_first)
+    tell(" ".join(str(error).splitlines()), prints=is_first_on_node(), is_left=not is_first_on_node())
 
 
 def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from longctx.ranks.first import is_first_on_node
 from longctx.ranks.watchdog import Watchdog, leave, watch
 
 Result = TypeVar("Result")
@@ -216,7 +217,7 @@ class _Meeting:
             self._wait(lambda: self.store.check(["done/rank 0"]))
             return
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_on_node():
             self.group = node
         else:
             self._wait(lambda: self.store.check([f"done/{node}"]))

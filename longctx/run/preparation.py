@@ -94,7 +94,7 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> 
     if run.dims.sp == 1 or isinstance(data, StreamedRows) or not len(data.rows):
         return run
     setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
-    decided = broadcast_object(run.choose_again(_sampled(data, args), setup) if dist.get_rank() == 0 else None)
+    decided = broadcast_object(run.choose_again(_sampled(data, args), setup) if args.process_index == 0 else None)
     assert decided is not None, "rank 0 decides"
     return run.with_backend(decided)
 

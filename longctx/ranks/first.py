@@ -1,0 +1,15 @@
+"""Whether this process is the first one, before there is a process group or TrainingArguments to ask."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0 of the run. A task of srun is one before it has a rank."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def is_first_on_node() -> bool:
+    """Return whether this process is the first rank of its node."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
