@@ -29,8 +29,8 @@ from longctx.forecast.calibrate import Calibration, calibrate, corrected
 from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
 from longctx.forecast.closed_form import predict
 from longctx.forecast.step_time import Speeds
+from longctx.forecast.token_label import token_label
 from longctx.report.forecast import draw_lengths_and_seconds
-from longctx.report.pictures import tokens_label
 
 from .published import CONFIGS, HOST_BYTES
 
@@ -77,7 +77,7 @@ def plan(config: PretrainedConfig, gpus: Sequence[int], calibrations: Sequence[C
 
 def lines_of(table: Table) -> list[str]:
     """A Markdown table: a row for each number of devices and backend."""
-    heads = ["devices", "backend", *(f"longest, {preset}" for preset in PRESETS), *map(tokens_label, LENGTHS)]
+    heads = ["devices", "backend", *(f"longest, {preset}" for preset in PRESETS), *map(token_label, LENGTHS)]
     lines = ["| " + " | ".join(heads) + " |", "| ---: | --- " + "| ---: " * (len(heads) - 2) + "|"]
     for gpus in dict.fromkeys(c.dims.world_size for c in table):
         for backend in BACKENDS:

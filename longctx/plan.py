@@ -293,10 +293,10 @@ def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
     """Presets beside each other, and seconds of the fastest that fits."""
-    from longctx.report.pictures import tokens_label
+    from longctx.forecast.token_label import token_label
 
     presets, lengths = result["presets"], result["lengths"]
-    rows = [["backend", "sp", "dp", *(f"longest, {p}" for p in presets), *(f"s at {tokens_label(n)}" for n in lengths)]]
+    rows = [["backend", "sp", "dp", *(f"longest, {p}" for p in presets), *(f"s at {token_label(n)}" for n in lengths)]]
     for same in _by_degrees(result["candidates"]):
         first = next(iter(same.values()))
         degrees = f" {first['ulysses']} x {first['ring']}" if min(first["ulysses"], first["ring"]) > 1 else ""

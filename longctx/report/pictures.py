@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from longctx.attention.backends import BACKENDS
+from longctx.forecast.token_label import token_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 GIB = 2**30
-K = 1024
-"""Tokens that the pictures call 1k."""
 
 
 class Bar(NamedTuple):
@@ -87,8 +86,8 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
     figure = _figure(width=max(6.0, 2.0 + 0.5 * (len(bars) + len({bar.devices for bar in bars}))), height=4.6)
     axes = figure.subplots()
     lengths = [bar.length for bar in bars if bar.length]
-    bottom, top = min(lengths, default=K) / 2, max(lengths, default=K)
-    axes.set_yscale("log", base=2)
+    bottom, top = min(lengths, default=1000) / 2, max(lengths, default=1000)
+    axes.set_yscale("log")
     left, ticks = 0.0, {}
     for devices in sorted({bar.devices for bar in bars}):
         group = [bar for name in BACKEND_LOOKS for bar in bars if (bar.backend, bar.devices) == (name, devices)]
@@ -98,7 +97,7 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
                 axes.bar(x, bar.length, 0.9, color=look.color, hatch=look.hatch, edgecolor="white", linewidth=0)
             else:
                 axes.plot(x, bottom * 1.1, marker="x", color=look.color, markersize=7, clip_on=False)
-            text = tokens_label(bar.length) if bar.length else "OOM"
+            text = token_label(bar.length) if bar.length else "OOM"
             axes.annotate(
                 text,
                 (x, bar.length or bottom * 1.1),
@@ -115,7 +114,7 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel("devices")
-    axes.set_ylabel(f"longest row, tokens (1k = {K:,})")
+    axes.set_ylabel("longest sequence, tokens")
     _token_axis(axes.yaxis)
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
@@ -146,7 +145,7 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
     for index, axes in enumerate(grid.flat[: len(panels)]):
         axes.tick_params(labelbottom=True)
         if index + columns >= len(panels):
-            axes.set_xlabel(f"row, tokens (1k = {K:,})")
+            axes.set_xlabel("sequence, tokens")
         if index % columns == 0:
             axes.set_ylabel("step, seconds")
     seconds = [bound for p in points if p.seconds for bound in (p.seconds, p.low, p.high) if bound]
@@ -188,13 +187,6 @@ def memory_picture(path: Path, stacks: Sequence[Stack], *, title: str, note: str
         axes.set_xlabel(f"{stack.name}, GiB")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
     _save(figure, path, title, note)
-
-
-def tokens_label(tokens: float) -> str:
-    """32768 -> 32k, 1048576 -> 1M, 1300000 -> 1.24M: three digits at most."""
-    unit, name = (K**2, "M") if tokens >= K**2 else (K, "k") if tokens >= K else (1, "")
-    value = tokens / unit
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}".removesuffix(".00").removesuffix(".0") + name
 
 
 def _panel(axes: Axes, points: Sequence[Point]) -> None:
@@ -257,10 +249,14 @@ def _figure(*, width: float, height: float) -> Figure:
 
 
 def _token_axis(axis: Any, ticks: Iterable[int] | None = None) -> None:
+    from matplotlib.ticker import LogLocator
+
     if ticks is not None:
         axis.set_ticks(list(ticks))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(_no_ticks())
-    axis.set_major_formatter(lambda tokens, _: tokens_label(tokens))
+    axis.set_major_formatter(lambda tokens, _: token_label(tokens))
 
 
 def _no_ticks() -> Any:

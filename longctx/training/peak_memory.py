@@ -14,9 +14,12 @@ import torch.distributed as dist
 from longctx.forecast.closed_form import max_length, predict, reach
 from longctx.forecast.machine_memory import host_bytes, peak_resident_bytes
 from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.token_label import token_label
 
 GIB = 2**30
 
+DIGITS = 2
+"""Significant digits of predicted lengths: more would not be true."""
 IMBALANCE = 1.1
 """Largest peak over mean above which a run warns."""
 NEGLIGIBLE_BYTES = GIB // 4
@@ -140,7 +143,7 @@ def describe_reach(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
         beside_device=max(peak.allocated) - predicted.allocated_bytes,
         beside_host=node - predicted.host_bytes,
     )
-    reached = f"these settings reach about {tokens(longest.length)} tokens"
+    reached = f"these settings reach about {token_label(longest.length, DIGITS)} tokens"
     on_host = f"{node / GIB:.1f} of {host_total / GIB:.1f} GiB of host memory"
     if not peak.has_devices:
         ranks = f", by the {setup.ranks_per_node} ranks of a machine" if setup.ranks_per_node > 1 else ""
@@ -150,16 +153,6 @@ def describe_reach(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
     if longest.binds == "host":
         return f"{on_device}, {on_host}; {reached}, where host memory is full"
     return f"{on_device}; {reached}"
-
-
-def tokens(count: int) -> str:
-    """1,900,000 -> 1.9M; two figures, since more would not be true."""
-    if count < 1000:
-        return str(count)
-    digits = len(str(count))
-    rounded = round(count, 2 - digits)
-    unit, suffix = (10**6, "M") if rounded >= 10**6 else (10**3, "k")
-    return f"{rounded / unit:.1f}{suffix}" if rounded < 10 * unit else f"{rounded // unit:,}{suffix}"
 
 
 # Out of memory
@@ -220,8 +213,8 @@ def suggest_savings(
             f"longctx: out of memory{rank}, with rows of {length:,} tokens, {setup.local_tokens(length):,.0f} of them "
             "a rank. What would have helped, all predicted:",
             f"longctx: largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
-            f"longctx: as it is  rows of about {tokens(fits)} tokens, in {room}",
-            *(f"longctx: add       {flags}: about {tokens(lengths[flags])}" for flags in helpful),
+            f"longctx: as it is  rows of about {token_label(fits, DIGITS)} tokens, in {room}",
+            *(f"longctx: add       {flags}: about {token_label(lengths[flags], DIGITS)}" for flags in helpful),
             "longctx: or        a shorter --max_length" if fits else "longctx: or        more devices, a smaller model",
         ]
     )

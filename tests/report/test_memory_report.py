@@ -22,13 +22,14 @@ from longctx.forecast.closed_form import max_length, predict
 from longctx.forecast.machine_memory import host_bytes
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.token_label import token_label
 from longctx.model.tiny import tiny_config
 from longctx.report.memory_advice import LEVERS, out_of_memory_explained
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.training.metrics import StepMetrics
-from longctx.training.peak_memory import GIB, MemoryWarnings, PeakMemory, describe_reach, is_out_of_memory, tokens
+from longctx.training.peak_memory import GIB, MemoryWarnings, PeakMemory, describe_reach, is_out_of_memory
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def test_a_run_as_predicted_reaches_the_predicted_length(setup) -> None:
     predicted = predict(setup, length)
     measured = int(predicted.allocated_bytes)
     said = describe_reach(setup, peaks([measured - 5, measured] * 4, [GIB] * 8, device_total=total), length)
-    longest = tokens(max_length(setup, total, 1e15))
+    longest = token_label(max_length(setup, total, 1e15), 2)
     assert said == f"peak {measured / GIB:.1f} of 40.0 GiB on rank 1; these settings reach about {longest} tokens"
 
 
@@ -91,14 +92,6 @@ def test_on_a_cpu_all_ranks_of_a_machine_share_its_memory(setup) -> None:
         on_cpu, peaks([0] * 8, [2 * GIB] * 7 + [3 * GIB], device_total=0, host_total=100 * GIB), 2**20
     )
     assert said.startswith("peak 9.0 of 100.0 GiB of host memory, by the 4 ranks of a machine; these settings reach ")
-
-
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [(0, "0"), (999, "999"), (1949, "1.9k"), (99_600, "100k"), (1_949_000, "1.9M"), (12_700_000, "13M")],
-)
-def test_lengths_have_two_figures(count, said) -> None:
-    assert tokens(count) == said
 
 
 # Peaks of the ranks

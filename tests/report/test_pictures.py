@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from longctx.forecast.token_label import token_label
 from longctx.report.pictures import (
     Bar,
     Point,
@@ -13,7 +14,6 @@ from longctx.report.pictures import (
     max_length_picture,
     memory_picture,
     seconds_per_step_picture,
-    tokens_label,
 )
 
 BARS = [Bar("one device", 1, None), Bar("TRL ring", 2, 40_000), Bar("hybrid", 4, 3_000_000)]
@@ -58,7 +58,17 @@ def test_without_matplotlib_the_way_to_it_is_named(tmp_path, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("tokens", "label"), [(512, "512"), (32768, "32k"), (1 << 20, "1M"), (1_300_000, "1.24M"), (40_000, "39.1k")]
+    ("tokens", "three", "two"),
+    [
+        (0.3, "0", "0"),
+        (999, "999", "999"),
+        (32768, "32.8k", "33k"),
+        (999_600, "1M", "1M"),
+        (1 << 20, "1.05M", "1M"),
+        (1_949_000, "1.95M", "1.9M"),
+        (12_700_000, "12.7M", "13M"),
+        (1_900_000_000, "1,900M", "1,900M"),
+    ],
 )
-def test_labels_are_short(tokens, label) -> None:
-    assert tokens_label(tokens) == label
+def test_labels_are_short_and_1k_is_1000(tokens, three, two) -> None:
+    assert (token_label(tokens), token_label(tokens, 2)) == (three, two)
