@@ -29,8 +29,9 @@ class Transport(Protocol):
         """Start sending this rank's `kv` [S, 2, K, D]."""
 
     def receive(self, step: RingStep) -> Tensor:
-        """Return the source's tokens that this step needs, [step.recv_tokens, 2, K, D]. Called for each step in
-        order.
+        """Return the source's tokens that this step needs, [step.recv_tokens, 2, K, D].
+
+        Called for each step in order.
         """
 
     def collect_gradients(self, own_grad: Tensor) -> None:
