@@ -114,8 +114,8 @@ class Setup:
     device: Device
     devices_per_node: int
     num_linear_heads: int | None = None
-    """Key heads of linear-attention layers, or None without any. Their ranks need all tokens, so no ring can run
-    them."""
+    """Key heads of linear-attention layers, whose ranks need all tokens, so that no ring can run them; None without
+    any."""
 
     @classmethod
     def of_model(
