@@ -114,8 +114,7 @@ class Setup:
     device: Device
     devices_per_node: int
     num_linear_heads: int | None = None
-    """Key heads of linear-attention layers, whose ranks need all tokens, so that no ring can run them; None without
-    any."""
+    """Key heads of linear-attention layers, which need all tokens and cannot run on a ring; None without any."""
 
     @classmethod
     def of_model(

@@ -21,9 +21,8 @@ from longctx.attention.kernels.kernel import Kernel
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest relative error of an entry's out and gradients, and largest absolute error of its lse.
 
-In fp64 and fp32 it is what users are promised. In fp16 and bf16 it is twice the rounding of one number;
-FlashAttention's own rounding makes a fifth of that. One key too many or too few in a window of 30 makes ten times the
-bound."""
+In fp64 and fp32 it is what users are promised. In fp16 and bf16 it is twice the rounding of one number, of which
+FlashAttention's own rounding makes a fifth. One key too many or too few in a window of 30 makes ten times the bound."""
 
 Sizes: TypeAlias = list[tuple[int, int]]
 
@@ -93,8 +92,9 @@ def make_inputs(sizes: Sizes, heads: tuple[int, int], head_dim: int, dtype: torc
 
 
 def _as_rows(x: Tensor, device: torch.device) -> Tensor:
-    """Copy x [1, H, N(, D)] to the device as models and rings pass it: a slice of more rows, each row's heads
-    together.
+    """Copy x [1, H, N(, D)] to the device as models and rings pass it.
+
+    The result is a slice of a longer tensor, in which the heads of a row lie together.
     """
     longer = torch.zeros(1, x.shape[2] + 7, x.shape[1], *x.shape[3:], dtype=x.dtype, device=device).transpose(1, 2)
     return longer[:, :, 3:-4].copy_(x)
@@ -133,8 +133,9 @@ def _errors(
 
 
 def _relative_error(actual: Tensor, exact: Tensor, entries: tuple[slice, ...]) -> float:
-    """Return the largest relative error of an entry: against its own norm, or a typical one of its size if that is
-    larger.
+    """Return the largest relative error of an entry.
+
+    It is relative to the entry's own norm, or to a typical one of its size if that is larger.
     """
     difference, typical = actual.cpu().double() - exact, exact.square().mean().sqrt()
     errors = [difference[:, :, at].square().mean().sqrt() for at in entries]

@@ -50,8 +50,9 @@ def candidates() -> Iterator[Kernel]:
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, queries_per_key: int = 1, windowed: bool = False
 ) -> Kernel:
-    """Return the fastest kernel that is exact on such tensors. On CUDA each is compared with the dense one, once a
-    process.
+    """Return the fastest kernel that is exact on such tensors.
+
+    On CUDA each kernel is compared with the dense one, once a process.
 
     Args:
         queries_per_key: query heads that share a key/value head.
@@ -98,9 +99,7 @@ def first_exact(
 
 
 def _disagreement(kernel: Kernel, *where: Any) -> str | None:
-    """Return where the kernel is wrong, or None. A library that this process has not loaded is tried in another
-    process.
-    """
+    """Return where the kernel is wrong, or None. A library that is not loaded yet is tried in another process."""
     if isinstance(kernel, flash_attn.FlashAttentionKernel) and not kernel.is_loaded:
         return disagreement_elsewhere(kernel, *where)
     return disagreement(kernel, *where)
@@ -143,8 +142,9 @@ class _LongDocuments(Kernel):
         return self.alone if is_long and self._recurs(entries) else self.others
 
     def _recurs(self, entries: Entries) -> bool:
-        """Whether cuDNN computes this shape, which needs a plan and an earlier batch. All layers of a batch share its
-        entries.
+        """Whether cuDNN computes this shape: it occurred in another batch, and it has a plan or may get one.
+
+        All layers of a batch share its entries.
         """
         shape = int(entries.num_queries[0]), int(entries.num_keys[0]), entries.causal
         if shape in self._planned:

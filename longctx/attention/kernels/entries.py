@@ -47,8 +47,7 @@ class Varlen:
     cu_seqlens_k: Tensor
     """int32 [n + 1]: the same for keys and values."""
     max_seqlen_q: int
-    """At least 2: for 1, version 2 treats grouped heads differently and can return a wrong lse (vLLM's fork, pull
-    87)."""
+    """At least 2: for 1, version 2 treats grouped heads differently and can return a wrong lse (vLLM's fork, #87)."""
     max_seqlen_k: int
     causal: bool
     """Whether each query sees only the keys up to its own, aligned at the last key."""
@@ -139,9 +138,7 @@ class Entries:
 
 
 def take(x: Tensor, rows: Rows) -> Tensor:
-    """Take rows of dimension 2: [1, H, S, D] or [1, H, S] -> [1, H, N, D] or [1, H, N]; a view if they are
-    contiguous.
-    """
+    """Take rows of dimension 2: [1, H, S, D] or [1, H, S] -> [1, H, N, D] or [1, H, N]; a view if contiguous."""
     at = rows.on(x.device)
     return x[:, :, at] if isinstance(at, slice) else x.index_select(2, at)
 

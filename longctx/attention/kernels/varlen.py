@@ -1,7 +1,7 @@
 """FlashAttention kernels, which compute all entries in one varlen call: their base class, and torch's own.
 
-They return the natural log-sum-exp as fp32 [H, N], and their backward takes any `out` and `lse`. FlashAttention-2:
-arXiv 2307.08691.
+They return the natural log-sum-exp as fp32 [H, N]. Their backward takes any `out` and `lse`. FlashAttention-2 is
+described in arXiv 2307.08691.
 
 Shape legend: H query heads, K key/value heads, N queries, M keys, D head size.
 """
