@@ -79,7 +79,7 @@ class Levers:
     """Names of the levers that the preset set."""
     activation_checkpointing: bool
     every_n_layers: int
-    """One of this many layers is checkpointed."""
+    """One in this many layers is checkpointed."""
     activation_offloading: bool
     """Whether what the backward pass needs waits in host memory."""
     selective: bool | None

@@ -165,7 +165,7 @@ class MemorySetup:
 
     @property
     def stream_size(self) -> int:
-        """Bytes of an element of the residual stream, which autocast leaves in the embeddings' fp32."""
+        """Bytes of an element of the residual stream. Without an engine, autocast leaves it in the embeddings' fp32."""
         return 4 if self.engine == "none" and self.weight_bytes == 4 else self.element_size
 
     def local_tokens(self, length: int) -> float:

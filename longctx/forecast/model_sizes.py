@@ -28,7 +28,7 @@ class ModelSizes:
     intermediate_size: int
     """Width of the MLP, I; for a mixture of experts, that of all experts that one token uses."""
     num_experts_per_token: int
-    """0 without experts."""
+    """Experts that one token uses; 0 without experts."""
     num_heads: int
     num_key_value_heads: int
     head_size: int

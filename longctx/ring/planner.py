@@ -115,7 +115,7 @@ _MANY_RANKS = 16
 _LONGEST_CUT = 0.55
 """A document with more than this fraction of the tokens is not cut: too few tokens are left to pair its tail with."""
 _REGAINED = 0.5
-"""Before the last document is zigzagged, a rank's work may be off by this fraction of that document's work on it."""
+"""Until the longest document is dealt, a rank's work may exceed its share by this fraction of its work in it."""
 _TOLERANCE = 0.2
 """Fraction of the allowed imbalance that a rank may use to keep a document whole."""
 

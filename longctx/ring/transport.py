@@ -90,7 +90,7 @@ class PeerToPeer:
         self._coming = self._exchange(sends, [(self._received, self.rank - 1)])
 
     def _send_home(self, hop: int) -> None:
-        """Send the gradient of the K/V held at hop - 1: what travels on at `hop` to the next rank, the rest home."""
+        """Send the gradient of the K/V held at hop - 1: a prefix to the next rank at `hop`, the rest to its owner."""
         distance = hop - 1
         sent, lengths = self._travelling, self.prefixes
         onward = head = 0
