@@ -164,7 +164,6 @@ def _candidate(
         backend_can_chunk=BACKENDS[backend].can_chunk,
         engine=engine,
         zero_stage=stage,
-        use_cpu=False,
         bf16=True,
         local_tokens=LONG_ROW // dims.sp,
         has_linear_attention=bool(num_linear_heads(config)),

@@ -57,7 +57,6 @@ class RunTraits(NamedTuple):
     engine: str
     """deepspeed, fsdp2, fsdp1 or none."""
     zero_stage: int | None
-    use_cpu: bool
     bf16: bool
     local_tokens: int
     """Most tokens of a micro-batch on one rank."""
