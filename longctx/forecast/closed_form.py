@@ -186,15 +186,21 @@ def _moments(setup: MemorySetup, tokens: float) -> dict[str, dict[str, float]]:
 
 def _checkpoints(setup: MemorySetup, layer: Layer) -> float:
     """Return the bytes per token that all layers keep on the device for their backward pass."""
-    model, b = setup.model, setup.element_size
+    model = setup.model
     if not setup.gradient_checkpointing:
         return layer.saved * model.num_layers
     checkpointed = math.ceil(model.num_layers / setup.every_n_layers)
     whole = (model.num_layers - checkpointed) * layer.saved
     if setup.activation_offloading or setup.sequence_chunk_size is not None:
         return whole
+    return whole + checkpointed * _checkpoint(setup)
+
+
+def _checkpoint(setup: MemorySetup) -> float:
+    """Return the bytes per token of one layer's checkpoint: its input, and attention's output if that is kept."""
+    model, b = setup.model, setup.element_size
     kept = b * model.query_size + LOG_SUM_EXP_BYTES * model.num_heads if setup.selective_checkpointing else 0
-    return whole + checkpointed * (setup.stream_size * model.hidden_size + kept)
+    return setup.stream_size * model.hidden_size + kept
 
 
 def _logits(setup: MemorySetup, tokens: float) -> float:
@@ -208,7 +214,6 @@ def _logits(setup: MemorySetup, tokens: float) -> float:
 
 def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
     """Return the host memory of a whole node that its devices use, by category."""
-    model, b = setup.model, setup.element_size
     placed = placed_states(setup)
     is_zero = setup.engine.startswith("zero")
     gradients = FP32 / setup.reduce_bytes if is_zero else 1  # the optimizer on the host has its own copies, in fp32
@@ -219,8 +224,7 @@ def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
     }
     states["buffers"] = HOST_BUFFERS * sum(states.values()) if is_zero else 0.0
     chunked = setup.sequence_chunk_size is not None
-    kept = b * model.query_size + LOG_SUM_EXP_BYTES * model.num_heads if setup.selective_checkpointing else 0
-    checkpoints = math.ceil(model.num_layers / setup.every_n_layers) * (setup.stream_size * model.hidden_size + kept)
+    checkpoints = math.ceil(setup.model.num_layers / setup.every_n_layers) * _checkpoint(setup)
     offloads = setup.gradient_checkpointing and (setup.activation_offloading or chunked)
     of_rank = states | {
         "checkpoints": checkpoints * tokens if offloads else 0.0,
