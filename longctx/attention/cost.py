@@ -88,6 +88,11 @@ def _device(constants: Mapping[str, Constant]) -> Device:
     )
 
 
+def both_passes(forward: float, backward: float) -> float:
+    """Return the FLOPs per second of attention's two passes together, from those of each."""
+    return (FLOPS_FORWARD + FLOPS_BACKWARD) / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward)
+
+
 def devices_of(table: SpeedTable) -> dict[str, Device]:
     """Return the devices of a table of speeds, by the keys of DEVICES."""
     return {name: _device(constants) for name, constants in table.constants.items()}

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, device_named, measure_link
+from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, both_passes, device_named, measure_link
 from longctx.attention.kernels.choose import choose_kernel
 from longctx.attention.kernels.entries import Entries
 from longctx.forecast.machine_memory import host_bytes
@@ -134,7 +134,6 @@ def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work 
     known = device_named(torch.cuda.get_device_name(device) if on_gpu else "CPU")
     seconds = partial(_seconds, device=device, clock=clock)
     forward, backward = _attention_flops(work, device, seconds)
-    both = FLOPS_FORWARD + FLOPS_BACKWARD
     within = measure_link(None, device) if dist.get_world_size() > 1 else known.within
     return Speeds(
         matmul_flops=_matmul_flops(work, device, seconds),
@@ -142,7 +141,7 @@ def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work 
         attention_backward_flops=backward,
         device=replace(
             known,
-            attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward),
+            attention_flops=both_passes(forward, backward),
             memory_speed=_memory_speed(work, device, seconds),
             within=within,
             across=within,

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.attention.cost import (
-    FLOPS_BACKWARD,
     FLOPS_FORWARD,
     Arrangement,
     Device,
     RingWork,
     Setup,
+    both_passes,
     devices_of,
 )
 from longctx.attention.modelled import modelled_seconds
@@ -77,15 +77,11 @@ class Speeds:
             known = ", ".join(name for name, devices in kernels.items() if device in devices)
             raise ValueError(f"Nothing is known of the kernel {kernel!r} on {device}. Use one of {known}.")
         forward, backward = (part * peaks[device] for part in kernels[kernel][device])
-        both = FLOPS_FORWARD + FLOPS_BACKWARD
         return cls(
             matmul_flops=table.value(device, "matmul_part") * peaks[device],
             attention_forward_flops=forward,
             attention_backward_flops=backward,
-            device=replace(
-                devices_of(table)[device],
-                attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward),
-            ),
+            device=replace(devices_of(table)[device], attention_flops=both_passes(forward, backward)),
             host_link=table.value(device, "host_link"),
             host_memory=table.value(device, "host_memory"),
         )
