@@ -101,7 +101,7 @@ def _attention(setup: MemorySetup) -> tuple[float, float, float]:
     """Return the bytes per token that are saved, made in the backward pass, and exchanged."""
     model, b = setup.model, setup.element_size
     q, kv = model.query_size, model.key_value_size
-    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses) if setup.ulysses > 1 else 1
+    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses)
     if setup.kernel == "sdpa":
         copies = model.num_heads // model.num_key_value_heads  # transformers repeats what query heads share
     heads = q + 2 * kv * copies
@@ -156,7 +156,7 @@ def chunked_layer_bytes(setup: MemorySetup) -> float:
     """Return the bytes per token in host memory of the layer that a sequence-chunked backward pass computes."""
     model, b = setup.model, setup.element_size
     q, kv = model.query_size, model.key_value_size
-    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses) if setup.ulysses > 1 else 1
+    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses)
     heads = b * (q + 2 * kv * copies)  # whose gradients take their place
     attention = heads + 2 * b * q + LOG_SUM_EXP_BYTES * model.num_heads + CHUNKED_KEY_VALUE_GRADIENTS * kv * copies
     return attention + 2 * b * model.hidden_size  # the gradients of its output and of its input
