@@ -91,13 +91,10 @@ def _projections(layer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
         )
     else:  # Qwen3.5
         q, k, v = layer.in_proj_qkv(hidden_states).split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip((q, k, v), _head_sizes(layer), strict=True))
+        sizes = layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
+        q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip((q, k, v), sizes, strict=True))
         gate, b, a = (project(hidden_states) for project in (layer.in_proj_z, layer.in_proj_b, layer.in_proj_a))
     return q, k, v, b[..., None], a[..., None], gate
-
-
-def _head_sizes(layer: Any) -> tuple[int, int, int]:
-    return layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
 
 
 def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
