@@ -18,8 +18,7 @@ from longctx.ulysses import usable_sizes
 
 ASSUMED_MEAN_LENGTH = 2000
 ASSUMED_SIGMA = 1.5
-"""Mean in tokens and sigma of the log-normal document lengths that are assumed. The mix of benchmarks/data has a mean
-of 1,780 and a median of 566 tokens."""
+"""Log-normal document lengths in tokens; the mix of benchmarks/data has mean 1,780 and median 566."""
 
 MOST_ASSUMED_TOKENS = 1 << 22
 """A longer sequence is modelled by one of this length, since planning takes memory for every token."""

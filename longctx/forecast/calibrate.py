@@ -99,9 +99,9 @@ def corrected(found: Sequence[Candidate], machine: Machine, calibrations: Sequen
 
 
 def _kind(candidate: Candidate) -> tuple[str, str, int]:
-    """Return the kind of a candidate; candidates of the same kind share a factor.
+    """Return the kind of a candidate, whose members share a factor.
 
-    Degrees change the bytes of a token alike, except for a hybrid that computes a few heads at a time.
+    Degrees do not matter, except the Ulysses degree of a hybrid that computes a few heads at a time.
     """
     by_heads = BACKENDS[candidate.backend].has_ring_size and candidate.setup.heads_k_stride is not None
     return candidate.backend, candidate.memory, candidate.dims.ulysses if by_heads else 0

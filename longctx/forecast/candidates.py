@@ -126,7 +126,7 @@ def candidates(
 def _arrangements(config: PretrainedConfig, gpus: int, per_node: int) -> Iterator[tuple[str, ParallelDims]]:
     """Yield backends and degrees whose sequence groups are a part of a node or whole nodes.
 
-    Of the hybrids beyond a node, only the one with the widest exchange that stays in a node is tried.
+    Beyond a node, a hybrid only has the widest exchange that stays in one.
     """
     heads, linear = num_heads(config)[0], num_linear_heads(config)
     for sp in (n for n in range(1, gpus + 1) if gpus % n == 0 and (per_node % n == 0 or n % per_node == 0)):

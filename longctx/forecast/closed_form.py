@@ -117,11 +117,9 @@ def reach(
     beside_device: float = 0.0,
     beside_host: float = 0.0,
 ) -> Reach:
-    """Return the longest sequence that fits, and which memory limits it.
+    """Return the longest sequence that fits, as `max_length`, and which memory limits it.
 
     Args:
-        device_bytes: memory of one GPU.
-        host_bytes: host memory of one node.
         beside_device, beside_host: bytes that the prediction leaves out at any length, such as the difference to a
             measured peak.
     """

@@ -85,10 +85,10 @@ def layer_bytes(setup: MemorySetup) -> Layer:
 
 
 def _norms(h: int, b: int, stream: int) -> tuple[int, int]:
-    """Return what the norms before attention and before the MLP save for each token.
+    """Return the bytes per token that the norms before attention and before the MLP save.
 
-    Each saves its input, its normalised output, and what the matrices after it read. The input of the first norm is the
-    layer's input, which counts elsewhere.
+    They save inputs, normalised outputs and what matrices read. The first norm's input is the layer's, counted
+    elsewhere.
     """
     if stream == b == 2:
         return (4 + 2 + 2) * h, (4 + 2 + 2) * h  # an fp32 copy of the input

@@ -259,8 +259,8 @@ def resolve_levers(memory: str, asked: Mapping[str, Any], place: RunTraits, *, c
 def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[str, Any]:
     """Return what the preset sets in this run and nobody else has set.
 
-    `longest` sets the sequence-chunked step if the run supports it. That step holds no whole layer and streams what it
-    keeps to the host. Else `longest` sets the levers that make whole layers smaller.
+    `longest` sets the sequence-chunked step if the run supports it, which holds no whole layer and offloads what it
+    keeps; else the levers that make whole layers smaller.
     """
     preset = dict(PRESETS[memory])
     if memory != "longest":
@@ -300,7 +300,7 @@ def _num_shards(values: Mapping[str, Any]) -> int | None:
 
 
 def _check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
-    """Check each lever by itself, and raise ValueError if the run does not support it."""
+    """Raise ValueError for a lever that, by itself, the run does not support."""
     for name in ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size"):
         if asked.get(name, 1) < 1:
             raise ValueError(f"--{name} {asked[name]} is below 1. Leave it out, or use at least 1.")
@@ -359,7 +359,7 @@ def _check_together(levers: Levers, place: RunTraits) -> None:
 
 
 def _check_offload(levers: Levers, place: RunTraits) -> None:
-    """Check that the engine can put optimizer states and parameters where asked for, and raise ValueError if not."""
+    """Raise ValueError if the engine cannot put optimizer states or parameters where they are asked for."""
     for kind in ("optimizer", "param"):
         flag, path_flag = f"--offload_{kind}_device", f"--offload_{kind}_nvme_path"
         device, path = getattr(levers, f"offload_{kind}_device"), getattr(levers, f"offload_{kind}_nvme_path")

@@ -46,10 +46,10 @@ def gradients_on_host(setup: MemorySetup) -> bool:
 
 
 def with_gradients(setup: MemorySetup, sizes: dict[str, float]) -> dict[str, float]:
-    """Return the sizes with the gradients and checkpoints that are there at the same time.
+    """Return the sizes with only the gradients and checkpoints that are there at the same time.
 
-    The first layer's backward pass finds all other gradients, and the last layer's finds all checkpoints. The larger of
-    the two counts. ZeRO, and a run that accumulates, have all gradients throughout.
+    The first layer's backward pass finds all other gradients, the last layer's all checkpoints; the larger counts.
+    ZeRO, and a run that accumulates, have all gradients throughout.
     """
     if setup.engine.startswith("zero") or setup.accumulates_gradients:
         return sizes

@@ -92,8 +92,8 @@ class StepTime:
     """Seconds of one step of one micro-batch."""
 
     parts: Mapping[str, float]
-    """Seconds by part: linear, elementwise, attention, recomputed, weights, host and optimizer. Time that something
-    else hides does not count, and parts without any are left out."""
+    """Seconds by part: linear, elementwise, attention, recomputed, weights, host, optimizer. Hidden ones are left
+    out."""
     tokens: int
     """Tokens of all ranks."""
     world_size: int

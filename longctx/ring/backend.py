@@ -41,19 +41,19 @@ def _gather_attention_of(
 
 
 def ring_held(kv: KeyValues) -> tuple[float, float]:
-    """Return the bytes that a ring holds for each token of a rank, as `Backend.held`.
+    """Return `Backend.held` of a ring.
 
-    Keys and values are held twice: those being attended to and those arriving. Their fp32 gradients are held four
-    times: the rank's own, those of the block, those being sent and those arriving.
+    Keys and values are there twice: attended to and arriving. Their fp32 gradients are there four times: the rank's
+    own, the block's, those being sent and those arriving.
     """
     return 4 * kv.element_size * kv.elements, 32 * kv.elements
 
 
 def _gather_held(kv: KeyValues) -> tuple[float, float]:
-    """Return the bytes that a gather holds for each token of a rank, as `Backend.held`.
+    """Return `Backend.held` of a gather.
 
-    Keys and values of all ranks are held for two groups of heads: the one being attended to and the one being
-    collected. Gradients in fp32 are held for the rank's own tokens, and for one group of heads of all ranks.
+    Keys and values of all ranks are there for two groups of heads, one attended to and one arriving. Gradients in fp32
+    are those of the rank's own tokens, and of one group for all ranks.
     """
     part = min(1.0, (kv.heads_k_stride or -(-kv.num_heads // 4)) / kv.num_heads)
     held = 2 * kv.element_size * kv.elements * kv.ring * min(1, 2 * part)

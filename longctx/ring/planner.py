@@ -77,7 +77,7 @@ def plan_ring(
 
 
 def _checked(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], world_size: int) -> IntArray:
-    """Return cu_seqlens as int64 [n + 1]; raise ValueError if it is not as `plan_ring` requires."""
+    """Return cu_seqlens as int64 [n + 1], or raise ValueError with the remedy."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     given = np.asarray(cu_seqlens)

@@ -35,13 +35,10 @@ class Transport(Protocol):
         """
 
     def collect_gradients(self, own_grad: Tensor) -> None:
-        """Collect the gradients that return to this rank in `own_grad` [S, 2, K, D].
-
-        Called in the backward pass only, before the first `receive`.
-        """
+        """Start to add returning gradients to `own_grad` [S, 2, K, D]. Backward only, before the first `receive`."""
 
     def give(self, step: RingStep, grad_kv: Tensor) -> None:
-        """Take this rank's gradient of what it received. Called in the backward pass only, after each `receive`."""
+        """Take this rank's gradient of what it received. Backward only, after each `receive`."""
 
     def gradients(self) -> Tensor:
         """Return `own_grad` with every rank's part added."""
@@ -186,7 +183,7 @@ def split(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_shard(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that the tensors are one rank's part of the plan's sequence, and raise ValueError if not."""
+    """Raise ValueError for tensors that are not one rank's part of the plan's sequence."""
     length = plan.num_tokens // plan.world_size
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != length or x.shape[1] == 0:

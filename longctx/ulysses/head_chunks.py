@@ -24,15 +24,15 @@ from longctx.ulysses.exchange import all_to_all, heads_message, key_value_copies
 class HeadChunks:
     """A schedule that runs another schedule stage by stage, for a few heads each.
 
-    The tokens of a stage are sent only after those of the stage before are freed. Sending them earlier would take the
-    memory of another stage. It would save little, since at the lengths that need stages attention takes far longer.
+    A stage's tokens are sent only after those of the stage before are freed. Sending them earlier would take the memory
+    of another stage and save little, since attention takes far longer at the lengths that need stages.
 
     Args:
         schedule: attention of some heads, over all tokens of `group`.
         heads_k_stride: key/value heads of a rank at a time.
         group: the ranks that exchange tokens for heads; None if `schedule` takes only this rank's tokens.
-        split_queries: whether each of the query heads that share a key/value head has a stage of its own, while keys
-            and values stay. Else they share a stage, which is better if `schedule` sends keys and values on.
+        split_queries: whether query heads that share a key/value head have a stage each, while keys and values stay.
+            Else they share one, which is better if `schedule` sends keys and values on.
 
     Raises:
         ValueError: for a stride below 1.
@@ -101,7 +101,7 @@ class HeadChunks:
 
 
 def check_stride(heads_k_stride: int) -> None:
-    """Check that a stride is at least 1, and raise ValueError if not."""
+    """Raise ValueError for a stride below 1."""
     if heads_k_stride < 1:
         raise ValueError(
             f"heads_k_stride {heads_k_stride} must be at least 1, the key/value heads of a rank that are exchanged at "

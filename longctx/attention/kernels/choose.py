@@ -76,10 +76,9 @@ def first_exact(
     queries_per_key: int,
     windowed: bool,
 ) -> Kernel:
-    """Return the first kernel that fits and is exact, and log each that fits and is not.
+    """Return the first kernel that fits and is exact, else the dense one, which takes short sequences only.
 
-    An exact cuDNN kernel only takes long documents, so the next exact one computes all else. If no other kernel is
-    exact, return the dense one, which takes short sequences only.
+    An exact cuDNN kernel takes long documents, and the next exact kernel all else. Each that is not exact is logged.
     """
     long_document = None
     for kernel in kernels:
