@@ -1,1 +1,1 @@
-"""Attention backends: local kernels, and the registry that transformers calls."""
+"""Attention: the registry of backends and the choice among them, the operator, its kernels, transformers' interface."""

@@ -26,7 +26,7 @@ key/value heads of a rank travel and are attended at a time; None means the back
 
 @dataclass(frozen=True, kw_only=True)
 class KeyValues:
-    """The keys and values of a layer, as far as the memory that a ring takes depends on them."""
+    """The sizes of a layer's keys and values on which the memory of a ring depends."""
 
     elements: float
     """Elements of k, or of v, for one token and all heads."""
@@ -35,9 +35,9 @@ class KeyValues:
     num_heads: int
     """Key/value heads."""
     ring: int
-    """R, at least 2."""
+    """Ranks in the ring, R; at least 2."""
     heads_k_stride: int | None
-    """Key/value heads at a time; None means the backend's default."""
+    """Key/value heads that travel at a time; None means the backend's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,12 @@ class Backend:
     name: str
     """The value of --sp_backend."""
     attention: AttentionOfBatch
-    """Makes the attention of a batch on this rank."""
+    """Return the attention of a batch on this rank."""
     arrangements: Callable[[int], Sequence[Arrangement]]
-    """Return every way to spread attention over so many ranks, at least 2, those with the smallest ring first.
+    """Return every arrangement of this many ranks, at least 2, those with the smallest ring first.
 
     The degrees decide the order of the tokens: with a ring of at least 2 it is that of `plan_ring`, else every rank
-    holds a contiguous slice.
-    """
+    holds a contiguous slice."""
     arrange: Callable[[Setup, int | None], Arrangement]
     """Return the arrangement for a run that asks for this backend, from its heads and its --ring_size.
 
@@ -64,22 +63,22 @@ class Backend:
     passes: Callable[[Setup, Arrangement, RingWork], tuple[AttentionTime, AttentionTime]]
     """Return the modelled seconds of a layer's attention, forward and backward, without the exchange for heads."""
     held: Callable[[KeyValues], tuple[float, float]]
-    """Return the bytes a token of a rank that a ring holds in the backward pass: received keys and values, and the
-    gradients of keys and values."""
+    """Return the bytes that a ring holds for each token of a rank in the backward pass: those of received keys and
+    values, and those of gradients of keys and values."""
     engine: Literal["deepspeed", "fsdp2"]
-    """The engine that --engine auto takes."""
+    """The engine that --engine auto selects."""
     keeps_output: bool
-    """Whether activation checkpoints keep attention's output by default, because messages would be sent again."""
+    """Whether activation checkpoints keep attention's output by default, since recomputing it would send messages."""
     has_stages: bool
-    """Whether --heads_k_stride makes all of attention run in stages, and not only what a gather collects."""
+    """Whether --heads_k_stride splits all of attention into stages, not only the collection of keys and values."""
     can_chunk: bool
-    """Whether the sequence-chunked step runs on it."""
+    """Whether it supports the sequence-chunked step."""
     accelerate_degree: str | None
-    """The degree of accelerate's ParallelismConfig that asks for it, `cp` or `sp`."""
+    """The degree of accelerate's ParallelismConfig that selects it, `cp` or `sp`; None if neither does."""
     color: str
-    """In pictures, as `#RRGGBB`."""
+    """Color in pictures, as `#RRGGBB`."""
     marker: str
-    """In pictures, as Matplotlib names it."""
+    """Marker in pictures, by Matplotlib's name."""
 
     @property
     def fewest_ranks(self) -> int | None:
@@ -98,8 +97,8 @@ class Registry(dict[str, Backend]):
         """Add a backend.
 
         Raises:
-            ValueError: for a name that is taken or reserved, or for arrangements that are not its own or do not have
-                the number of ranks that was asked for.
+            ValueError: if its name is taken or reserved, or if an arrangement has another name or another number of
+                ranks than the one that was asked for.
         """
         if backend.name in (*self, "auto"):
             raise ValueError(f"An attention backend {backend.name!r} is registered already. Choose another name.")
@@ -116,10 +115,10 @@ class Registry(dict[str, Backend]):
         raise ValueError(f"The attention backend {name!r} is unknown. Use one of {', '.join(self)}.")
 
     def of_degree(self, accelerate_degree: str) -> str:
-        """The name of the one that a degree of accelerate's ParallelismConfig, `cp` or `sp`, asks for."""
+        """Return the name of the backend that a degree of accelerate's ParallelismConfig, `cp` or `sp`, selects."""
         return next(name for name, backend in self.items() if backend.accelerate_degree == accelerate_degree)
 
     @property
     def spread(self) -> dict[str, Backend]:
-        """Those that spread a sequence over several ranks: all but `local`."""
+        """The backends that spread a sequence over several ranks: all but `local`."""
         return {name: backend for name, backend in self.items() if backend.fewest_ranks is not None}

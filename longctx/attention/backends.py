@@ -8,7 +8,7 @@ from longctx.ring.backend import GATHER, RING
 from longctx.ulysses.backend import LOCAL, ULYSSES
 
 BACKENDS = Registry()
-"""In the order in which messages list them. Of two with the same ring and the same time, the first is taken."""
+"""All backends, in the order in which messages list them. Of two that are equal otherwise, `auto` takes the first."""
 
 for _backend in (LOCAL, ULYSSES, RING, GATHER, HYBRID):
     BACKENDS.register(_backend)

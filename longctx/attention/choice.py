@@ -1,4 +1,4 @@
-"""Which backend runs: the one asked for, or the one that the model of costs puts first among those that can run."""
+"""The choice of a backend: the one asked for, or the one that the cost model prefers among those that can run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from longctx.ulysses import usable_sizes
 
 ASSUMED_MEAN_LENGTH = 2000
 ASSUMED_SIGMA = 1.5
-"""Log-normal document lengths in tokens, as in the mix of benchmarks/data: mean 1,780 and median 566."""
+"""Log-normal document lengths in tokens; the mix of benchmarks/data has mean 1,780 and median 566."""
 
 MOST_ASSUMED_TOKENS = 1 << 22
-"""A longer row is modelled by one of this length: planning takes memory for every token."""
+"""A longer sequence is modelled by one of this length, since planning takes memory for every token."""
 
 MAX_MODELLED_RING = 512
-"""Planning a longer one takes seconds for every row."""
+"""Largest ring that is modelled; planning a longer one takes seconds for every sequence."""
 
 A_TIE = 1.05
-"""The model tells no smaller ratio apart: among those within it of the fastest, one whose exchange stays in a node is
-taken before others, then one with fewer ring ranks, then the one registered first, which takes less memory."""
+"""Modelled times within this ratio of the fastest count as equal. Among these an exchange that stays in a node comes
+first, then the smallest ring, then the backend registered first, which takes less memory."""
 
 WORTH_A_CHANGE = 1.1
 """How many times faster another backend must be to replace one that was chosen before the data was known."""
@@ -36,7 +36,10 @@ WORTH_A_CHANGE = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Rows to model: the lengths of the documents in each, int64 [n] in tokens, and where they are from."""
+    """Documents to model attention for.
+
+    Each of `rows` holds the document lengths of one sequence in tokens, int64 [n]. `source` says where they come from.
+    """
 
     rows: Sequence[NDArray[np.int64]]
     source: str
@@ -44,30 +47,33 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendChoice:
-    """How attention is spread over the ranks of a sequence group, and why."""
+    """The arrangement of attention over the ranks of a sequence group, and the reason for it."""
 
     arrangement: Arrangement
     reason: str
     """`auto` and what it means, `asked for`, or what sp 1 means."""
     modelled: tuple[tuple[Arrangement, float], ...] = ()
-    """Seconds of attention per layer and micro-batch of what can run, the fastest first."""
+    """Modelled seconds of attention per layer and micro-batch, of all arrangements that can run, the fastest first."""
     refused: tuple[tuple[Arrangement, str], ...] = ()
-    """What cannot run, and why."""
+    """The arrangements that cannot run, each with the reason."""
     documents: str = ""
-    """Where the documents are from that were modelled."""
+    """Where the modelled documents come from."""
 
     @property
     def name(self) -> str:
-        """As --sp_backend has it, or `local`."""
+        """A value of --sp_backend, or `local`."""
         return self.arrangement.name
 
     @property
     def engine(self) -> str:
-        """The engine it runs on by default."""
+        """The engine that the backend runs on by default."""
         return BACKENDS[self.name].engine
 
     def describe(self) -> str:
-        """`ulysses 4 (auto): modelled ms per layer: ulysses 4 0.8, ulysses 2 × ring 2 1.3, ring 4 1.5, gather 4 2`"""
+        """Describe the choice and its numbers in one line.
+
+        `ulysses 4 (auto): modelled ms per layer: ulysses 4 0.8, ulysses 2 × ring 2 1.3, ring 4 1.5, gather 4 2`
+        """
         numbers = ", ".join(f"{arrangement} {seconds * 1e3:.3g}" for arrangement, seconds in self.modelled)
         parts = [f"modelled ms per layer: {numbers}"] if numbers else []
         parts += _reasons(self.refused)
@@ -84,19 +90,19 @@ def choose_backend(
     pad_to_multiple_of: int | None = None,
     before: BackendChoice | None = None,
 ) -> BackendChoice:
-    """The backend that runs, its degrees, and the numbers behind it.
+    """Choose a backend and its degrees, and return them with the numbers behind the choice.
 
     Args:
-        name: a backend, which is taken if it can run, or `auto`: the least modelled seconds of attention.
+        name: a backend, which has to be able to run, or `auto` for the least modelled seconds of attention.
         setup: heads, degrees and speeds.
-        documents: rows to model, of at least one token each; `auto` needs them, others are not modelled without.
-        ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks. None: the fewest that the heads allow.
-        pad_to_multiple_of: what rows are padded to, where that is settled; `auto` takes no backend it does not suit.
-        before: an earlier choice of `auto`, which stays unless another is worth a change.
+        documents: sequences to model, of at least one token each. `auto` needs them; without them nothing is modelled.
+        ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks. None means the fewest that the heads allow.
+        pad_to_multiple_of: what sequences are padded to, if that is fixed; `auto` skips backends that it does not suit.
+        before: an earlier choice of `auto`, which is kept unless another is faster by `WORTH_A_CHANGE`.
 
     Raises:
-        ValueError: for an unknown name, heads that Ulysses cannot divide, a ring that does not divide sp, or where
-            `auto` finds none that can run.
+        ValueError: for an unknown name, heads that Ulysses cannot divide, or a ring that does not divide sp, or if
+            `auto` finds no backend that can run.
     """
     sp = setup.sp
     if name not in ("auto", *BACKENDS.spread):
@@ -136,13 +142,13 @@ def choose_backend(
 
 
 def arrangements(sp: int) -> list[Arrangement]:
-    """Every way to spread attention over sp > 1 ranks, those with fewer ring ranks first."""
+    """Return every arrangement of sp > 1 ranks, those with fewer ring ranks first."""
     ways = [arrangement for backend in BACKENDS.values() for arrangement in backend.arrangements(sp)]
     return sorted(ways, key=lambda arrangement: arrangement.ring)
 
 
 def chunking_backend(setup: Setup) -> str | None:
-    """The backend that `auto` means where a sequence-chunked step is asked for; None where the heads permit none."""
+    """Return the backend that `auto` means for a sequence-chunked step; None if the heads permit none."""
     for name, backend in BACKENDS.spread.items():
         if backend.can_chunk and any(
             setup.num_heads % arrangement.ulysses == 0 for arrangement in backend.arrangements(setup.sp)
@@ -152,7 +158,7 @@ def chunking_backend(setup: Setup) -> str | None:
 
 
 def assumed_documents(num_tokens: int, *, packed: bool) -> Documents:
-    """What a row of so many tokens may hold while nobody has seen the data."""
+    """Return assumed documents of a sequence of `num_tokens` tokens, for use before the data is known."""
     num_tokens = min(num_tokens, MOST_ASSUMED_TOKENS)
     count = max(round(num_tokens / ASSUMED_MEAN_LENGTH), 1) if packed else 1
     if count == 1:
@@ -169,7 +175,7 @@ def assumed_documents(num_tokens: int, *, packed: bool) -> Documents:
 def _least(
     setup: Setup, modelled: Sequence[tuple[Arrangement, float]], before: BackendChoice | None
 ) -> tuple[Arrangement, str]:
-    """What runs, and why, from seconds in ascending order."""
+    """Choose an arrangement from modelled seconds in ascending order, and return it with the reason."""
     fastest, least = modelled[0]
     ratio = {arrangement: seconds / least for arrangement, seconds in modelled}
     if before is not None and ratio.get(before.arrangement, math.inf) <= WORTH_A_CHANGE:
@@ -194,7 +200,7 @@ def _least(
 
 
 def _modelled(setup: Setup, candidates: Sequence[Arrangement], documents: Documents) -> list[tuple[Arrangement, float]]:
-    """Mean seconds over the rows for each of them, the fastest first."""
+    """Return the mean modelled seconds over all sequences for each candidate, the fastest first."""
     rings = {arrangement.ring for arrangement in candidates if arrangement.ring <= MAX_MODELLED_RING}
     rows = [_filled(row, 2 * setup.sp) for row in documents.rows]
     work = {ring: [RingWork.of(row, ring) for row in rows] for ring in rings}
@@ -210,7 +216,7 @@ def _modelled(setup: Setup, candidates: Sequence[Arrangement], documents: Docume
 
 
 def _filled(row: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    """The row with its padding, which is one more document."""
+    """Return the document lengths of a sequence with its padding, which is one more document."""
     return np.append(row, tail) if (tail := -int(row.sum()) % multiple) else row
 
 
@@ -224,7 +230,7 @@ def _asked_for(name: str, setup: Setup, ring_size: int | None) -> Arrangement:
 
 
 def _linear_message(name: str, setup: Setup) -> str:
-    """Why linear-attention layers cannot run on a backend, and on what they can."""
+    """Return the message that a backend cannot run linear-attention layers, with those that can."""
     common = math.gcd(setup.num_heads, setup.num_linear_heads or 0)
     remedy = f"--sp_backend ulysses with {usable_sizes(common)}" if common > 1 else "--sp 1"
     return (
@@ -235,7 +241,7 @@ def _linear_message(name: str, setup: Setup) -> str:
 
 
 def _obstacle(arrangement: Arrangement, setup: Setup, pad_to_multiple_of: int | None) -> str | None:
-    """Why this cannot run, or None."""
+    """Return why the arrangement cannot run, or None if it can."""
     if setup.num_heads % arrangement.ulysses:
         return f"{setup.num_heads} heads"
     if setup.num_linear_heads is not None and arrangement.ring > 1:
@@ -253,7 +259,7 @@ def _obstacle(arrangement: Arrangement, setup: Setup, pad_to_multiple_of: int | 
 
 
 def _reasons(refused: Sequence[tuple[Arrangement, str]]) -> list[str]:
-    """`ulysses 8, ulysses 4 × ring 2 cannot: 3 heads`"""
+    """Return texts such as `ulysses 8, ulysses 4 × ring 2 cannot: 3 heads`."""
     return [
         f"{', '.join(str(arrangement) for arrangement, its in refused if its == why)} cannot: {why}"
         for why in dict.fromkeys(why for _, why in refused)

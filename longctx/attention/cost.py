@@ -1,14 +1,13 @@
-"""What the modelled time of attention is made of: the run's heads, the speeds of devices and links, the work of a ring.
+"""The parts of attention's modelled time: the run's heads, the speeds of devices and links, and the work of a ring.
 
 `longctx.attention.modelled` adds up the seconds that a rank computes, exchanges and waits for, per layer and
-micro-batch. `longctx.forecast.step_time` and `longctx.forecast.simulate` put them together with the rest of a step.
+micro-batch. `longctx.forecast.step_time` and `longctx.forecast.simulate` add the rest of a step.
 
-Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a row, s = T/P of them a rank; H query heads,
-K key/value heads, D head size, e bytes an element.
+Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a sequence, s = T/P of them a rank; H query
+heads, K key/value heads, D head size, e bytes an element.
 
 A causal pair of query and key costs 4·D FLOPs a head forward and 10·D backward (FlashAttention-2, arXiv 2307.08691,
-section 4.1). Merging a block into the results so far costs memory traffic, and every message, call and entry a
-latency.
+section 4.1). Merging a block into the results so far costs memory traffic. Every message, call and entry has a latency.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from longctx.ulysses.exchange import key_value_copies
 Seconds = NDArray[np.float64]
 
 FLOPS_FORWARD, FLOPS_BACKWARD = 4, 10
-"""Per legal pair, head and element of the head."""
+"""FLOPs for each legal pair of query and key, head, and element of the head."""
 
 MERGE_BYTES = (38, 10)
-"""Read and written per element of a merged row, forward (fp32 out, rescaled) and backward (added to fp32 dq)."""
+"""Bytes read and written for each element of a merged query row: forward (fp32 out) and backward (fp32 dq)."""
 
 MERGE_LAUNCHES = 5
 """Kernels that merge a block, besides the one that computes it."""
@@ -44,35 +43,35 @@ MERGE_LAUNCHES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Bytes a second that every rank of a group sends while it receives as many."""
+    """The speed of a link, in bytes per second that every rank of a group sends while it receives as many."""
 
     exchange: float
-    """In an all-to-all."""
+    """Speed of an all-to-all."""
     pass_on: float
-    """To the next rank."""
+    """Speed of sending to the next rank."""
 
     @classmethod
     def of(cls, speed: float) -> Link:
-        """The same in both."""
+        """Return a link with the same speed for both."""
         return cls(exchange=speed, pass_on=speed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one device does in a second, and how long it takes to begin."""
+    """The speeds and latencies of one device."""
 
     attention_flops: float
     """FLOPs a second of the attention kernel."""
     memory_speed: float
     """Bytes a second read or written."""
     within: Link
-    """Between devices of a node."""
+    """Link between devices of a node."""
     across: Link
-    """Between nodes, for each device."""
+    """Link between nodes, for each device."""
     message_seconds: float = 20e-6
     launch_seconds: float = 5e-6
     entry_seconds: float = 0.0
-    """Per pair of token ranges in a call: kernels for packed rows take them all at once."""
+    """Latency of each pair of token ranges in a call; 0 for kernels that take all of them at once."""
 
 
 def _device(constants: Mapping[str, Constant]) -> Device:
@@ -89,21 +88,26 @@ def _device(constants: Mapping[str, Constant]) -> Device:
     )
 
 
+def both_passes(forward: float, backward: float) -> float:
+    """Return the FLOPs per second of attention's two passes together, from those of each."""
+    return (FLOPS_FORWARD + FLOPS_BACKWARD) / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward)
+
+
 def devices_of(table: SpeedTable) -> dict[str, Device]:
     """Return the devices of a table of speeds, by the keys of DEVICES."""
     return {name: _device(constants) for name, constants in table.constants.items()}
 
 
 DEVICES: dict[str, Device] = devices_of(SPEEDS)
-"""By a part of the device's name; the last two, GPU and CPU, stand for every other one. speeds.toml has the sources."""
+"""Devices by a part of their names. The last two, GPU and CPU, stand for all others. speeds.toml has the sources."""
 
 PEAK_FLOPS = SPEEDS.values("peak_flops")
-"""Dense bf16 peak of a device whose name holds the key."""
+"""Dense bf16 peak in FLOPs per second, of devices whose name contains the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is known of the attention of a run before its data is."""
+    """What is known of a run's attention before its data is known."""
 
     sp: int
     """Ranks that share a sequence, neighbours in rank."""
@@ -115,13 +119,13 @@ class Setup:
     device: Device
     devices_per_node: int
     num_linear_heads: int | None = None
-    """Key heads of linear-attention layers, whose ranks need all tokens: no ring can spread them. None without any."""
+    """Key heads of linear-attention layers, which need all tokens and cannot run on a ring; None without any."""
 
     @classmethod
     def of_model(
         cls, config: PretrainedConfig, sp: int, *, element_size: int, device_name: str, devices_per_node: int
     ) -> Setup:
-        """With the heads of a model's layers and the speeds of DEVICES for a device's name."""
+        """Return the setup of a model on the named device, with the speeds of DEVICES."""
         query_heads, key_value_heads = num_heads(config)
         return cls(
             sp=sp,
@@ -139,26 +143,26 @@ class Setup:
         return self.devices_per_node % span == 0
 
     def neighbours(self, span: int) -> int:
-        """Of each such rank in such a group, itself included, that surely share a node."""
+        """Return how many ranks of such a group are sure to share a node."""
         return math.gcd(span, self.devices_per_node)
 
     def exchange_seconds(self, num_bytes: float, span: int) -> float:
-        """An all-to-all in such groups, whose ranks have `num_bytes` each; messages are not counted."""
+        """Return the seconds of an all-to-all in such groups, whose ranks have `num_bytes` each, without latencies."""
         here = self.neighbours(span)
         within = num_bytes * (here - 1) / span / self.device.within.exchange
         return max(within, num_bytes * (span - here) / span / self.device.across.exchange)
 
     def gather_seconds(self, num_bytes: float, span: int) -> float:
-        """To gather `num_bytes` in all on every rank of such groups, or to reduce and scatter as many.
+        """Return the seconds to gather `num_bytes` in all on every rank of such groups, or to reduce-scatter them.
 
-        They enter each node once, over the links of all its devices; messages are not counted.
+        The bytes enter each node once, over the links of all its devices. Latencies are not counted.
         """
         here = self.neighbours(span)
         within = num_bytes * (span - 1) / span / self.device.within.exchange
         return max(within, num_bytes * (span - here) / span / (here * self.device.across.exchange))
 
     def gather_latency(self, span: int) -> float:
-        """What a gather takes in such groups, however little it moves: a message for every node."""
+        """Return the latency of a gather in such groups: one message for every node."""
         return self.device.message_seconds * (span // self.neighbours(span))
 
 
@@ -173,7 +177,7 @@ class Arrangement:
     """Ranks that exchange tokens for heads."""
 
     def __str__(self) -> str:
-        """`ulysses 4 × ring 2`; `ring 8`."""
+        """Return a text such as `ulysses 4 × ring 2` or `ring 8`."""
         if self.ring > 1 and self.ulysses > 1:
             return f"ulysses {self.ulysses} × ring {self.ring}"
         return f"{self.name} {self.ring * self.ulysses}" if self.ring * self.ulysses > 1 else self.name
@@ -181,22 +185,22 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RingWork:
-    """What each rank of a ring does at each hop; hop 0 is its own tokens. All arrays are [R, R]: rank, hop."""
+    """The work of each rank of a ring at each hop, where hop 0 is its own tokens. All arrays are [R, R]: rank, hop."""
 
     pairs: NDArray[np.int64]
     """Legal pairs of query and key."""
     entries: NDArray[np.int64]
     """Pairs of token ranges."""
     merged_rows: NDArray[np.int64]
-    """Queries whose results are merged with those of hops before."""
+    """Queries whose results are merged with those of earlier hops."""
     received: NDArray[np.int64]
-    """Tokens of k and v received."""
+    """Tokens whose k and v are received."""
     num_tokens: int
-    """T."""
+    """Tokens of the sequence, T."""
 
     @classmethod
     def of(cls, document_lengths: NDArray[np.integer], ring: int, *, max_imbalance: float = MAX_IMBALANCE) -> RingWork:
-        """By the plan for one row, whose documents fill it to a multiple of what `plan_ring` needs."""
+        """Return the work by the plan for one sequence, whose tokens have to be a multiple of `ring`."""
         plan = plan_ring(np.concatenate(([0], np.cumsum(document_lengths))), ring, max_imbalance=max_imbalance)
         pairs, entries, merged_rows = plan.work_per_hop
         merged_rows[:, 0] = 0
@@ -209,18 +213,18 @@ class RingWork:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionTime:
-    """What the ranks of a ring do with their time, float64 [R] seconds each, which add up to the same for all.
+    """How the ranks of a ring spend their time, float64 [R] seconds each, which add up to the same for all.
 
-    A ring rank stands for the U ranks that exchange tokens for heads: these do the same.
+    A ring rank stands for the U ranks that exchange tokens for heads, which all do the same.
     """
 
     compute: Seconds
     exchange: Seconds
-    """For its own messages to arrive, as far as it does not compute meanwhile."""
+    """Seconds until its own messages arrive, while it computes nothing."""
     wait: Seconds
-    """For the neighbour who sends, and for the slowest rank."""
+    """Seconds of waiting for the neighbour that sends, and for the slowest rank."""
     link: float
-    """A scalar: seconds that the busiest link carries something, behind computation or not."""
+    """Seconds that the busiest link carries data, whether or not computation hides it. A scalar."""
 
     def __add__(self, other: AttentionTime) -> AttentionTime:
         return AttentionTime(
@@ -232,18 +236,18 @@ class AttentionTime:
 
     @property
     def seconds(self) -> float:
-        """Of every rank."""
+        """Total seconds, the same for every rank."""
         return float((self.compute + self.exchange + self.wait).max())
 
 
 def key_value_elements(setup: Setup, arrangement: Arrangement) -> float:
-    """Of a token, for the heads that a ring rank has."""
+    """Return the elements of k and v for one token and the heads of one ring rank."""
     copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, arrangement.ulysses)
     return 2 * setup.num_key_value_heads * copies / arrangement.ulysses * setup.head_size
 
 
 def block_seconds(setup: Setup, arrangement: Arrangement, work: RingWork, groups: int) -> tuple[Seconds, Seconds]:
-    """Each rank's computation at each hop, [R, R], forward and backward."""
+    """Return the seconds that each rank computes at each hop, [R, R], forward and backward."""
     device, elements = setup.device, setup.num_heads / arrangement.ulysses * setup.head_size
     launches = (work.entries > 0) * np.where(np.arange(arrangement.ring) > 0, 1 + MERGE_LAUNCHES, 1)
     begun = groups * (work.entries * device.entry_seconds + launches * device.launch_seconds)
@@ -257,7 +261,7 @@ def block_seconds(setup: Setup, arrangement: Arrangement, work: RingWork, groups
 
 
 def pipeline(compute: Seconds, travel: Seconds) -> AttentionTime:
-    """One pass around the ring: `travel[r, h]` into rank r begins when r and r - 1 begin with block h.
+    """Model one pass around the ring: message `travel[r, h]` to rank r starts when r and r - 1 have started block h.
 
     Args:
         compute: [R, R], seconds of each rank's block of each hop.
@@ -275,10 +279,10 @@ def pipeline(compute: Seconds, travel: Seconds) -> AttentionTime:
 
 
 def overlapped(compute: Seconds, travel: float, groups: int) -> AttentionTime:
-    """One pass over all head groups, whose keys and values come one after the other.
+    """Model one pass over all head groups, whose keys and values come one after the other.
 
-    A group computes its own block, hop 0 of `compute` [R, R], before it needs its part of `travel`. Equal groups wait
-    for the first part, for the last, or for none.
+    A group computes its own block, hop 0 of `compute` [R, R], before it needs its part of `travel`. All groups are
+    equal, so a rank waits for the first part, for the last, or for none.
     """
     own, rest = compute[:, 0], compute[:, 1:].sum(1)
     first = travel / groups + rest + own * (groups - 1) / groups
@@ -288,7 +292,7 @@ def overlapped(compute: Seconds, travel: float, groups: int) -> AttentionTime:
 
 
 def device_named(name: str) -> Device:
-    """The row of DEVICES for a device's name, `CPU` or as CUDA gives it; cards on PCIe have its links."""
+    """Return the entry of DEVICES for `CPU` or a name that CUDA gives. PCIe cards have the links of the entry GPU."""
     if name == "CPU":
         return DEVICES["CPU"]
     device = next((row for key, row in DEVICES.items() if key in name), DEVICES["GPU"])
@@ -296,19 +300,21 @@ def device_named(name: str) -> Device:
 
 
 def devices_per_node(world_size: int, env: Mapping[str, str], visible: int) -> int:
-    """How many neighbours in rank surely share a node, wherever one counts from: LOCAL_WORLD_SIZE where all are full.
+    """Return a number n such that ranks 0..n-1, n..2n-1 and so on are sure to share a node.
+
+    It is LOCAL_WORLD_SIZE if all nodes are full.
 
     Args:
         world_size: processes of the run.
         env: the environment of a launched process.
-        visible: GPUs that a process sees, or 0; stands in for LOCAL_WORLD_SIZE where the launcher sets none.
+        visible: GPUs that a process sees, or 0; replaces LOCAL_WORLD_SIZE if the launcher does not set it.
     """
     local = int(env.get("LOCAL_WORLD_SIZE") or min(world_size, visible or world_size))
-    return int(np.gcd(local, world_size))  # nodes of different sizes: what divides them
+    return int(np.gcd(local, world_size))  # for nodes of different sizes, what divides them all
 
 
 def measured(setup: Setup, device: torch.device) -> Setup:
-    """The same with link speeds measured among the processes that run. Called by all ranks together."""
+    """Return the setup with link speeds measured among the running processes. All ranks call this together."""
     world_size, node = dist.get_world_size(), setup.devices_per_node
     across = setup.device.across
     if world_size > node:
@@ -327,13 +333,13 @@ def measured(setup: Setup, device: torch.device) -> Setup:
 def measure_link(
     group: dist.ProcessGroup | None, device: torch.device, *, num_bytes: int = 8 << 20, repetitions: int = 5
 ) -> Link:
-    """Measure an all-to-all and a hop around the ring in a running group. Called by all ranks together.
+    """Measure an all-to-all and a hop around the ring in a running group. All ranks of the world call this together.
 
     Args:
-        group: of at least two ranks; None for all. Where several groups are measured at once, all must call.
-        device: of the buffers, as the group's backend needs.
-        num_bytes: that every rank sends.
-        repetitions: the median counts, after one more to warm up.
+        group: this rank's group, of at least two ranks; None means all ranks.
+        device: device of the buffers, as the group's backend needs.
+        num_bytes: bytes that every rank sends.
+        repetitions: measurements whose median counts, after one more to warm up.
 
     Returns:
         The slowest rank's speeds, the same on every rank of the world.
@@ -361,7 +367,7 @@ def measure_link(
 
 
 def _seconds(work: Callable[[], None], device: torch.device, repetitions: int) -> float:
-    """Median seconds of the slowest rank of the world."""
+    """Return the median seconds of the slowest rank of the world."""
     times = []
     for _ in range(repetitions + 1):
         dist.barrier()

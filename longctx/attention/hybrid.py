@@ -20,7 +20,7 @@ def _splits(sp: int) -> Sequence[Arrangement]:
 def _split(setup: Setup, ring_size: int | None) -> Arrangement:
     """Return the split that is asked for, or the one with the smallest ring whose Ulysses degree divides the heads.
 
-    A split that leaves one rank to Ulysses is a ring, and one that leaves no ring is Ulysses.
+    A split with one Ulysses rank per group is a ring, and one with a single ring rank is Ulysses.
     """
     sp, num_heads = setup.sp, setup.num_heads
     ways = {

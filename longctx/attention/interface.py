@@ -19,10 +19,10 @@ NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
 
 REFUSED_KEYWORDS = ("softcap", "position_bias")
-"""What layers pass when their scores are not plain products of queries and keys."""
+"""Keywords that layers pass if their scores are not plain products of queries and keys."""
 
 
-@torch.compiler.disable  # its messages and plans are no graph; torch.compile takes the rest of the layer
+@torch.compiler.disable  # its messages and plans cannot be compiled; torch.compile takes the rest of the layer
 def longctx_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -36,15 +36,17 @@ def longctx_attention(
     sequence: AttentionContext | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """query [1, H, S/P, D], key and value [1, K, S/P, D] -> [1, S/P, H, D], in transformers' signature.
+    """Compute the attention of a layer, in transformers' signature.
+
+    query [1, H, S/P, D], key and value [1, K, S/P, D] -> [1, S/P, H, D].
 
     Args:
         sliding_window: tokens that each query sees, itself included.
         s_aux: [H], attention sinks.
-        sequence: comes with every batch that `SequenceParallel.shard` made.
+        sequence: context that comes with every batch of `SequenceParallel.shard`.
 
     Raises:
-        ValueError: without `sequence`, or for a layer that is not causal attention as above.
+        ValueError: if `sequence` is missing, or the layer does not compute plain causal attention.
     """
     if sequence is None:
         raise ValueError(
@@ -78,8 +80,8 @@ def install(model: PreTrainedModel, *, selective_checkpointing: bool) -> None:
     """Make every attention layer of `model` call `longctx_attention`, and every gated delta-rule layer our forward.
 
     Args:
-        selective_checkpointing: activation checkpointing, once switched on, saves attention's output instead of
-            computing it again. Reentrant checkpointing cannot, and computes it again.
+        selective_checkpointing: whether activation checkpointing, once switched on, saves attention's output instead of
+            computing it again. Reentrant checkpointing always computes it again.
     """
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
@@ -91,7 +93,10 @@ def install(model: PreTrainedModel, *, selective_checkpointing: bool) -> None:
 
 
 def _name_present_layers(model: PreTrainedModel) -> None:
-    """FSDP shards by these classes, all of which accelerate must find; Qwen3.5's text model names vision layers too."""
+    """Leave only classes that are present in `_no_split_modules`, by which FSDP shards.
+
+    accelerate has to find all of them, and Qwen3.5's text model names vision layers, too.
+    """
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = [name for name in model._no_split_modules or () if name in present]
 
@@ -102,7 +107,7 @@ def _set_selective(
     gradient_checkpointing_func: Callable = checkpoint,
     **kwargs: Any,
 ) -> None:
-    """transformers' own setter, which every way to switch checkpointing on goes through, with our `context_fn`."""
+    """Call transformers' own setter, which all ways to switch checkpointing on use, with our `context_fn`."""
     given = getattr(gradient_checkpointing_func, "keywords", {})
     if given.get("use_reentrant") is not True and "context_fn" not in given:
         gradient_checkpointing_func = partial(

@@ -8,8 +8,8 @@ their gradients likewise. Every rank keeps 1/U of each and sends
 
     2 · (2·H + 2·K·c) · s · D · e · (U-1)/U bytes,
 
-k and v repeated c times where fewer heads than ranks make that necessary. Nothing overlaps with it. What goes to
-ranks of the same node and what leaves it take different links, at the same time.
+where k and v are repeated c times if they have too few heads for the ranks. Nothing overlaps with the exchange. Data
+for ranks of the same node and data that leaves the node take different links, at the same time.
 
 A **ring** and a **gather** are modelled in `longctx.ring.cost`. **Hybrid** (USP, arXiv 2405.07719, section 3) is the
 exchange among U neighbours, then the ring with 1/U of the heads.
@@ -27,30 +27,30 @@ from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup
 from longctx.ulysses.exchange import key_value_copies
 
 EXCHANGE_COPIES = 4
-"""Times an exchanged element is read or written besides: gathered before it is sent, put in order afterwards."""
+"""How often an exchanged element is also read or written: it is gathered before sending and reordered afterwards."""
 
 
 def modelled_seconds(setup: Setup, arrangement: Arrangement, work: RingWork) -> float:
-    """Seconds of attention of the slowest rank, in one layer and micro-batch, forward and backward.
+    """Return the seconds of attention of the slowest rank, in one layer and micro-batch, forward and backward.
 
     Args:
-        work: of a ring of `how.ring` ranks.
+        work: work of a ring of `arrangement.ring` ranks.
     """
     return attention_time(setup, arrangement, work).seconds
 
 
 def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> AttentionTime:
-    """What each rank does in `modelled_seconds`."""
+    """Return how each rank spends the seconds of `modelled_seconds`."""
     exchanged, sent = _exchange_seconds(setup, arrangement.ulysses, work.num_tokens)
     if setup.in_a_node(arrangement.ulysses) and not setup.in_a_node(setup.sp):
-        sent = 0.0  # the ring's links, between nodes, are others
+        sent = 0.0  # the ring uses other links, those between nodes
     forward, backward = BACKENDS[arrangement.name].passes(setup, arrangement, work)
     zero = np.zeros(arrangement.ring)
     return AttentionTime(compute=zero, exchange=zero + exchanged, wait=zero, link=sent) + forward + backward
 
 
 def _exchange_seconds(setup: Setup, ulysses: int, num_tokens: int) -> tuple[float, float]:
-    """Of all exchanges for heads, and of these the seconds that a link is busy."""
+    """Return the seconds of all exchanges for heads, and how many of these a link is busy."""
     if ulysses == 1:
         return 0.0, 0.0
     copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, ulysses)

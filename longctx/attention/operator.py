@@ -1,8 +1,8 @@
-"""The one differentiable attention operator; backends differ in its schedule.
+"""The one differentiable attention operator, whose backends differ in the schedule.
 
-A schedule computes attention forward and backward from blocks and messages, without autograd. The operator around
-it is a `torch.library` op, so that selective activation checkpointing can save its output instead of running the
-schedule, communication included, a second time.
+A schedule computes attention forward and backward from blocks and messages, without autograd. The operator around it is
+a `torch.library` op, so that selective activation checkpointing can save its output instead of running the schedule,
+communication included, a second time.
 
 Shape legend: S tokens this rank holds, H query heads, K key/value heads, D head size.
 """
@@ -24,23 +24,23 @@ from longctx.regions import region
 
 
 class Schedule(Protocol):
-    """Which blocks a rank computes and what it sends. May be used for any number of layers."""
+    """The blocks that a rank computes and the messages that it sends. Any number of layers can share a schedule."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """q [1, H, S, D], k and v [1, K, S, D] -> out [1, H, S, D], lse [1, H, S]; both fp32 or wider."""
+        """q [1, H, S, D], k and v [1, K, S, D] -> out [1, H, S, D] of any dtype, lse [1, H, S] in fp32 or wider."""
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v, given the final `out` and `lse`, in any dtype."""
+        """Return the gradients of q, k and v in any dtype, given the final `out` and `lse`."""
 
 
 class LocalSchedule:
-    """All documents lie on this device: one block.
+    """Attention over documents that all lie on this device, in one block.
 
     Args:
         cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
-        window: each query sees this many tokens of its document, itself included; all before it where None.
+        window: tokens of its document that each query sees, itself included; None means all tokens before it.
     """
 
     def __init__(self, cu_seqlens: np.ndarray, window: int | None = None):
@@ -59,11 +59,13 @@ class LocalSchedule:
 def attend(
     schedule: Schedule, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D] of q's dtype, differentiable.
+    """Compute differentiable attention by a schedule.
+
+    q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D] of q's dtype.
 
     Args:
-        scale: of the scores before the softmax; 1/sqrt(D) where None.
-        sinks: [H], one logit a head that takes its share of every softmax and gives nothing
+        scale: factor of the scores before the softmax; 1/sqrt(D) if None.
+        sinks: [H], for each head a logit that takes part in every softmax and adds nothing to the output
             (https://arxiv.org/abs/2309.17453, as in gpt-oss).
 
     Raises:
@@ -92,7 +94,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
 
 
 def binding_window(window: int | None, cu_seqlens: np.ndarray) -> int | None:
-    """The window, or None where no document is longer than it and full attention gives the same, faster."""
+    """Return the window, or None if no document is longer: full attention then gives the same result, faster."""
     return None if window is None or window >= np.diff(cu_seqlens).max() else window
 
 
@@ -106,21 +108,21 @@ def varlen_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each document on one device: q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D].
+    """Compute causal attention within each document on one device.
 
-    See `LocalSchedule` and `attend` for the other arguments.
+    q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D]. See `LocalSchedule` and `attend` for the other arguments.
     """
     return attend(LocalSchedule(cu_seqlens, window), q, k, v, scale, sinks)
 
 
 _schedules: WeakValueDictionary[int, Schedule] = WeakValueDictionary()
-"""An op takes tensors and numbers only, so a schedule goes by its id; the caller of `attend` keeps it alive."""
+"""Schedules by id, since an op takes only tensors and numbers. The caller of `attend` keeps its schedule alive."""
 
 
 def run_schedule(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The op's body: out [1, H, S, D] of q's dtype and lse [1, H, S], sinks included."""
+    """Run the op's body: return out [1, H, S, D] of q's dtype and lse [1, H, S], sinks included."""
     with region("attention", "attention"):
         out, lse = _schedules[schedule].forward(q, k, v, scale)
     if sinks is not None:
@@ -146,7 +148,10 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_out: Tensor, _: Tensor):
-    """With the final `out` and `lse` every block's gradient stands for itself, the sink's too: its value is 0."""
+    """Compute the gradients from the final `out` and `lse`, with which every block's gradient is independent.
+
+    A sink is a key whose value is 0.
+    """
     q, k, v, sinks, out, lse = ctx.saved_tensors
     with region("attention backward", "attention"):
         grads = ctx.schedule.backward(grad_out, q, k, v, out, lse, ctx.scale)
@@ -162,7 +167,7 @@ _attention.register_autograd(_backward, setup_context=_keep)
 
 
 class _SaveAttention(TorchDispatchMode):
-    """The first run of a checkpointed layer: keeps what attention returns."""
+    """The first run of a checkpointed layer, which keeps what attention returns."""
 
     def __init__(self, saved: deque[tuple[Any, ...]], convert: Callable[[Any], Any]):
         super().__init__()
@@ -180,10 +185,11 @@ class _SaveAttention(TorchDispatchMode):
 
 
 class _ReuseAttention(_SaveAttention):
-    """The second run: attention returns what was kept, in the order of the first run.
+    """The second run of a checkpointed layer, where attention returns what was kept, in the order of the first run.
 
-    Every other op runs, whether the first run had it or not. Torch's own mode insists that it had, but ZeRO-3 gathers
-    and frees weights inside a layer, and not always in both runs: an evaluation in between leaves some in place.
+    Every other op runs, whether the first run had it or not. Torch's own mode raises an error if it had not. But ZeRO-3
+    gathers and frees weights inside a layer, and not always in both runs: an evaluation in between leaves some in
+    place.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -198,9 +204,10 @@ class _ReuseAttention(_SaveAttention):
 
 
 def selective_checkpoint_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """`context_fn` of torch.utils.checkpoint (not reentrant): attention's output is saved, all else is recomputed.
+    """Return the contexts of torch.utils.checkpoint's `context_fn`: save attention's output, recompute all else.
 
-    It is saved as autograd saves the layer's input: in host memory where hooks around the layer offload it.
+    For checkpoints that are not reentrant. The output is saved as autograd saves the layer's input: in host memory if
+    hooks around the layer offload it.
     """
     saved: deque[tuple[Any, ...]] = deque()
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_as_it_is, _as_it_is)

@@ -1,7 +1,7 @@
-"""The table of what devices, kernels and links do, which every forecast of seconds and the choice of a backend read.
+"""The speeds of devices, kernels and links, which all forecasts of seconds and the choice of a backend read.
 
 The table is the file speeds.toml beside this module. It has a section for each device, and a value with its source for
-each constant. `python -m benchmarks.gpu --refit` replaces the constants of a GPU by what it has measured there, and
+each constant. `python -m benchmarks.gpu --refit` replaces the constants of a GPU by values measured on it, and
 nothing else writes the file. The constants of a device are:
 
     peak_flops          FLOPs a second: the dense peak in bf16
@@ -54,7 +54,7 @@ class SpeedTable:
 
     @classmethod
     def read(cls, path: Path = FILE) -> SpeedTable:
-        """Return the table of this file."""
+        """Return the table that a file holds."""
         devices = tomllib.loads(path.read_text(encoding="utf-8"))
         return cls(
             {
@@ -64,7 +64,7 @@ class SpeedTable:
         )
 
     def write(self, path: Path) -> None:
-        """Replace the file by this table, at once: whoever reads it meanwhile gets the old table or the new one."""
+        """Replace the file by this table in one step: another process reads either the old table or the new one."""
         lines = [_HEAD.rstrip()]
         for device, entries in self.constants.items():
             lines += ["", f"[{device}]"]
@@ -96,12 +96,12 @@ class SpeedTable:
         return found
 
     def replaced(self, device: str, constants: Mapping[str, Constant]) -> SpeedTable:
-        """Return the same table but for these constants of one device."""
+        """Return the table with these constants of one device replaced."""
         return SpeedTable({**self.constants, device: {**self.constants[device], **constants}})
 
 
 def number(value: float) -> str:
-    """Return the value as TOML has it: 989e12 as 9.89e14."""
+    """Return the value as TOML writes it: 989e12 as 9.89e14."""
     return f"{value:.10g}".replace("e+", "e")
 
 
@@ -110,7 +110,7 @@ def _key(name: str) -> str:
 
 
 def _text(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)  # whose escapes are TOML's, too
+    return json.dumps(value, ensure_ascii=False)  # JSON's escapes are also TOML's
 
 
 SPEEDS = SpeedTable.read()

@@ -1,1 +1,1 @@
-"""What a run will take: memory and seconds, in closed form, traced on fake tensors, simulated, and measured."""
+"""Forecasts of a run's memory and time: in closed form, traced on fake tensors, simulated, or from measured speeds."""

@@ -1,4 +1,4 @@
-"""What a trace of memory consists of: allocations with their names and categories, and their peak."""
+"""The parts of a memory trace: allocations with their names and categories, and their peak."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import dataclass
 import torch
 
 PARAMETERS = "parameters"
-"""What a rank holds of them throughout."""
+"""Parameters that a rank holds throughout the step."""
 GATHERED = "gathered parameters"
-"""Of FSDP2 and ZeRO-3: whole, for as long as a layer needs them."""
+"""Whole parameters that FSDP2 and ZeRO-3 gather for as long as a layer needs them."""
 GRADIENTS = "gradients"
 OPTIMIZER_STATES = "optimizer states"
 ACTIVATIONS = "activations"
-"""Made in the forward pass and alive when the backward pass begins."""
+"""Tensors made in the forward pass and alive when the backward pass begins."""
 INPUTS = "inputs"
-"""There before the trace began and none of the above: the batch."""
+"""The batch: tensors from before the trace that are none of the above."""
 TEMPORARY = "temporary"
-"""All else: freed before the backward pass begins, or made in it, recomputed layers included."""
+"""All other tensors: freed before the backward pass begins, or made in it, recomputed layers included."""
 CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER_STATES, ACTIVATIONS, INPUTS, TEMPORARY)
 
 
 @dataclass(eq=False, kw_only=True)
 class Allocation:
-    """One storage, by the tensor that it was first seen as."""
+    """One storage, described by the tensor that it was first seen as."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     op: str
-    """The operator that made it; empty where it was there before."""
+    """The operator that made it; empty if it existed before the trace."""
     module: str
     """The innermost module that was running, or in a backward pass the autograd node."""
     phase: str
-    """`before`, `forward`, `backward` or `optimizer`: when it was made."""
+    """When it was made: `before`, `forward`, `backward` or `optimizer`."""
     category: str
     on_host: bool
     nbytes: int = 0
-    """The most that it held."""
+    """The most bytes that it held."""
 
     def __str__(self) -> str:
         where = "host " if self.on_host else ""
@@ -48,27 +48,27 @@ class Allocation:
 
 @dataclass(frozen=True, eq=False)
 class MemoryTrace:
-    """The bytes of one traced step. Predicted where the step ran on fake tensors."""
+    """The memory of one traced step in bytes, predicted if the step ran on fake tensors."""
 
     peak_bytes: int
-    """The most that the device held at once."""
+    """The most bytes that the device held at once."""
     by_category: dict[str, int]
-    """Of these, in the order of `CATEGORIES`."""
+    """`peak_bytes` by category, in the order of `CATEGORIES`."""
     host_peak_bytes: int
-    """The most that the host held at once, on the device's behalf."""
+    """The most bytes that the host held at once on the device's behalf."""
     host_by_category: dict[str, int]
     largest: tuple[Allocation, ...]
-    """What the device held at its peak, the largest first."""
+    """The device's allocations at its peak, the largest first."""
     allocations: tuple[Allocation, ...]
-    """Everything that was ever seen, in order."""
+    """All allocations that were seen, in order."""
     timeline: tuple[tuple[int, int], ...]
     """(device, host) bytes after every allocation and release."""
     peaks: dict[str, tuple[int, int]]
-    """The most (device, host) bytes while each part of the step ran: `forward model.layers.N.mlp`,
-    `backward MmBackward0`. Each is linear in the length and in the number of layers, where their maximum has kinks."""
+    """The most (device, host) bytes in each part of the step, such as `forward model.layers.N.mlp` or `backward
+    MmBackward0`. Each is linear in the length and in the number of layers; their maximum is not."""
 
     def table(self, num_largest: int = 8) -> str:
-        """By category and by tensor, for people."""
+        """Return a readable table by category and by tensor."""
         lines = [f"device peak {_gib(self.peak_bytes)}, host peak {_gib(self.host_peak_bytes)}"]
         for name in CATEGORIES:
             device, host = self.by_category[name], self.host_by_category[name]

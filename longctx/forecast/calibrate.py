@@ -1,15 +1,15 @@
-"""What traces of the model at hand say of the closed form: a factor for its layers, and the recommendation retraced.
+"""Corrections of the closed form by traces of the model: a factor for its layers, and a trace of the recommended run.
 
-A closed form knows the decoder layer that most models have. One with more norms, another MLP or experts saves more or
-less, and what a backend or a preset has in hand is counted roughly there. So for each backend and preset two steps of
-a few layers are traced (`longctx.forecast.traced_step`: fake tensors, FSDP2 over a fake process group), one with twice
-the tokens of the other: the difference is the bytes that a token takes, states and buffers cancelling out. Tokens times
-bytes is what any length takes at any degree, so one number corrects all: `MemorySetup.layer_factor`, which scales
-everything that a layer saves and makes, and so counts once where layers are checkpointed and for every layer where they
-are not. Checkpoints, states and the loss stay the closed form's.
+The closed form counts the decoder layer that most models have. A layer with more norms, another MLP or experts saves
+more or less, and the temporary memory of backends and presets is only roughly counted. So for each backend and preset
+two steps of a few layers are traced (`longctx.forecast.traced_step`: fake tensors, FSDP2 over a fake process group),
+one with twice the tokens of the other. Their difference is the bytes that a token takes, since states and buffers
+cancel out. A token takes as many bytes at any length and degree, so one number corrects all:
+`MemorySetup.layer_factor`, which scales everything that a layer saves and makes. It counts once if layers are
+checkpointed, and for every layer if they are not. Checkpoints, states and the loss stay those of the closed form.
 
-DeepSpeed runs on no fake tensors: its twin on FSDP2 is traced, and ZeRO's states and buffers stay formulas, which
-`benchmarks.memory` holds against real runs. FlashAttention-2 is the kernel of all traces.
+DeepSpeed does not run on fake tensors. The same run on FSDP2 is traced instead, and ZeRO's states and buffers stay
+formulas, which `benchmarks.memory` compares with real runs. All traces use FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -32,44 +32,47 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.traced_step import StepSettings, trace_training_step
 
 VOCAB_SIZE = 1024
-"""Of the models that calibrate: the loss is not what they are about."""
+"""Vocabulary of the traced models, which is small since the loss is not calibrated."""
 FEW, MANY = 0.25, 4.0
-"""Factors outside of which something else than a layer peaks."""
+"""The least and the largest factor. Beyond them the peak is not in a layer."""
 MOST_TILES = 8
-"""Of a retraced step's MLPs, each of which takes its time; longer steps are on the same lines."""
+"""Most tiles in a retraced MLP, since each takes time to trace. The memory of longer steps is extrapolated."""
 
 
 class Calibration(NamedTuple):
-    """What the traces of a backend and a preset came to."""
+    """The result of the traces of a backend and a preset."""
 
     backend: str
     memory: str
     ulysses: int
-    """Of hybrid, where a few of a rank's heads are in hand at a time; 0: of any."""
+    """Ulysses degree of a hybrid that computes a few heads at a time; 0 means any degree."""
     factor: float
-    """Of the closed form's bytes of a layer."""
+    """Factor of the closed form's bytes of a layer."""
     problem: str = ""
-    """Why the factor is 1 for want of a trace."""
+    """Why there is no trace, so that the factor is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retraced:
-    """The recommendation's own trace."""
+    """A trace of the recommended run."""
 
     traced_bytes: float
-    """Allocated at the device's peak, in the trace; of its twin on FSDP2 where the engine is DeepSpeed."""
+    """Bytes allocated at the device's peak in the trace, which is of FSDP2 if the engine is DeepSpeed."""
     predicted_bytes: float
-    """The same, by the closed form."""
+    """The same bytes by the closed form."""
     device_bytes: float
-    """All that a device has to have, where the trace is right."""
+    """Bytes that a device needs according to the trace."""
     longest: Reach
-    """The longest row, corrected likewise."""
+    """The longest sequence that fits according to the trace."""
     stands_in: bool
-    """Whether it is FSDP2's trace in the place of DeepSpeed's."""
+    """Whether FSDP2 was traced in place of DeepSpeed."""
 
 
 def calibrate(config: PretrainedConfig, found: Sequence[Candidate]) -> list[Calibration]:
-    """By traces, of each kind of candidate, at its smallest sp; what cannot be traced keeps the closed form."""
+    """Trace each kind of candidate at its smallest sp, and return the factors.
+
+    A kind that cannot be traced keeps the closed form, with a factor of 1.
+    """
     groups: dict[tuple[str, str, int], list[Candidate]] = {}
     for candidate in found:
         groups.setdefault(_kind(candidate), []).append(candidate)
@@ -85,7 +88,7 @@ def calibrate(config: PretrainedConfig, found: Sequence[Candidate]) -> list[Cali
 
 
 def corrected(found: Sequence[Candidate], machine: Machine, calibrations: Sequence[Calibration]) -> list[Candidate]:
-    """The candidates with the layers that traces found."""
+    """Return the candidates with the factors of their kinds, and with the lengths that fit then."""
     factors = {(c.backend, c.memory, c.ulysses): c.factor for c in calibrations}
     result = []
     for candidate in found:
@@ -96,16 +99,19 @@ def corrected(found: Sequence[Candidate], machine: Machine, calibrations: Sequen
 
 
 def _kind(candidate: Candidate) -> tuple[str, str, int]:
-    """Candidates with the same factor: degrees change a token's bytes alike, but for hybrid's heads at a time."""
+    """Return the kind of a candidate, whose members share a factor.
+
+    Degrees do not matter, except the Ulysses degree of a hybrid that computes a few heads at a time.
+    """
     by_heads = BACKENDS[candidate.backend].has_ring_size and candidate.setup.heads_k_stride is not None
     return candidate.backend, candidate.memory, candidate.dims.ulysses if by_heads else 0
 
 
 def layer_factor(config: PretrainedConfig, setup: MemorySetup) -> float:
-    """The factor of a layer's bytes with which the closed form says what a trace says of a token.
+    """Return the factor of a layer's bytes with which the closed form gives the traced bytes of a token.
 
     Raises:
-        ValueError: where no factor does.
+        ValueError: if no factor does.
         RuntimeError: for a model that does not run on fake tensors.
     """
     small = first_layers(config, pattern_length(config), vocab_size=VOCAB_SIZE)
@@ -117,7 +123,7 @@ def layer_factor(config: PretrainedConfig, setup: MemorySetup) -> float:
     traced = max(after[part][0] - before[part][0] for part in before.keys() & after.keys()) / (more - fewer)
 
     def predicted(factor: float) -> float:
-        long = 512 * fewer  # where nothing constant is left in the difference
+        long = 512 * fewer  # so long that constants cancel out of the difference
         peaks = [
             predict(_in_two_chunks(replace(twin, layer_factor=factor), tokens), tokens * twin.sp).allocated_bytes
             for tokens in (long, 2 * long)
@@ -136,15 +142,18 @@ def layer_factor(config: PretrainedConfig, setup: MemorySetup) -> float:
 
 
 def _in_two_chunks(setup: MemorySetup, tokens: int) -> MemorySetup:
-    """What is chunked has its layer in hand for a chunk's tokens alone: they have to grow for it to grow."""
+    """Return the setup with chunks of half the tokens, if it is chunked.
+
+    Only one chunk of a layer is on the device at a time, so it has to grow with the tokens.
+    """
     return setup if setup.sequence_chunk_size is None else replace(setup, sequence_chunk_size=tokens // 2)
 
 
 def retrace(config: PretrainedConfig, outlook: Outlook, machine: Machine) -> Retraced:
-    """Trace the step of an outlook: its backend, degrees, levers and length.
+    """Trace the step of an outlook with its backend, degrees, levers and length.
 
-    What the device holds in a part of the step is linear in the layers, which are alike, and in the tokens: traces of
-    two depths and two lengths, the step's own where that is short enough, give the whole model's.
+    The memory in each part of the step is linear in the number of layers, which are alike, and in the tokens. So two
+    depths and two lengths are traced, of which one is the step's own if that is short, and the rest is extrapolated.
 
     Raises:
         ValueError, RuntimeError: for a model that cannot be traced.
@@ -170,7 +179,7 @@ def retrace(config: PretrainedConfig, outlook: Outlook, machine: Machine) -> Ret
 
 
 def _traced_bytes(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> Callable[[float], float]:
-    """Tokens of a rank -> bytes at the device's peak, of all layers."""
+    """Return a function from the tokens of a rank to the bytes at the device's peak, of all layers."""
     text = config.get_text_config()
     unit = max(2 * setup.ring, setup.ulysses)
     if setup.sequence_chunk_size is not None:
@@ -198,10 +207,10 @@ def _traced_bytes(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> 
 
 
 def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> dict[str, tuple[int, int]]:
-    """The most (device, host) bytes in every part of a step of one row, as `MemoryTrace.peaks`.
+    """Return the most (device, host) bytes in every part of a step of one sequence, as `MemoryTrace.peaks`.
 
     Args:
-        tokens: of a rank.
+        tokens: tokens of a rank.
     """
     on_host = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES) if setup.offload_param != "none" else ()
     checkpointing = {"offload": setup.activation_offloading, "every_n_layers": setup.every_n_layers}
@@ -226,7 +235,7 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
 
 
 def traceable(setup: MemorySetup) -> MemorySetup:
-    """The same on FSDP2 where the engine is DeepSpeed, and in full precision where weights are in 4 bits."""
+    """Return a setup that can be traced: on FSDP2 in place of DeepSpeed, and without 4-bit weights."""
     setup = replace(setup, quantized_weight_bytes=None)
     if not setup.engine.startswith("zero"):
         return setup
@@ -234,14 +243,17 @@ def traceable(setup: MemorySetup) -> MemorySetup:
 
 
 def pattern_length(config: PretrainedConfig) -> int:
-    """The fewest layers, two at least, that hold every kind of the model's."""
+    """Return how many of the first layers, at least two, contain every kind of the model's layers."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or []
     return min(max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]), text.num_hidden_layers)
 
 
 def first_layers(config: PretrainedConfig, num_layers: int, **changes: int) -> PretrainedConfig:
-    """The configuration of a model of its first layers, without a pad token, which an embedding may not have."""
+    """Return the configuration with only the first layers.
+
+    It has no pad token, which may be beyond a smaller vocabulary.
+    """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     all_layers = text.num_hidden_layers

@@ -21,59 +21,59 @@ from longctx.sequence.mesh import ParallelDims
 GIB = 2**30
 
 DEVICE_BYTES = {"A100": 85.0e9, "H100": 85.0e9, "H200": 150.1e9, "B200": 191.5e9}
-"""Memory of a device, as `torch.cuda.mem_get_info` gives its total; of an A100 and H100 the kind named 80 GB."""
+"""Memory of a device, as `torch.cuda.mem_get_info` gives its total. A100 and H100 are those named 80 GB."""
 HOST_BYTES_PER_DEVICE = 1.9e12 / 8
-"""Of a node's host memory, where nobody says: what nodes of eight H100s commonly have."""
+"""Host memory of a node for each device, if it is not given: that of common nodes of eight H100s."""
 
 LONG_ROW = 2**30
-"""Tokens of a row for which no preset shortens what it does at a time."""
+"""Tokens of a sequence that is so long that presets do not shorten their chunks."""
 
 WORTH_NAMING = 1.1
-"""How much faster than the recommendation something else has to be to be named beside it."""
+"""How many times faster than the recommendation a candidate has to be to be named beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What there is to run on."""
+    """The devices to run on."""
 
     gpus: int
     gpus_per_node: int
     device: str
-    """What they are called."""
+    """Name of the devices."""
     device_bytes: float
-    """Of one device."""
+    """Memory of one device."""
     host_bytes: float
-    """Of one node."""
+    """Host memory of one node."""
     kernel: str
-    """Of attention, what it is called."""
+    """Name of the attention kernel."""
     speeds: Speeds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One set-up: degrees, backend, engine, preset."""
+    """One way to run: degrees, backend, engine and preset."""
 
     backend: str
     dims: ParallelDims
     engine: str
     """deepspeed, fsdp2 or none."""
     memory: str
-    """--memory."""
+    """The preset, a value of --memory."""
     setup: MemorySetup
     max_length: int
-    """Tokens of the longest row that fits; 0 where none does."""
+    """Tokens of the longest sequence that fits; 0 if none does."""
     binds: str
-    """device or host: which memory is full then."""
+    """The memory that is full then: device or host."""
 
     def flags(self) -> list[str]:
-        """What asks longctx.train for it."""
+        """Return the flags of longctx.train that select it."""
         spread = ["--sp", str(self.dims.sp), *(["--sp_backend", self.backend] if self.dims.sp > 1 else [])]
         ring = ["--ring_size", str(self.dims.ring)] if BACKENDS[self.backend].has_ring_size else []
         return [*spread, *ring, *(["--memory", self.memory] if self.memory != "balanced" else [])]
 
     @property
     def label(self) -> str:
-        """With its preset."""
+        """The candidate's text with its preset."""
         return f"{self} --memory {self.memory}"
 
     def __str__(self) -> str:
@@ -84,17 +84,17 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """A candidate at one length."""
+    """The forecast of a candidate at one length."""
 
     candidate: Candidate
     length: int
     memory: Breakdown
     time: StepTime | None
-    """None where the length does not fit."""
+    """None if the length does not fit."""
 
     @property
     def speed(self) -> float:
-        """Tokens a second and device."""
+        """Tokens per second and device; 0 if the length does not fit."""
         return self.time.tokens_per_second_per_device if self.time else 0.0
 
 
@@ -105,14 +105,14 @@ def candidates(
     presets: Sequence[str] = ("balanced", "longest"),
     settings: dict[str, Any] | None = None,
 ) -> list[Candidate]:
-    """All that the model can run on, in the order of sp.
+    """Return every candidate for the model, in the order of sp.
 
     Args:
-        settings: other flags of longctx.train that bear on memory, such as use_peft and lora_r; with load_in_4bit
-            model_name_or_path, too.
+        settings: other flags of longctx.train that affect memory, such as use_peft and lora_r; with load_in_4bit also
+            model_name_or_path.
 
     Raises:
-        ValueError: if no arrangement of the devices suits the model, or training refuses 4-bit weights with a preset.
+        ValueError: if training refuses 4-bit weights with a preset.
     """
     model = ModelSizes.of_config(config)
     flags = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": True, "dtype": "float32"}
@@ -124,7 +124,10 @@ def candidates(
 
 
 def _arrangements(config: PretrainedConfig, gpus: int, per_node: int) -> Iterator[tuple[str, ParallelDims]]:
-    """Sequences on a part of a node or on whole ones; beyond a node, hybrid's widest exchange that stays in one."""
+    """Yield backends and degrees whose sequence groups are a part of a node or whole nodes.
+
+    Beyond a node, a hybrid only has the widest exchange that stays in one.
+    """
     heads, linear = num_heads(config)[0], num_linear_heads(config)
     for sp in (n for n in range(1, gpus + 1) if gpus % n == 0 and (per_node % n == 0 or n % per_node == 0)):
         if sp == 1:
@@ -151,17 +154,16 @@ def _candidate(
     preset: str,
     flags: dict[str, Any],
 ) -> Candidate:
-    in_4_bit = flags.get("load_in_4bit")  # of which longctx.train keeps a copy on every rank, on FSDP2
+    in_4_bit = flags.get("load_in_4bit")  # longctx.train keeps a copy on every rank, on FSDP2
     engine = "none" if dims.world_size == 1 else "fsdp2" if in_4_bit else BACKENDS[backend].engine
     if engine == "none" and preset == "longest" and not in_4_bit:
-        engine = "deepspeed"  # which alone offloads states of one device
+        engine = "deepspeed"  # only DeepSpeed offloads states of a single device
     stage = 3 if engine == "deepspeed" else None
 
     place = RunTraits(
         backend_can_chunk=BACKENDS[backend].can_chunk,
         engine=engine,
         zero_stage=stage,
-        use_cpu=False,
         bf16=True,
         local_tokens=LONG_ROW // dims.sp,
         has_linear_attention=bool(num_linear_heads(config)),
@@ -196,7 +198,7 @@ def _candidate(
 
 
 def outlook(candidate: Candidate, machine: Machine, length: int, documents: RowLengths = one_document) -> Outlook:
-    """The candidate on rows of `length` tokens."""
+    """Return the forecast of the candidate for sequences of `length` tokens."""
     padded = -(-length // candidate.dims.multiple) * candidate.dims.multiple
     time = None
     if padded <= candidate.max_length:
@@ -206,12 +208,12 @@ def outlook(candidate: Candidate, machine: Machine, length: int, documents: RowL
 
 
 def recommend(outlooks: Sequence[Outlook]) -> Outlook | None:
-    """Of those that fit, with the smallest sp, the one that trains most tokens a second; None where none fits."""
+    """Return the fastest outlook of those with the smallest sp that fits; None if none fits."""
     return max(_of_smallest_sp(outlooks), key=lambda o: o.speed, default=None)
 
 
 def why(best: Outlook, outlooks: Sequence[Outlook]) -> str:
-    """What speaks for a recommendation, and whether more devices a row would train more tokens a second."""
+    """Return the reason for a recommendation, and a much faster candidate if there is one."""
     sp = best.candidate.dims.sp
     shorter = [o.candidate for o in outlooks if o.candidate.dims.sp < sp]
     text = f"sp {sp} is the smallest that takes {best.length:,} tokens"

@@ -1,16 +1,16 @@
-"""A step's peak memory in closed form, by category: what it depends on, where it peaks, how long it lets a run go.
+"""A step's peak memory in closed form, by category, and the longest sequence that fits.
 
-Memory peaks in one of four moments, of which a prediction names the largest: the loss, or in a layer the backward pass
-of the MLP, of the norm before it, or of attention. Of each:
+Memory peaks at one of four moments: the loss, or in a layer the backward pass of the MLP, of the norm before it, or of
+attention. A prediction takes the largest of them. It is made of
 
-- `longctx.forecast.memory_setup` says what it depends on, the model's sizes among it (`longctx.forecast.model_sizes`);
-- `longctx.forecast.state_memory` counts parameters, gradients and optimizer states;
-- `longctx.forecast.layer_memory` counts what a layer saves and what its backward pass adds;
-- `longctx.forecast.coefficients` has every constant with its source: most are counted, four stand for what no code
-  says and are fitted on published runs.
+- `longctx.forecast.memory_setup`: what memory depends on, the model's sizes (`longctx.forecast.model_sizes`) included;
+- `longctx.forecast.state_memory`: parameters, gradients and optimizer states;
+- `longctx.forecast.layer_memory`: what a layer saves and what its backward pass adds;
+- `longctx.forecast.coefficients`: every constant with its source. Most are counted in code. Four cannot be, and are
+  fitted to published runs.
 
-All a closed form gives is predicted, never measured: `benchmarks.closed_form` holds it against the published lengths,
-and tests hold it against traces. Sizes are bytes.
+A closed form predicts and never measures: `benchmarks.closed_form` compares it with published lengths, and tests
+compare it with traces. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Breakdown:
     device: Mapping[str, float]
     host: Mapping[str, float]
     moment: str
-    """When the device's peak is: loss, MLP, norm or attention."""
+    """The moment of the device's peak: loss, MLP, norm or attention."""
 
     NOT_ALLOCATED = ("copies in flight", "fragmentation", "fixed")
     """Categories of the device that `torch.cuda.max_memory_allocated` does not count."""
 
     @property
     def device_bytes(self) -> float:
-        """All that a GPU has to have."""
+        """Bytes that a GPU needs."""
         return sum(self.device.values())
 
     @property
     def allocated_bytes(self) -> float:
-        """Of these, what tensors take."""
+        """The part of `device_bytes` that tensors take."""
         return sum(size for name, size in self.device.items() if name not in self.NOT_ALLOCATED)
 
     @property
@@ -71,15 +71,15 @@ class Breakdown:
 
 
 class Reach(NamedTuple):
-    """How long rows can be."""
+    """The longest sequence that fits."""
 
     length: int
     binds: Literal["device", "host"]
-    """Which memory is full then."""
+    """The memory that is full at this length."""
 
 
 def predict(setup: MemorySetup, length: int) -> Breakdown:
-    """The peak of a step whose rows have `length` tokens each, before they are cut."""
+    """Return the peak memory of a step whose sequences have `length` tokens each, before they are cut."""
     moments = _moments(setup, setup.local_tokens(length))
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     device = with_gradients(
@@ -93,18 +93,18 @@ def predict(setup: MemorySetup, length: int) -> Breakdown:
         device["copies in flight"] = _copies_in_flight(setup, length)
         activations = sum(moments[moment].values()) + device["copies in flight"]
         communicators = (setup.world_size > 1) + (setup.sp > 1)
-        # Fitted coefficients are read where they stand: a fit sets them.
+        # Fitted coefficients are read from their module, where a fit sets them.
         device["fragmentation"] = coefficients.FRAGMENTATION * activations
         device["fixed"] = coefficients.CONTEXT_BYTES + coefficients.COMMUNICATOR_BYTES * communicators
     return Breakdown(device=_present(device), host=_present(host), moment=moment)
 
 
 def max_length(setup: MemorySetup, device_bytes: float, host_bytes: float) -> int:
-    """The longest rows that fit: 0 where none do.
+    """Return the length of the longest sequences that fit; 0 if none do.
 
     Args:
-        device_bytes: of one GPU.
-        host_bytes: of one node.
+        device_bytes: memory of one GPU.
+        host_bytes: host memory of one node.
     """
     return reach(setup, device_bytes, host_bytes).length
 
@@ -117,7 +117,7 @@ def reach(
     beside_device: float = 0.0,
     beside_host: float = 0.0,
 ) -> Reach:
-    """The same, and which memory binds.
+    """Return the longest sequence that fits, as `max_length`, and which memory limits it.
 
     Args:
         beside_device, beside_host: bytes that the prediction leaves out at any length, such as the difference to a
@@ -147,11 +147,11 @@ def _present(sizes: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _moments(setup: MemorySetup, tokens: float) -> dict[str, dict[str, float]]:
-    """What each moment adds to the states, by category."""
+    """Return what each moment adds to the states, by category."""
     model, b, stream, layer = setup.model, setup.element_size, setup.stream_size, layer_bytes(setup)
     checkpoints = _checkpoints(setup, layer)
     if not setup.gradient_checkpointing:
-        checkpoints -= layer.saved  # the layer in hand is one of them
+        checkpoints -= layer.saved  # the current layer is one of them
     at_once = min(tokens, setup.sequence_chunk_size or tokens)
     in_tiles = at_once
     if setup.tiled_mlp_num_shards is not None:
@@ -183,16 +183,22 @@ def _moments(setup: MemorySetup, tokens: float) -> dict[str, dict[str, float]]:
 
 
 def _checkpoints(setup: MemorySetup, layer: Layer) -> float:
-    """Bytes a token that all layers keep on the device for their backward pass."""
-    model, b = setup.model, setup.element_size
+    """Return the bytes per token that all layers keep on the device for their backward pass."""
+    model = setup.model
     if not setup.gradient_checkpointing:
         return layer.saved * model.num_layers
     checkpointed = math.ceil(model.num_layers / setup.every_n_layers)
     whole = (model.num_layers - checkpointed) * layer.saved
     if setup.activation_offloading or setup.sequence_chunk_size is not None:
         return whole
+    return whole + checkpointed * _checkpoint(setup)
+
+
+def _checkpoint(setup: MemorySetup) -> float:
+    """Return the bytes per token of one layer's checkpoint: its input, and attention's output if that is kept."""
+    model, b = setup.model, setup.element_size
     kept = b * model.query_size + LOG_SUM_EXP_BYTES * model.num_heads if setup.selective_checkpointing else 0
-    return whole + checkpointed * (setup.stream_size * model.hidden_size + kept)
+    return setup.stream_size * model.hidden_size + kept
 
 
 def _logits(setup: MemorySetup, tokens: float) -> float:
@@ -205,11 +211,10 @@ def _logits(setup: MemorySetup, tokens: float) -> float:
 
 
 def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
-    """Of a whole node, what is there on its devices' behalf."""
-    model, b = setup.model, setup.element_size
+    """Return the host memory of a whole node that its devices use, by category."""
     placed = placed_states(setup)
     is_zero = setup.engine.startswith("zero")
-    gradients = FP32 / setup.reduce_bytes if is_zero else 1  # the optimizer on the host has its own, in fp32
+    gradients = FP32 / setup.reduce_bytes if is_zero else 1  # the optimizer on the host has its own copies, in fp32
     states = {
         "parameters": placed["parameters"] if setup.offload_param == "cpu" else 0.0,
         "gradients": gradients * placed["gradients"] if gradients_on_host(setup) else 0.0,
@@ -217,8 +222,7 @@ def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
     }
     states["buffers"] = HOST_BUFFERS * sum(states.values()) if is_zero else 0.0
     chunked = setup.sequence_chunk_size is not None
-    kept = b * model.query_size + LOG_SUM_EXP_BYTES * model.num_heads if setup.selective_checkpointing else 0
-    checkpoints = math.ceil(model.num_layers / setup.every_n_layers) * (setup.stream_size * model.hidden_size + kept)
+    checkpoints = math.ceil(setup.model.num_layers / setup.every_n_layers) * _checkpoint(setup)
     offloads = setup.gradient_checkpointing and (setup.activation_offloading or chunked)
     of_rank = states | {
         "checkpoints": checkpoints * tokens if offloads else 0.0,

@@ -5,59 +5,58 @@ Sizes are bytes.
 
 GB = 1e9
 
-# Fitted on ALST's rows of the published lengths; `python -m benchmarks.closed_form --fit` repeats it.
+# Fitted to ALST's rows of the published lengths; `python -m benchmarks.closed_form --fit` repeats the fit.
 
 CONTEXT_BYTES = 2.0 * GB
-"""Of a GPU: CUDA's context, cuBLAS's and cuDNN's workspaces."""
+"""On each GPU: CUDA's context, and the workspaces of cuBLAS and cuDNN."""
 COMMUNICATOR_BYTES = 3.5 * GB
-"""Of a GPU: NCCL's buffers for each process group, the world and, beside it, a sequence group."""
+"""On each GPU, for each process group: NCCL's buffers. The world is one group, and a sequence group another."""
 FRAGMENTATION = 0.10
-"""Reserved by the caching allocator beyond what is allocated, as a part of the activations."""
+"""Memory that the caching allocator reserves beyond what is allocated, as a fraction of the activations."""
 COPIES_IN_FLIGHT = 4
-"""Layers' inputs that the allocator cannot reuse yet while offloaded ones are copied to the host and back."""
+"""How many layers' inputs the allocator cannot reuse yet, while offloaded ones are copied to the host and back."""
 FITTED = ("CONTEXT_BYTES", "COMMUNICATOR_BYTES", "FRAGMENTATION", "COPIES_IN_FLIGHT")
 """The names of all constants that are fitted."""
 
 # Counted in the code of torch, transformers, flash-attn, DeepSpeed and longctx.
 
 FP32 = 4
-"""Of an element in single precision."""
+"""For each element in single precision."""
 TOKEN_BYTES = 40
-"""Of each of a rank's tokens: its number, position and label (int64), and what became of it in fp32 (four numbers)."""
+"""For each token of a rank: its number, position and label (int64), and four results of the loss (fp32)."""
 LOG_SUM_EXP_BYTES = FP32
-"""Of each query and head: attention's log-sum-exp, which the backward pass needs."""
+"""For each query and head: attention's log-sum-exp, which the backward pass needs."""
 
 LOGIT_BYTES = 2 + 3 * FP32
-"""Of each element of the logits in bf16: themselves, and in fp32 the log-probabilities and the gradients of these and
-of the logits."""
+"""For each element of bf16 logits: the logit, and in fp32 its log-probability and the gradients of both."""
 FP32_LOGIT_BYTES = 4 * FP32
-"""The same of logits in fp32."""
+"""The same for logits in fp32."""
 LOSS_TILES = 3
-"""Tiles of logits in fp32 that `longctx.layers.loss` holds at most at a time, their gradient among them."""
+"""Most tiles of fp32 logits that `longctx.layers.loss` holds at a time, their gradient included."""
 
 NORM_BACKWARD_STEPS = 5
-"""Tensors in fp32 that the backward pass of transformers' RMSNorm makes beside its input's gradient."""
+"""fp32 tensors that the backward pass of transformers' RMSNorm makes besides its input's gradient."""
 
 ADAMW_BYTES = 3 * FP32
-"""Of a trained parameter under ZeRO: an fp32 copy of it, and AdamW's two moments."""
+"""For each trained parameter under ZeRO: an fp32 copy of it, and AdamW's two moments."""
 HOST_BUFFERS = 0.5
-"""Of ZeRO's states in host memory, what their buffers take besides: DeepSpeed's own allowance in
+"""ZeRO's buffers in host memory, as a fraction of its states there: DeepSpeed's own allowance in
 `estimate_zero3_model_states_mem_needs`."""
 NF4_BYTES = 0.5
-"""Of a 4-bit weight without its scale (bitsandbytes)."""
+"""For each 4-bit weight, without its scale (bitsandbytes)."""
 NF4_BLOCK = 64
-"""4-bit weights that share a scale, which is fp32."""
+"""Number of 4-bit weights that share a scale, which is fp32."""
 NESTED_SCALE_BYTES = 1
-"""Of a scale that is quantised itself (`use_bnb_nested_quant`)."""
+"""For each scale that is quantised itself (`use_bnb_nested_quant`)."""
 
 FLASH_QUERY_GRADIENT = FP32
-"""Of an element of the queries: FlashAttention's sum of dq in fp32, which it makes in half precision (`dq_accum`)."""
+"""For each element of the queries: the fp32 sum of dq that FlashAttention makes in half precision (`dq_accum`)."""
 FLASH_3_KEY_VALUE_GRADIENT = 2 * FP32
-"""Of an element of the keys: version 3's sums of dk and dv in fp32, where query heads share a key/value head."""
+"""For each element of the keys: version 3's fp32 sums of dk and dv, if query heads share a key/value head."""
 RING_QUERY_GRADIENTS = 2 * FP32
-"""Of an element of the queries: a ring's sum of dq over blocks, and the block in hand, in fp32."""
+"""For each element of the queries: a ring's fp32 sum of dq over blocks, and dq of the current block."""
 PASSED_ON_GRADIENTS = 8 * FP32
-"""Of an element of the keys: dk and dv in fp32 where a gather passes them on from rank to rank, as torch's context
-parallelism does: the sum, the block in hand, what is sent and what arrives."""
+"""For each element of the keys: dk and dv in fp32 if a gather passes them on from rank to rank, as torch's context
+parallelism does: the sum, the current block's, those being sent and those arriving."""
 CHUNKED_KEY_VALUE_GRADIENTS = 2 * FP32
-"""Of an element of the keys: the sums of dk and dv in host memory of a sequence-chunked layer."""
+"""For each element of the keys: the fp32 sums of dk and dv in host memory, of a sequence-chunked layer."""

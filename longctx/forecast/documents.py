@@ -1,4 +1,4 @@
-"""Which documents a row holds, where only their lengths matter: one, or drawn from a histogram."""
+"""The documents of a packed sequence, where only their lengths matter: one, or drawn from a histogram."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import numpy as np
 from longctx.untrusted.files import check_file
 
 RowLengths = Callable[[int], Sequence[int]]
-"""Length of a row -> lengths of the documents in it."""
+"""Length of a packed sequence -> lengths of the documents in it."""
 
 
 def one_document(length: int) -> list[int]:
-    """As long as the row."""
+    """Return the length of one document that fills the sequence."""
     return [length]
 
 
 def drawn_from(path: Path) -> RowLengths:
-    """Documents of a histogram, the same each time; the last one is cut at the end of the row.
+    """Return a function that draws documents from a histogram, the same each time.
+
+    The last document is cut at the end of the sequence.
 
     Args:
-        path: of a CSV with the columns low, high, documents: so many of low to high tokens. Lines with # are passed
-            over.
+        path: a CSV file with the columns low, high, documents: the number of documents with low to high tokens. Lines
+            that begin with # are skipped.
 
     Raises:
-        ValueError: for a file that is none.
+        ValueError: if the file is not such a CSV file.
     """
     try:
         lines = [line for line in check_file(path).read_text().splitlines() if not line.startswith("#")]

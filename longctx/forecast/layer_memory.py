@@ -1,8 +1,8 @@
-"""Bytes a token of one decoder layer: what its forward pass saves, and what its backward pass adds.
+"""Bytes per token of one decoder layer: what its forward pass saves, and what its backward pass adds.
 
-Counted, tensor by tensor, from the code of transformers' decoder layers and of longctx's attention. Layers of linear
-attention are counted as attention, sliding windows as full attention, and a ring as if one document filled the row,
-which sends most.
+They are counted, tensor by tensor, in the code of transformers' decoder layers and of longctx's attention. Layers of
+linear attention are counted as attention, and sliding windows as full attention. A ring is counted as if one document
+filled the sequence, which sends most.
 
 b is the size of an activation's element (2 in bf16, 4 in fp32), h the hidden size, I the width of the MLP, q = H·D the
 width of all query heads and kv = K·D that of all key/value heads.
@@ -29,32 +29,32 @@ from longctx.ulysses.exchange import key_value_copies
 
 
 class Layer(NamedTuple):
-    """Bytes a token of one layer, beside its checkpoint."""
+    """Bytes per token of one layer, besides its checkpoint."""
 
     norm_before_attention: float
-    """Saved of it and by the matrices after it; of the norms of queries and keys too."""
+    """Saved by this norm, by the matrices after it, and by the norms of queries and keys."""
     norm_before_mlp: float
     norm_backward: float
-    """Made by the backward pass of the norm before the MLP, which finds its input."""
+    """Made by the backward pass of the norm before the MLP."""
     attention: float
     """Saved for attention's backward pass."""
     attention_backward: float
-    """Made by it."""
+    """Made by attention's backward pass."""
     exchange: float
-    """Messages, on both sides, where attention goes backward."""
+    """Messages of attention's backward pass, sent and received."""
     mlp: float
     """Saved for the MLP's backward pass."""
     mlp_backward: float
-    """Made by it."""
+    """Made by the MLP's backward pass."""
 
     @property
     def saved(self) -> float:
-        """By the forward pass."""
+        """Saved by the forward pass."""
         return self.norm_before_attention + self.norm_before_mlp + self.attention + self.mlp
 
 
 def saved_by_layer(setup: MemorySetup) -> float:
-    """Bytes a token that the forward pass of one layer saves for the backward pass, where nothing is checkpointed."""
+    """Return the bytes per token that one layer saves for the backward pass, without checkpointing."""
     return layer_bytes(setup).saved
 
 
@@ -62,11 +62,11 @@ def layer_bytes(setup: MemorySetup) -> Layer:
     model, b, stream = setup.model, setup.element_size, setup.stream_size
     h, q, kv, width = model.hidden_size, model.query_size, model.key_value_size, model.intermediate_size
     saved_heads, made, exchange = _attention(setup)
-    norms_lean = setup.fused_layers or setup.tiled_mlp_num_shards is not None  # tiles go for norms too
+    norms_lean = setup.fused_layers or setup.tiled_mlp_num_shards is not None  # norms are tiled, too
     if setup.fused_layers:
         norms, qk_norms = (b * h, (stream + b) * h), b * (q + kv)
     elif norms_lean:
-        casts = (1, 1) if stream == b else (3, 2)  # autocast makes one for q, k and v each, for gate and up
+        casts = (1, 1) if stream == b else (3, 2)  # autocast makes one each for q, k and v, and for gate and up
         norms, qk_norms = (casts[0] * b * h, (stream + casts[1] * b) * h), b * (q + kv)
     else:
         norms, qk_norms = _norms(h, b, stream), (4 + b) * (q + kv)
@@ -85,9 +85,10 @@ def layer_bytes(setup: MemorySetup) -> Layer:
 
 
 def _norms(h: int, b: int, stream: int) -> tuple[int, int]:
-    """Saved of the norms before attention and before the MLP: inputs and normalised outputs, and what matrices read.
+    """Return the bytes per token that the norms before attention and before the MLP save.
 
-    The input of the first is the layer's.
+    They save inputs, normalised outputs and what matrices read. The first norm's input is the layer's, counted
+    elsewhere.
     """
     if stream == b == 2:
         return (4 + 2 + 2) * h, (4 + 2 + 2) * h  # an fp32 copy of the input
@@ -97,15 +98,16 @@ def _norms(h: int, b: int, stream: int) -> tuple[int, int]:
 
 
 def _attention(setup: MemorySetup) -> tuple[float, float, float]:
-    """Saved, made in the backward pass, and exchanged: bytes a token."""
+    """Return the bytes per token that are saved, made in the backward pass, and exchanged."""
     model, b = setup.model, setup.element_size
     q, kv = model.query_size, model.key_value_size
-    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses) if setup.ulysses > 1 else 1
+    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses)
     if setup.kernel == "sdpa":
         copies = model.num_heads // model.num_key_value_heads  # transformers repeats what query heads share
     heads = q + 2 * kv * copies
-    # The gradients of the kernel's inputs; FlashAttention's fp32 sum of dq and, where query heads of this rank share
-    # them, of dk and dv: in version 2 of every query head, in its precision.
+    # The gradients of the kernel's inputs, and FlashAttention's fp32 sum of dq. If query heads of this rank share keys
+    # and values, version 3 also has fp32 sums of dk and dv, and version 2 has dk and dv of every query head in its own
+    # precision.
     shares = model.num_heads > model.num_key_value_heads * copies
     shared = FLASH_3_KEY_VALUE_GRADIENT * kv * copies if setup.kernel == "flash-attn 3" else 2 * b * q
     dq = FLASH_QUERY_GRADIENT * q if setup.bf16 else 0
@@ -135,22 +137,26 @@ def _attention(setup: MemorySetup) -> tuple[float, float, float]:
         part = _stage(setup, copies)
         own = b * q if setup.projects_by_stage else b * (2 * q + 2 * kv)
         return own, own + part * (3 * b * heads + made), part * (3 * b * heads + exchange)
-    # The output in both layouts; the gradient of the one takes the place of the other, which its projection has read.
+    # The output in both layouts. The gradient in one layout takes the place of the output in the other, which its
+    # projection has read.
     return b * heads + 2 * b * q, made - b * q, exchange
 
 
 def _stage(setup: MemorySetup, copies: int) -> float:
-    """The part of a rank's heads that are in hand at a time; without a ring, one of the query heads that share one."""
+    """Return the fraction of a rank's heads that a stage computes.
+
+    Without a ring, a stage has only one of the query heads that share a key/value head.
+    """
     per_rank = setup.model.num_key_value_heads * copies / setup.ulysses
     sharing = setup.model.num_heads / (setup.model.num_key_value_heads * copies) if setup.ring == 1 else 1
     return min(1.0, (setup.heads_k_stride or per_rank) / per_rank / sharing)
 
 
 def chunked_layer_bytes(setup: MemorySetup) -> float:
-    """Bytes a token in host memory of the one layer that a sequence-chunked step has in hand, in its backward pass."""
+    """Return the bytes per token in host memory of the layer that a sequence-chunked backward pass computes."""
     model, b = setup.model, setup.element_size
     q, kv = model.query_size, model.key_value_size
-    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses) if setup.ulysses > 1 else 1
+    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses)
     heads = b * (q + 2 * kv * copies)  # whose gradients take their place
     attention = heads + 2 * b * q + LOG_SUM_EXP_BYTES * model.num_heads + CHUNKED_KEY_VALUE_GRADIENTS * kv * copies
     return attention + 2 * b * model.hidden_size  # the gradients of its output and of its input

@@ -1,4 +1,4 @@
-"""What memory this machine, its control groups and this process have, and have left."""
+"""The memory of this machine, its control groups and this process, and how much of it is left."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 
 class Group(NamedTuple):
-    """A control group that holds this process; bytes, None where the kernel does not say or there is no limit."""
+    """A control group of this process, in bytes; None if the kernel does not say or there is no limit."""
 
     limit: int | None
     used: int | None
     cache: int
-    """Of what is used, page cache that can be dropped."""
+    """The part of `used` that is page cache and can be dropped."""
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process and those it starts can take: of the machine, and of the control group it is in.
+    """Return the bytes that this process and its children can still take from the machine and its control groups.
 
     Raises:
-        OSError: where there is no /proc/meminfo.
+        OSError: if there is no /proc/meminfo.
     """
     fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     left = [max(0, g.limit - g.used + g.cache) for g in _groups(root) if g.limit is not None and g.used is not None]
@@ -31,24 +31,24 @@ def available_host_memory(root: Path = Path("/")) -> int:
 
 
 def host_bytes() -> int:
-    """Of this machine, or of the control group that holds this process, where that is less."""
+    """Return the memory of this machine in bytes, or the limit of this process's control group if that is less."""
     limits = [group.limit for group in _groups(Path("/")) if group.limit is not None]
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
 
 
 def address_room() -> float:
-    """Bytes that this process can still map; infinite without a limit (`ulimit -v`)."""
+    """Return the bytes that this process can still map; infinite without a limit (`ulimit -v`)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return float("inf") if soft == resource.RLIM_INFINITY else max(soft - _status_bytes("VmSize"), 0)
 
 
 def peak_resident_bytes() -> int:
-    """Of this process, since it began."""
+    """Return the most bytes that were resident since this process began."""
     return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _groups(root: Path) -> Iterator[Group]:
-    """Of this process, and those around them (v2, then v1)."""
+    """Yield the control groups of this process and those around them, of versions 2 and 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -71,7 +71,7 @@ def _groups(root: Path) -> Iterator[Group]:
 
 
 def _number_in(path: Path) -> int | None:
-    """None where there is no such file, or no limit in it."""
+    """Return the number in a file; None if there is no such file, or no limit in it."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -87,7 +87,7 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def _status_bytes(name: str) -> int:
-    """A line of /proc/self/status, given in kB there; 0 where there is none."""
+    """Return a value of /proc/self/status in bytes, given in kB there; 0 if there is none."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

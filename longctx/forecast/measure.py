@@ -1,9 +1,9 @@
-"""Speeds of the machine at hand, measured on all its devices at once, as a run uses them, in well under a minute.
+"""Speeds of this machine, measured on all its devices at once, as a run uses them, in well under a minute.
 
     python -m longctx.forecast.measure RESULT.json    # one process of a group, as `measure_speeds` starts them
 
-GPUs compute in bf16, a CPU in fp32. Every figure is the slowest process's; links to other nodes are taken to be as
-those within, since there is one node here.
+GPUs compute in bf16, a CPU in fp32. Every value is that of the slowest process. Only one node is measured, so links to
+other nodes are assumed to be as fast as those within it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, device_named, measure_link
+from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, both_passes, device_named, measure_link
 from longctx.attention.kernels.choose import choose_kernel
 from longctx.attention.kernels.entries import Entries
 from longctx.forecast.machine_memory import host_bytes
@@ -36,24 +36,24 @@ from longctx.launch.store import meeting_point
 from longctx.ranks.agreement import gather_objects
 
 REPETITIONS = 5
-"""Of each figure, of which the median counts, after one more to warm up."""
+"""Measurements of each value, whose median counts, after one more to warm up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is timed, large enough for a device to be busy and small enough to be done soon."""
+    """The sizes of what is timed, large enough to keep a device busy and small enough to be done soon."""
 
     dtype: torch.dtype
     tokens: int
     hidden_size: int
     intermediate_size: int
     row: int
-    """Tokens of the document that is attended."""
+    """Tokens of the document that attention is timed on."""
     num_heads: int
     num_key_value_heads: int
     head_size: int
     num_elements: int
-    """Of fp32 tensors that are copied and updated, more than caches hold."""
+    """Elements of the fp32 tensors that are copied and updated, more than caches hold."""
 
 
 _ON_GPU = Work(
@@ -81,11 +81,13 @@ _ON_CPU = Work(
 
 
 def measure_speeds(num_devices: int) -> Speeds:
-    """Of this machine, by as many processes as a run on these devices has: CUDA's, or the CPU's where there is none.
+    """Measure the speeds of this machine, with as many processes as a run on these devices has.
+
+    The devices are GPUs, or the CPU if there is no GPU.
 
     Raises:
         ValueError: for less than one device, or more than there are GPUs.
-        RuntimeError: if a process fails; what it said is on stderr.
+        RuntimeError: if a process fails; its messages are on stderr.
     """
     gpus = device_count()
     if num_devices < 1:
@@ -104,7 +106,7 @@ def measure_speeds(num_devices: int) -> Speeds:
 
 
 def device_memory() -> tuple[int, int]:
-    """Bytes of a device and of the host's memory, the same where devices are the host's own CPU."""
+    """Return the bytes of a device and of the host's memory, which are the same if the devices are the host's CPU."""
     host = host_bytes()
     return (torch.cuda.mem_get_info()[1] if device_count() else host), host
 
@@ -116,11 +118,12 @@ def _speeds(values: dict[str, Any]) -> Speeds:
 
 
 def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work | None = None) -> Speeds:
-    """Called by all processes of a group, one a device.
+    """Measure speeds with all processes of a group, one a device, which call this together.
 
     Args:
-        clock: seconds, but for links; `time.process_time` leaves out other work on a CPU's one thread.
-        work: what is timed; by default what keeps a GPU, or a CPU, busy.
+        clock: returns seconds; links have their own clock. On a CPU with one thread, `time.process_time` leaves out the
+            work of other processes.
+        work: what is timed; by default enough to keep a GPU, or a CPU, busy.
     """
     rank = dist.get_rank()
     on_gpu = torch.cuda.is_available()
@@ -131,7 +134,6 @@ def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work 
     known = device_named(torch.cuda.get_device_name(device) if on_gpu else "CPU")
     seconds = partial(_seconds, device=device, clock=clock)
     forward, backward = _attention_flops(work, device, seconds)
-    both = FLOPS_FORWARD + FLOPS_BACKWARD
     within = measure_link(None, device) if dist.get_world_size() > 1 else known.within
     return Speeds(
         matmul_flops=_matmul_flops(work, device, seconds),
@@ -139,7 +141,7 @@ def measure_together(clock: Callable[[], float] = time.perf_counter, work: Work 
         attention_backward_flops=backward,
         device=replace(
             known,
-            attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward),
+            attention_flops=both_passes(forward, backward),
             memory_speed=_memory_speed(work, device, seconds),
             within=within,
             across=within,
@@ -154,7 +156,7 @@ Seconds = Callable[[Callable[[], object]], float]
 
 
 def _matmul_flops(work: Work, device: torch.device, seconds: Seconds) -> float:
-    """Of a layer's widest matrix, forward and backward."""
+    """Return the FLOPs per second of a layer's widest matrix, forward and backward together."""
     layer = nn.Linear(work.hidden_size, work.intermediate_size, bias=False, device=device, dtype=work.dtype)
     x = torch.randn(work.tokens, work.hidden_size, device=device, dtype=work.dtype, requires_grad=True)
     flops = 3 * 2 * work.tokens * work.hidden_size * work.intermediate_size
@@ -162,7 +164,7 @@ def _matmul_flops(work: Work, device: torch.device, seconds: Seconds) -> float:
 
 
 def _attention_flops(work: Work, device: torch.device, seconds: Seconds) -> tuple[float, float]:
-    """Forward and backward, of the kernel that a run takes."""
+    """Return the FLOPs per second of the kernel that a run takes, forward and backward."""
     shapes = [(1, heads, work.row, work.head_size) for heads in (work.num_heads, *[work.num_key_value_heads] * 2)]
     q, k, v = (torch.randn(shape, device=device, dtype=work.dtype) for shape in shapes)
     kernel = choose_kernel(device, work.dtype, work.head_size, work.num_heads // work.num_key_value_heads)
@@ -181,7 +183,7 @@ def _memory_speed(work: Work, device: torch.device, seconds: Seconds) -> float:
 
 
 def _host_link(work: Work, device: torch.device, seconds: Seconds) -> float:
-    """To a device and from it, one after the other; on a CPU a copy within its memory."""
+    """Return the bytes per second of copies to a device and back; on a CPU, of copies within its memory."""
     host = torch.empty(work.num_elements, pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
 
@@ -193,7 +195,7 @@ def _host_link(work: Work, device: torch.device, seconds: Seconds) -> float:
 
 
 def _host_memory(work: Work, seconds: Seconds) -> float:
-    """Of one process, while all update parameters at once as an optimizer on the host does."""
+    """Return the bytes per second of one process, while all update parameters as an optimizer on the host does."""
     parameter = nn.Parameter(torch.zeros(work.num_elements))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -211,7 +213,7 @@ def _launch_seconds(device: torch.device, seconds: Seconds) -> float:
 
 
 def _seconds(work: Callable[[], object], *, device: torch.device, clock: Callable[[], float]) -> float:
-    """Median of the slowest process, all of which begin together."""
+    """Return the median seconds of the slowest process; all processes start together."""
     times = []
     for _ in range(REPETITIONS + 1):
         dist.barrier()

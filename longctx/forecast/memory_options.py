@@ -1,7 +1,7 @@
-"""Memory levers: what lets sequences be longer, resolved from `--memory` and the flag of each.
+"""Memory levers, which let sequences be longer, resolved from `--memory` and the flag of each.
 
-An explicit flag, or a key of the launcher's profile, wins over the preset; what the preset sets where it can is a
-table. Every lever is exact; most cost time.
+An explicit flag, or a key of the launcher's profile, overrides the preset. PRESETS lists what each preset sets where
+the run supports it. Every lever is exact; most cost time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 NONE, CPU, NVME = "none", "cpu", "nvme"
 
 CHUNK_TOKENS = 8192
-"""Tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
+"""Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
 FEWEST_CHUNKS = 4
-"""Into how many it cuts a short sequence."""
+"""Chunks into which it cuts a short sequence."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "balanced": {},
@@ -34,8 +34,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "small_buckets": True,
     },
 }
-"""What --memory sets, by flag. `longest` leaves out what the run has no place for, see `_possible`; balanced leaves
-everything at its default."""
+"""What each value of --memory sets, by flag. `longest` leaves out what the run does not support, see `_possible`.
+`balanced` leaves everything at its default."""
 
 PROFILE_LEVERS = (
     "offload_optimizer_device",
@@ -50,17 +50,16 @@ OWN_FLAGS = (*PROFILE_LEVERS, "tiled_mlp", "tiled_mlp_num_shards", "heads_k_stri
 
 
 class RunTraits(NamedTuple):
-    """Of a run, what decides which levers there are."""
+    """The properties of a run that decide which levers it supports."""
 
     backend_can_chunk: bool
     """Whether the sequence-chunked step runs on the attention backend."""
     engine: str
     """deepspeed, fsdp2, fsdp1 or none."""
     zero_stage: int | None
-    use_cpu: bool
     bf16: bool
     local_tokens: int
-    """Of a rank's part of a micro-batch, at most."""
+    """Most tokens of a micro-batch on one rank."""
     has_linear_attention: bool
     """Whether layers carry a state through all tokens."""
 
@@ -71,23 +70,23 @@ class RunTraits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Levers:
-    """Every lever of a run, decided."""
+    """The resolved value of every lever of a run."""
 
     memory: str
     """The preset."""
     set_by_preset: tuple[str, ...]
-    """Names of PRESETS that it set."""
+    """Names of the levers that the preset set."""
     activation_checkpointing: bool
     every_n_layers: int
-    """Of which one is checkpointed."""
+    """One in this many layers is checkpointed."""
     activation_offloading: bool
-    """Whether what backward needs waits in host memory."""
+    """Whether what the backward pass needs waits in host memory."""
     selective: bool | None
-    """Whether checkpoints keep attention's output; a ring's alone where None."""
+    """Whether checkpoints keep attention's output; None means the backend's default."""
     checkpoint_kwargs: Mapping[str, Any]
-    """For torch.utils.checkpoint."""
+    """Keywords for torch.utils.checkpoint."""
     tiled_mlp_num_shards: int | None
-    """0: it follows from the length."""
+    """Tiles of the MLP; 0 derives their number from the length, and None means no tiles."""
     heads_k_stride: int | None
     sequence_chunk_size: int | None
     offload_optimizer_device: str
@@ -95,18 +94,18 @@ class Levers:
     offload_optimizer_nvme_path: str | None
     offload_param_nvme_path: str | None
     communication_data_type: str
-    """auto: fp32 on FSDP2, the training precision on DeepSpeed."""
+    """fp32, bf16, or auto: fp32 on FSDP2, the training precision on DeepSpeed."""
     small_buckets: bool
     """Whether DeepSpeed reduces, fetches and keeps less at a time than a layer."""
 
     @property
     def offloads(self) -> bool:
-        """Whether anything waits off the devices."""
+        """Whether anything is kept off the devices."""
         places = {self.offload_optimizer_device, self.offload_param_device}
         return places != {NONE} or self.activation_offloading or self.sequence_chunk_size is not None
 
     def settings(self) -> dict[str, Any]:
-        """Every lever by its flag, and by its older name where it has one."""
+        """Return every lever by its flag, and by its older name if it has one."""
         kwargs = dict(self.checkpoint_kwargs)
         if self.every_n_layers > 1:
             kwargs["every_n_layers"] = self.every_n_layers
@@ -123,7 +122,7 @@ class Levers:
         }
 
     def parallelize_arguments(self) -> dict[str, Any]:
-        """What `longctx.parallelize` carries out."""
+        """Return the levers that `longctx.parallelize` carries out, by keyword."""
         keywords = {
             "selective_checkpointing": self.selective,
             "heads_k_stride": self.heads_k_stride,
@@ -133,14 +132,14 @@ class Levers:
         return {name: value for name, value in keywords.items() if value is not None}
 
     def describe(self) -> str:
-        """The preset and every lever that is on, on one line."""
+        """Return the preset and every lever that is on, in one line."""
         on = [text for name, text in self._on() if name not in self.set_by_preset]
         by_preset = [text for name, text in self._on() if name in self.set_by_preset]
         source = f"{self.memory}: {', '.join(by_preset)}" if by_preset else self.memory
         return "; ".join([source, *([", ".join(on)] if on else [])])
 
     def _on(self) -> list[tuple[str, str]]:
-        """(name, text) of the levers that are on, and of what a preset has switched off."""
+        """Return (name, text) of the levers that are on, and of those that a preset has switched off."""
         chunked = self.sequence_chunk_size is not None
         every = f" of every {self.every_n_layers} layers" if self.every_n_layers > 1 else ""
         checkpoints = f"activation checkpointing{every}" if self.activation_checkpointing else "no checkpointing"
@@ -171,14 +170,14 @@ class Levers:
 
 
 def asked_levers(settings: Mapping[str, Any], explicit: Set[str]) -> dict[str, Any]:
-    """The levers that flags set, by flag, and what --activation_checkpointing_kwargs says by its keys.
+    """Return the levers that the user set: flags by their names, --activation_checkpointing_kwargs by its keys.
 
     Args:
         settings: every flag's value.
         explicit: flags that the user set.
 
     Raises:
-        ValueError: for --activation_checkpointing_kwargs that no checkpoint takes.
+        ValueError: if --activation_checkpointing_kwargs is not a JSON object, or one of its levers has a wrong value.
     """
     asked = {name: settings[name] for name in OWN_FLAGS if name in explicit and settings[name] is not None}
     for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
@@ -194,7 +193,7 @@ def asked_levers(settings: Mapping[str, Any], explicit: Set[str]) -> dict[str, A
 
 
 def _of_checkpoints(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The levers among --activation_checkpointing_kwargs; what torch.utils.checkpoint takes as `checkpoint_kwargs`."""
+    """Return the levers in --activation_checkpointing_kwargs; `checkpoint_kwargs` has what is left for torch."""
     flag = f"--activation_checkpointing_kwargs {given}"
     try:
         kwargs = json.loads(given) if isinstance(given, str) else dict(given)
@@ -215,21 +214,21 @@ def _of_checkpoints(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
-    """Whether the sequence-chunked step, which no ring carries out, is asked for."""
+    """Whether the sequence-chunked step, which no ring supports, is asked for."""
     by_preset = memory == "longest" and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
     return by_preset or asked.get("sequence_chunk_size") is not None
 
 
 def resolve_levers(memory: str, asked: Mapping[str, Any], place: RunTraits, *, checkpoints_by_default: bool) -> Levers:
-    """Decide every lever, or refuse.
+    """Resolve every lever.
 
     Args:
         memory: a name of PRESETS.
-        asked: what the user or a profile set, by flag, as `asked_levers` has it.
-        checkpoints_by_default: whether activations are checkpointed where neither says.
+        asked: what the user or a profile set, by flag, as `asked_levers` returns it.
+        checkpoints_by_default: whether activations are checkpointed if neither sets it.
 
     Raises:
-        ValueError: for a lever that the run has no place for, with its value, the limit and the remedy.
+        ValueError: for a lever that the run does not support, with its value, the limit and the remedy.
     """
     _check_asked(asked, place)
     preset = _possible(memory, asked, place)
@@ -258,8 +257,10 @@ def resolve_levers(memory: str, asked: Mapping[str, Any], place: RunTraits, *, c
 
 
 def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[str, Any]:
-    """What the preset sets in this run and nobody else has: the sequence-chunked step where it can be, which holds no
-    whole layer and streams what it keeps itself; else what makes whole layers smaller.
+    """Return what the preset sets in this run and nobody else has set.
+
+    `longest` sets the sequence-chunked step if the run supports it, which holds no whole layer and offloads what it
+    keeps; else the levers that make whole layers smaller.
     """
     preset = dict(PRESETS[memory])
     if memory != "longest":
@@ -269,28 +270,26 @@ def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[s
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
-    if {"tiled_mlp", "tiled_mlp_num_shards"} & asked.keys():
-        left_out.add("tiled_mlp")
-    if place.engine == "fsdp1":
+    if place.engine == "fsdp1" or "tiled_mlp_num_shards" in asked:
         left_out.add("tiled_mlp")
     if place.engine != "deepspeed":
         left_out |= {"offload_optimizer_device", "small_buckets"}
     if place.engine != "fsdp2":
-        left_out.add("offload_param_device")  # ZeRO-3's costs more time than it frees memory
+        left_out.add("offload_param_device")  # ZeRO-3's takes much time and frees little memory
     chunk = max(1, min(CHUNK_TOKENS, math.ceil(place.local_tokens / FEWEST_CHUNKS)))
     preset["sequence_chunk_size"] = chunk
     return {name: value for name, value in preset.items() if name not in left_out and name not in asked}
 
 
 def _whole_layers(asked: Mapping[str, Any]) -> bool:
-    """Whether somebody asked for what only a step with whole layers has."""
+    """Whether a lever is asked for that only a step with whole layers has."""
     return bool({"tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride"} & asked.keys()) or (
         asked.get("every_n_layers", 1) > 1
     )
 
 
 def _needs(asked: Mapping[str, Any]) -> bool:
-    """Whether a lever that somebody asked for is one of activation checkpointing."""
+    """Whether a lever is asked for that needs activation checkpointing."""
     return asked.get("sequence_chunk_size") is not None or asked.get("every_n_layers", 1) > 1
 
 
@@ -301,7 +300,7 @@ def _num_shards(values: Mapping[str, Any]) -> int | None:
 
 
 def _check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
-    """Each by itself."""
+    """Raise ValueError for a lever that, by itself, the run does not support."""
     for name in ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size"):
         if asked.get(name, 1) < 1:
             raise ValueError(f"--{name} {asked[name]} is below 1. Leave it out, or use at least 1.")
@@ -360,7 +359,7 @@ def _check_together(levers: Levers, place: RunTraits) -> None:
 
 
 def _check_offload(levers: Levers, place: RunTraits) -> None:
-    """Where an engine can put optimizer states and parameters."""
+    """Raise ValueError if the engine cannot put optimizer states or parameters where they are asked for."""
     for kind in ("optimizer", "param"):
         flag, path_flag = f"--offload_{kind}_device", f"--offload_{kind}_nvme_path"
         device, path = getattr(levers, f"offload_{kind}_device"), getattr(levers, f"offload_{kind}_nvme_path")

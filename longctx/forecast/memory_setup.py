@@ -1,4 +1,4 @@
-"""Everything but the length that a step's memory depends on: the model, its layout, its engine, what saves memory."""
+"""Everything but the length that a step's memory depends on: the model, its layout, its engine and its levers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longctx.layers.liger import fuses_layers
 from longctx.sequence.mesh import ParallelDims
 
 Engine = Literal["none", "fsdp2", "zero1", "zero2", "zero3"]
-RunTraits = Literal["none", "cpu", "nvme"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class MemorySetup:
     dp_replicate: int = 1
     sp: int = 1
     ring: int = 1
-    """Ranks that pass keys and values around; sp / ring exchange tokens for heads."""
+    """Ranks that pass keys and values around; sp / ring ranks exchange tokens for heads."""
     sp_backend: str | None = None
-    """As --sp_backend has it; None means the first registered backend that has these degrees."""
+    """A value of --sp_backend; None means the first registered backend that has these degrees."""
     passes_gradients_on: bool = False
     """Whether a gather passes the gradients on from rank to rank, as torch's context parallelism does."""
     ranks_per_node: int = 1
@@ -36,13 +36,13 @@ class MemorySetup:
     bf16: bool = True
     """Whether activations are bf16, else fp32."""
     weight_bytes: int = 4
-    """Of a parameter as it was loaded, which FSDP2 and one process train."""
+    """Bytes of a parameter as it was loaded, in which FSDP2 and a single process train it."""
     num_rows: int = 1
     """Rows of a micro-batch on a rank."""
     fused_loss: bool = True
-    """Whether logits exist for a few tokens at a time only."""
+    """Whether logits exist only for a few tokens at a time."""
     fused_layers: bool = False
-    """Whether norms and the MLP's activation are single kernels that keep their inputs alone (Liger)."""
+    """Whether norms and the MLP's activation are single kernels that save only their inputs (Liger)."""
     gradient_checkpointing: bool = True
     every_n_layers: int = 1
     selective_checkpointing: bool = False
@@ -50,33 +50,33 @@ class MemorySetup:
     activation_offloading: bool = False
     """Whether checkpoints wait in host memory."""
     tiled_mlp_num_shards: int | None = None
-    """0 for one for each h tokens of a rank; None for all tokens at once."""
+    """Tiles of the MLP: 0 means one for every h tokens of a rank, None all tokens at once."""
     heads_k_stride: int | None = None
-    """Key/value heads of a rank at a time; None for all, and for a gather a quarter of them."""
+    """Key/value heads of a rank at a time; None means all, or a quarter of them for a gather."""
     projects_by_stage: bool = False
-    """Whether the heads in hand are projected only then, too (UPipe, arXiv 2602.21196), which longctx does not do."""
+    """Whether each stage also projects its heads itself (UPipe, arXiv 2602.21196), which longctx does not do."""
     sequence_chunk_size: int | None = None
-    """Tokens of a rank at a time, the others waiting in host memory."""
-    offload_optimizer: RunTraits = "none"
-    offload_param: RunTraits = "none"
+    """Tokens of a rank on the device at a time, while the others wait in host memory; None means all of them."""
+    offload_optimizer: OffloadDevice = "none"
+    offload_param: OffloadDevice = "none"
     pins_host_memory: bool = True
-    """Whether what is offloaded lies in pinned memory, which devices copy to and from by themselves."""
+    """Whether offloaded tensors lie in pinned memory, which devices copy to and from by themselves."""
     reduce_bytes: int = 4
-    """Of a gradient's element while it is reduced; ZeRO adds up in it."""
+    """Bytes of a gradient's element while it is reduced; ZeRO also adds gradients up in this precision."""
     bucket_size: int | None = None
-    """Elements that DeepSpeed reduces at a time; a layer's where None."""
+    """Elements that DeepSpeed reduces at a time; None means those of a layer."""
     live_parameters: int = 1_000_000_000
-    """That ZeRO-3 keeps gathered; DeepSpeed's default."""
+    """Parameters that ZeRO-3 keeps gathered; by default DeepSpeed's own number."""
     kernel: Literal["flash-attn 2", "flash-attn 3", "sdpa"] = "flash-attn 2"
-    """Of attention; sdpa as stock transformers calls it, with a flash kernel behind it."""
+    """Attention's kernel; `sdpa` is stock transformers' call, with a flash kernel behind it."""
     accumulates_gradients: bool = False
-    """Whether gradients of an earlier micro-batch are there throughout."""
+    """Whether gradients of an earlier micro-batch are there throughout the step."""
     is_cpu: bool = False
     """Whether the devices are the host's own CPU, so that all memory is the host's."""
     quantized_weight_bytes: float | None = None
-    """Of a 4-bit weight in a layer, its scale included, which every rank has; None where weights are not quantised."""
+    """Bytes of a 4-bit weight in a layer, its scale included; every rank has all of them. None without quantisation."""
     layer_factor: float = 1.0
-    """Of what a layer saves and makes, as traces of the model at hand found it (`longctx.forecast.calibrate`)."""
+    """Factor of what a layer saves and makes, as traces of the model found it (`longctx.forecast.calibrate`)."""
 
     def __post_init__(self) -> None:
         if self.sp % self.ring or self.model.num_heads % self.ulysses:
@@ -98,7 +98,7 @@ class MemorySetup:
         use_cpu: bool,
         ranks_per_node: int,
     ) -> MemorySetup:
-        """Of a run, from its flags' final values."""
+        """Return the setup of a run from the final values of its flags."""
         get = settings.get
         kwargs = get("activation_checkpointing_kwargs") or get("gradient_checkpointing_kwargs") or {}
         small: dict[str, Any] = {"bucket_size": min(model.layer_parameters, model.hidden_size**2)}
@@ -139,7 +139,7 @@ class MemorySetup:
 
     @property
     def backend(self) -> str:
-        """As --sp_backend has it, or `local`.
+        """A value of --sp_backend, or `local`.
 
         Raises:
             ValueError: if `sp_backend` does not have these degrees.
@@ -160,27 +160,30 @@ class MemorySetup:
 
     @property
     def element_size(self) -> int:
-        """b"""
+        """Bytes of an activation's element, b."""
         return 2 if self.bf16 else 4
 
     @property
     def stream_size(self) -> int:
-        """Bytes of an element of the residual stream: autocast leaves it in the embeddings' fp32."""
+        """Bytes of an element of the residual stream. Without an engine, autocast leaves it in the embeddings' fp32."""
         return 4 if self.engine == "none" and self.weight_bytes == 4 else self.element_size
 
     def local_tokens(self, length: int) -> float:
-        """Of a rank, where rows have this many tokens."""
+        """Return the tokens of a rank, for rows of this many tokens."""
         return length * self.num_rows / self.sp
 
 
 @functools.cache
 def _backends_with(sp: int, ring: int, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the backends that can arrange sp > 1 ranks in such a ring."""
+    """Return the backends, of these names, that can arrange sp > 1 ranks with such a ring."""
     return tuple(name for name in names if any(how.ring == ring for how in BACKENDS[name].arrangements(sp)))
 
 
 def _reduce_bytes(asked: str | None, engine: str, bf16: bool) -> int:
-    """Of a gradient's element; FSDP2 reduces in fp32 where nobody asks, DeepSpeed in the training precision."""
+    """Return the bytes of a gradient's element while it is reduced.
+
+    By default FSDP2 reduces in fp32, and DeepSpeed in the training precision.
+    """
     return 2 if asked == "bf16" or (asked != "fp32" and engine == "deepspeed" and bf16) else 4
 
 

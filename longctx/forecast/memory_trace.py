@@ -1,19 +1,22 @@
-"""What a training step allocates: bytes by category, at the peak and over time, counted storage by storage.
+"""The memory of a training step: bytes by category, at the peak and over time, counted storage by storage.
 
-A dispatch mode sees every tensor that an operator returns; a storage counts from then until it is freed. Nothing is
+A dispatch mode sees every tensor that an operator returns. A storage counts from then until it is freed. Nothing is
 sampled or estimated, so the same step gives the same trace. It works around
 
 - a step over `FakeTensorMode`, where no memory is taken and a model of any size runs on any machine
-  (`longctx.forecast.traced_step` builds ours), and
+  (`longctx.forecast.traced_step` builds longctx's own step), and
 - a real step on the CPU, with FSDP2 or DeepSpeed on gloo.
 
-What differs from `torch.distributed._tools.mem_tracker.MemTracker`: `longctx.attention` is one operator to it, and
-the buffers of its schedules are unseen, where here the schedule runs under the trace; host memory is told apart from
-the device's on a machine without one; an activation is what outlives the forward pass and not whatever the forward
-pass makes; every allocation keeps its name. On a step without these the two agree to the byte
-(tests/forecast/test_memory_trace.py).
+It differs from `torch.distributed._tools.mem_tracker.MemTracker` in these points:
 
-What an operator takes and gives back inside itself is unseen: an upper bound has to leave room for it. For
+- The schedule of `longctx.attention` runs under the trace. MemTracker sees one operator, without the buffers inside.
+- Host memory is told apart from the device's, even on a machine without a device.
+- An activation is what outlives the forward pass, not all that the forward pass makes.
+- Every allocation keeps its name.
+
+On a step to which none of these applies the two agree to the byte (tests/forecast/test_memory_trace.py).
+
+What an operator takes and gives back inside itself is not seen, so an upper bound has to leave room for it. For
 FlashAttention's backward pass under fake tensors it is known and counted, see `FLASH_WORKSPACE`.
 """
 
@@ -59,23 +62,23 @@ from longctx.sequence.host_tensors import allocates_host_memory
 
 
 class MemoryTracer(TorchDispatchMode):
-    """Traces what runs inside it.
+    """A context that traces the memory of what runs inside it.
 
         with MemoryTracer(model, optimizer) as tracer:
             loss(model(**batch)).backward()
             optimizer.step()
         print(tracer.trace().table())
 
-    Enter it inside FakeTensorMode where there is one. Not for several steps at once: the peak would be of all.
+    Enter it inside FakeTensorMode, if there is one. Trace one step at a time: the peak of several would be that of all.
 
     Args:
-        model: whose parameters are there from the start, in any wrapping: FSDP2's shards, ZeRO's partitions.
+        model: the model whose parameters are there from the start, in any wrapping: FSDP2's shards, ZeRO's partitions.
         optimizer: the torch optimizer; with DeepSpeed its inner one.
-        on_host: categories of `PARAMETERS`, `GRADIENTS` and `OPTIMIZER_STATES` that an engine keeps on the host; on a
-            machine without a GPU nothing else can tell.
+        on_host: categories of `PARAMETERS`, `GRADIENTS` and `OPTIMIZER_STATES` that an engine keeps on the host. On a
+            machine without a GPU nothing else shows it.
 
     Raises:
-        ValueError: for a category in `on_host` that an engine does not hold.
+        ValueError: for a category in `on_host` that no engine offloads.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class MemoryTracer(TorchDispatchMode):
             with self:
                 return run_schedule(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default and active_fake_mode():
-            result = args[0]  # its fake result would be a copy
+            result = args[0]  # the fake operator would return a copy
         else:
             result = func(*args, **kwargs)
         if self._is_traced_mode():  # not the fake tensors with which DTensor works out shapes
@@ -141,7 +144,7 @@ class MemoryTracer(TorchDispatchMode):
         return result
 
     def trace(self) -> MemoryTrace:
-        """What was counted, once the tracer is left."""
+        """Return the trace, once the tracer is left."""
         now = {False: 0, True: 0}  # bytes on device and host
         peaks, peak_at = dict(now), {False: -1, True: -1}
         timeline = []
@@ -167,14 +170,14 @@ class MemoryTracer(TorchDispatchMode):
         )
 
     def _held(self, event: int, *, on_host: bool) -> dict[Allocation, int]:
-        """What was there after this event."""
+        """Return the bytes that each allocation held after this event."""
         held: Counter[Allocation] = Counter()
         for allocation, change, _ in self._events[: event + 1]:
             if allocation.on_host == on_host:
                 held[allocation] += change
         return {allocation: nbytes for allocation, nbytes in held.items() if nbytes}
 
-    # What comes and goes
+    # Allocations and releases
 
     def _start(self) -> None:
         self._fake_mode = active_fake_mode()
@@ -199,7 +202,7 @@ class MemoryTracer(TorchDispatchMode):
         return active_fake_mode() is self._fake_mode
 
     def _see(self, tensor: Tensor, *, op: str, phase: str, category: str = TEMPORARY) -> Allocation | None:
-        """Count the storage behind a tensor if it is new."""
+        """Count the storage of a tensor if it is new, and return its allocation."""
         if tensor.device.type == "meta" or not hasattr(tensor, "untyped_storage"):
             return None
         storage = tensor.untyped_storage()
@@ -234,12 +237,12 @@ class MemoryTracer(TorchDispatchMode):
             self._set_size(storage._cdata, storage.nbytes())
 
     def _freed(self, key: int) -> None:
-        if self._depth:  # what goes after the trace is no part of it
+        if self._depth:  # what is freed after the trace does not count
             self._set_size(key, 0)
         self._live.pop(key, None)
 
     def _count_workspace(self, op: str, buffers: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Buffers that an operator takes and gives back before it returns."""
+        """Count buffers that an operator takes and gives back before it returns."""
         made, part = [], self._part()
         for name, (shape, dtype) in buffers.items():
             allocation = Allocation(
@@ -269,7 +272,7 @@ class MemoryTracer(TorchDispatchMode):
         return f"{self._phase} {_without_numbers(self._where())}"
 
     def _follow_backward(self) -> None:
-        """What is alive when a backward pass begins, the forward pass has kept for it."""
+        """Follow the phases of a step; what is alive when the backward pass begins is an activation."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task == self._graph_task:
             return
@@ -300,7 +303,7 @@ class MemoryTracer(TorchDispatchMode):
         self._phase = "forward"
 
     def _mark_states(self, optimizer: Optimizer | None = None) -> None:
-        """Find parameters, gradients and optimizer states, new and old."""
+        """Set the categories of parameters, gradients and optimizer states, new and old."""
         parameters = [] if self._model is None else list(self._model.parameters())
         for parameter in parameters:
             self._mark(getattr(parameter, "ds_tensor", parameter), PARAMETERS, "parameter")
@@ -318,7 +321,7 @@ class MemoryTracer(TorchDispatchMode):
                 self._mark(x, OPTIMIZER_STATES, name)
 
     def _mark(self, tensor: Any, category: str, name: str = "") -> None:
-        """Settle what a tensor is, where that is open."""
+        """Set the category of a tensor, unless it has a final one."""
         if not isinstance(tensor, Tensor):
             return
         tensor = _inner(tensor)
@@ -336,7 +339,7 @@ class MemoryTracer(TorchDispatchMode):
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    """The local part of a distributed tensor."""
+    """Return the local part of a distributed tensor."""
     while isinstance(tensor, (DTensor, AsyncCollectiveTensor)):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
     return tensor

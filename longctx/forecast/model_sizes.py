@@ -16,19 +16,19 @@ from longctx.model.load import num_elements
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What memory depends on in a decoder, and nothing else of it."""
+    """The sizes of a decoder, for forecasts."""
 
     num_parameters: int
     num_trained_parameters: int
     layer_parameters: int
-    """Of the largest decoder layer."""
+    """Parameters of the largest decoder layer."""
     num_layers: int
     hidden_size: int
     vocab_size: int
     intermediate_size: int
-    """I; of a mixture of experts, of all experts that one token uses."""
+    """Width of the MLP, I; for a mixture of experts, that of all experts that one token uses."""
     num_experts_per_token: int
-    """0 without experts."""
+    """Experts that one token uses; 0 without experts."""
     num_heads: int
     num_key_value_heads: int
     head_size: int
@@ -36,24 +36,24 @@ class ModelSizes:
 
     @property
     def query_size(self) -> int:
-        """q"""
+        """Width of all query heads, q."""
         return self.num_heads * self.head_size
 
     @property
     def key_value_size(self) -> int:
-        """kv"""
+        """Width of all key/value heads, kv."""
         return self.num_key_value_heads * self.head_size
 
     @classmethod
     def of_config(cls, config: PretrainedConfig) -> ModelSizes:
-        """From a model on the meta device, which takes no memory and has all parameters."""
+        """Return the sizes by a model on the meta device, which takes no memory and has all parameters."""
         config = copy.deepcopy(config)
         config.get_text_config().pad_token_id = None  # an embedding refuses one that it does not have
         return cls.of_model(without_weights(config))
 
     @classmethod
     def of_model(cls, model: PreTrainedModel | nn.Module) -> ModelSizes:
-        """From a causal language model, before or after an engine or an adapter has wrapped it."""
+        """Return the sizes of a causal language model, before or after an engine or an adapter has wrapped it."""
         config: Any = model.config
         text = config.get_text_config()
         layers: Any = next(
@@ -80,13 +80,13 @@ class ModelSizes:
 
 
 def adapter_rows(model: ModelSizes) -> int:
-    """Count the parameters of an adapter of rank 1 on every matrix of every layer, the most that one has."""
+    """Return the parameters of a rank-1 adapter on every matrix of every layer, the most that an adapter has."""
     h, width = model.hidden_size, model.intermediate_size
     return model.num_layers * (7 * h + 2 * model.query_size + 2 * model.key_value_size + 3 * width)
 
 
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:
-    """Elements between the MLP's matrices for one token, and the experts they lie in."""
+    """Return the elements between the MLP's matrices for one token, and the number of experts that have them."""
     used = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_k", None) or 0
     if not used:
         return text.intermediate_size, 0

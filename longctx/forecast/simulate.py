@@ -1,17 +1,16 @@
-"""A training step on many devices, simulated: what every rank computes, what it exchanges, and whom it waits for.
+"""A simulated training step on many devices: what every rank computes, what it exchanges, and how long it waits.
 
-The step is put together from the documents that the ranks really get: `longctx.ring.plan` says how many pairs of query
-and key each rank has at each hop and how many tokens reach it, and `longctx.attention.cost` how long that takes on
-the links of the machine, the first rank of a node receiving over the link between nodes and the others over those
-within. To these come the rest of the layers by `longctx.forecast.step_time`, weights that are gathered and gradients
-that are reduced.
+The step is made from the documents that the ranks really get. `longctx.ring.plan` gives the pairs of query and key and
+the received tokens of each rank at each hop. `longctx.attention.cost` gives the seconds that they take on the machine's
+links; only the first rank of a node receives over the link between nodes. `longctx.forecast.step_time` gives the rest
+of the layers, the gathering of weights and the reduction of gradients.
 
-Ranks of a sequence group wait for each other in every pass of every layer; groups with different packs wait for the
-dearest of them in every micro-batch, since all gather the same weights. Weights are gathered and gradients reduced in
-every micro-batch, while something is computed and, where attention's messages take the same link, none of them
-travels; what does not fit in there is time of its own. Nothing fails, no link is shared with other jobs, and all
-devices are equally fast. With one row on one node, this is what `longctx.forecast.step_time` says, but for the balance
-of the ranks in what is computed again. All numbers are simulated, never measured.
+Ranks of a sequence group wait for each other in every pass of every layer. Groups wait for the slowest group in every
+micro-batch, since all gather the same weights. Weights are gathered and gradients reduced in every micro-batch while
+something is computed, but not while attention's messages take the same link; what computation does not hide adds to the
+step. Nothing fails, no link is shared with other jobs, and all devices are equally fast. For one sequence on one node
+the result is that of `longctx.forecast.step_time`, except that it counts how evenly recomputation is balanced. All
+numbers are simulated, never measured.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from longctx.forecast.step_time import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimulatedStep:
-    """Seconds of every rank, float64 [world_size], which add up to the same for all."""
+    """How every rank spends a step: float64 [world_size] seconds each, which add up to the same for all."""
 
     compute: Seconds
     exchange: Seconds
-    """For messages and copies to arrive, as far as nothing is computed meanwhile."""
+    """Seconds until messages and copies arrive, while nothing is computed."""
     wait: Seconds
-    """For other ranks."""
+    """Seconds of waiting for other ranks."""
     least: float
-    """Seconds of a step in which ranks did nothing but compute layers and attend, all equally long."""
+    """Seconds of a step in which all ranks only compute, and all equally long."""
     tokens: int
-    """Of all ranks."""
+    """Tokens of all ranks."""
 
     @property
     def seconds(self) -> float:
@@ -55,7 +54,7 @@ class SimulatedStep:
 
     @property
     def efficiency(self) -> float:
-        """Part of the step that is not lost by spreading it."""
+        """Fraction of the step that is not lost to its distribution."""
         return self.least / self.seconds
 
     @property
@@ -64,13 +63,13 @@ class SimulatedStep:
 
 
 def simulate(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]], speeds: Speeds) -> SimulatedStep:
-    """One optimizer step.
+    """Simulate one optimizer step.
 
     Args:
-        setup: degrees, engine and levers; its memory is not looked at.
+        setup: degrees, engine and levers; whether it fits in memory is not checked.
         micro_batches: [accumulation][world_size / sp], `RingWork.of` the documents of each group, whose rows are
-            flattened to one, for `setup.ring` ranks; equally many tokens each.
-        speeds: of the machine.
+            flattened to one, for `setup.ring` ranks. All have equally many tokens.
+        speeds: speeds of the machine.
 
     Raises:
         ValueError: if there is not one row for every group, for its ring and of the same length.
@@ -95,7 +94,7 @@ def simulate(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]], sp
 
 
 def _micro_batch(setup: MemorySetup, length: int, groups: Sequence[tuple[Seconds, float]], speeds: Speeds) -> Seconds:
-    """[3, world_size]: seconds that each rank computes, exchanges and waits."""
+    """Return [3, world_size]: the seconds that each rank computes, exchanges and waits."""
     done = np.concatenate([group for group, _ in groups], axis=1)
     slowest = done.sum(0).max()
     done[2] += slowest - done.sum(0)
@@ -106,7 +105,7 @@ def _micro_batch(setup: MemorySetup, length: int, groups: Sequence[tuple[Seconds
 
 
 def _sequence_group(setup: MemorySetup, length: int, work: RingWork, speeds: Speeds) -> tuple[Seconds, float]:
-    """[3, sp] as `_micro_batch`, before it waits for other groups, and how long attention keeps a link busy."""
+    """Return [3, sp] as `_micro_batch`, before waiting for other groups, and the seconds that attention uses a link."""
     layers = setup.model.num_layers
     attention = attention_time(*attention_setup(setup, speeds.device), work)
     again = attended_again_seconds(setup, work.pairs.sum(1) / setup.ulysses, speeds)

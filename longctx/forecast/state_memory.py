@@ -7,7 +7,7 @@ from longctx.forecast.memory_setup import MemorySetup
 
 
 def device_states(setup: MemorySetup) -> dict[str, float]:
-    """On the device, throughout."""
+    """Return the bytes of the states that are on the device throughout, by category."""
     placed = placed_states(setup)
     on_device = {
         "parameters": setup.offload_param == "none",
@@ -18,7 +18,7 @@ def device_states(setup: MemorySetup) -> dict[str, float]:
 
 
 def placed_states(setup: MemorySetup) -> dict[str, float]:
-    """Of one rank, wherever they are."""
+    """Return the bytes of one rank's states by category, wherever they are."""
     model, shards = setup.model, setup.world_size / setup.dp_replicate
     parameters, trained = model.num_parameters, model.num_trained_parameters
     if not setup.engine.startswith("zero"):
@@ -36,16 +36,20 @@ def placed_states(setup: MemorySetup) -> dict[str, float]:
 
 
 def gradients_on_host(setup: MemorySetup) -> bool:
-    """ZeRO-2 and 3 add gradients up where the optimizer is; FSDP2 offloads all or nothing."""
+    """Whether gradients are kept on the host.
+
+    ZeRO-2 and 3 add gradients up where the optimizer is; FSDP2 offloads all states or none.
+    """
     if setup.engine == "fsdp2":
         return setup.offload_param != "none"
     return setup.engine in ("zero2", "zero3") and setup.offload_optimizer != "none"
 
 
 def with_gradients(setup: MemorySetup, sizes: dict[str, float]) -> dict[str, float]:
-    """The first layer's backward pass finds all other gradients, the last one's all checkpoints: the larger of them.
+    """Return the sizes with only the gradients and checkpoints that are there at the same time.
 
-    ZeRO, and whoever accumulates, has all gradients throughout.
+    The first layer's backward pass finds all other gradients, the last layer's all checkpoints; the larger counts.
+    ZeRO, and a run that accumulates, have all gradients throughout.
     """
     if setup.engine.startswith("zero") or setup.accumulates_gradients:
         return sizes
@@ -58,7 +62,7 @@ def with_gradients(setup: MemorySetup, sizes: dict[str, float]) -> dict[str, flo
 
 
 def unsharded_parameters(setup: MemorySetup) -> float:
-    """Parameters that are whole for a layer's sake, their gradients, and the buffers of collectives."""
+    """Return the bytes of the whole parameters that a layer needs, their gradients, and the buffers of collectives."""
     model, b = setup.model, setup.element_size
     layer, head = model.layer_parameters, model.vocab_size * model.hidden_size
     trains_all = model.num_trained_parameters == model.num_parameters

@@ -1,10 +1,10 @@
 """Modelled seconds of a whole training step: what it computes, and what it waits for.
 
-Three rates say how fast a device computes: its dense bf16 peak, the part of it that large matrices reach, and that of
-the attention kernel, forward and backward. Links are those of `longctx.attention.cost`, and so is attention's account
-of who waits for whom. Speeds are those of the table of `longctx.attention.speeds` (`Speeds.of`), or measured on the
-machine at hand by `longctx.forecast.measure`; `benchmarks.step_time` holds seconds against published steps, and against
-real ones here.
+Three rates describe how fast a device computes: its dense bf16 peak, the part of it that large matrices reach, and the
+parts that the attention kernel reaches, forward and backward. Links, and the waiting of ranks in attention, are those
+of `longctx.attention.cost`. Speeds come from the table of `longctx.attention.speeds` (`Speeds.of`), or
+`longctx.forecast.measure` measures them on this machine. `benchmarks.step_time` compares the seconds with published
+steps, and with real ones on this machine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.attention.cost import (
-    FLOPS_BACKWARD,
     FLOPS_FORWARD,
     Arrangement,
     Device,
     RingWork,
     Setup,
+    both_passes,
     devices_of,
 )
 from longctx.attention.modelled import modelled_seconds
@@ -33,19 +33,19 @@ from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 
 KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = SPEEDS.kernels()
-"""Parts of the peak, forward and backward, on long documents with heads of 128: kernel -> device -> both."""
+"""Parts of the peak on long documents with heads of 128: kernel -> device -> (forward, backward)."""
 
 ADAMW_BYTES = 28
-"""Read and written of each parameter: weight, gradient and two moments in fp32."""
+"""Bytes read and written for each parameter: weight, gradient and two moments in fp32."""
 HOST_OPTIMIZER_BYTES = ADAMW_BYTES + 8 + 6
 """The same in host memory, with the pass that scales gradients and the one that rounds weights to bf16."""
 OPTIMIZER_COPIES = 2 + 2 + 4 + 2
 """Bytes of each parameter that DeepSpeed copies between device and host: the gradient in bf16 there and back and in
 fp32, the new weight (partition_grads and _reassign_or_swap_out_partitioned_parameters of its stage3.py)."""
 UNPINNED_PASSES = 3
-"""Through host memory, of what is copied to or from memory that is not pinned: it is staged in between."""
+"""Passes through host memory of what is copied to or from memory that is not pinned: it is staged in between."""
 TRAFFIC = 2
-"""Times that each pass moves a byte which is saved for the backward pass: it is written, and read again."""
+"""How often each pass moves a byte that is saved for the backward pass: it is written and read again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +53,22 @@ class Speeds:
     """What the devices, kernels and links of a machine do in a second."""
 
     matmul_flops: float
-    """Of large matrices, on one device."""
+    """FLOPs per second of large matrices, on one device."""
     attention_forward_flops: float
     attention_backward_flops: float
     device: Device
-    """Its memory, links and latencies; of attention, both passes together."""
+    """Memory, links and latencies of one device. Its attention speed is that of both passes together."""
     host_link: float
-    """Bytes between a device and pinned host memory."""
+    """Bytes per second between a device and pinned host memory."""
     host_memory: float
-    """Bytes that all processes of a node read and write."""
+    """Bytes per second that all processes of a node together read and write in host memory."""
 
     @classmethod
     def of(cls, device: str, kernel: str, table: SpeedTable = SPEEDS) -> Speeds:
-        """What the table of speeds has of a device and an attention kernel, by their names in PEAK_FLOPS and KERNELS.
+        """Return the speeds of a device and an attention kernel from a table, by their names in PEAK_FLOPS and KERNELS.
 
         Raises:
-            ValueError: for one that the table does not have, with those that it has.
+            ValueError: for a name that the table does not have, with those that it has.
         """
         peaks, kernels = table.values("peak_flops"), table.kernels()
         if device not in peaks:
@@ -77,15 +77,11 @@ class Speeds:
             known = ", ".join(name for name, devices in kernels.items() if device in devices)
             raise ValueError(f"Nothing is known of the kernel {kernel!r} on {device}. Use one of {known}.")
         forward, backward = (part * peaks[device] for part in kernels[kernel][device])
-        both = FLOPS_FORWARD + FLOPS_BACKWARD
         return cls(
             matmul_flops=table.value(device, "matmul_part") * peaks[device],
             attention_forward_flops=forward,
             attention_backward_flops=backward,
-            device=replace(
-                devices_of(table)[device],
-                attention_flops=both / (FLOPS_FORWARD / forward + FLOPS_BACKWARD / backward),
-            ),
+            device=replace(devices_of(table)[device], attention_flops=both_passes(forward, backward)),
             host_link=table.value(device, "host_link"),
             host_memory=table.value(device, "host_memory"),
         )
@@ -96,9 +92,10 @@ class StepTime:
     """Seconds of one step of one micro-batch."""
 
     parts: Mapping[str, float]
-    """linear, elementwise, attention, recomputed, weights, host, optimizer: those that take time nothing else hides."""
+    """Seconds by part: linear, elementwise, attention, recomputed, weights, host, optimizer. Hidden ones are left
+    out."""
     tokens: int
-    """Of all ranks."""
+    """Tokens of all ranks."""
     world_size: int
 
     @property
@@ -111,10 +108,10 @@ class StepTime:
 
 
 def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Sequence[int] | None = None) -> StepTime:
-    """One optimizer step of one micro-batch of rows with `length` tokens.
+    """Return the modelled time of an optimizer step of one micro-batch, whose rows have `length` tokens.
 
     Args:
-        documents: lengths of a row's documents, `length` in all; one document where None.
+        documents: lengths of a row's documents, `length` in all; None means one document.
     """
     work = RingWork.of(np.asarray(documents or [length]), setup.ring)
     pairs = setup.num_rows * work.pairs.sum() / setup.sp
@@ -135,18 +132,20 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
 
 
 def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[float, float, float]:
-    """Of all of a rank's micro-batch but attention: its matrices forward and backward, those computed once more, and
-    what moves bytes only, such as norms and activations.
+    """Return the seconds of a rank's micro-batch without attention.
+
+    They are those of matrices forward and backward, those of matrices computed again, and those of operators that only
+    move bytes, such as norms and activations.
     """
     model, again, tokens = setup.model, _recomputed_share(setup), setup.local_tokens(length)
     once = 2 * _matmul_parameters(model) * tokens / speeds.matmul_flops
     moved = TRAFFIC * (model.num_layers * saved_by_layer(setup) + LOGIT_BYTES * model.vocab_size) * tokens
-    elementwise = (1 + again + 2) * moved / speeds.device.memory_speed  # backward as much as two passes
+    elementwise = (1 + again + 2) * moved / speeds.device.memory_speed  # backward counts as two passes
     return once * (1 + 1 + model.num_trained_parameters / model.num_parameters), once * again, elementwise
 
 
 def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], speeds: Speeds) -> NDArray[np.float64]:
-    """Of attention that checkpoints make a rank compute once more, in all layers.
+    """Return the seconds of attention that checkpoints make a rank compute again, in all layers.
 
     Args:
         pairs: legal pairs of query and key that it attends to with all heads; of any shape, as is the result.
@@ -157,7 +156,7 @@ def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], spee
 
 
 def host_seconds(setup: MemorySetup, length: int, speeds: Speeds, computed: float) -> float:
-    """Of copies to and from host memory, besides the optimizer's, that no computation hides."""
+    """Return the seconds of copies to and from host memory that no computation hides, without the optimizer's."""
     copied = _host_bytes(setup, length)
     if not setup.pins_host_memory:
         return UNPINNED_PASSES * copied * setup.ranks_per_node / speeds.host_memory
@@ -166,14 +165,17 @@ def host_seconds(setup: MemorySetup, length: int, speeds: Speeds, computed: floa
 
 
 def _matmul_parameters(model: ModelSizes) -> int:
-    """Those that a token is multiplied with: all matrices of the layers but unused experts, and the head."""
+    """Return how many parameters a token is multiplied with: all matrices but the embedding and unused experts."""
     projections = 2 * (model.query_size + model.key_value_size)
     layer = model.hidden_size * (projections + 3 * model.intermediate_size)
     return model.num_layers * layer + model.vocab_size * model.hidden_size
 
 
 def _recomputed_share(setup: MemorySetup) -> float:
-    """Of a forward pass, what is computed once more; projections, in chunks, three times more."""
+    """Return the fraction of a forward pass that is computed again.
+
+    With sequence chunks the projections of q, k and v are computed three more times.
+    """
     if setup.sequence_chunk_size is not None:
         projections = setup.model.num_layers * setup.model.hidden_size * 2 * setup.model.key_value_size
         projections += setup.model.num_layers * setup.model.hidden_size * setup.model.query_size
@@ -182,7 +184,7 @@ def _recomputed_share(setup: MemorySetup) -> float:
 
 
 def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangement]:
-    """What `longctx.attention.cost` needs to know of it."""
+    """Return what `longctx.attention.cost` needs to know of the setup."""
     model = setup.model
     attention = Setup(
         sp=setup.sp,
@@ -198,7 +200,7 @@ def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangem
 
 
 def weights_seconds(setup: MemorySetup, device: Device) -> float:
-    """To gather weights, forward and backward, and to reduce their gradients, in one micro-batch."""
+    """Return the seconds to gather weights, forward and backward, and to reduce their gradients, in one micro-batch."""
     attention, _ = attention_setup(setup, device)
     copies = setup.dp_replicate
     sharded = setup.world_size // copies
@@ -206,12 +208,12 @@ def weights_seconds(setup: MemorySetup, device: Device) -> float:
     reduced = setup.reduce_bytes * setup.model.num_trained_parameters
     seconds = attention.gather_seconds(gathered * setup.model.num_parameters + reduced, sharded)
     seconds += 3 * setup.model.num_layers * attention.gather_latency(sharded) * (sharded > 1)
-    # Each rank's share of the gradients goes on to its likes among the copies, which lie in other nodes, and back.
+    # Each rank's share of the gradients is reduced over the replicas, which lie in other nodes, and sent back.
     return seconds + 2 * reduced / sharded * (copies - 1) / copies / device.across.exchange
 
 
 def _host_bytes(setup: MemorySetup, length: int) -> float:
-    """That a device copies to host memory and back, besides the optimizer's."""
+    """Return the bytes that a device copies to host memory and back, without the optimizer's."""
     model, local, b = setup.model, setup.local_tokens(length), setup.element_size
     if chunk := setup.sequence_chunk_size:
         h, q, kv = model.hidden_size, model.query_size, model.key_value_size
@@ -227,7 +229,7 @@ def _host_bytes(setup: MemorySetup, length: int) -> float:
 
 
 def optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:
-    """Once a step."""
+    """Return the seconds of the optimizer, once a step."""
     shards = 1 if setup.engine == "none" else setup.world_size / setup.dp_replicate
     parameters = setup.model.num_trained_parameters / shards
     if "cpu" not in (setup.offload_optimizer, setup.offload_param):

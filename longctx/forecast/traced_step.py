@@ -1,7 +1,7 @@
-"""Our training step for a model of any size, traced on fake tensors: no weights, no devices, no messages.
+"""The training step of longctx for a model of any size, traced on fake tensors: no weights, no devices, no messages.
 
-The model is cut by `longctx.parallelize`, its loss is ours, FSDP2 wraps it as accelerate does, and the optimizer is
-the Trainer's AdamW. Ranks other than the traced one are a fake process group.
+`longctx.parallelize` prepares the model, the loss is longctx's, FSDP2 wraps the model as in accelerate, and the
+optimizer is the Trainer's AdamW. A fake process group stands for the ranks other than the traced one.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from longctx.sequence.host_tensors import host_memory
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What of a run bears on the memory of its step."""
+    """The settings of a run that the memory of its step depends on."""
 
     length: int
-    """Tokens of the row that a sequence group shares."""
+    """Tokens of the row that the ranks of a sequence group share."""
     document_lengths: Sequence[int] | None = None
-    """Of the row's documents, `length` in all; one document where None."""
+    """Lengths of the row's documents, `length` in all; None means one document."""
     sp: int = 1
     dp: int = 1
-    """Rows at once; FSDP2 shards over all sp · dp devices."""
+    """Sequence groups, each with a row of its own. FSDP2 shards over all sp · dp devices."""
     engine: str = "fsdp2"
-    """Or `none`: one device without an engine, weights in fp32 under autocast."""
+    """`fsdp2`, or `none`: one device without an engine, with fp32 weights under autocast."""
     sp_backend: str = "auto"
     compute_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
-    """Of FSDP2's gradient reduction."""
+    """dtype in which FSDP2 reduces gradients."""
     fused_loss: bool = True
-    """False makes all logits, for comparison; ours never does."""
+    """Whether the loss is fused, as it always is in longctx; False makes all logits, for comparison."""
     activation_checkpointing: Mapping[str, Any] | None = field(default_factory=dict)
     """transformers' `activation_checkpointing_kwargs`, such as `every_n_layers`. None switches it off."""
     activation_offloading: bool = False
-    """TRL's: what the forward pass saves is copied to the host, and the last few tensors stay."""
+    """TRL's offloading: what the forward pass saves is copied to the host, except for the last few tensors."""
     on_host: Sequence[str] = ()
-    """Categories that the engine offloads, see `MemoryTracer`."""
+    """Categories that the engine offloads; see `MemoryTracer`."""
     levers: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `longctx.parallelize`: `heads_k_stride`, `tiled_mlp_num_shards`, `sequence_chunk_size`, …"""
 
@@ -78,15 +78,15 @@ class StepSettings:
 
 
 def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, rank: int = 0) -> MemoryTrace:
-    """The predicted memory of one optimizer step in the steady state, on the device of `rank`.
+    """Predict the memory of one optimizer step in the steady state, on the device of `rank`.
 
     Attention's kernel is FlashAttention-2, with what it allocates on a GPU.
 
     Args:
-        config: of a causal language model that `longctx.parallelize` takes.
+        config: the configuration of a causal language model that `longctx.parallelize` takes.
 
     Raises:
-        ValueError: for settings that the real run would refuse; or inside a process group.
+        ValueError: for settings that the real run would refuse, or inside a process group.
     """
     with fake_process_group(settings.sp * settings.dp, rank), flash_kernel(), few_tiles():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -132,12 +132,12 @@ def trace_fake_step(
     on_host: Sequence[str] = (),
     activation_offloading: bool = False,
 ) -> MemoryTrace:
-    """Forward, backward and AdamW of a model made in `mode`, its optimizer states there from the step before.
+    """Trace forward, backward and AdamW of a model made in `mode`, with the optimizer states of an earlier step.
 
     Args:
-        prepare: the engine's wrapping of the model.
+        prepare: wraps the model as the engine does.
         compute_loss: (model, *arguments) -> [], to call backward on.
-        arguments: tensors in them are made fake.
+        arguments: arguments of `compute_loss`; tensors in them are made fake.
     """
     with mode:
         model = prepare(model)
@@ -155,7 +155,7 @@ def trace_fake_step(
 
 
 def row_of(documents: Sequence[int]) -> dict[str, Tensor]:
-    """One packed row of documents of these lengths, as `SequenceCollator` makes it, all tokens the same."""
+    """Return one packed row of documents of these lengths, as `SequenceCollator` makes it. All tokens are the same."""
     position_ids = torch.cat([torch.arange(length) for length in documents])[None]
     input_ids = torch.zeros_like(position_ids)
     return {
@@ -167,11 +167,7 @@ def row_of(documents: Sequence[int]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """This process as one rank of many whose messages go nowhere.
-
-    Raises:
-        ValueError: inside another process group.
-    """
+    """Make this process one rank of many, whose messages go nowhere."""
     if dist.is_initialized():
         raise ValueError("A process group is there already. Trace before it starts, or in a process of its own.")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -183,7 +179,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def flash_kernel() -> Iterator[None]:
-    """Blocks of attention are FlashAttention's varlen calls, on fake tensors of any device."""
+    """Compute blocks of attention by FlashAttention's varlen calls, on fake tensors of any device."""
     original = choose.choose_kernel
     choose.choose_kernel = lambda *args: AtenFlashKernel()  # type: ignore[assignment]
     try:
@@ -194,7 +190,7 @@ def flash_kernel() -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_tiles() -> Iterator[None]:
-    """The head computes two tiles of logits: each takes what the one before has given back."""
+    """Let the head compute only two tiles of logits; each further one would reuse the memory of the one before."""
     original = loss._tiles
     loss._tiles = lambda *args: original(*args)[:2]
     try:
@@ -204,8 +200,9 @@ def few_tiles() -> Iterator[None]:
 
 
 def trl_offloading(model: nn.Module) -> OffloadActivations:
-    """TRL's `--activation_offloading`, as it goes on a GPU, for CPU tensors: copies that are host memory one way, and
-    the device's the other.
+    """Return TRL's `--activation_offloading` for CPU tensors, with the copies that it makes on a GPU.
+
+    A copy is host memory on the way out, and device memory on the way back.
     """
     current, unique_key = torch.accelerator.current_accelerator, trl_offload._get_unique_tensor_key
     torch.accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cpu")
@@ -214,7 +211,7 @@ def trl_offloading(model: nn.Module) -> OffloadActivations:
     finally:
         torch.accelerator.current_accelerator = current
     context.device_module, context.s1 = _NoStreams, _NoStreams.Stream()
-    context.param_storages = set()  # by address, which fake tensors have none of; the kinds of tensor stay
+    context.param_storages = set()  # by address, which fake tensors do not have; the check by type stays
     pack, unpack = context.pack_hook, context.unpack_hook
 
     def pack_on_host(tensor: Tensor) -> int:
@@ -239,7 +236,7 @@ def _unique_key(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _NoStreams:
-    """torch.cuda's streams and events where there are none: everything has happened."""
+    """torch.cuda's streams and events on a machine without a GPU, where everything has already happened."""
 
     class Stream:
         def __getattr__(self, name: str) -> Callable[..., None]:
@@ -249,7 +246,7 @@ class _NoStreams:
 
     @staticmethod
     def empty_cache() -> None:
-        """Called where bitsandbytes is imported."""
+        """Do nothing; TRL calls this if bitsandbytes is imported."""
 
     @staticmethod
     def stream(stream: Any) -> contextlib.AbstractContextManager:
@@ -261,7 +258,7 @@ def _as_is(model: nn.Module) -> nn.Module:
 
 
 def fsdp2(settings: StepSettings) -> Callable[[nn.Module], nn.Module]:
-    """accelerate's own wrapping, over a mesh that has to be made outside the fake mode."""
+    """Return accelerate's own wrapping of a model. Call it outside the fake mode, where the mesh has to be made."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     policy = MixedPrecisionPolicy(param_dtype=settings.compute_dtype, reduce_dtype=settings.reduce_dtype)
     plugin = FullyShardedDataParallelPlugin(
@@ -283,8 +280,9 @@ def fsdp2(settings: StepSettings) -> Callable[[nn.Module], nn.Module]:
 
 
 def _make_states(optimizer: torch.optim.AdamW) -> None:
-    """What the first step leaves for all later ones: also DTensor's knowledge of shapes, which on fake tensors it gets
-    from tensors as large as the parameters and then keeps.
+    """Make what the first step leaves for all later ones.
+
+    This includes DTensor's cache of shapes, which on fake tensors DTensor fills by tensors as large as the parameters.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         parameter.grad = torch.zeros_like(parameter)

@@ -16,7 +16,10 @@ from longctx.sequence.host_tensors import host_memory
 
 @contextmanager
 def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """FSDP2 frees gathered parameters by resizing their storages to nothing, which is no operator."""
+    """Call `resized` whenever a storage is resized, which no operator shows.
+
+    FSDP2 frees gathered parameters by resizing their storages to nothing.
+    """
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int):
@@ -33,8 +36,9 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 
 @contextmanager
 def copies_to_host() -> Iterator[None]:
-    """torch's `save_on_cpu` copies CPU tensors as it does a GPU's, so that offloading takes on a machine without a GPU
-    what it takes on one with.
+    """Make torch's `save_on_cpu` copy CPU tensors as it copies a GPU's.
+
+    So offloading takes the same memory on a machine without a GPU as on one with a GPU.
     """
     original = save_on_cpu.__init__
 
@@ -67,8 +71,9 @@ def _from_host(unpack: Callable[[Any], Tensor], packed: tuple[bool, Any]) -> Ten
 def _flash_workspace(
     grad_out: Tensor, q: Tensor, k: Tensor, *args: Any
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What FlashAttention-2's backward pass allocates besides its results (csrc/flash_attn/flash_api.cpp): dq in fp32,
-    one fp32 number a query and head, and with grouped heads dk and dv of every query head.
+    """Return what FlashAttention-2's backward pass allocates besides its results (csrc/flash_attn/flash_api.cpp).
+
+    It is dq in fp32, one fp32 number for each query and head, and with grouped heads dk and dv of every query head.
     """
     workspace = {
         "dq_accum": (tuple(q.shape), torch.float32),
@@ -85,4 +90,4 @@ def _flash_workspace(
 FLASH_WORKSPACE = dict.fromkeys(
     ("aten._flash_attention_backward", "aten._scaled_dot_product_flash_attention_for_cpu_backward"), _flash_workspace
 )
-"""The second is what stock transformers' sdpa calls on CPU tensors, in the place of the first."""
+"""The workspace of each operator. Stock transformers' sdpa calls the second one on CPU tensors."""

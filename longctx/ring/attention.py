@@ -1,8 +1,8 @@
-"""Ring attention over packed documents (Ring Attention, arXiv 2310.01889; the plan is in `longctx.ring.plan`).
+"""Ring attention over packed documents (Ring Attention, arXiv 2310.01889). `longctx.ring.plan` describes its plan.
 
-Every rank keeps its queries. Keys and values travel to the next rank, hop by hop, while the block of the hop
-before is computed; backwards they travel again, and each block's key/value gradients follow one step behind.
-K and V travel as one buffer with tokens first, [S, 2, K, D], so that the prefix others need is contiguous.
+Every rank keeps its queries. Keys and values travel to the next rank, hop by hop, while the block of the previous hop
+is computed. In the backward pass they travel again, and the gradients of each block's keys and values follow one step
+behind. K and V are one buffer with tokens first, [S, 2, K, D], so that the prefix that other ranks need is contiguous.
 
 Shape legend: P ranks, S tokens a rank, H query heads, K key/value heads, D head size.
 """
@@ -38,26 +38,27 @@ def ring_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each document, over tokens cut as `plan` says.
+    """Compute causal attention within each document, for tokens that `plan` distributes over the ranks.
 
     Args:
         q: [1, H, T/P, D], this rank's tokens in the plan's order.
-        k, v: [1, K, T/P, D], H a multiple of K.
-        plan: of the whole row of T tokens, the same on every rank of `group`.
-        scale: of the scores before the softmax; 1/sqrt(D) where None.
-        transport: "p2p" passes keys and values on from rank to rank; "gather" collects all that travel at once,
+        k, v: [1, K, T/P, D]; H must be a multiple of K.
+        plan: the plan of the whole sequence of T tokens, the same on every rank of `group`.
+        scale: factor of the scores before the softmax; 1/sqrt(D) if None.
+        transport: "p2p" passes keys and values from rank to rank; "gather" collects all that a rank needs at once,
             which takes more memory and fewer messages.
-        heads_k_stride: key/value heads that "gather" collects at a time, while it computes the ones before;
-            a quarter of them where None.
-        window: each query sees this many tokens of its document, itself included; all before it where None. Only
-            the tokens that others' windows reach travel, whatever the transport.
-        sinks: [H], a logit a head that takes its share of every softmax and gives nothing.
+        heads_k_stride: key/value heads that "gather" collects at a time, while it computes the ones before; a quarter
+            of them if None.
+        window: tokens of its document that each query sees, itself included; None means all tokens before it. With a
+            window, only the tokens that windows on other ranks reach travel, whatever the transport.
+        sinks: [H], attention sinks: for each head a logit that takes part in every softmax and adds nothing to the
+            output.
 
     Returns:
         [1, H, T/P, D] of q's dtype. Sums over blocks are kept in fp32 or wider, forward and backward.
 
     Raises:
-        ValueError: if plan, tensors and group do not fit each other, or the transport is unknown.
+        ValueError: if the plan, the tensors and the group do not fit each other, or an option is not valid.
     """
     schedule = ring_schedule(plan, group, transport=transport, heads_k_stride=heads_k_stride, window=window)
     return attend(schedule, q, k, v, scale, sinks)
@@ -71,7 +72,7 @@ def ring_schedule(
     heads_k_stride: int | None = None,
     window: int | None = None,
 ) -> Schedule:
-    """What `ring_attention` does with these arguments; make it once for all layers of a batch."""
+    """Return the schedule that `ring_attention` runs with these arguments. All layers of a batch can share it."""
     world_size = dist.get_world_size(group)
     if plan.world_size != world_size:
         raise ValueError(
@@ -91,7 +92,7 @@ def ring_schedule(
 
 
 class RingSchedule:
-    """Full causal attention: the shard's own documents first, then, source by source, what other ranks hold of them."""
+    """Full causal attention: first within the rank's shard, then hop by hop with the keys of other ranks' shards."""
 
     def __init__(
         self, plan: RingPlan, group: dist.ProcessGroup, transport: type[Transport], heads_k_stride: int | None = None
@@ -121,7 +122,10 @@ class RingSchedule:
     def _head_groups(
         self, q: Tensor, k: Tensor, v: Tensor, *of_queries: Tensor
     ) -> Iterator[tuple[Transport, list[Tensor]]]:
-        """The tensors of `heads_k_stride` key/value heads after the other; each group's K/V set out one group ahead."""
+        """Yield the transport and tensors of each group of `heads_k_stride` key/value heads.
+
+        The keys and values of a group are sent while the group before is computed.
+        """
         num_heads = k.shape[1]
         stride = num_heads if not self.in_head_groups else self.heads_k_stride or -(-num_heads // 4)
         bounds = range(0, num_heads, stride)
@@ -165,6 +169,6 @@ class RingSchedule:
 
 
 def _heads(x: Tensor, num_key_value_heads: int, start: int, stop: int) -> Tensor:
-    """The heads of x [1, H or K, S(, D)] that go with key/value heads start..stop-1."""
+    """Return the heads of x [1, H or K, S(, D)] that belong to key/value heads start..stop-1."""
     share = x.shape[1] // num_key_value_heads
     return x[:, start * share : stop * share]

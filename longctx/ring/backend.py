@@ -1,4 +1,4 @@
-"""Ring attention and its gather as backends: keys and values travel round all ranks, or are collected on each."""
+"""The ring and gather backends: keys and values travel around the ring, or every rank gathers them from all others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ring_attention_of(
     *,
     exchanges: bool = False,
 ) -> Attend:
-    """Return ring attention; with `exchanges`, among ranks that exchange tokens for heads before."""
+    """Return the ring attention of a batch; with `exchanges`, Ulysses ranks first exchange tokens for heads."""
     assert layout.plan is not None, "a ring has a plan"
     assert groups.ring is not None, "a ring has a group"
     schedule = ring_schedule(layout.plan, groups.ring, window=window)
@@ -41,12 +41,20 @@ def _gather_attention_of(
 
 
 def ring_held(kv: KeyValues) -> tuple[float, float]:
-    """What arrives while what came before is attended; gradients in fp32: own, of the block, on the way and coming."""
+    """Return `Backend.held` of a ring.
+
+    Keys and values are there twice: attended to and arriving. Their fp32 gradients are there four times: the rank's
+    own, the block's, those being sent and those arriving.
+    """
     return 4 * kv.element_size * kv.elements, 32 * kv.elements
 
 
 def _gather_held(kv: KeyValues) -> tuple[float, float]:
-    """A part of the heads of all ranks, and the part that is collected meanwhile; gradients of a part in fp32."""
+    """Return `Backend.held` of a gather.
+
+    Keys and values of all ranks are there for two groups of heads, one attended to and one arriving. Gradients in fp32
+    are those of the rank's own tokens, and of one group for all ranks.
+    """
     part = min(1.0, (kv.heads_k_stride or -(-kv.num_heads // 4)) / kv.num_heads)
     held = 2 * kv.element_size * kv.elements * kv.ring * min(1, 2 * part)
     return held, 8 * kv.elements * (1 + kv.ring * part)
@@ -61,7 +69,7 @@ def _gather_of(sp: int) -> Sequence[Arrangement]:
 
 
 def _whole_ring(setup: Setup, ring_size: int | None) -> Arrangement:
-    """Any number of heads suits a ring."""
+    """Return a ring of all ranks, which works with any number of heads."""
     return _ring_of(setup.sp)[0]
 
 

@@ -1,20 +1,20 @@
-"""Modelled seconds of a layer's attention over a ring, whose keys and values travel or are gathered.
+"""Modelled seconds of a layer's attention in a ring, whose keys and values travel from rank to rank or are gathered.
 
-Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a row; K key/value heads of a ring rank, D
+Shape legend: P = R · U ranks, R in a ring and U of Ulysses; T tokens of a sequence; K key/value heads of a ring rank, D
 head size, e bytes an element.
 
-**Ring** (Ring Attention, arXiv 2310.01889): at hop h a rank receives n_h tokens of k and v, at most T/R, and in the
-backward pass them again and fp32 gradients of those of the hop before:
+**Ring** (Ring Attention, arXiv 2310.01889): at hop h a rank receives the keys and values of n_h tokens, at most T/R. In
+the backward pass it receives them again, and the fp32 gradients of those of the hop before:
 
-    forward  2 · K · n_h · D · e bytes,   backward  2 · K · D · (n_h · e + n_(h-1) · 4) bytes,
+    forward  2 · K · n_h · D · e bytes,   backward  2 · K · D · (n_h · e + n_(h-1) · 4) bytes.
 
-while it computes the hop before, so only what outlasts that counts. n_h and the work of each hop are those of
-`plan_ring` for the documents at hand. Only the first rank of a node receives over the link between nodes, and the
-others wait for what it passes on.
+Meanwhile it computes the block of the hop before, so only the time that this does not hide counts. n_h and the work of
+each hop are those of `plan_ring` for the given documents. Only the first rank of a node receives over the link between
+nodes, and the others wait for what it passes on.
 
-**Gather** moves the longest n_1 of any rank to all R-1 others at once, a quarter of the heads while the quarter before
-is computed, and the gradients home after the last block, which overlaps nothing; it enters a node once, over the links
-of all its devices, and passes node after node.
+**Gather** sends the largest n_1 of any rank from every rank to all R-1 others, a quarter of the heads at a time, while
+the quarter before is computed. After the last block it sends the gradients back, which nothing hides. The data enters
+each node once, over the links of all its devices, and passes from node to node.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from longctx.attention.cost import (
 
 
 def gather_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
-    """Forward and backward."""
+    """Return the modelled time of a gather, forward and backward."""
     groups = _head_groups(setup.num_key_value_heads)
     moved = int(work.received[:, 1:2].max(initial=0)) * arrangement.ring * key_value_elements(setup, arrangement)
     latency = groups * setup.gather_latency(arrangement.ring) * (moved > 0)
@@ -49,24 +49,24 @@ def gather_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tup
 
 
 def ring_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
-    """Forward and backward."""
+    """Return the modelled time of a ring, forward and backward."""
     message, elements = setup.device.message_seconds, key_value_elements(setup, arrangement)
     received = np.pad(work.received, ((0, 0), (0, 2)))  # hops R and R + 1 bring nothing
     seconds = received * (elements / _incoming_speed(setup, arrangement))[:, None]
     keys = seconds[:, 1:] * setup.element_size + message * (received[:, 1:] > 0)
     gradients = seconds[:, :-1] * 4 + message * (received[:, :-1] > 0)
     forward, backward = block_seconds(setup, arrangement, work, 1)
-    # While block h is computed, k and v of hop h + 1 travel; backward, also the gradients of block h - 1.
+    # Beside block h, k and v of hop h + 1 travel, and in the backward pass also the gradients of block h - 1.
     return pipeline(forward, keys), pipeline(backward, keys + np.pad(gradients, ((0, 0), (1, 0)))[:, :-1])
 
 
 def _incoming_speed(setup: Setup, arrangement: Arrangement) -> Seconds:
-    """float64 [R]: bytes a second that ring rank r receives from r - 1, the slowest of its U ranks."""
+    """Return float64 [R]: the bytes per second that ring rank r receives from r - 1, on the slowest of its U ranks."""
     node = np.arange(setup.sp).reshape(arrangement.ring, arrangement.ulysses) // setup.devices_per_node
     crosses = (node != np.roll(node, 1, axis=0)).any(axis=1)
     return np.where(crosses, setup.device.across.pass_on, setup.device.within.pass_on)
 
 
 def _head_groups(num_key_value_heads: int) -> int:
-    """How many parts a gather goes in, as `longctx.ring.attention` has it where no stride is given."""
+    """Return how many groups of heads a gather collects one after the other, by `longctx.ring.attention`'s default."""
     return -(-num_key_value_heads // -(-num_key_value_heads // 4))

@@ -1,7 +1,8 @@
-"""Documents laid end to end, from whose ends the ranks of a ring take tokens, the last rank first.
+"""The distribution of documents over a ring: each rank takes tokens from the ends of documents, the last rank first.
 
-A rank is to get its share of the tokens and of attention's work at once. Tokens near the end of a document cost more
-than those near its begin, so that a rank takes from two documents, one of them at a place where tokens cost much.
+The documents are laid end to end in a line. A rank needs its share of both the tokens and the attention work. Tokens
+near the end of a document cost more than those near its start, so a rank combines expensive tokens of one document with
+cheap tokens of another.
 
 Shape legend: n documents, P ranks.
 """
@@ -19,25 +20,25 @@ import numpy as np
 from longctx.ring.plan import IntArray
 
 _FRESH = 0.75
-"""Documents with more than this fraction of the cut one left are used before the cut one's second half."""
+"""The second half of a cut document is used only after all others are down to this fraction of the cut one's length."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What every candidate arrangement starts from."""
+    """The documents and limits that all candidate arrangements share."""
 
     lengths: IntArray
-    """int64 [n]."""
+    """int64 [n]: tokens of each document."""
     longest_first: IntArray
-    """int64 [n]: documents by length, descending."""
+    """int64 [n]: indices of the documents, the longest first."""
     area: IntArray
-    """int64 [n]: L(L+1)/2 legal pairs of each document."""
+    """int64 [n]: legal pairs of each document, L(L+1)/2 for L tokens."""
     world_size: int
     group_tokens: int
     mean_work: float
     """Legal pairs of a rank, on average."""
     slack: float
-    """Legal pairs that a rank may have above the mean."""
+    """Legal pairs that a rank may have beyond the mean."""
 
     @staticmethod
     def of(cu: IntArray, world_size: int, max_imbalance: float, group_fraction: float) -> Problem:
@@ -55,7 +56,7 @@ class Problem:
 
 
 class _Take(NamedTuple):
-    """`tokens` tokens at the end of what is left of a unit go to `rank`."""
+    """The last `tokens` remaining tokens of a unit go to `rank`."""
 
     unit: int
     tokens: int
@@ -63,20 +64,20 @@ class _Take(NamedTuple):
 
 
 class _Mixture(NamedTuple):
-    """What a rank takes from a line."""
+    """The tokens that one rank takes from a line."""
 
     takes: list[tuple[int, int]]
     """(unit, tokens), in the order of taking."""
     work: int
     started: int | None
-    """The unit to go on with."""
+    """The unit that the next rank should continue."""
 
 
 class Line:
-    """Documents laid end to end in units, from which ranks take tails.
+    """Documents laid end to end in units, from whose ends ranks take tokens.
 
-    A unit is a document, a part of the one that is cut in two, or a group of short neighbours. `ready` holds
-    the units that have tokens left by their work per token: its begin is cheap and its end dear.
+    A unit is a document, one of the two parts of a cut document, or a group of short neighbours. `ready` holds the
+    units that have tokens left, sorted by their work per token: the first is the cheapest, the last the most expensive.
     """
 
     def __init__(self, problem: Problem, documents: IntArray):
@@ -92,16 +93,16 @@ class Line:
         """Tokens of the unit's document that come before the unit."""
         self.is_group: list[bool] = is_group.tolist()
         self.size: list[float] = (2 * np.add.reduceat(area, first) / tokens - 1).tolist()
-        """Length of the document that is left, or of one with as much work per token as the group."""
+        """Remaining length of the unit's document; for a group, the length of a document with the same work a token."""
         self.ready = sorted(range(len(first)), key=self.size.__getitem__)
         self.started: int | None = None
-        """The document from whose end the last rank took."""
+        """The unit from which the previous rank took its expensive tokens."""
         self.lower: int | None = None
         self.upper: int | None = None
-        """Units of a document cut in two; the upper one is not ready before the lower one is used up."""
+        """The two units of a cut document. `upper`, its end, is not ready before `lower`, its start, is used up."""
 
     def cut_in_two(self, document: int, position: int) -> None:
-        """Make two units of a document that is one: its first `position` tokens and the others."""
+        """Cut a document into two units, its first `position` tokens and the others, unless it is part of a group."""
         unit = bisect.bisect_right(self.begin, self.document_start[document]) - 1
         if self.is_group[unit]:
             return
@@ -116,7 +117,7 @@ class Line:
         self.ready.sort(key=self.size.__getitem__)
 
     def work(self, unit: int, tokens: int) -> int:
-        """Legal pairs of the last `tokens` tokens left of a unit."""
+        """Return the legal pairs of the last `tokens` remaining tokens of a unit."""
         if not self.is_group[unit]:
             return tokens * (2 * (self.base[unit] + self.left[unit]) - tokens + 1) // 2
         end = self.begin[unit] + self.left[unit]
@@ -131,9 +132,9 @@ class Line:
         """Fill the ranks from the last to the first.
 
         Args:
-            capacity: tokens for each rank; all tokens of the line together.
-            tolerance: how far a rank may be off its share of the work if that saves cutting a document.
-            limit: give up (None) when a rank is further above its share.
+            capacity: tokens for each rank, which add up to all tokens of the line.
+            tolerance: deviation from a rank's share of the work that is accepted to avoid cutting a document.
+            limit: return None when the work of a rank exceeds its share by more.
         """
         work_left = sum(self.work(unit, tokens) for unit, tokens in enumerate(self.left))
         takes: list[_Take] = []
@@ -161,10 +162,10 @@ class Line:
         return work
 
     def _choose(self, tokens: int, share: float, tolerance: float, limit: float) -> _Mixture | None:
-        """`tokens` tokens for one rank, their work near `share`; None where there are not as many.
+        """Choose `tokens` tokens for one rank with work near `share`; return None if fewer are ready.
 
-        No rank but one may hold parts of both units of a document cut in two: the pieces of two such ranks
-        would interleave. So the upper unit waits until the lower one is used up, or is taken whole here.
+        At most one rank may hold parts of both units of a cut document: the pieces of two such ranks would interleave.
+        So the upper unit waits until the lower one is used up, or is taken whole here.
         """
         lower, may_open = self.lower, self._upper_may_open()
         if lower is not None and may_open and not self.left[lower]:
@@ -185,7 +186,7 @@ class Line:
         return mixture and _Mixture([whole, *mixture.takes], mixture.work + work, mixture.started)
 
     def _upper_may_open(self) -> bool:
-        """Whether all other documents have been started."""
+        """Whether no other document has more than `_FRESH` of the upper unit's length left."""
         if self.upper is None:
             return False
         longest = next((unit for unit in reversed(self.ready) if unit != self.lower), self.upper)
@@ -198,10 +199,10 @@ class Line:
         self.lower = self.upper = None
 
     def _mixture(self, tokens: int, share: float, tolerance: float) -> _Mixture | None:
-        """Dear tokens from the end of `ready` and cheap ones from its begin: `tokens` in all, work `share`.
+        """Combine expensive tokens from the end of `ready` with cheap ones from its start, with `share` work in all.
 
-        The document that is in use already is the dear one if that works: going on with it keeps the others
-        whole, at different stages of use, and its K/V near. None where there are too few tokens.
+        The unit that the previous rank started is preferred as the expensive one: continuing it keeps the others whole
+        and its K/V near. Return None if there are too few tokens.
         """
         if not tokens:
             return _Mixture([], 0, self.started)
@@ -221,7 +222,7 @@ class Line:
     def _mixture_of(
         self, costliest_first: Iterable[int], lightest_first: Iterable[int], tokens: int, share: float, tolerance: float
     ) -> _Mixture:
-        """Both orders are read no further than `tokens` tokens."""
+        """Combine the first units of both orders, neither of which is read beyond `tokens` tokens."""
         costly, light = _Profile(self, costliest_first, tokens), _Profile(self, lightest_first, tokens)
         num_costly = _root(
             lambda x: costly.work(x) + light.work(tokens - x) - share,
@@ -238,7 +239,7 @@ class Line:
 
 
 class _Profile:
-    """Units of a line in one order, up to a number of tokens, and the work of their first x tokens."""
+    """Units of a line in a given order, up to a number of tokens, and the work of their first x tokens."""
 
     def __init__(self, line: Line, units: Iterable[int], max_tokens: int):
         self.line, self.units, self.tokens, self.total = line, list[int](), [0], [0]
@@ -250,21 +251,21 @@ class _Profile:
             self.total.append(self.total[-1] + line.work(unit, line.left[unit]))
 
     def work(self, tokens: int) -> int:
-        """Legal pairs of the first `tokens` tokens."""
+        """Return the legal pairs of the first `tokens` tokens."""
         i = bisect.bisect_right(self.tokens, tokens) - 1
         part = tokens - self.tokens[i]
         return self.total[i] + (self.line.work(self.units[i], part) if part else 0)
 
     def first(self, tokens: int) -> list[tuple[int, int]]:
-        """(unit, tokens) of the first `tokens` tokens."""
+        """Return (unit, tokens) pairs of the first `tokens` tokens."""
         bounds = zip(self.units, self.tokens[:-1], self.tokens[1:], strict=True)
         return [(unit, min(end, tokens) - begin) for unit, begin, end in bounds if begin < tokens]
 
 
 def _root(error: Callable[[int], float], best_cuts: list[int], good_cuts: list[int], tolerance: float) -> int:
-    """A zero of `error` on integers, or one of the given points if `error` is at most `tolerance` there.
+    """Return an integer zero of `error`, or one of the given points if `error` is at most `tolerance` there.
 
-    `best_cuts`, ascending, and `good_cuts`, descending, are the points that cut no dear or no cheap unit.
+    `best_cuts`, ascending, and `good_cuts`, descending, are the points that cut no expensive or no cheap unit.
     """
     best_errors, good_errors = [error(x) for x in best_cuts], [error(x) for x in good_cuts]
     for cuts, errors in ((best_cuts, best_errors), (good_cuts, good_errors)):
@@ -281,7 +282,7 @@ def _root(error: Callable[[int], float], best_cuts: list[int], good_cuts: list[i
 
 
 def _first_of_groups(lengths: IntArray, group_tokens: int) -> IntArray:
-    """int64 [units]: first document of each unit; short neighbours share one of about `group_tokens` tokens."""
+    """Return int64 [units], the first document of each unit; short neighbours share about `group_tokens` tokens."""
     short = lengths <= group_tokens
     bucket = (np.cumsum(lengths) - lengths) // max(1, group_tokens)
     joins = short[1:] & short[:-1] & (bucket[1:] == bucket[:-1])

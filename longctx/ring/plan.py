@@ -2,17 +2,17 @@
 
 Shape legend: T tokens of the packed sequence, n documents, P ranks, C = T/P tokens a rank.
 
-A *piece* is a contiguous range of one document on one rank. Tokens of a rank lie in its shard ordered by
-document, and by position within a document, so that one varlen causal call over the shard's own documents is
-exact: concatenating a document's non-adjacent pieces keeps causality. What a rank's queries miss is in other
-ranks' shards. Around the ring, at hop h (1..P-1), rank r receives a prefix of the shard of rank (r-h) mod P
-from its neighbour r-1, which held it at hop h-1, and computes the rectangles ("entries") of legal pairs in
-it. Documents that others need lie first in a shard, those needed farthest away before the others, so the
+A *piece* is a contiguous range of one document on one rank. A *legal pair* is a query and a key that it attends to. A
+rank's tokens are ordered in its shard by document, and by position within a document, so that one varlen causal call
+over the shard's own documents is exact: concatenating a document's non-adjacent pieces keeps causality. The other keys
+that a rank's queries need are in other ranks' shards. At hop h (1..P-1) of the ring, rank r receives a prefix of the
+shard of rank (r-h) mod P from its neighbour r-1, which held it at hop h-1, and computes the rectangles ("entries") of
+legal pairs in it. Documents that others need lie first in a shard, those needed farthest away before the others, so the
 prefix shrinks from hop to hop.
 
-The `gather` transport needs nothing more: gather the first `prefix_tokens[s, 1]` K/V tokens of every shard s
-into one buffer (shard s then begins at the sum of the lengths before it) and compute the same entries, their
-K/V ranges shifted by that beginning; gradients are reduce-scattered over the same prefixes.
+The `gather` transport needs nothing more: it gathers the first `prefix_tokens[s, 1]` K/V tokens of every shard s into
+one buffer (shard s then begins at the sum of the lengths before it) and computes the same entries, with their K/V
+ranges shifted by that beginning. Gradients are reduce-scattered over the same prefixes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RingStep:
     source: int
     """Rank that owns the K/V received at this hop, (rank - hop) mod P."""
     recv_tokens: int
-    """Length of the prefix of the source's shard received from rank - 1; 0: nothing is received."""
+    """Length of the prefix of the source's shard that arrives from rank - 1; 0 if nothing arrives."""
     entries: IntArray
     """int64 [m, 4]: (q_start, q_end) in this rank's shard, (kv_start, kv_end) in the source's shard.
 
@@ -46,7 +46,7 @@ class RingStep:
 
     @property
     def num_pairs(self) -> int:
-        """(query, key) pairs in the entries."""
+        """Number of (query, key) pairs in the entries."""
         q_start, q_end, kv_start, kv_end = self.entries.T
         return int(((q_end - q_start) * (kv_end - kv_start)).sum())
 
@@ -57,7 +57,7 @@ class RankShard:
 
     rank: int
     num_tokens: int
-    """T/P."""
+    """Tokens of the shard, T/P."""
     cu_seqlens: IntArray
     """int64 [m + 1]: document boundaries of the rank's own varlen causal call, from 0 to `num_tokens`."""
     prefix_tokens: IntArray
@@ -68,7 +68,7 @@ class RankShard:
 
 @dataclass(frozen=True, eq=False)
 class _PlacedPieces:
-    """Pieces sorted by (rank, place in the shard); int64 [m] each."""
+    """Pieces sorted by rank and by place in the shard; every array is int64 [m]."""
 
     document: IntArray
     start: IntArray
@@ -81,7 +81,7 @@ class _PlacedPieces:
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """Who owns which token, and what every rank computes and sends at every hop. See `plan_ring`."""
+    """The rank that owns each token, and what every rank computes and sends at every hop. See `plan_ring`."""
 
     world_size: int
     cu_seqlens: IntArray
@@ -94,17 +94,17 @@ class RingPlan:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Tokens of the whole sequence, T."""
         return int(self.cu_seqlens[-1])
 
     @property
     def imbalance(self) -> float:
-        """Largest attention work of a rank over the mean; 1.0 is perfect."""
+        """Largest attention work of a rank divided by the mean; 1.0 is perfect."""
         return float(self.area_per_rank.max() * self.world_size / self.area_per_rank.sum())
 
     @property
     def kv_tokens_sent(self) -> int:
-        """K/V tokens sent, summed over ranks and hops; a full gather is T * (P - 1)."""
+        """K/V tokens sent, summed over ranks and hops; a full gather sends T * (P - 1)."""
         return int(self.prefix_tokens[:, 1:].sum())
 
     @cached_property
@@ -124,9 +124,10 @@ class RingPlan:
 
     @cached_property
     def work_per_hop(self) -> IntArray:
-        """int64 [3, P, P]: at [:, rank, hop], legal pairs, documents or rectangles they lie in, and their queries.
+        """int64 [3, P, P]: at [:, rank, hop], the legal pairs, the entries they lie in, and the queries of these.
 
-        Hop 0 is a rank's own varlen causal call. The same as adding up `shards`, without making them.
+        At hop 0, a rank's own varlen causal call, the entries are documents. The values are sums over `shards`,
+        computed without making those.
         """
         return _work_per_hop(self)
 
@@ -136,7 +137,7 @@ class RingPlan:
         return tuple(self.shard(rank) for rank in range(self.world_size))
 
     def shard(self, rank: int) -> RankShard:
-        """The part of `rank`, made on the first call and kept.
+        """Return the shard of `rank`, which is made on the first call and kept.
 
         Raises:
             ValueError: if `rank` is not in 0..world_size-1.
@@ -158,7 +159,7 @@ class RingPlan:
 
 @dataclass(frozen=True, eq=False)
 class _SplitTable:
-    """First and last piece of every split document on every rank; int64 [S, P] each, absent: start -1."""
+    """First and last piece of each of the S split documents on every rank; int64 [S, P] each, -1 if there is none."""
 
     first_start: IntArray
     first_offset: IntArray
@@ -169,7 +170,7 @@ class _SplitTable:
 
     @staticmethod
     def of(pieces: _PlacedPieces, world_size: int) -> _SplitTable:
-        """Table of the documents that lie on more than one rank, in document order."""
+        """Return the table of the documents that lie on more than one rank, in document order."""
         row, selected = _split_rows(pieces)
         rank, start, offset = pieces.rank[selected], pieces.start[selected], pieces.offset[selected]
         # The pieces of one document on one rank are neighbours here: find the first and the last of them.
@@ -185,7 +186,7 @@ class _SplitTable:
 
 
 def _split_rows(pieces: _PlacedPieces) -> tuple[IntArray, IntArray]:
-    """Row of each piece of a split document, rows numbered by document, and the indices of those pieces."""
+    """Return the table row of each piece of a split document, and the indices of those pieces."""
     num_documents = int(pieces.document.max()) + 1
     low = np.full(num_documents, np.iinfo(np.int64).max)
     high = np.full(num_documents, -1)
@@ -217,10 +218,10 @@ def _make_shard(plan: RingPlan, rank: int) -> RankShard:
 
 
 def _make_steps(plan: RingPlan, rank: int) -> tuple[RingStep, ...]:
-    """The hops of one rank.
+    """Return the steps of one rank, for the hops in order.
 
-    A document gives at most one rectangle per pair of ranks: its pieces on any two ranks are nested or one
-    after the other, never interleaved, so all queries with a key on the source see the same keys there.
+    A document gives at most one rectangle per pair of ranks: its pieces on any two ranks are nested or one after the
+    other, never interleaved, so all queries with a key on the source see the same keys there.
     """
     world_size, table, prefix = plan.world_size, plan._split_table, plan.prefix_tokens
     legal = (table.first_start >= 0) & (table.first_start < table.last_start[:, rank, None])
@@ -244,7 +245,7 @@ def _make_steps(plan: RingPlan, rank: int) -> tuple[RingStep, ...]:
 def _rectangles(
     table: _SplitTable, row: IntArray | int, rank: IntArray, source: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """The columns of `RingStep.entries`: what queries on `rank` see of the same document on `source`."""
+    """Return the columns of `RingStep.entries`: what queries on `rank` see of the same document on `source`."""
     all_of_q = table.first_start[row, rank] > table.first_start[row, source]
     all_of_kv = table.last_start[row, source] < table.last_start[row, rank]
     return (
@@ -256,7 +257,7 @@ def _rectangles(
 
 
 def _work_per_hop(plan: RingPlan) -> IntArray:
-    """`RingPlan.work_per_hop`: one split document after the other, then own documents by piece."""
+    """Return `RingPlan.work_per_hop`: first add the entries of each split document, then each rank's own documents."""
     pieces, table, world_size = plan._pieces, plan._split_table, plan.world_size
     work = np.zeros((3, world_size, world_size), np.int64)  # of each rank with the keys of each rank
     for row in range(len(table.first_start)):
@@ -277,7 +278,7 @@ def _work_per_hop(plan: RingPlan) -> IntArray:
 
 
 class Pieces(NamedTuple):
-    """Pieces in position order within each document, documents in any order; int64 [m] each."""
+    """Pieces in position order within each document, documents in any order; every array is int64 [m]."""
 
     document: IntArray
     length: IntArray
@@ -285,7 +286,7 @@ class Pieces(NamedTuple):
 
 
 def assemble(cu: IntArray, world_size: int, pieces: Pieces) -> RingPlan:
-    """The plan for pieces given in position order within each document."""
+    """Return the plan for pieces given in position order within each document."""
     document, start, length, rank = merged(pieces)
     far = _farthest_hop(document, start, rank, world_size)
     order = _shard_order(document, start, rank, far)
@@ -306,7 +307,7 @@ def assemble(cu: IntArray, world_size: int, pieces: Pieces) -> RingPlan:
 
 
 def merged(pieces: Pieces) -> tuple[IntArray, ...]:
-    """Drop empty pieces, sort by document, join neighbours on one rank: (document, start, length, rank)."""
+    """Drop empty pieces, sort by document and join neighbours on one rank. Return (document, start, length, rank)."""
     document, length, rank = pieces
     kept = np.flatnonzero(length)
     kept = kept[np.argsort(document[kept], kind="stable")]
@@ -321,7 +322,7 @@ def merged(pieces: Pieces) -> tuple[IntArray, ...]:
 
 
 def _farthest_hop(document: IntArray, start: IntArray, rank: IntArray, world_size: int) -> IntArray:
-    """int64 [m]: the farthest hop at which a piece's K/V is needed, 0 if on no other rank.
+    """Return int64 [m]: the farthest hop at which each piece's K/V are needed, 0 if no other rank needs them.
 
     A rank needs a piece if it holds a later piece of the same document.
     """
@@ -343,7 +344,7 @@ def _farthest_hop(document: IntArray, start: IntArray, rank: IntArray, world_siz
 
 
 def _shard_order(document: IntArray, start: IntArray, rank: IntArray, far: IntArray) -> IntArray:
-    """Order of the pieces: by rank, then documents by farthest hop, descending, then by position."""
+    """Return the order of the pieces: by rank, then documents by farthest hop, descending, then by position."""
     num_ranks = int(rank.max()) + 1
     key = document * num_ranks + rank
     farthest = np.zeros(int(key.max()) + 1, np.int64)
@@ -353,7 +354,7 @@ def _shard_order(document: IntArray, start: IntArray, rank: IntArray, far: IntAr
 
 
 def summed_area(start: IntArray, length: IntArray, rank: IntArray, world_size: int) -> IntArray:
-    """int64 [P]: legal pairs of the queries start..start+length-1 of documents, summed by rank."""
+    """Return int64 [P]: the legal pairs of queries start..start+length-1 of their documents, summed by rank."""
     area = np.zeros(world_size, np.int64)
     np.add.at(area, rank, length * (2 * start + length + 1) // 2)
     return area

@@ -1,7 +1,7 @@
-"""The search for a ring's plan: few documents leave the order of the ranks, and every rank gets equal work.
+"""The search for a ring's plan, which gives every rank equal work and sends few keys and values.
 
 `plan_ring` tries arrangements from the one that sends the least keys and values to the one that sends the most, and
-takes the first that is balanced. `longctx.ring.plan` describes what it returns, and what a *piece* is.
+takes the first that is balanced. `longctx.ring.plan` describes the result and defines *piece* and *legal pair*.
 
 Shape legend: T tokens of the packed sequence, n documents, P ranks.
 """
@@ -18,7 +18,7 @@ from longctx.ring.line import Line, Problem
 from longctx.ring.plan import IntArray, Pieces, RingPlan, assemble, merged, summed_area
 
 MAX_IMBALANCE = 1.02
-"""Largest attention work of a rank over the mean that a plan aims at."""
+"""The imbalance that a plan aims at: the largest attention work of a rank divided by the mean."""
 
 
 def plan_ring(
@@ -40,9 +40,9 @@ def plan_ring(
        the proportion that gives it its share of both tokens and attention work; what is left of a document
        goes to the ranks before.
     2. If that does not balance, the longest document is cut in two first, and its second half climbs the ring's
-       first ranks while the first half climbs its last ones: the document goes over the end of the ring.
-    3. If that does not either, the longest documents are zigzagged, one more at a time. The longest of them
-       is dealt last, from both its ends, in the parts that make up for what the others leave unbalanced.
+       first ranks while the first half climbs its last ones: the document wraps around the end of the ring.
+    3. If that does not balance either, the longest documents are zigzagged, one more at a time. The longest of
+       them is dealt last, from both its ends, in parts that compensate for the imbalance of the others.
 
     Args:
         cu_seqlens: int [n + 1], document boundaries: starts with 0, strictly increasing, ends with T.
@@ -77,7 +77,7 @@ def plan_ring(
 
 
 def _checked(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], world_size: int) -> IntArray:
-    """cu_seqlens as int64 [n + 1], or ValueError with the remedy."""
+    """Return cu_seqlens as int64 [n + 1], or raise ValueError with the remedy."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     given = np.asarray(cu_seqlens)
@@ -107,28 +107,28 @@ def _checked(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], world_size: in
 _NUM_ZIGZAG = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of zigzagged documents that are tried, after 0."""
 _CUTS = (0.5, 0.45, 0.55, 0.4, 0.6, 0.35, 0.65)
-"""Where the document that goes over the end of the ring is cut: tried in this order without zigzag."""
+"""Fractions at which the document that wraps around the ring is cut, in the order they are tried without zigzag."""
 _CUTS_WITH_ZIGZAG = (0.5, 0.45, 0.55)
-"""The same beside zigzagged documents, which make up for what does not balance."""
+"""Fractions that are tried beside zigzagged documents, which compensate for the remaining imbalance."""
 _MANY_RANKS = 16
 """Above this many ranks only `_CUTS_WITH_ZIGZAG` are tried: planning time grows with the ranks."""
 _LONGEST_CUT = 0.55
-"""Above this fraction of the tokens a document leaves the ranks too few to pair its tail with."""
+"""A document with more than this fraction of the tokens is not cut: too few tokens are left to pair its tail with."""
 _REGAINED = 0.5
-"""Fraction of a zigzagged document's work on a rank by which that rank may be off before it is dealt."""
+"""Until the longest document is dealt, a rank's work may exceed its share by this fraction of its work in it."""
 _TOLERANCE = 0.2
 """Fraction of the allowed imbalance that a rank may use to keep a document whole."""
 
 
 class _Cut(NamedTuple):
-    """The document that goes over the end of the ring, and where its part on the first ranks begins."""
+    """The document that wraps around the end of the ring, and the position where its part on the first ranks begins."""
 
     document: int
     position: int
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[int, _Cut | None]]:
-    """(number of zigzagged documents, document cut in two), from little K/V sent to much."""
+    """Yield (number of zigzagged documents, document cut in two), from the least K/V sent to the most."""
     num_documents = len(problem.lengths)
     for num_zigzag in sorted({0, *(min(k, num_documents) for k in _NUM_ZIGZAG)}):
         yield num_zigzag, None
@@ -141,7 +141,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[int, _Cut | None]]:
 
 
 def _partition(problem: Problem, num_zigzag: int, cut: _Cut | None) -> Pieces | None:
-    """Pieces of all documents, or None where the arrangement does not work out."""
+    """Return the pieces of all documents, or None if the arrangement is not possible."""
     world_size, lengths = problem.world_size, problem.lengths
     zigzag = problem.longest_first[:num_zigzag]
     share = _equal_shares(lengths[zigzag], world_size)
@@ -162,7 +162,7 @@ def _joined(*lists: Pieces) -> Pieces:
 
 
 def _area_per_rank(pieces: Pieces, world_size: int) -> IntArray:
-    """int64 [P]: legal pairs of each rank's queries."""
+    """Return int64 [P]: the legal pairs of each rank's queries."""
     if not len(pieces.document):
         return np.zeros(world_size, np.int64)
     _, start, length, rank = merged(pieces)
@@ -170,9 +170,9 @@ def _area_per_rank(pieces: Pieces, world_size: int) -> IntArray:
 
 
 def _equal_shares(lengths: IntArray, world_size: int) -> IntArray:
-    """int64 [k, P]: tokens of k documents on each rank; ranks' totals differ by one token at most.
+    """Return int64 [k, P]: the tokens of k documents on each rank; the ranks' totals differ by at most one.
 
-    Tokens left over by the division by P go round-robin, going on where the document before stopped.
+    Tokens left over by the division by P are given out round-robin, continuing where the document before stopped.
     """
     length = lengths[:, None]
     spare = length % world_size
@@ -181,10 +181,13 @@ def _equal_shares(lengths: IntArray, world_size: int) -> IntArray:
 
 
 def _zigzag_pieces(documents: IntArray, share: IntArray) -> Pieces:
-    """Pieces i and 2P-1-i of each document on one rank; share: int64 [k, P], the documents' tokens there.
+    """Return 2P pieces for each document; the i-th from the start and the i-th from the end are on the same rank.
 
-    Each document begins one rank further on: the last piece of a document is of no use to other ranks, and
-    so every rank may have one of these at the end of the prefix that travels, where it can be left out.
+    Each document begins one rank further on. A document's last piece is of no use to other ranks. So every rank may
+    have one of these at the end of the prefix that travels, where it can be left out.
+
+    Args:
+        share: int64 [k, P], the tokens of each document on each rank.
     """
     num_documents, world_size = share.shape
     rank = (np.arange(world_size) + np.arange(1, num_documents + 1)[:, None]) % world_size
@@ -231,12 +234,12 @@ def _make_up_pieces(document: int, length: int, share: IntArray, area: npt.NDArr
 def _climbing_pieces(
     problem: Problem, documents: IntArray, capacity: IntArray, cut: _Cut | None, limit: float
 ) -> Pieces | None:
-    """Pieces of `documents`, int64 [m] ascending, whose positions climb the ring rank by rank.
+    """Return the pieces of `documents`, int64 [m] ascending, whose positions climb the ring rank by rank.
 
     Args:
         capacity: int64 [P], tokens of these documents for each rank.
-        cut: the document that goes over the end of the ring, if any.
-        limit: with a cut, give up (None) when a rank's work is this much above its share.
+        cut: the document that wraps around the end of the ring, if any.
+        limit: with a cut, return None when a rank's work exceeds its share by more.
     """
     if not len(documents):
         return Pieces(documents, documents, documents)

@@ -1,8 +1,8 @@
-"""How keys and values reach the ranks that need them, and how their gradients come home.
+"""Transports, which bring keys and values to the ranks that need them, and gradients back to the ranks that own them.
 
-A transport serves one pass, forward or backward. K and V are one buffer with tokens first, [S, 2, K, D], so that
-what travels is a contiguous prefix; `prefixes` int64 [P, P + 1] holds at [s, h] how many tokens of shard s are needed
-by ranks at distance h or more.
+A transport serves one pass, forward or backward. K and V are one buffer with tokens first, [S, 2, K, D], so that what
+travels is a contiguous prefix. `prefixes` int64 [P, P + 1] holds at [s, h] how many tokens of shard s are needed by
+ranks at distance h or more.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ class Transport(Protocol):
     """One pass over the ring. Every rank calls the same methods in the same order."""
 
     in_head_groups: bool
-    """Whether it may carry a few key/value heads at a time, to hold less at once."""
+    """Whether it sends a few key/value heads at a time, to hold less at once."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
-        """Begin to send this rank's `kv` [S, 2, K, D]."""
+        """Start sending this rank's `kv` [S, 2, K, D]."""
 
     def receive(self, step: RingStep) -> Tensor:
-        """The source's tokens that this step needs, [step.recv_tokens, 2, K, D]. Called for every step in order."""
+        """Return the source's tokens that this step needs, [step.recv_tokens, 2, K, D].
+
+        Called for each step in order.
+        """
 
     def collect_gradients(self, own_grad: Tensor) -> None:
-        """Backward only, before the first `receive`: add what comes home to `own_grad` [S, 2, K, D]."""
+        """Start to add returning gradients to `own_grad` [S, 2, K, D]. Backward only, before the first `receive`."""
 
     def give(self, step: RingStep, grad_kv: Tensor) -> None:
-        """Backward only, after `receive`: this rank's gradient of what it received."""
+        """Take this rank's gradient of what it received. Backward only, after each `receive`."""
 
     def gradients(self) -> Tensor:
-        """`own_grad` with every rank's part added."""
+        """Return `own_grad` with every rank's part added."""
 
 
 class PeerToPeer:
     """Each hop passes the buffer on to the next rank while the block of the hop before is computed.
 
-    Gradients follow one step behind; what no later rank needs goes straight home.
+    Gradients follow one step behind. Those of tokens that no later rank needs go directly to their owner.
     """
 
     in_head_groups = False
@@ -84,7 +87,7 @@ class PeerToPeer:
         self._coming = self._exchange(sends, [(self._received, self.rank - 1)])
 
     def _send_home(self, hop: int) -> None:
-        """Move the gradient of the K/V held at hop - 1: what travels on at `hop` to the next rank, the rest home."""
+        """Send the gradient of the K/V held at hop - 1: a prefix to the next rank at `hop`, the rest to its owner."""
         distance = hop - 1
         sent, lengths = self._travelling, self.prefixes
         onward = head = 0
@@ -99,7 +102,7 @@ class PeerToPeer:
         self._following = self._exchange(sends, receives)
 
     def _collect(self, grad_kv: Tensor) -> None:
-        """Wait for the gradients on their way; add the head to `grad_kv` and the tail to this rank's own."""
+        """Wait for the arriving gradients. Add those that travel on to `grad_kv` and the others to `own_grad`."""
         assert self.own_grad is not None, "collect_gradients was not called"
         _wait(self._following)
         grad_kv[: len(self._head)] += self._head
@@ -122,7 +125,7 @@ class PeerToPeer:
 class Gather:
     """One all-gather of every shard's prefix before the first step; one reduce-scatter of the gradients after the last.
 
-    Shards send equally long prefixes, those of the longest, since collectives want equal parts.
+    Collectives need equal parts, so all shards send prefixes as long as the longest.
     """
 
     in_head_groups = True
@@ -180,7 +183,7 @@ def split(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_shard(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse tensors that are not one rank's part of the plan's sequence."""
+    """Raise ValueError for tensors that are not one rank's part of the plan's sequence."""
     length = plan.num_tokens // plan.world_size
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != length or x.shape[1] == 0:

@@ -1,8 +1,8 @@
 """Sliding-window attention over a sequence cut by a `RingPlan`: only the tokens that windows reach travel.
 
-Every rank computes its own pieces of documents, each with the up to `window - 1` tokens of the document before it.
-Those that other ranks hold come in one all-to-all, which is far less than a ring would carry. Since a piece's keys
-are then a contiguous range of its document that ends where the piece ends, one varlen call computes all of them.
+Every rank computes its own pieces of documents, each with up to `window - 1` earlier tokens of its document. Those
+tokens that other ranks hold arrive in one all-to-all, which moves far less than a ring. The keys of a piece are then a
+contiguous range of its document that ends where the piece ends, so one varlen call computes all pieces.
 
 Shape legend: P ranks, S tokens a rank, R tokens received, N key rows in piece order, K key/value heads, D head size.
 """
@@ -27,21 +27,21 @@ class WindowPlan:
     """What one rank sends, receives and computes for one window."""
 
     send_rows: IntArray
-    """int64 [sum of send_sizes]: rows of this rank's shard that others need, by receiving rank."""
+    """int64 [sum of send_sizes]: rows of this rank's shard that others need, sorted by the rank that receives them."""
     send_sizes: list[int]
-    """Tokens for each of the P ranks."""
+    """Tokens sent to each of the P ranks."""
     receive_sizes: list[int]
-    """Tokens from each of the P ranks; they follow the shard's own S rows in that order."""
+    """Tokens received from each of the P ranks. In this order they follow the shard's own S rows."""
     q_bounds: IntArray
     """int64 [pieces + 1]: boundaries of the pieces in the shard."""
     kv_bounds: IntArray
     """int64 [pieces + 1]: boundaries of each piece's keys in `kv_rows`."""
     kv_rows: IntArray
-    """int64 [N]: own (below S) or received row of every key, in the document's order, piece after piece."""
+    """int64 [N]: row of every key, piece after piece, in the document's order; own rows are below S, others above."""
 
 
 def plan_window(plan: RingPlan, window: int, rank: int) -> WindowPlan:
-    """The tokens within reach of a window that each rank lacks. Pure, the same view of all ranks on every rank."""
+    """Return what `rank` sends, receives and computes for a window. Every rank derives it from the same plan."""
     pieces = plan._pieces
     begin = plan.cu_seqlens[pieces.document] + pieces.start  # in the whole sequence
     order = np.argsort(begin)
@@ -53,15 +53,15 @@ def plan_window(plan: RingPlan, window: int, rank: int) -> WindowPlan:
     count = place - from_place + 1
     needer = np.repeat(np.arange(len(order)), count)
     source = order[np.arange(len(needer)) - np.repeat(np.cumsum(count) - count - from_place, count)]
-    low = np.maximum(first[needer], begin[source])  # of each part, which goes on to the end of the source piece
+    low = np.maximum(first[needer], begin[source])  # start of each part, which ends with the source piece
     travels = pieces.rank[needer] != pieces.rank[source]
 
-    # Of one piece, a rank is sent one tail: the longest that any of its own pieces sees.
+    # A rank is sent one tail of a piece: the longest that any of its own pieces sees.
     tail = np.full((plan.world_size, len(order)), np.iinfo(np.int64).max)
     np.minimum.at(tail, (pieces.rank[needer[travels]], source[travels]), low[travels])
     end = pieces.offset + pieces.length
     lengths = np.where(tail < np.iinfo(np.int64).max, begin + pieces.length - tail, 0)  # [P, pieces]
-    receive = lengths[rank]  # pieces are sorted by rank, so these lie by source rank
+    receive = lengths[rank]  # pieces are sorted by rank, so these are sorted by source rank
     send = np.where(pieces.rank == rank, lengths, 0)
     received_end = plan.num_tokens // plan.world_size + np.cumsum(receive)
 
@@ -108,7 +108,7 @@ class WindowSchedule:
         return dq, *split(own.index_add(0, send_rows, home))
 
     def _within_reach(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of all pieces, [1, K, N, D] each."""
+        """Return the keys and values of all pieces, [1, K, N, D] each."""
         send_rows, kv_rows = self._rows_on(k.device)
         own = fuse(k, v)
         received = self._exchange(own.index_select(0, send_rows), self.mine.send_sizes, self.mine.receive_sizes)
@@ -127,6 +127,6 @@ class WindowSchedule:
 
 
 def _ranges(start: IntArray, length: IntArray) -> IntArray:
-    """start[0], start[0] + 1, … for length[0] numbers, then those of start[1], and so on."""
+    """Return length[0] consecutive numbers from start[0], then length[1] numbers from start[1], and so on."""
     before = np.cumsum(length) - length
     return np.arange(int(length.sum())) + np.repeat(start - before, length)

@@ -77,7 +77,6 @@ class Run:
             backend_can_chunk=BACKENDS[self.backend.name].can_chunk,
             engine=self.engine,
             zero_stage=self.zero_stage,
-            use_cpu=self.use_cpu,
             bf16=self.settings["bf16"],
             local_tokens=-(-row_length(self.settings) // self.dims.sp),
             has_linear_attention=bool(num_linear_heads(self.model_config)),

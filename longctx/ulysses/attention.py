@@ -26,24 +26,24 @@ def ulysses_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each document, the row cut into contiguous slices over `group`.
+    """Compute causal attention within each document, for a sequence cut into contiguous slices over `group`.
 
     Args:
         q: [1, H, S/P, D], this rank's tokens.
-        k, v: [1, K, S/P, D]; K < P is allowed: the heads are repeated.
-        cu_seqlens: int [n + 1], boundaries of the documents in the whole row, from 0 to S.
-        scale: of the scores before the softmax; 1/sqrt(D) where None.
-        heads_k_stride: key/value heads of a rank that are exchanged and attended at a time, see `HeadChunks`; all of
-            them where None.
-        window: each query sees this many tokens of its document, itself included; all before it where None.
-        sinks: [H], a logit a head that takes its share of every softmax and gives nothing.
+        k, v: [1, K, S/P, D]; K < P is allowed, and the heads are then repeated.
+        cu_seqlens: int [n + 1], boundaries of the documents in the whole sequence, from 0 to S.
+        scale: factor of the scores before the softmax; 1/sqrt(D) if None.
+        heads_k_stride: key/value heads of a rank that are exchanged and attended to at a time, see `HeadChunks`; all of
+            them if None.
+        window: tokens of its document that each query sees, itself included; None means all tokens before it.
+        sinks: [H], for each head a logit that takes part in every softmax and adds nothing to the output.
 
     Returns:
         [1, H, S/P, D].
 
     Raises:
-        ValueError: if H is no multiple of the group's size, the tensors do not fit `cu_seqlens`, or the
-            stride is below 1.
+        ValueError: if H is not a multiple of the group's size, the tensors do not fit `cu_seqlens`, or the stride is
+            below 1.
     """
     world_size, total = dist.get_world_size(group), int(cu_seqlens[-1])
     if q.shape[0] != 1 or q.shape[2] * world_size != total:
@@ -59,10 +59,10 @@ def ulysses_attention(
 def scheduled_attention(
     schedule: Schedule, group: dist.ProcessGroup | None, heads_k_stride: int | None, *, split_queries: bool
 ) -> Attend:
-    """Attention by `schedule`, of heads instead of tokens where there is a group to exchange them with.
+    """Return attention by `schedule`, after an exchange of tokens for heads if there is a group.
 
     Args:
-        heads_k_stride, split_queries: a few heads at a time, as `HeadChunks` says; all at once where None.
+        heads_k_stride, split_queries: as in `HeadChunks`; a stride of None computes all heads at once.
     """
     if heads_k_stride is not None:
         return partial(attend, HeadChunks(schedule, heads_k_stride, group, split_queries=split_queries))

@@ -1,4 +1,4 @@
-"""Ulysses as a backend, and attention on one device, which is Ulysses without an exchange."""
+"""The Ulysses backend, and attention on one device, which is Ulysses without an exchange."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _attention_of(
 
 
 def _nothing_held(kv: KeyValues) -> tuple[float, float]:
-    """Without a ring, nothing travels between ranks while attention runs."""
+    """Return no bytes: without a ring, no keys and values travel while attention runs."""
     return 0.0, 0.0
 
 

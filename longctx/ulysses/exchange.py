@@ -1,6 +1,6 @@
-"""Ulysses: every rank gives away tokens of the heads it does not keep (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Ulysses: ranks exchange their tokens of all heads for all tokens of some heads (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Shape legend: P ranks, S tokens of the whole row, H query heads, K key/value heads, D head size.
+Shape legend: P ranks, S tokens of the whole sequence, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from longctx.regions import region
 
 
 def legal_sizes(num_heads: int) -> str:
-    """Numbers of ranks over which the query heads divide evenly, for messages: `1, 2, 4`."""
+    """Return the numbers of ranks that divide the query heads evenly, for messages: `1, 2, 4`."""
     return ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
 
 
 def usable_sizes(num_heads: int) -> str:
-    """The settings of --sp with which Ulysses divides the query heads, for messages: `one of --sp 1, 2, 4`."""
+    """Return the settings of --sp with which Ulysses divides the query heads, for messages: `one of --sp 1, 2, 4`."""
     return f"one of --sp {legal_sizes(num_heads)}" if num_heads > 1 else "--sp 1"
 
 
 def key_value_copies(num_heads: int, num_key_value_heads: int, world_size: int) -> int:
-    """How often each key/value head is repeated so that every rank gets those its query heads use.
+    """Return how often each key/value head is repeated so that every rank gets those its query heads use.
 
-    The least repetition that divides over the ranks and still is shared by whole groups of query heads.
+    It is the least number with which they divide evenly over the ranks and each is shared by equally many query heads.
     """
     group = num_heads // num_key_value_heads
     return next(n for n in range(1, group + 1) if group % n == 0 and num_key_value_heads * n % world_size == 0)
 
 
 class _AllToAll(torch.autograd.Function):
-    """[P, ...] -> [P, ...]: slice p goes to rank p. Its own transpose."""
+    """[P, ...] -> [P, ...]: slice p goes to rank p. The operation is its own transpose."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -58,7 +58,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def tokens_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, h, S, D] -> [1, P·h, S/P, D]: all heads, for this rank's tokens.
 
-    A token's heads lie together in messages, as in what the kernels return and the layer after attention reads.
+    In messages the heads of a token lie together, as in the kernels' results and in what the next layer reads.
     """
     tokens = x[0].transpose(0, 1).unflatten(0, (dist.get_world_size(group), -1))  # [P, S/P, h, D] by destination
     heads = all_to_all(tokens, group)  # [P, S/P, h, D] by source
@@ -75,18 +75,18 @@ def exchange_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Any attention over all tokens of `group`, each rank computing a part of the heads.
+    """Compute any attention over all tokens of `group`, with a part of the heads on each rank.
 
     Args:
         q, k, v: [1, H or K, S/P, D], this rank's tokens.
         attend: (q [1, H/P, S, D], k, v [1, K', S, D], scale=, sinks= [H/P]) -> [1, H/P, S, D].
-        scale, sinks: for `attend`; sinks [H] of all heads.
+        scale, sinks: passed to `attend`; sinks [H] are those of all heads.
 
     Returns:
         [1, H, S/P, D].
 
     Raises:
-        ValueError: if H is no multiple of the group's size.
+        ValueError: if H is not a multiple of the group's size.
     """
     world_size = dist.get_world_size(group)
     if q.shape[1] % world_size:
@@ -103,7 +103,7 @@ def exchange_attention(
 
 
 def heads_message(num_heads: int, sp: int) -> str:
-    """Why Ulysses cannot spread this many heads, and what it can do."""
+    """Return the message that Ulysses cannot divide this many heads by sp, with the remedy."""
     return (
         f"Ulysses gives every rank whole attention heads, and {_heads(num_heads)} cannot be divided by sp {sp}. "
         f"Use {usable_sizes(num_heads)}, or --sp_backend ring, which works with any number of heads."
@@ -115,7 +115,7 @@ def _heads(count: int) -> str:
 
 
 def ulysses_remedy(num_heads: int, sp: int) -> str:
-    """Return what to do about a setting that runs on Ulysses alone, on another backend or with these heads."""
+    """Return the remedy for a setting that runs only on Ulysses, in a run with another backend or unfit heads."""
     if num_heads % sp == 0:
         return "Use --sp_backend ulysses, or leave it out."
     return (

@@ -1,16 +1,16 @@
 """Gated delta-rule layers (linear attention, arXiv 2412.06464) over a sequence group, as in Qwen3-Next and Qwen3.5.
 
-Such a layer convolves q, k and v over neighbouring tokens and carries a state from token to token, for every head on
-its own. So every rank takes all tokens of some heads, as in `exchange`, with the convolution's channels that belong
-to them. Both start afresh with every document, padding included. Projections, gated norm and output see one token at
-a time and stay with the rank's own tokens.
+Such a layer convolves q, k and v over neighbouring tokens and carries a state from token to token, separately for each
+head. So every rank takes all tokens of some heads, as in `longctx.ulysses.exchange`, with the convolution's channels of
+these heads. Convolution and state start anew with every document, padding included. Projections, gated norm and output
+work on one token at a time, so they stay with the rank's own tokens.
 
-transformers takes flash-linear-attention's kernel for the delta rule wherever that package can be imported. Here it
-computes half precision on GPUs, once it has been compared with transformers' own operators, and these compute the
-rest. Releases before 0.5 take as many value heads as there are key heads, whatever they are given, and return other
-numbers in silence; and in fp32, Triton's products would be rounded to TF32.
+transformers uses flash-linear-attention's kernel for the delta rule wherever that package can be imported. Here the
+kernel computes half precision on GPUs, after a comparison with transformers' own operators, which compute the rest.
+Releases before 0.5 assume as many value heads as key heads and silently return wrong numbers if there are more. In
+fp32, Triton's products would be rounded to TF32.
 
-Shape legend: P ranks, S tokens of the whole row, K key heads of size D, V value heads of size E, V a multiple of K.
+Shape legend: P ranks, S tokens of a sequence, K key heads of size D, V value heads of size E, V a multiple of K.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from longctx.ulysses.exchange import all_to_all, tokens_to_ranks
 logger = logging.getLogger(__name__)
 
 KERNEL_BOUND = 2e-2
-"""Largest relative error of the kernel's outputs and gradients over a document, as of Liger's kernels: a number is
-rounded to 2^-9 of itself, and the kernel rounds a few times on the way."""
+"""Largest relative error of the kernel's outputs and gradients over a document, the same as for Liger's kernels.
+
+A number is rounded to 2^-9 of itself, and the kernel rounds several times."""
 
 
 def install_gated_delta(model: PreTrainedModel) -> None:
@@ -48,11 +49,11 @@ def install_gated_delta(model: PreTrainedModel) -> None:
 
 
 def gated_delta_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers themselves, without the norms and MLPs beside them."""
+    """Return the gated delta-rule layers of a model, without the norms and MLPs beside them."""
     return [layer for layer in model.modules() if type(layer).__name__.endswith("GatedDeltaNet")]
 
 
-@torch.compiler.disable  # its messages are no graph; torch.compile takes the rest of the layer
+@torch.compiler.disable  # its messages cannot be compiled; torch.compile takes the rest of the layer
 def _forward(
     layer: Any,
     stock_forward: Callable[..., Tensor],
@@ -62,7 +63,10 @@ def _forward(
     sequence: AttentionContext | None = None,
     **kwargs,
 ) -> Tensor:
-    """hidden_states [1, S/P, h] -> [1, S/P, h], in transformers' signature; the stock layer without `sequence`."""
+    """Compute a layer in transformers' signature: hidden_states [1, S/P, h] -> [1, S/P, h].
+
+    Without `sequence`, the stock layer runs.
+    """
     if sequence is None:
         return stock_forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
     assert cache_params is None, "batches of shard() carry no cache"
@@ -87,13 +91,10 @@ def _projections(layer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
         )
     else:  # Qwen3.5
         q, k, v = layer.in_proj_qkv(hidden_states).split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip((q, k, v), _head_sizes(layer), strict=True))
+        sizes = layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
+        q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip((q, k, v), sizes, strict=True))
         gate, b, a = (project(hidden_states) for project in (layer.in_proj_z, layer.in_proj_b, layer.in_proj_a))
     return q, k, v, b[..., None], a[..., None], gate
-
-
-def _head_sizes(layer: Any) -> tuple[int, int, int]:
-    return layer.head_k_dim, layer.head_k_dim, layer.head_v_dim
 
 
 def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -108,7 +109,7 @@ def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[
 
 
 def _mix(layer: Any, parts: Sequence[Tensor], sequence: AttentionContext) -> Tensor:
-    """Convolution and delta rule over all tokens, by the functions of the model's own module.
+    """Compute convolution and delta rule over all tokens, by the functions of the model's own module.
 
     Args:
         parts: q and k [S, K/P, D], v [S, V/P, E], b and a [S, V/P, 1].
@@ -126,7 +127,7 @@ def _mix(layer: Any, parts: Sequence[Tensor], sequence: AttentionContext) -> Ten
     channels = _convolve_documents(channels, sequence.cu_seqlens, convolve, reach=weight.shape[1] - 1)
     convolved = channels[0].T.split([x.shape[1:].numel() for x in qkv], dim=1)
     q, k, v = (x.unflatten(1, like.shape[1:])[None] for x, like in zip(convolved, qkv, strict=True))
-    decay = -_own(layer.A_log, sequence.group).float().exp()  # as the model has it: in fp32, or -inf in fp16
+    decay = -_own(layer.A_log, sequence.group).float().exp()  # in fp32, as in the model; it would be -inf in fp16
     g = decay * nn.functional.softplus(a[None, ..., 0].float() + _own(layer.dt_bias, sequence.group))
     mix = _in_one_call if takes_kernel(q) else _by_document
     return mix(functions.torch_chunk_gated_delta_rule, (q, k, v, g, b[None, ..., 0].sigmoid()), sequence.cu_seqlens)
@@ -137,16 +138,17 @@ def _functions_of(layer: nn.Module) -> ModuleType:
 
 
 def _own(per_head: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The part of a parameter that belongs to this rank's heads."""
+    """Return the part of a parameter that belongs to this rank's heads."""
     return per_head if group is None else per_head.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def _convolve_documents(
     channels: Tensor, cu_seqlens: np.ndarray, convolve: Callable[[Tensor], Tensor], reach: int
 ) -> Tensor:
-    """[1, C, S] -> [1, C, S]: no token sees another document, since as many zeros as `convolve` looks back lie between.
+    """Convolve [1, C, S] -> [1, C, S] so that no token sees another document.
 
-    Works with every implementation of the model's convolution, in one call.
+    Between documents lie as many zeros as `convolve` looks back. This works with every implementation of the model's
+    convolution, in one call.
     """
     lengths = np.diff(cu_seqlens)
     places = np.arange(cu_seqlens[-1]) + reach * np.repeat(np.arange(len(lengths)), lengths)
@@ -157,35 +159,35 @@ def _convolve_documents(
 
 def takes_kernel(q: Tensor) -> bool:
     """Whether flash-linear-attention's kernel computes the delta rule of these queries."""
-    return q.is_cuda and q.dtype != torch.float32 and is_flash_linear_attention_available()
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and is_flash_linear_attention_available()
 
 
 def _in_one_call(rule: Callable[..., Any], inputs: Sequence[Tensor], cu_seqlens: np.ndarray) -> Tensor:
-    """The rule by a kernel that knows where documents begin: each input [1, S, ...] -> [1, S, V/P, E]."""
+    """Compute the rule by a kernel that takes the documents' boundaries: each input [1, S, ...] -> [1, S, V/P, E]."""
     *qkv, g, beta = inputs
     return rule(*qkv, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=upload(cu_seqlens, g.device))[0]
 
 
 def _by_document(rule: Callable[..., Any], inputs: Sequence[Tensor], cu_seqlens: np.ndarray) -> Tensor:
-    """The rule by transformers' own operators, with a state that starts at 0 in every document."""
+    """Compute the rule by transformers' own operators, with a state that starts at 0 in every document."""
     own_rule = partial(inspect.unwrap(rule), use_qk_l2norm_in_kernel=True)
     documents = zip(*(x.split(np.diff(cu_seqlens).tolist(), dim=1) for x in inputs), strict=True)
     return torch.cat([own_rule(*qkv, g=g, beta=beta)[0] for *qkv, g, beta in documents], dim=1)
 
 
 # ------------------------------------------------------------------------------------------------
-# Is the kernel exact here?
+# The check of the kernel
 # ------------------------------------------------------------------------------------------------
 
 _LENGTHS = (70, 1, 130)
-"""Tokens of the documents that are compared: the kernel works on 64 at a time."""
+"""Tokens of the documents that are compared. The kernel works on 64 at a time."""
 
 
 def check_gated_delta(model: nn.Module, device: torch.device) -> None:
     """Compare the kernel on this device with transformers' own operators, on packed documents, forward and backward.
 
     Raises:
-        ValueError: where the kernel fails, or is off by more than KERNEL_BOUND.
+        ValueError: if the kernel fails, or is off by more than KERNEL_BOUND.
     """
     layers = gated_delta_layers(model)
     if not layers or device.type != "cuda":
@@ -218,16 +220,16 @@ def check_gated_delta(model: nn.Module, device: torch.device) -> None:
 
 
 def kernel_errors(kernel: Callable[..., Any], layer: Any, device: torch.device) -> list[float]:
-    """The largest relative error over a document of each output and gradient, in bf16 and for this layer's heads.
+    """Return the largest relative error of a document for each output and gradient, in bf16 and for this layer's heads.
 
-    Two key heads are compared, since heads are computed alike, and transformers' operators compute in fp32 on the CPU.
+    Two key heads are compared, since all heads are computed alike. Transformers' operators compute in fp32 on the CPU.
     """
     generator = torch.Generator().manual_seed(0)
     cu_seqlens = np.append(0, np.cumsum(_LENGTHS))
     value_heads = 2 * layer.num_v_heads // layer.num_k_heads
     shapes = [(2, layer.head_k_dim)] * 2 + [(value_heads, layer.head_v_dim), (value_heads,), (value_heads,)]
     inputs = [torch.randn(1, cu_seqlens[-1], *shape, generator=generator) for shape in shapes]
-    inputs[3:] = [-inputs[3].exp(), inputs[4].sigmoid()]  # decays in fp32, as layers have them
+    inputs[3:] = [-inputs[3].exp(), inputs[4].sigmoid()]  # decays are fp32, as in the layers
     inputs = [x if i == 3 else x.bfloat16() for i, x in enumerate(inputs)]
     upstream = torch.randn(inputs[2].shape, generator=generator).bfloat16()
 
@@ -243,7 +245,10 @@ def kernel_errors(kernel: Callable[..., Any], layer: Any, device: torch.device) 
 
 
 def _error_over_documents(actual: Tensor, exact: Tensor) -> float:
-    """Of the document that is off most, against its own norm, or a typical one of its length where its own is less."""
+    """Return the largest relative error of a document.
+
+    It is relative to the document's own norm, or to a typical one of its length if that is larger.
+    """
     typical = exact.square().mean().sqrt()
     pairs = zip(actual.float().split(_LENGTHS, dim=1), exact.split(_LENGTHS, dim=1), strict=True)
     errors = [

@@ -1,11 +1,11 @@
-"""Attention for a few heads at a time, so that what it takes beside its inputs and outputs shrinks with their number.
+"""Attention for a few heads at a time, whose memory besides its inputs and outputs shrinks with the number of heads.
 
-The idea is that of Untied Ulysses (arXiv 2602.21196). A rank keeps its own tokens of all heads: q, k, v, attention's
-output and their gradients. Messages, other ranks' tokens and the kernel's buffers are made for one stage after the
-other. Nothing is attended twice, since backward exchanges the output too.
+The idea is that of Untied Ulysses (arXiv 2602.21196). A rank keeps q, k, v, attention's output and their gradients for
+its own tokens and all heads. Messages, other ranks' tokens and the kernel's buffers are made for one stage after the
+other. No attention is computed twice, since the backward pass exchanges the output, too.
 
-Shape legend: P ranks, S tokens of the whole row, H query heads, K key/value heads, D head size. Every rank attends M
-key/value heads, some of them repeated where K < P, each shared by G query heads: H = P·M·G. A stage has n heads.
+Shape legend: P ranks, S tokens of the whole sequence, H query heads, K key/value heads, D head size. Every rank attends
+to M key/value heads, some of them repeated if K < P, each shared by G query heads: H = P·M·G. A stage has n heads.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from longctx.ulysses.exchange import all_to_all, heads_message, key_value_copies
 
 
 class HeadChunks:
-    """Another schedule, stage by stage.
+    """A schedule that runs another schedule stage by stage, for a few heads each.
 
-    No stage's tokens set out before those of the last are gone: what is sent takes far less time than attention over
-    the lengths that need this, and would take as much memory as a stage.
+    A stage's tokens are sent only after those of the stage before are freed. Sending them earlier would take the memory
+    of another stage and save little, since attention takes far longer at the lengths that need stages.
 
     Args:
         schedule: attention of some heads, over all tokens of `group`.
         heads_k_stride: key/value heads of a rank at a time.
-        group: the ranks that exchange tokens for heads; None where `schedule` takes this rank's tokens alone.
-        split_queries: whether those keys and values stay for a stage for each of their query heads; else these are
-            attended together, which is better where `schedule` sends keys and values on.
+        group: the ranks that exchange tokens for heads; None if `schedule` takes only this rank's tokens.
+        split_queries: whether query heads that share a key/value head have a stage each, while keys and values stay.
+            Else they share one, which is better if `schedule` sends keys and values on.
 
     Raises:
         ValueError: for a stride below 1.
@@ -51,7 +51,7 @@ class HeadChunks:
         own_lse = q.new_empty(1, q.shape[1] // heads.ranks, q.shape[2] * heads.ranks, dtype=_wide(q.dtype))
         for stage, (q_part,), (k_part, v_part) in self._stages(heads, [q], [k, v]):
             out_part, lse_part = self.schedule.forward(q_part, k_part, v_part, scale)
-            del q_part, k_part, v_part  # before tokens of another stage come
+            del q_part, k_part, v_part  # before another stage's tokens arrive
             heads.own(own_lse, stage)[:] = _by_key(lse_part, stage)
             [home] = _to_tokens([out_part.to(q.dtype)], self.group)
             heads.queries(out, stage)[:] = _by_key(home, stage)
@@ -70,7 +70,7 @@ class HeadChunks:
         for stage, (grad_part, q_part, out_part), (k_part, v_part) in self._stages(heads, [grad_out, q, out], [k, v]):
             lse_part = heads.own(own_lse[..., 0], stage).flatten(1, 2)
             dq_part, *grads = self.schedule.backward(grad_part, q_part, k_part, v_part, out_part, lse_part, scale)
-            del grad_part, q_part, out_part, k_part, v_part  # before tokens of another stage come
+            del grad_part, q_part, out_part, k_part, v_part  # before another stage's tokens arrive
             sums = _added(sums, grads, is_all=stage.is_first and stage.is_last)
             going = [dq_part.to(q.dtype)]
             del dq_part, grads
@@ -89,19 +89,19 @@ class HeadChunks:
     def _stages(
         self, heads: _Heads, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
     ) -> Iterator[tuple[_Stage, list[Tensor], list[Tensor]]]:
-        """Each stage with its heads of the given tensors, [1, n, S, D]."""
+        """Yield each stage with its heads of the given tensors, [1, n, S, D]."""
         keys: list[Tensor] = []
         for stage in heads.stages(self.heads_k_stride, self.split_queries):
             if stage.is_first:
-                keys = []  # before those of the next heads come
+                keys = []  # freed before those of the next heads arrive
                 keys = _to_heads([heads.keys(x, stage) for x in of_keys], self.group)
             queries = [heads.queries(x, stage).flatten(1, 2) for x in of_queries]  # views
-            # No name is left to what is yielded, so that whoever gets it frees it.
+            # No local name refers to what is yielded, so that the caller can free it.
             yield stage, _to_heads(queries, self.group), [keys.pop(0) for _ in of_keys] if stage.is_last else keys
 
 
 def check_stride(heads_k_stride: int) -> None:
-    """Refuse what is no number of heads."""
+    """Raise ValueError for a stride below 1."""
     if heads_k_stride < 1:
         raise ValueError(
             f"heads_k_stride {heads_k_stride} must be at least 1, the key/value heads of a rank that are exchanged at "
@@ -112,34 +112,37 @@ def check_stride(heads_k_stride: int) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
     keys: slice
-    """Which of every rank's M key/value heads."""
+    """The stage's part of every rank's M key/value heads."""
     queries: slice
-    """Which of the G query heads that share each of them."""
+    """The stage's part of the G query heads that share each of them."""
     is_first: bool
     """Whether it is the first stage of its key/value heads."""
     is_last: bool
 
     @property
     def sharing(self) -> int:
-        """Query heads of the stage for each of its key/value heads."""
+        """Query heads in the stage for each of its key/value heads."""
         return self.queries.stop - self.queries.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Heads:
-    """Which heads go where. Views of query heads are [P, keys, queries, ...] or, of a rank's own, [1, keys, ...]."""
+    """The heads of each rank and stage.
+
+    Views of query heads are [P, keys, queries, ...] or, of a rank's own, [1, keys, queries, ...].
+    """
 
     ranks: int
     copies: int
-    """Times that each of the K heads is attended on some rank."""
+    """How often each of the K heads is repeated."""
     per_rank: int
-    """M"""
+    """Key/value heads of a rank, M."""
     sharing: int
-    """G"""
+    """Query heads that share a key/value head, G."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, group: dist.ProcessGroup | None) -> _Heads:
-        """q [1, H, S/P, D], k [1, K, S/P, D]."""
+        """Return the heads for q [1, H, S/P, D] and k [1, K, S/P, D]."""
         ranks = 1 if group is None else dist.get_world_size(group)
         if q.shape[1] % ranks:
             raise ValueError(heads_message(q.shape[1], ranks))
@@ -175,7 +178,7 @@ class _Heads:
         return x[0][self._originals(stage, x.device)]
 
     def zeros(self, x: Tensor) -> Tensor:
-        """For gradients of x [1, K, S/P, D], those of copies too."""
+        """Return zeros for gradients of x [1, K, S/P, D], in fp32 or wider if those of copies are added up."""
         return torch.zeros_like(x, dtype=x.dtype if self.copies == 1 else _wide(x.dtype))
 
     def add_keys(self, total: Tensor, stage: _Stage, part: Tensor) -> None:
@@ -184,13 +187,13 @@ class _Heads:
         total[0].index_add_(0, heads, part.flatten(0, 1).to(total.dtype))
 
     def _originals(self, stage: _Stage, device: torch.device) -> Tensor:
-        """int64 [P, n]: which of the K heads every rank gets."""
+        """Return int64 [P, n]: which of the K heads every rank gets in a stage."""
         attended = torch.arange(self.ranks * self.per_rank, device=device).view(self.ranks, -1)
         return attended[:, stage.keys] // self.copies
 
 
 def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Each [P, n, S/P, D], the heads of each rank -> [1, n, S, D], this rank's of all tokens. One message."""
+    """Each [P, n, S/P, D], the heads of each rank -> [1, n, S, D], this rank's of all tokens, in one message."""
     if group is None:
         return list(parts)
     message = torch.cat([part.transpose(1, 2) for part in parts], dim=2)  # [P, S/P, n of each part, D]
@@ -201,7 +204,7 @@ def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[
 def _to_tokens(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Each [1, n, S, D], this rank's heads -> [P, n, S/P, D], those of each rank. The inverse of `_to_heads`.
 
-    Empties the list, so that the parts are gone while they travel.
+    The list is emptied, so that the parts are freed while they travel.
     """
     if group is None:
         return list(parts)
@@ -213,7 +216,7 @@ def _to_tokens(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Ten
 
 
 def _added(sums: list[Tensor], grads: Sequence[Tensor], *, is_all: bool) -> list[Tensor]:
-    """The sums with one stage's gradients added, in fp32 or wider unless one stage is all there is."""
+    """Return the sums with one stage's gradients added, in fp32 or wider unless one stage is all there is."""
     if sums:
         return [total.add_(grad) for total, grad in zip(sums, grads, strict=True)]
     return [grad if is_all else grad.to(_wide(grad.dtype)) for grad in grads]
@@ -225,10 +228,10 @@ def _by_key(x: Tensor, stage: _Stage) -> Tensor:
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """Empty, of x's shape [1, H, S, D], a token's heads side by side: what the layer before and after makes of it."""
+    """Return an empty tensor of x's shape [1, H, S, D] with a token's heads together, as in the layers around it."""
     return x.new_empty(1, x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
+    """Return the dtype for sums: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)

@@ -96,6 +96,7 @@ def test_the_kernel_is_for_half_precision_on_gpus(is_installed, monkeypatch):
     monkeypatch.setattr(gated_delta, "is_flash_linear_attention_available", lambda: is_installed)
     assert takes_kernel(on_gpu(torch.bfloat16)) == takes_kernel(on_gpu(torch.float16)) == is_installed
     assert not takes_kernel(on_gpu(torch.float32))
+    assert not takes_kernel(on_gpu(torch.float64))
     assert not takes_kernel(torch.zeros(1, dtype=torch.bfloat16))
 
 

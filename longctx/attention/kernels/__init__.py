@@ -1,7 +1,8 @@
-"""Local attention kernels over packed segments; the only place that knows them.
+"""Local attention kernels over packed documents.
 
-A kernel works on one flattened row and a list of entries. An entry pairs a range of queries with a range of
-keys: in causal entries the queries are the last of the keys' own tokens, full entries attend all to all.
+A kernel computes a list of entries over one flattened sequence. An entry pairs a range of queries with a range of keys.
+In full entries every query sees every key. In causal entries the queries belong to the last of the keys' tokens, and
+each sees the keys up to its own.
 """
 
 from longctx.attention.kernels.blockwise import CpuFlashKernel, DenseKernel

@@ -1,4 +1,4 @@
-"""Kernels of one call an entry: torch's CPU attention, and plain torch.
+"""Kernels that compute one entry per call: torch's CPU attention, and plain torch.
 
 Shape legend: H query heads, K key/value heads (H a multiple of K), N queries, M keys, D head size.
 """
@@ -14,16 +14,17 @@ from longctx.attention.kernels.entries import Entries
 from longctx.attention.kernels.kernel import Kernel
 
 MAX_QUERY_BLOCK = 512
-"""Queries a call where a window or a lead of keys needs a mask, which has this many rows."""
+"""Most queries in a call with a mask, which has as many rows. A window, or more keys than queries, needs a mask."""
 
 DENSE_TOKENS = 8192
-"""Of one call of the dense kernel as a fallback: scores in fp32 are then 256 MiB a head, several times over."""
+"""Most tokens in one call of the dense fallback: scores in fp32 then take 256 MiB a head, several times over."""
 
 
 class BlockwiseKernel(Kernel):
-    """Call after call, by `_forward` and `_backward`: an entry each, or a block of its queries where it needs a mask.
+    """A kernel that computes one entry per call, or a block of its queries if the entry needs a mask.
 
-    A call has a causal flag, which is for as many keys as queries, or an additive mask [queries, keys], or neither.
+    A call has a causal flag, for as many keys as queries, or an additive mask [queries, keys], or neither. Subclasses
+    implement it in `_forward` and `_backward`.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,7 @@ class BlockwiseKernel(Kernel):
 
 
 class CpuFlashKernel(BlockwiseKernel):
-    """torch's blocked CPU attention; native GQA, fp64 to bf16."""
+    """torch's blocked CPU attention, with native GQA, for fp64 to bf16."""
 
     name = "aten flash for CPU"
 
@@ -89,7 +90,7 @@ class CpuFlashKernel(BlockwiseKernel):
 
 
 class DenseKernel(BlockwiseKernel):
-    """Plain torch, one score matrix a call: any device and dtype, O(L²) memory. The yardstick."""
+    """The reference in plain torch, with one score matrix per call: any device and dtype, O(L²) memory."""
 
     name = "dense"
 
@@ -120,7 +121,7 @@ class DenseKernel(BlockwiseKernel):
 
 
 class ShortDenseKernel(DenseKernel):
-    """The fallback where no other kernel is exact: the same up to DENSE_TOKENS tokens, and an error above."""
+    """The fallback if no other kernel is exact: the dense kernel, which raises ValueError above DENSE_TOKENS tokens."""
 
     name = f"dense, up to {DENSE_TOKENS:,} tokens"
 
@@ -132,7 +133,7 @@ class ShortDenseKernel(DenseKernel):
 
 
 def dense_refusal(tokens: int) -> str:
-    """Why so many tokens are refused where there is no kernel but the dense one."""
+    """Return the message that refuses more tokens than the dense fallback takes."""
     return (
         f"attention over {tokens:,} tokens: no kernel but the dense one is exact here, whose memory grows with their "
         f"square, and it is for {DENSE_TOKENS:,} tokens at most. The log says why others are passed over. Use bf16 on "
@@ -142,7 +143,7 @@ def dense_refusal(tokens: int) -> str:
 
 
 def _calls(entries: Entries, q: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """Queries, keys, causal flag and additive mask of each call; every query sees a key."""
+    """Yield queries, keys, causal flag and additive mask of each call; every query sees a key."""
     longest = int(entries.num_keys.max(initial=1))
     window = min(entries.window or longest, longest)
     block = min(max(window, 64), MAX_QUERY_BLOCK, int(entries.num_queries.max(initial=1)))
@@ -163,8 +164,9 @@ def _calls(entries: Entries, q: Tensor) -> Iterator[tuple[slice, slice, bool, Te
 
 
 def _mask(num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor:
-    """0 where a query sees a key, else -inf; the last query is the last key's own. Of `like`'s dtype: the CPU
-    operator misreads an fp32 mask beside fp64 queries.
+    """Return a mask that is 0 where a query sees a key, else -inf; the last query and the last key are of one token.
+
+    It has the dtype of `like`, since the CPU operator misreads an fp32 mask beside fp64 queries.
     """
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device)
     own = num_keys - num_queries
@@ -173,12 +175,12 @@ def _mask(num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What sums over tensors of x's dtype are kept in."""
+    """Return the dtype for sums over tensors of x's dtype: fp32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """[1, K, M, D] -> [1, H, M, D]: each key/value head once for every query head that uses it."""
+    """[1, K, M, D] -> [1, H, M, D]: repeat each key/value head for every query head that uses it."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 

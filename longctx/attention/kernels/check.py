@@ -1,7 +1,7 @@
-"""Is a kernel exact here? A packed problem of each kind, against plain attention in fp64 on the CPU.
+"""The check that a kernel is exact on this machine: packed problems of each kind, against plain attention in fp64.
 
-Libraries change their signatures, layouts and conventions from one release to the next, and not all of them were at
-hand when this was written. So no kernel is trusted by its name.
+Libraries change their signatures, layouts and conventions from one release to the next, and not all releases were
+available when this was written. So every kernel is checked before it is used.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from longctx.attention.kernels.entries import Entries
 from longctx.attention.kernels.kernel import Kernel
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest relative error of an entry's out and gradients, and absolute error of its lse: what users are promised in
-fp64 and fp32, and twice the rounding of one number in fp16 and bf16, a fifth of which FlashAttention's own roundings
-come to. A key too many or too few in a window of 30 is ten times that."""
+"""Largest relative error of an entry's out and gradients, and largest absolute error of its lse.
+
+In fp64 and fp32 it is what users are promised. In fp16 and bf16 it is twice the rounding of one number, of which
+FlashAttention's own rounding makes a fifth. One key too many or too few in a window of 30 makes ten times the bound."""
 
 Sizes: TypeAlias = list[tuple[int, int]]
 
@@ -30,7 +31,7 @@ LED: Sizes = [(40, 40), (1, 90), (30, 161)]
 FULL: Sizes = [(64, 131), (1, 90), (200, 1), (33, 33)]
 ROWS_OF_LONGER = ", rows of longer tensors"
 LONG: Sizes = [(16, 10_000), (5, 70)]
-"""More keys than a kernel has in one tile, or in one part of a split row; few queries, for the sake of fp64."""
+"""More keys than a kernel has in one tile, or in one part of a split row. Few queries keep fp64 fast."""
 KINDS: dict[str, tuple[Sizes, bool, int | None]] = {
     "documents": (DOCUMENTS, True, None),
     "one document": ([(384, 384)], True, None),
@@ -48,13 +49,13 @@ KINDS: dict[str, tuple[Sizes, bool, int | None]] = {
     "few queries of a long document": (LONG, True, None),
     "few keys for many queries": ([(keys, queries) for queries, keys in LONG], False, None),
 }
-"""(queries, keys) of each entry, causal, window."""
+"""Name of a problem -> (queries, keys) of each entry, whether it is causal, and its window."""
 
 
 def disagreement(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, queries_per_key: int, windowed: bool
 ) -> str | None:
-    """Where the kernel is wrong or fails, with value and bound; None where it is exact.
+    """Return where the kernel is wrong or fails, with value and bound; None if it is exact.
 
     Args:
         queries_per_key: query heads that share a key/value head.
@@ -76,14 +77,14 @@ def disagreement(
 
 
 def make_entries(sizes: Sizes, causal: bool, window: int | None = None) -> Entries:
-    """Entries of (queries, keys) sizes, one behind the other."""
+    """Return entries of these (queries, keys) sizes, one after the other."""
     ends = np.cumsum(sizes, axis=0)
     q_ranges, kv_ranges = np.stack((ends - sizes, ends), axis=-1).transpose(1, 0, 2)
     return Entries(q_ranges, kv_ranges, causal, window)
 
 
 def make_inputs(sizes: Sizes, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and an output gradient, [1, heads, tokens, D], the same at every call."""
+    """Return q, k, v and an output gradient, [1, heads, tokens, D], the same at every call."""
     generator = torch.Generator().manual_seed(0)
     num_queries, num_keys = np.sum(sizes, axis=0)
     shapes = [(heads[0], num_queries), (heads[1], num_keys), (heads[1], num_keys), (heads[0], num_queries)]
@@ -91,7 +92,10 @@ def make_inputs(sizes: Sizes, heads: tuple[int, int], head_dim: int, dtype: torc
 
 
 def _as_rows(x: Tensor, device: torch.device) -> Tensor:
-    """[1, H, N(, D)] on the device as models and rings pass it: N rows of more, with the heads of a row together."""
+    """Copy x [1, H, N(, D)] to the device as models and rings pass it.
+
+    The result is a slice of a longer tensor, in which the heads of a row lie together.
+    """
     longer = torch.zeros(1, x.shape[2] + 7, x.shape[1], *x.shape[3:], dtype=x.dtype, device=device).transpose(1, 2)
     return longer[:, :, 3:-4].copy_(x)
 
@@ -105,10 +109,10 @@ def _errors(
     v: Tensor,
     grad_out: Tensor,
 ) -> Iterator[tuple[str, float]]:
-    """The name and error of each result.
+    """Yield the name and error of each result.
 
     Args:
-        place: lays a tensor out on the device.
+        place: copies a tensor to the device in some layout.
     """
     dense, scale = DenseKernel(), q.shape[-1] ** -0.5
     exact_q, exact_k, exact_v = q.double(), k.double(), v.double()
@@ -119,7 +123,7 @@ def _errors(
     yield "out", _relative_error(out, exact_out, queries)
     yield "lse", float((lse.cpu().double() - exact_lse).abs().max())
 
-    # As if other keys had taken part in the softmax.
+    # The out and lse of a softmax in which other keys take part, too.
     wider_out, wider_lse = (0.5 * exact_out).to(q.dtype), (exact_lse + 1.0).to(lse.dtype)
     grads = kernel.backward(place(grad_out), q, k, v, place(wider_out), place(wider_lse), entries, scale)
     wider_out, wider_lse = wider_out.double(), wider_lse.double()
@@ -129,7 +133,10 @@ def _errors(
 
 
 def _relative_error(actual: Tensor, exact: Tensor, entries: tuple[slice, ...]) -> float:
-    """Of the entry that is off most, against its own norm, or a typical one of its size where its own is less."""
+    """Return the largest relative error of an entry.
+
+    It is relative to the entry's own norm, or to a typical one of its size if that is larger.
+    """
     difference, typical = actual.cpu().double() - exact, exact.square().mean().sqrt()
     errors = [difference[:, :, at].square().mean().sqrt() for at in entries]
     norms = [exact[:, :, at].square().mean().sqrt().clamp(min=typical) for at in entries]

@@ -1,4 +1,4 @@
-"""Which kernel computes a block, and the block interface that attention is built on."""
+"""The choice of the kernel for a block, and the block interface that attention is built on."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from longctx.attention.kernels.varlen import AtenFlashKernel
 logger = logging.getLogger(__name__)
 
 LONG_DOCUMENT = 8192
-"""Tokens from which a document that is alone goes to cuDNN; shorter ones have too many lengths to plan for each."""
+"""Fewest tokens of a single document that goes to cuDNN; shorter ones have too many lengths to plan for each."""
 
 MAX_PLANS = 64
-"""Shapes that cuDNN computes in a process. It never drops a plan, of which forward and backward have one each."""
+"""Most shapes that cuDNN computes in a process. It never drops a plan, and forward and backward have one each."""
 
 REMEMBERED_SHAPES = 1024
 
@@ -37,7 +37,7 @@ Shape: TypeAlias = tuple[int, int, bool]
 
 
 def candidates() -> Iterator[Kernel]:
-    """All kernels for CUDA, the fastest first."""
+    """Yield all kernels for CUDA, the fastest first."""
     installed = list(flash_attn.installed())
     yield from (kernel for kernel in installed if not isinstance(kernel, flash_attn.FlashAttention2))
     yield CudnnKernel()
@@ -50,11 +50,13 @@ def candidates() -> Iterator[Kernel]:
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, queries_per_key: int = 1, windowed: bool = False
 ) -> Kernel:
-    """The fastest kernel that is exact on such tensors: on CUDA each is compared with the dense one, once a process.
+    """Return the fastest kernel that is exact on such tensors.
+
+    On CUDA each kernel is compared with the dense one, once a process.
 
     Args:
         queries_per_key: query heads that share a key/value head.
-        windowed: whether sliding windows will be asked of it.
+        windowed: whether it has to compute sliding windows.
 
     Raises:
         ValueError: for a dtype that no kernel computes in.
@@ -74,8 +76,9 @@ def first_exact(
     queries_per_key: int,
     windowed: bool,
 ) -> Kernel:
-    """The first that fits and is exact, a line in the log for each that is not. If none is, the dense one, which takes
-    short sequences only.
+    """Return the first kernel that fits and is exact, else the dense one, which takes short sequences only.
+
+    An exact cuDNN kernel takes long documents, and the next exact kernel all else. Each that is not exact is logged.
     """
     long_document = None
     for kernel in kernels:
@@ -95,7 +98,7 @@ def first_exact(
 
 
 def _disagreement(kernel: Kernel, *where: Any) -> str | None:
-    """Where the kernel is wrong; a library that this process has not loaded is tried in another one."""
+    """Return where the kernel is wrong, or None. A library that is not loaded yet is tried in another process."""
     if isinstance(kernel, flash_attn.FlashAttentionKernel) and not kernel.is_loaded:
         return disagreement_elsewhere(kernel, *where)
     return disagreement(kernel, *where)
@@ -104,14 +107,14 @@ def _disagreement(kernel: Kernel, *where: Any) -> str | None:
 class _LongDocuments(Kernel):
     """One kernel for a long document that is alone, another for all else.
 
-    cuDNN builds a plan for every new shape and keeps it for good, and the blocks of a ring have other shapes with every
-    pack. So a shape goes to cuDNN from its second batch on, and no more than MAX_PLANS of them do.
+    cuDNN builds a plan for every new shape and never drops it, and the blocks of a ring have other shapes in every
+    batch. So a shape goes to cuDNN from its second batch on, and at most MAX_PLANS shapes do.
     """
 
     def __init__(self, alone: CudnnKernel, others: Kernel):
         self.alone, self.others = alone, others
         self._first: OrderedDict[Shape, weakref.ref[Entries]] = OrderedDict()
-        """The entries that the shape was first met in, of the REMEMBERED_SHAPES that were met last."""
+        """The entries in which each shape occurred first, of the REMEMBERED_SHAPES shapes that occurred last."""
         self._planned: set[Shape] = set()
         self.name = f"{others.name}; {alone.name} for one document of {LONG_DOCUMENT:,} tokens or more"
 
@@ -132,13 +135,16 @@ class _LongDocuments(Kernel):
         return self._kernel(entries).backward(grad_out, q, k, v, out, lse, entries, scale)
 
     def _kernel(self, entries: Entries) -> Kernel:
-        if torch.are_deterministic_algorithms_enabled():  # cuDNN's backward is not
+        if torch.are_deterministic_algorithms_enabled():  # cuDNN's backward is not deterministic
             return self.others
         is_long = self.alone.takes(entries) and entries.num_keys.max() >= LONG_DOCUMENT
         return self.alone if is_long and self._recurs(entries) else self.others
 
     def _recurs(self, entries: Entries) -> bool:
-        """Whether the shape was met in another batch: all layers of one share its entries."""
+        """Whether cuDNN computes this shape: it occurred in another batch, and it has a plan or may get one.
+
+        All layers of a batch share its entries.
+        """
         shape = int(entries.num_queries[0]), int(entries.num_keys[0]), entries.causal
         if shape in self._planned:
             return True
@@ -153,7 +159,7 @@ class _LongDocuments(Kernel):
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of the entries' queries over the entries' keys.
+    """Compute attention of the entries' queries over the entries' keys.
 
     q [1, H, S, D]; k, v [1, K, S', D] -> out [1, H, N, D] and lse [1, H, N], compact in entry order.
 
@@ -174,9 +180,9 @@ def block_backward(
     entries: Entries,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block, given the final `out` and `lse` of all [1, H, S(, D)] queries.
+    """Compute the gradients of one block, given the final `out` and `lse` of all [1, H, S(, D)] queries.
 
-    Returns dq [1, H, N, D], dk and dv [1, K, M, D], compact in entry order.
+    Return dq [1, H, N, D], dk and dv [1, K, M, D], compact in entry order.
     """
     kernel = _kernel_for(q, k, v, entries)
     grad_out, q, out, lse = (take(x, entries.q_rows) for x in (grad_out, q, out, lse))

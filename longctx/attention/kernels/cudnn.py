@@ -1,4 +1,4 @@
-"""cuDNN's attention through torch, for entries of one document: a plan is built for every new length."""
+"""cuDNN's attention through torch, for entries of one document. It builds a plan for every new length."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from longctx.attention.kernels.kernel import Kernel
 
 
 class CudnnKernel(Kernel):
-    """One entry; causal where it has as many keys as queries, for it aligns them at the first key; fp16 and bf16.
+    """cuDNN's attention over one entry, in fp16 and bf16.
 
-    torch's own context parallelism takes its log-sum-exp as the natural one and hands its backward a merged one.
+    A causal entry has to have as many keys as queries, since cuDNN aligns them at the first key. As in torch's own
+    context parallelism, lse is the natural logarithm, and backward takes the one of a merged softmax.
     """
 
     name = "cuDNN"
 
     def __init__(self) -> None:
         self._lse_shape: tuple[int, ...] | None = None
-        """[1, H, N] of some versions of torch is [1, H, N, 1] in others, forward and backward."""
+        """Dimensions of lse after the third: [1, H, N] in some versions of torch is [1, H, N, 1] in others."""
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         return (
@@ -54,7 +55,7 @@ class CudnnKernel(Kernel):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self._lse_shape is not None, "a forward call, if only that of the check, comes first"
-        # A ring passes rows of longer tensors, and autograd a dO of any layout; cuDNN wants both of one layout.
+        # A ring passes slices of longer tensors, and autograd a dO of any layout; cuDNN needs the same layout for both.
         grad_out, out = grad_out.contiguous(), out.contiguous()
         no_seed = torch.empty((), dtype=torch.int64, device=q.device)
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

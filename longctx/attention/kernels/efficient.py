@@ -1,4 +1,4 @@
-"""torch's memory-efficient attention, the one on CUDA that computes in fp32 without a matrix of all scores."""
+"""torch's memory-efficient attention, the only one on CUDA that computes in fp32 without a matrix of all scores."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from longctx.attention.kernels.blockwise import BlockwiseKernel, repeat_heads, sum_heads
 
 ALIGNMENT = 8
-"""Elements that the rows of a mask are a multiple of apart."""
+"""The distance of a mask's rows has to be a multiple of this many elements."""
 
 LSE_ALIGNMENT = 32
-"""Queries that the log-sum-exp is a multiple of, infinite beyond the last one."""
+"""The log-sum-exp has to have a multiple of this many queries, and is infinite beyond the last one."""
 
 
 class MemoryEfficientKernel(BlockwiseKernel):
-    """A call an entry, with key/value heads repeated: slower than the flash kernels, which have no fp32.
+    """One call per entry, with key/value heads repeated. Slower than the flash kernels, which have no fp32.
 
-    torch's own context parallelism hands its backward a merged `out` and log-sum-exp, too.
+    As in torch's own context parallelism, backward takes the `out` and log-sum-exp of a merged softmax.
     """
 
     name = "aten memory-efficient"
@@ -47,7 +47,7 @@ class MemoryEfficientKernel(BlockwiseKernel):
 
 
 def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """[N, M] -> [1, H, N, M], a view of rows that begin where the kernel can load them."""
+    """[N, M] -> [1, H, N, M], a view whose rows are aligned as the kernel needs."""
     if mask is None:
         return None
     aligned = F.pad(mask, (0, -mask.shape[1] % ALIGNMENT))[:, : mask.shape[1]]

@@ -1,7 +1,7 @@
-"""Check a kernel of another library in a process of its own.
+"""The check of another library's kernel in a separate process.
 
-Such a library was built for some release of torch and some GPUs. Where these are others, it may access memory that is
-not its own, and CUDA then gives the process up, with all that it has on the GPU: no other kernel could be tried.
+Such a library was built for certain releases of torch and certain GPUs. With others it may access invalid memory. CUDA
+then no longer works in that process, so no other kernel could be tried.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longctx.attention.kernels.check import disagreement
 from longctx.untrusted.working_directory import without_working_directory
 
 SECONDS = 600.0
-"""For the check, which may compile kernels; then the library is passed over."""
+"""Most seconds for the check, which may compile kernels. A library that takes longer is passed over."""
 
 _CODE = "from longctx.attention.kernels.elsewhere import main; main()"
 
@@ -33,7 +33,7 @@ def disagreement_elsewhere(
     queries_per_key: int,
     windowed: bool,
 ) -> str | None:
-    """The same as `disagreement`, and where the process ended without a result, how it did."""
+    """Return `disagreement` from a separate process, or how that process ended if it gave no result."""
     what = [type(kernel).__name__, kernel.release, str(device), str(dtype), head_dim, queries_per_key, windowed]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a kernel computes: pairs of token ranges that attend to each other, and the rows they take up."""
+"""What a kernel computes: pairs of token ranges that attend to each other, and the rows that they occupy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from longctx.sequence.host_tensors import send
 
 
 class Rows:
-    """Row numbers of token ranges, one range behind the other.
+    """The row numbers of token ranges, one range after the other.
 
     Args:
-        ranges: int64 [n, 2], first and past-the-last row of each, no row twice.
+        ranges: int64 [n, 2], first and past-the-last row of each range; no row occurs twice.
     """
 
     def __init__(self, ranges: np.ndarray):
@@ -30,7 +30,7 @@ class Rows:
             self._rows = np.concatenate([np.arange(start, stop) for start, stop in ranges])
 
     def on(self, device: torch.device) -> slice | Tensor:
-        """A slice where the rows are contiguous, else int64 [N], which is copied to a device once."""
+        """Return a slice if the rows are contiguous, else int64 [N], which is copied to a device once."""
         if self._everywhere is not None:
             return self._everywhere
         if device not in self._on:
@@ -40,29 +40,29 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Varlen:
-    """Entries as FlashAttention's varlen calls take them, by its names."""
+    """The arguments of FlashAttention's varlen calls for entries, by FlashAttention's names."""
 
     cu_seqlens_q: Tensor
     """int32 [n + 1], on the device: boundaries of the entries' queries among the rows in entry order."""
     cu_seqlens_k: Tensor
     """int32 [n + 1]: the same for keys and values."""
     max_seqlen_q: int
-    """Never 1: version 2 then goes another way for grouped heads, which can return wrong lse (vLLM's fork, pull 87)."""
+    """At least 2: for 1, version 2 treats grouped heads differently and can return a wrong lse (vLLM's fork, #87)."""
     max_seqlen_k: int
     causal: bool
-    """Aligned at the last key."""
+    """Whether each query sees only the keys up to its own, aligned at the last key."""
     window_size_left: int
-    """Keys before a query's own that it sees, -1 for all."""
+    """Keys before its own that a query sees; -1 means all."""
     window_size_right: int
-    """Keys after it, -1 for all."""
+    """Keys after its own that a query sees; -1 means all."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
     """Pairs of token ranges that attend to each other.
 
-    A query token, and likewise a key token, lies in at most one entry, so results are written, never summed. What a
-    device needs to know of them is copied to it once: use one object for all layers of a batch.
+    Each query token and each key token is in at most one entry, so results are written, never summed. The row numbers
+    are copied to a device once: use one object for all layers of a batch.
     """
 
     q_ranges: np.ndarray
@@ -70,9 +70,9 @@ class Entries:
     kv_ranges: np.ndarray
     """int64 [n, 2]: the same for keys and values."""
     causal: bool
-    """Whether a query sees the keys up to itself: query i of n those j of m >= n keys with j <= i + m - n."""
+    """Whether a query sees only the keys up to its own: query i of n sees key j of m >= n if j <= i + m - n."""
     window: int | None = None
-    """Causal entries only: of those keys a query sees the last `window`, itself included (a model's sliding_window)."""
+    """How many of those keys a query sees, its own included (a model's sliding_window); None means all. Causal only."""
 
     def __post_init__(self) -> None:
         for name, ranges in (("q_ranges", self.q_ranges), ("kv_ranges", self.kv_ranges)):
@@ -85,7 +85,7 @@ class Entries:
 
     @classmethod
     def of_documents(cls, cu_seqlens: np.ndarray, window: int | None = None) -> Entries:
-        """Causal entries of whole documents from their boundaries, int [n + 1]."""
+        """Return causal entries of whole documents from their boundaries, int [n + 1]."""
         ranges = np.stack((cu_seqlens[:-1], cu_seqlens[1:]), axis=1).astype(np.int64)
         return cls(ranges, ranges, causal=True, window=window)
 
@@ -94,12 +94,12 @@ class Entries:
 
     @property
     def num_queries(self) -> np.ndarray:
-        """int64 [n], of each entry."""
+        """Number of queries of each entry, int64 [n]."""
         return self.q_ranges[:, 1] - self.q_ranges[:, 0]
 
     @property
     def num_keys(self) -> np.ndarray:
-        """int64 [n], of each entry."""
+        """Number of keys of each entry, int64 [n]."""
         return self.kv_ranges[:, 1] - self.kv_ranges[:, 0]
 
     @functools.cached_property
@@ -113,13 +113,13 @@ class Entries:
         return Rows(self.kv_ranges)
 
     def compact(self) -> Iterator[tuple[slice, slice]]:
-        """Each entry's (queries, keys) as slices of the rows taken in entry order."""
+        """Yield each entry's queries and keys as slices of the rows taken in entry order."""
         q_bounds, kv_bounds = (_boundaries(lengths).tolist() for lengths in (self.num_queries, self.num_keys))
         for i in range(len(self)):
             yield slice(q_bounds[i], q_bounds[i + 1]), slice(kv_bounds[i], kv_bounds[i + 1])
 
     def varlen(self, device: torch.device) -> Varlen:
-        """All of them as one call on the device."""
+        """Return the arguments of one varlen call on the device for all entries."""
         if device not in self._varlen:
             self._varlen[device] = Varlen(
                 cu_seqlens_q=upload(_int32(_boundaries(self.num_queries)), device),
@@ -138,7 +138,7 @@ class Entries:
 
 
 def take(x: Tensor, rows: Rows) -> Tensor:
-    """Rows of dimension 2: [1, H, S, D] or [1, H, S] -> [1, H, N, D] or [1, H, N]; a view where they are contiguous."""
+    """Take rows of dimension 2: [1, H, S, D] or [1, H, S] -> [1, H, N, D] or [1, H, N]; a view if contiguous."""
     at = rows.on(x.device)
     return x[:, :, at] if isinstance(at, slice) else x.index_select(2, at)
 
@@ -162,11 +162,11 @@ def add(x: Tensor, rows: Rows, values: Tensor) -> None:
 
 
 def merge(out: Tensor, lse: Tensor, rows: Rows, block_out: Tensor, block_lse: Tensor) -> None:
-    """Join a block's softmax into the running one, for the given query rows, in place.
+    """Merge a block's softmax into the running one, for the given query rows, in place.
 
     Args:
         out, lse: [1, H, S, D] and [1, H, S], fp32 or wider.
-        block_out, block_lse: the same of those rows and other keys.
+        block_out, block_lse: the same for those rows and other keys.
     """
     old_out, old_lse = take(out, rows), take(lse, rows)
     weight = torch.sigmoid(block_lse - old_lse)[..., None]
@@ -175,7 +175,7 @@ def merge(out: Tensor, lse: Tensor, rows: Rows, block_out: Tensor, block_lse: Te
 
 
 def upload(x: np.ndarray, device: torch.device) -> Tensor:
-    """Return the array on a device, for which the host does not wait."""
+    """Copy an array to a device, without making the host wait."""
     return send(torch.from_numpy(x), device)
 
 
@@ -184,7 +184,7 @@ def _boundaries(lengths: np.ndarray) -> np.ndarray:
 
 
 def _int32(boundaries: np.ndarray) -> np.ndarray:
-    """What kernels read; a larger number would wrap to a negative one in silence."""
+    """Return the boundaries as int32, which kernels read; raise ValueError if they are too large for it."""
     if boundaries[-1] > np.iinfo(np.int32).max:
         raise ValueError(
             f"attention over {boundaries[-1]:,} tokens in one call: kernels count {np.iinfo(np.int32).max:,} at most, "

@@ -1,7 +1,7 @@
 """The flash-attn libraries, called by keyword, so that a version with other arguments fails instead of misreading them.
 
-Signatures: flash_attn 2.7.0 to 2.8.3, `flash_attn_interface` of flash_attn_3 since 2025-08 (before that, its window is
-one argument, and it is passed over), flash_attn.cute of flash-attn-4 4.0.0b0 to b36.
+Signatures: flash_attn 2.7.0 to 2.8.3; `flash_attn_interface` of flash_attn_3 since 2025-08 (in earlier ones the window
+is one argument, and they are passed over); flash_attn.cute of flash-attn-4 4.0.0b0 to b36.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class FlashAttentionKernel(VarlenKernel):
     """A version of flash-attn.
 
     Args:
-        release: of the installed distribution, for its name.
-        module: what defines its functions; the installed one where None, imported at the first call.
+        release: release of the installed distribution, for the kernel's name.
+        module: the module that defines its functions; None means the installed one, imported at the first call.
     """
 
     distribution: str
@@ -36,7 +36,7 @@ class FlashAttentionKernel(VarlenKernel):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the library is in this process."""
+        """Whether this process has imported the library."""
         return self._module is not None
 
     @property
@@ -47,7 +47,7 @@ class FlashAttentionKernel(VarlenKernel):
 
 
 class FlashAttention2(FlashAttentionKernel):
-    """Ampere and newer."""
+    """FlashAttention-2, for Ampere and newer GPUs."""
 
     distribution = "flash-attn"
     module_name = "flash_attn.flash_attn_interface"
@@ -81,7 +81,7 @@ class FlashAttention2(FlashAttentionKernel):
 
 
 class FlashAttention3(FlashAttentionKernel):
-    """Hopper only (arXiv 2407.08608)."""
+    """FlashAttention-3, for Hopper only (arXiv 2407.08608)."""
 
     distribution = "flash-attn-3"
     module_name = "flash_attn_interface"
@@ -115,7 +115,10 @@ class FlashAttention3(FlashAttentionKernel):
 
 
 class FlashAttention4(FlashAttentionKernel):
-    """Hopper and newer; written for Blackwell. It returns the gradients, and None is its window without an end."""
+    """FlashAttention-4, written for Blackwell, for Hopper and newer.
+
+    It returns the gradients, and takes None for a window without an end.
+    """
 
     distribution = "flash-attn-4"
     module_name = "flash_attn.cute.interface"
@@ -148,7 +151,7 @@ class FlashAttention4(FlashAttentionKernel):
 
 
 def installed() -> Iterator[FlashAttentionKernel]:
-    """The versions that are installed, the fastest first; none is imported yet."""
+    """Yield the installed versions, the fastest first, without importing them."""
     for kernel in (FlashAttention3, FlashAttention4, FlashAttention2):
         try:
             yield kernel(version(kernel.distribution))

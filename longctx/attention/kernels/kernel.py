@@ -1,4 +1,4 @@
-"""What every kernel offers."""
+"""The interface of all kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longctx.attention.kernels.entries import Entries
 
 
 class Kernel:
-    """Attention of one entry list, given rows already taken in entry order.
+    """Attention of one list of entries, over rows that are already taken in entry order.
 
     Shape legend: H query heads, K key/value heads (H a multiple of K), N queries, M keys, D head size.
     """
@@ -17,11 +17,11 @@ class Kernel:
     name: str
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether it is made for such tensors; `check` finds out whether it is exact on them."""
+        """Whether the kernel supports such tensors; `check` finds out whether it is exact on them."""
         return True
 
     def takes(self, entries: Entries) -> bool:
-        """Whether it computes such entries."""
+        """Whether the kernel computes such entries."""
         return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
@@ -42,5 +42,8 @@ class Kernel:
         entries: Entries,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v; `out` and `lse` may be those of a wider softmax that these entries are a part of."""
+        """Return the gradients of q, k and v.
+
+        `out` and `lse` may be those of a wider softmax, of which these entries are a part.
+        """
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""FlashAttention kernels of one varlen call for all entries: what they share, and torch's own.
+"""FlashAttention kernels, which compute all entries in one varlen call: their base class, and torch's own.
 
-They return the natural log-sum-exp as fp32 [H, N], and their backward takes any `out` and `lse`.
-FlashAttention-2: arXiv 2307.08691.
+They return the natural log-sum-exp as fp32 [H, N]. Their backward takes any `out` and `lse`. FlashAttention-2 is
+described in arXiv 2307.08691.
 
 Shape legend: H query heads, K key/value heads, N queries, M keys, D head size.
 """
@@ -18,10 +18,13 @@ from longctx.attention.kernels.kernel import Kernel
 
 
 class VarlenKernel(Kernel):
-    """Layouts for `_forward` and `_backward`, which a library implements on [N, H, D] and [M, K, D]; fp16 and bf16."""
+    """The base class of FlashAttention kernels, for fp16 and bf16.
+
+    A library implements `_forward` and `_backward` on tensors [N, H, D] and [M, K, D].
+    """
 
     min_capability = (8, 0)
-    """The least CUDA compute capability it is made for."""
+    """Lowest CUDA compute capability that the kernel is made for."""
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         return (
@@ -53,13 +56,13 @@ class VarlenKernel(Kernel):
         return _heads_first(dq), _heads_first(dk), _heads_first(dv)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float) -> tuple[Tensor, Tensor]:
-        """out [N, H, D], lse [H, N]"""
+        """Return out [N, H, D] and lse [H, N]."""
         raise NotImplementedError
 
     def _backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, varlen: Varlen, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [N, H, D], dk and dv [M, K, D]"""
+        """Return dq [N, H, D], dk and dv [M, K, D]."""
         raise NotImplementedError
 
 
