@@ -80,7 +80,11 @@ class SequenceParallel:
         return ShardedBatch(inputs=inputs, shift_labels=targets, layout=layout, context=context)
 
     def count_label_tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
-        """Tokens learnt in one optimizer step: over these micro-batches of every data-parallel rank, each once."""
+        """Return the denominator of the loss: the label tokens of one optimizer step, over all ranks.
+
+        Each rank counts in its micro-batches of the step, before they are cut. The `sp` ranks of a sequence group hold
+        the same micro-batches, so the sum over all ranks is divided by `sp`.
+        """
         count = torch.full((), sum(map(count_label_tokens, batches)), device=self.device)
         if dist.is_initialized():
             with region("wait", "communication"):

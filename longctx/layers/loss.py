@@ -1,4 +1,4 @@
-"""The loss: a sum over this rank's tokens divided by the label tokens of the whole optimizer step.
+"""The loss: a rank's sum over its tokens, times the world size, over the label tokens of the whole optimizer step.
 
 The head's logits exist for a tile of tokens at a time. Shape legend: S tokens of this rank, h their hidden size, V the
 vocabulary, t tokens of a tile.

@@ -117,7 +117,7 @@ class Run:
         chosen["use_cpu"] = self.use_cpu
         chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.layers.liger has put them in place
         chosen["pad_token"] = None  # the tokenizer has it already; TRL warns of the flag
-        if self.use_cpu and self.has_group:  # the state that launch.engines.start_on_cpu made
+        if self.use_cpu and self.has_group:  # the state that training.engines.start_on_cpu made
             chosen["accelerator_config"] = {"use_configured_state": True}
         return chosen
 

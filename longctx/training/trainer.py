@@ -85,6 +85,8 @@ class SequenceTrainer(EvaluatingTrainer):
     _tag_names = ("trl", "sft", "longctx")
     _tr_loss: torch.Tensor
     loss_is_scaled_for_ga = True
+    """`compute_loss` divides by the label tokens of the whole step, so the Trainer must not divide by
+    gradient_accumulation_steps again."""
 
     def __init__(
         self,
@@ -307,6 +309,10 @@ class SequenceTrainer(EvaluatingTrainer):
             self.base_config.save_pretrained(output_dir or self.args.output_dir)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> int:
+        """Return the loss's denominator for `num_items_in_batch` of `compute_loss`.
+
+        The Trainer calls this once in an optimizer step, with all of its micro-batches, which are not cut yet.
+        """
         num_label_tokens = self.sequence.count_label_tokens(batch_samples)
         self.has_seen_labels |= num_label_tokens > 0
         return num_label_tokens
