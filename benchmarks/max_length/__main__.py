@@ -26,8 +26,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from longctx.attention.backends import BACKENDS
-
 from ..ranks import run_group, start_server
 from .results import SWEEP, Results
 
@@ -93,9 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=[*BACKENDS.spread, "trl"],
-        default=[*(name for name in BACKENDS.spread if name != "gather"), "trl"],
-        help="trl: its own context parallelism on FSDP2, and its Ulysses on DeepSpeed. Default: all but gather.",
+        help="Values of --sp_backend, and trl: its own context parallelism on FSDP2, and its Ulysses on DeepSpeed. "
+        "Default: all but gather.",
     )
     parser.add_argument("--model_name_or_path", help="Default: Qwen/Qwen3-8B with GPUs, else tiny.")
     parser.add_argument("--memory", choices=("balanced", "longest", "fastest"), default="balanced")
@@ -130,7 +127,13 @@ def _check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: for the first that cannot be, with its value, the limit and the remedy.
     """
-    options.gpus, options.backends = sorted(set(options.gpus)), list(dict.fromkeys(options.backends))
+    from longctx.attention.backends import BACKENDS  # which imports torch: --help does without
+
+    known = [*BACKENDS.spread, "trl"]
+    options.gpus = sorted(set(options.gpus))
+    options.backends = list(dict.fromkeys(options.backends or [name for name in known if name != "gather"]))
+    if unknown := [name for name in options.backends if name not in known]:
+        raise ValueError(f"--backends {' '.join(unknown)} is not known. Use some of {', '.join(known)}.")
     if options.gpus[0] < 1:
         raise ValueError(f"--gpus {options.gpus[0]} is below 1. Name numbers of devices.")
     for name, least in (("steps", 1), ("warmup", 0), ("max_length", 2)):

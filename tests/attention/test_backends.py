@@ -157,10 +157,12 @@ def test_a_new_record_is_planned_swept_and_drawn(toy, tmp_path, monkeypatch) -> 
     assert (tmp_path / "lengths.png").stat().st_size > 0
 
 
-def test_a_new_record_is_in_the_sweeps_flags_the_matrix_and_the_fuzzer(toy) -> None:
-    from benchmarks.max_length.__main__ import _parser
+def test_a_new_record_is_in_the_sweeps_flags_the_matrix_and_the_fuzzer(toy, tmp_path) -> None:
+    from benchmarks.max_length.__main__ import _check, _parser
 
-    assert "toy" in _parser().parse_args(["--output", "out"]).backends
+    options = _parser().parse_args(["--output", str(tmp_path)])
+    _check(options)
+    assert "toy" in options.backends
     matrix = runpy.run_path(str(PACKAGE.parent / "tests" / "matrix.py"))["SETUPS"]
     assert [matrix[name].processes for name in ("toy, FSDP2", "toy, ZeRO-3")] == [2, 2]
     assert "toy" in runpy.run_path(str(PACKAGE.parent / "benchmarks/differential/space.py"))["VALUES"]["backend"]

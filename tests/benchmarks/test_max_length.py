@@ -358,6 +358,7 @@ def test_the_folder_of_another_sweep_is_refused_by_what_differs(undisturbed) -> 
         (["--gpus", "0"], "--gpus 0 is below 1"),
         (["--lengths", "1"], "--lengths 1 is below 2"),
         (["--steps", "0"], "--steps 0 is below 1"),
+        (["--backends", "ring", "spiral"], "--backends spiral is not known. Use some of ulysses, ring"),
         (["--warmup", "-1"], "--warmup -1 is below 0"),
         (["--precision", "0"], "--precision 0.0 is not between 0 and 1"),
         (["--precision", "nan"], "--precision nan is not between"),
