@@ -1,1 +1,1 @@
-"""The parallel degrees, the types that cross stages, and the one place that cuts batches and shifts labels."""
+"""The parallel degrees, the types that cross stages, and the functions that cut batches and shift labels."""

@@ -1,7 +1,8 @@
 """Cut a batch over the ranks of a sequence group, and put it together again.
 
-The only place that cuts batches and shifts labels. Labels are shifted before the cut, since a token's target may
-lie on another rank.
+`plan_batch` decides which rank holds a token, and `shard_tokens` takes a rank's tokens by that decision. One function,
+`SequenceParallel._shard` in longctx/parallel.py, applies both to inputs and labels. Labels are shifted before the cut,
+since a token's target may lie on another rank.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
 
 def plan_batch(position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = None) -> BatchLayout:
     """Decide which rank of a sequence group holds which token of a batch with these [B, S] positions.
+
+    With a ring of at least two ranks, `plan_ring` puts the tokens into another order; otherwise they keep theirs. Rank
+    r of the sp ranks then holds the r-th of sp equal slices.
 
     Args:
         sp_rank: work out what this rank does at every hop as well, which otherwise happens in the first layer.

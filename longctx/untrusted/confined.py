@@ -37,6 +37,9 @@ _BYTES_PER_CHARACTER = 512
 _WAITED_PER_SECOND = 60
 """Seconds that are waited for a second of CPU time, on a machine that is busy with other work."""
 
+_START_SECONDS = (5.0, 10.0, 20.0, 40.0, 80.0)
+"""Seconds that each attempt at a process has to start, which takes milliseconds on an idle machine."""
+
 _STATM = Path("/proc/self/statm")
 
 
@@ -63,7 +66,24 @@ class Confined(Generic[Parameters, Result]):
     """A process that calls one function again and again, within bounds."""
 
     def __init__(self, function: Callable[Parameters, Result]) -> None:
-        """Fork. The function, and all that it refers to, is the process's own copy from here on."""
+        """Fork. The function, and all that it refers to, is the process's own copy from here on.
+
+        A process that does not start is ended, and another one is forked. CPython, as of 3.11, waits for ever in the
+        child if a thread of another library, such as torch or Arrow, was being entered into the interpreter meanwhile.
+
+        Raises:
+            OutOfBounds: No process has started.
+        """
+        for seconds in _START_SECONDS:
+            self._fork(function)
+            if self._connection.poll(seconds):
+                with suppress(EOFError, ConnectionError):  # it has crashed: a call says how
+                    self._connection.recv()
+                return
+            self.close()
+        raise OutOfBounds(f"its process did not start in {len(_START_SECONDS)} attempts")
+
+    def _fork(self, function: Callable[Parameters, Result]) -> None:
         self._connection, theirs = Pipe()
         self._owner = os.getpid()
         with warnings.catch_warnings():
@@ -148,6 +168,7 @@ def confined(function: Callable[[], Result], bounds: Bounds) -> Result:
 def _serve(function: Callable[..., Any], connection: Connection) -> Never:
     """Answer calls until the other end of the pipe is closed."""
     try:
+        connection.send(None)  # it has started
         gc.freeze()
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's panics print a hundred lines, which repeat the record

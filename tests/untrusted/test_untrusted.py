@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from pathlib import Path
 
 import datasets
@@ -376,6 +377,31 @@ def test_a_process_is_not_shared_after_a_fork_and_ends_with_its_owner():
     double.close()
     with pytest.raises(ProcessLookupError):
         os.kill(double._pid or 2**22 + 1, 0)
+
+
+@pytest.mark.parametrize("hanging", [2, 3])
+def test_a_process_that_hangs_in_its_fork_is_replaced(monkeypatch, hanging):
+    """As CPython's child does where another library's thread was being entered into the interpreter meanwhile."""
+    forked, fork = [], os.fork
+
+    def fork_that_hangs():
+        pid = fork()
+        if pid == 0 and len(forked) < hanging:
+            time.sleep(600)
+        forked.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork_that_hangs)
+    monkeypatch.setattr(confined, "_START_SECONDS", (0.2, 0.2, 30.0)[: 5 - hanging])
+    if hanging == 2:
+        assert confined.confined(lambda: 7, Bounds.of_text(0)) == 7
+        assert len(forked) == 3
+    else:
+        with pytest.raises(OutOfBounds, match="its process did not start in 2 attempts"):
+            confined.confined(lambda: 7, Bounds.of_text(0))
+    for pid in forked:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_why_a_process_ended_is_said():
