@@ -55,12 +55,12 @@ class StepSampler(Sampler[list[int]]):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a full optimizer step, over all ranks and micro-batches."""
+        """Number of rows in a full optimizer step, over all ranks and micro-batches."""
         return self.micro_batch_size * self.dp * self.accumulation_steps
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps in an epoch."""
+        """Number of optimizer steps in an epoch."""
         return -(-len(self) // self.accumulation_steps)
 
     def __len__(self) -> int:
@@ -119,11 +119,11 @@ class MicroBatch(NamedTuple):
     """What one rank reads of a stream at a time."""
 
     rows: list[dict[str, NDArray[Any]]] | None
-    """[] where others have some left: such a rank feeds padding. None in steps before the one that was gone on from."""
+    """[] if only other ranks have rows left, so this rank feeds padding. None for the steps before the resumed one."""
     report: PackingReport
     """What became of the documents read until the end of this step, or in the first pass if that has ended."""
     passes: int
-    """Times that the stream was begun."""
+    """Number of times that the stream was started."""
     position: dict[str, Any]
     """Of the stream at the end of this step, for `StepStream.go_on_from`."""
 

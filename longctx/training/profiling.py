@@ -14,9 +14,9 @@ from trl import SFTConfig
 logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
-"""In output_dir."""
+"""Name of the folder in output_dir."""
 BEFORE = 2
-"""Steps that are not in the trace: the first, and one in which the profiler warms up."""
+"""Number of steps before the trace: the first, and one in which the profiler warms up."""
 
 
 class ProfileSteps(TrainerCallback):
