@@ -1,4 +1,4 @@
-"""Train, with what is printed before and after."""
+"""Train, and print what a run reports before and after."""
 
 from __future__ import annotations
 
