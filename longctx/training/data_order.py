@@ -94,7 +94,7 @@ class StepSampler(Sampler[list[int]]):
         return balanced_order(self.costs, self.rows_per_step, seed=self.seed, epoch=self.epoch)
 
     def _spread(self, rows: NDArray[np.int64]) -> list[list[NDArray[np.int64]]]:
-        """A step's rows, [micro_batch][dp_rank]."""
+        """Return a step's rows, indexed by [micro_batch][dp_rank]."""
         if self.costs is not None:
             return spread_step(rows, self.costs, micro_batch_size=self.micro_batch_size, dp=self.dp)
         per_rank = self.micro_batch_size

@@ -22,8 +22,8 @@ BEFORE = 2
 class ProfileSteps(TrainerCallback):
     """Writes `profile/rank-R.json.gz`: `num_steps` steps from the third of this run on.
 
-    Each is `ProfilerStep#N` there, from the end of one optimizer step to that of the next. Nothing of the run changes
-    but its speed, while it is traced.
+    Each is `ProfilerStep#N` there, from the end of one optimizer step to that of the next. Tracing changes only the
+    speed of the run.
     """
 
     def __init__(self, output_dir: str, num_steps: int, rank: int):

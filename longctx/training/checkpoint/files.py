@@ -264,8 +264,8 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def candidates(asked: str, output_dir: Path) -> list[Path]:
     """Return the checkpoints that --resume_from_checkpoint can mean.
 
-    It is a path, `True` for the newest checkpoint in output_dir, or `auto` for all
-    complete ones, the newest first, of which there may be none.
+    It is a path, `True` for the newest checkpoint in output_dir, or `auto` for all complete ones,
+    the newest first, of which there may be none.
 
     Raises:
         CheckpointError: if there is none, except for `auto`.

@@ -166,7 +166,7 @@ class ResumableTrainer(PushingTrainer):
         on_all_ranks(lambda: work() if self.args.should_save else None)
 
     def _write_own_part(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """This rank's states, and where its random numbers are."""
+        """Write this rank's states and the states of its random number generators."""
         if self.args.save_only_model:
             return {}
         rank = self.args.process_index
@@ -336,7 +336,7 @@ class ResumableTrainer(PushingTrainer):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Everything is read in `_prepare_for_training`, whatever the engine."""
+        """Read nothing: `_prepare_for_training` reads everything, on every engine."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         path = random_file(Path(checkpoint), self.args.process_index) if checkpoint else None
@@ -395,7 +395,7 @@ def optimization_flags(args: SFTConfig) -> dict[str, Any]:
 
 
 class _Continued(TrainerCallback):
-    """Puts the log's sums back, which the Trainer sets to nothing when it begins."""
+    """Restores the log's sums, which the Trainer resets when training begins."""
 
     def __init__(self, trainer: ResumableTrainer, manifest: Manifest, path: Path):
         self.trainer, self.ranks, self.path = trainer, manifest.progress["ranks"], path
