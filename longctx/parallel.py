@@ -105,7 +105,7 @@ class SequenceParallel:
         return self.reduce(token_losses(logits, shift_labels), num_label_tokens)
 
     def reduce(self, losses: Tensor, num_label_tokens: int) -> Tensor:
-        """The same from per-token losses [1, T/P] that are 0 where nothing is learnt."""
+        """Return the same as `loss`, from per-token losses [1, T/P] that are 0 at tokens without a label."""
         return step_loss(losses, num_label_tokens, self.dims.world_size)
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Any], *, gather: bool = True) -> Tensor:
@@ -292,7 +292,7 @@ def _documents(model: PreTrainedModel, lengths: Sequence[int] | None) -> Documen
 
 
 def _device_of_this_rank(model: PreTrainedModel) -> torch.device:
-    """FSDP2 and DeepSpeed move a model to the rank's GPU when they wrap it, which is later."""
+    """Return the GPU where the process group runs on GPUs, since FSDP2 and DeepSpeed move the model there later."""
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         return torch.device("cuda")
     return next(model.parameters()).device

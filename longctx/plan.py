@@ -1,9 +1,8 @@
 """`python -m longctx.plan --model_name_or_path Qwen/Qwen3-8B --gpus 8`: what fits, how fast, and how to start it.
 
 All of it is predicted: memory by `longctx.forecast.closed_form`, which `longctx.forecast.calibrate` corrects for the
-model at hand, time by `longctx.forecast.step_time`. No weights are read, and no process is started. Exit code 0, 1 if
-no set-up takes
---max_length, 2 for what cannot be planned.
+model at hand, time by `longctx.forecast.step_time`. No weights are read, and no process is started. The exit
+code is 0, or 1 if no set-up takes --max_length, or 2 if nothing can be planned.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from longctx.forecast.memory_options import PRESETS
 
 USAGE_ERROR = 2
 WIDTH = 120
-"""Of printed lines."""
+"""Width of printed lines, in characters."""
 LENGTHS = (32768, 131072, 524288, 1048576)
 
 
@@ -270,7 +269,7 @@ def _folder(model: str) -> Path:
 
 
 def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
-    """The plan to read: a table with a row for each backend and its degrees, and what is recommended."""
+    """Return the plan as text: a table with a row for each backend and its degrees, and the recommendation."""
     machine, best = result["machine"], result["recommendation"]
     head = (
         f"{result['model']} on {machine['gpus']} x {machine['device']}, {machine['device_bytes'] / 2**30:.0f} GiB "
@@ -316,7 +315,7 @@ MARKS = ("", "*", "+")
 
 
 def _by_degrees(candidates: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
-    """Candidates that differ in --memory alone, by it."""
+    """Group the candidates that differ only in --memory, by its value."""
     groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for c in candidates:
         groups.setdefault((c["backend"], c["ring"], c["ulysses"]), {})[c["memory"]] = c

@@ -27,7 +27,7 @@ _MANY_EVENTS = 4096
 
 
 class Clock:
-    """Seconds of each part. Idle until it is started, and while it is paused."""
+    """Counts the seconds of each part. The clock is idle until it is started, and while it is paused."""
 
     def __init__(self) -> None:
         self.is_running = False
@@ -35,12 +35,12 @@ class Clock:
         self._part: Part = "rest"
         self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         self._since: Any = None
-        """On the CPU the time at which the present part began."""
+        """On the CPU, the time at which the current part began."""
         self._events: deque[tuple[Any, Part | None]] = deque()
-        """On a GPU the ends of parts that may be under way still, and what began there; None is in no part."""
+        """On a GPU, the events that begin a part and may not have run yet, with that part; None while paused."""
 
     def start(self, device: torch.device) -> None:
-        """From nothing, in `rest`."""
+        """Set all seconds to 0 and begin the part `rest`."""
         self._is_cuda = device.type == "cuda"
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._events.clear()
@@ -48,12 +48,12 @@ class Clock:
         self._begin("rest")
 
     def stop(self) -> None:
-        """Idle from now on."""
+        """Stop the clock until the next `start`."""
         self.is_running = False
         self._events.clear()
 
     def switch(self, part: Part) -> Part:
-        """Begin a part; returns the one before."""
+        """Begin a part and return the previous one."""
         before = self._part
         if self.is_running and part != before:
             self._end()
@@ -63,7 +63,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs in here is in no part."""
+        """Count the time inside this context in no part."""
         if not self.is_running:
             yield
             return
@@ -77,7 +77,7 @@ class Clock:
             self._begin(self._part)
 
     def read(self) -> dict[Part, float]:
-        """Seconds of each part since `start` or the last `reset`, as far as the device has come; nobody waits."""
+        """Return the seconds of each part since `start` or `reset`, as far as the device has come, without waiting."""
         if self.is_running:
             self._end()
             self._begin(self._part)
@@ -100,7 +100,7 @@ class Clock:
             self._settle()
 
     def _end(self) -> None:
-        """On a GPU the next part's event ends this one."""
+        """End the current part; on a GPU the next part's event does so."""
         if not self._is_cuda:
             self._seconds[self._part] += time.perf_counter() - self._since
 
@@ -108,7 +108,7 @@ class Clock:
         return torch.cuda.Event(enable_timing=True)
 
     def _settle(self) -> None:
-        """Count what the device has done."""
+        """Count the parts that the device has completed."""
         while len(self._events) > 1 and self._events[1][0].query():
             begin, part = self._events.popleft()
             if part is not None:
@@ -116,7 +116,7 @@ class Clock:
 
 
 clock = Clock()
-"""Of this process: backward runs in a thread of its own on a GPU, where no context of the caller's is seen."""
+"""The clock of this process. A context variable would not do: on a GPU, backward runs in a thread of its own."""
 
 
 @contextmanager

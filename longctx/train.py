@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(run: Run) -> int:
-    """From processes and data to the trained model; returns the exit code."""
+    """Prepare processes and data, train the model, and return the exit code."""
     from longctx.data import DataError
     from longctx.launch.terminal import refuse
     from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others

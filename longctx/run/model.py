@@ -1,4 +1,4 @@
-"""The model of a run: its weights are read, and sequence parallelism and the trainer are put around it."""
+"""Load the model of a run, and build sequence parallelism and the trainer around it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
 
 
 def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
-    """Put sequence parallelism into the model, and give it its data."""
+    """Put sequence parallelism into the model, and return the trainer with its data."""
     run, args, settings = prepared.run, prepared.args, prepared.run.settings
     _check_kernels(prepared, model)
     if run.liger_parts is not None:
@@ -119,7 +119,7 @@ def _install_liger(prepared: PreparedRun, model: PreTrainedModel, parts: tuple[s
 
 
 def attention_kernel(prepared: PreparedRun, model: PreTrainedModel) -> Kernel:
-    """The kernel that computes attention in training."""
+    """Return the kernel that computes attention in training."""
     return kernel_of(model.config, prepared.args.device, _activation_dtype(prepared, model))
 
 

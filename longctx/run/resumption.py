@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from."""
+"""Find and check the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, Any]]) -> Path | None:
-    """The one that --resume_from_checkpoint means, whole and of this run's data. All ranks look at a part of it.
+    """Return the checkpoint that --resume_from_checkpoint means, once each rank has checked a part of it.
 
     Raises:
-        CheckpointError: where there is none, or it is not.
+        CheckpointError: if there is none, or it is damaged or of other data.
     """
     asked = run.settings["resume_from_checkpoint"]
     if asked is None:

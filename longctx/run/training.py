@@ -1,4 +1,4 @@
-"""Train, with what is printed before and after."""
+"""Train, and print what a run reports before and after."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _stopped_early(trainer: SequenceTrainer, patience: int) -> str:
 
 
 def _sizes(prepared: PreparedRun, model) -> list[str]:
-    """The lines that need the data and the model: batch equation, tokens, kernel."""
+    """Return the lines that need the data and the model: batch equation, tokens, kernel."""
     dims, args, settings = prepared.run.dims, prepared.args, prepared.run.settings
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sequences = micro * dims.dp * accumulation
@@ -99,7 +99,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
 
 
 def first_step_batches(trainer: SequenceTrainer, dp_rank: int) -> list[dict[str, torch.Tensor]]:
-    """The micro-batches that data-parallel rank `dp_rank` sees in the first optimizer step, uncut."""
+    """Return the uncut micro-batches of data-parallel rank `dp_rank` in the first optimizer step."""
     step = islice(trainer.micro_batches(dp_rank), trainer.args.gradient_accumulation_steps)
     return [trainer.data_collator(rows) for rows in step if rows]
 

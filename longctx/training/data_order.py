@@ -55,12 +55,12 @@ class StepSampler(Sampler[list[int]]):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a full optimizer step, over all ranks and micro-batches."""
+        """Number of rows in a full optimizer step, over all ranks and micro-batches."""
         return self.micro_batch_size * self.dp * self.accumulation_steps
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps in an epoch."""
+        """Number of optimizer steps in an epoch."""
         return -(-len(self) // self.accumulation_steps)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class StepSampler(Sampler[list[int]]):
         return balanced_order(self.costs, self.rows_per_step, seed=self.seed, epoch=self.epoch)
 
     def _spread(self, rows: NDArray[np.int64]) -> list[list[NDArray[np.int64]]]:
-        """A step's rows, [micro_batch][dp_rank]."""
+        """Return a step's rows, indexed by [micro_batch][dp_rank]."""
         if self.costs is not None:
             return spread_step(rows, self.costs, micro_batch_size=self.micro_batch_size, dp=self.dp)
         per_rank = self.micro_batch_size
@@ -119,11 +119,11 @@ class MicroBatch(NamedTuple):
     """What one rank reads of a stream at a time."""
 
     rows: list[dict[str, NDArray[Any]]] | None
-    """[] where others have some left: such a rank feeds padding. None in steps before the one that was gone on from."""
+    """[] if only other ranks have rows left, so this rank feeds padding. None for the steps before the resumed one."""
     report: PackingReport
     """What became of the documents read until the end of this step, or in the first pass if that has ended."""
     passes: int
-    """Times that the stream was begun."""
+    """Number of times that the stream was started."""
     position: dict[str, Any]
     """Of the stream at the end of this step, for `StepStream.go_on_from`."""
 

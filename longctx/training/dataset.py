@@ -1,4 +1,4 @@
-"""The way from a data set's name to rows that can be collated: records, documents, packs."""
+"""Turn a data set's name into rows that can be collated: records, then documents, then packs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Records = TypeVar("Records", Dataset, IterableDataset)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRows:
-    """What the trainer reads."""
+    """The data that the trainer reads."""
 
     documents: Dataset
     """`input_ids` and, where not all tokens are learnt, `labels`."""
@@ -129,7 +129,7 @@ def _check_targets(part: TrainingRows, settings: Mapping[str, Any], split: str) 
 
 
 def _has_target(row: Mapping[str, NDArray[Any]]) -> bool:
-    """Whether the loss counts any token of a sequence: the first one of each document is never a target."""
+    """Whether the loss counts any token of a sequence; the first token of each document is not a target."""
     labels = row.get("labels", row["input_ids"])
     return bool((labels[row["position_ids"] != 0] != IGNORE_INDEX).any())
 

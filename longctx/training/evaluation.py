@@ -44,7 +44,7 @@ class EvaluatingTrainer(ResumableTrainer):
         super().__init__(model=model, args=args, **kwargs)
 
     def _forward(self, model: Any, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
-        """Return this rank's part of the batch, and what becomes of its tokens."""
+        """Return this rank's part of the batch, and the model's outputs for its tokens."""
         raise NotImplementedError
 
     def _worker_options(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class StepMetrics:
         self.start()
 
     def start(self) -> None:
-        """Time passes from now on."""
+        """Start counting time."""
         self._started = time.perf_counter()
         clock.start(self.device)
 
@@ -103,7 +103,7 @@ class StepMetrics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs in here takes none of the training steps' time."""
+        """Leave the time inside this context out of the training steps' time."""
         start = time.perf_counter()
         try:
             with clock.paused():
@@ -116,7 +116,7 @@ class StepMetrics:
         return self.total_tokens + round(float(_gather(self._sums)[:, self._SUMS.index("tokens")].sum()))
 
     def read(self) -> dict[str, float | None]:
-        """The log's values since the last call. Called by all ranks together."""
+        """Return the log's values since the last call. Called by all ranks together."""
         seconds, parts = time.perf_counter() - self._started, clock.read()
         self._started += seconds
         clock.reset()

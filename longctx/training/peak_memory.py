@@ -31,21 +31,21 @@ class PeakMemory:
     """The peaks of every rank since its process began, in bytes, one number a rank."""
 
     allocated: tuple[int, ...]
-    """By tensors on the GPU; 0 on the CPU."""
+    """Peak bytes of tensors on the GPU; 0 on the CPU."""
     reserved: tuple[int, ...]
-    """By the caching allocator for them."""
+    """Peak bytes that the caching allocator reserved for tensors."""
     host: tuple[int, ...]
-    """Resident in host memory, libraries included."""
+    """Peak resident bytes in host memory, including libraries."""
     retries: tuple[int, ...]
     """Allocations on the GPU that succeeded only after the allocator had given its cache back, or failed."""
     device_total: tuple[int, ...]
-    """Of the rank's GPU; 0 on the CPU."""
+    """Memory of the rank's GPU; 0 on the CPU."""
     host_total: tuple[int, ...]
-    """Of the rank's node, for all its processes."""
+    """Memory of the rank's node, which all its processes share."""
 
     @classmethod
     def here(cls, device: torch.device) -> tuple[int, ...]:
-        """One rank's numbers, in the order of the fields."""
+        """Return this rank's numbers, in the order of the fields."""
         own = (peak_resident_bytes(), 0, 0, host_bytes())
         if device.type != "cuda":
             return (0, 0, *own)
@@ -56,7 +56,7 @@ class PeakMemory:
 
     @classmethod
     def of_ranks(cls, numbers: Sequence[Sequence[float]]) -> PeakMemory:
-        """What `here` gave on each rank."""
+        """Build the record from what `here` returned on each rank."""
         return cls(*(tuple(map(int, column)) for column in zip(*numbers, strict=True)))
 
     @property
@@ -66,12 +66,12 @@ class PeakMemory:
 
     @property
     def kinds(self) -> dict[str, tuple[int, ...]]:
-        """The peaks that there are, by name."""
+        """Name -> peaks of each kind of memory that the run uses."""
         of_device = {"allocated": self.allocated, "reserved": self.reserved} if self.has_devices else {}
         return of_device | {"host": self.host}
 
     def to_dict(self) -> dict[str, Any]:
-        """For trainer_state.json, in GiB."""
+        """Return the entry for trainer_state.json, in GiB."""
         return {
             name: {
                 "gib_by_rank": [round(peak / GIB, 3) for peak in peaks],
@@ -82,7 +82,7 @@ class PeakMemory:
         } | {"allocation_retries_by_rank": list(self.retries)}
 
     def describe(self) -> list[str]:
-        """A line for each kind of memory."""
+        """Return a line for each kind of memory."""
         return [
             f"{name:9} {max(peaks) / GIB:.2f} GiB at most, on rank {peaks.index(max(peaks))}; "
             f"{min(peaks) / GIB:.2f} at least, on rank {peaks.index(min(peaks))}; "
@@ -91,18 +91,18 @@ class PeakMemory:
         ]
 
     def of_fullest_node(self, ranks_per_node: int) -> int:
-        """Host bytes of all ranks of the node that took most."""
+        """Return the host bytes of all ranks of the node that uses the most."""
         return max(sum(self.host[i : i + ranks_per_node]) for i in range(0, len(self.host), ranks_per_node))
 
 
 @dataclass
 class MemoryWarnings:
-    """What is wrong with a run's memory, each said once."""
+    """Warnings about a run's memory, each given once."""
 
     said: set[str] = field(default_factory=set)
 
     def new(self, peak: PeakMemory) -> Iterator[str]:
-        """What has not been said before."""
+        """Yield the warnings that were not given before."""
         for name, message in self._all(peak):
             if name not in self.said:
                 self.said.add(name)

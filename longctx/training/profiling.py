@@ -14,16 +14,16 @@ from trl import SFTConfig
 logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
-"""In output_dir."""
+"""Name of the folder in output_dir."""
 BEFORE = 2
-"""Steps that are not in the trace: the first, and one in which the profiler warms up."""
+"""Number of steps before the trace: the first, and one in which the profiler warms up."""
 
 
 class ProfileSteps(TrainerCallback):
     """Writes `profile/rank-R.json.gz`: `num_steps` steps from the third of this run on.
 
-    Each is `ProfilerStep#N` there, from the end of one optimizer step to that of the next. Nothing of the run changes
-    but its speed, while it is traced.
+    Each is `ProfilerStep#N` there, from the end of one optimizer step to that of the next. Tracing changes only the
+    speed of the run.
     """
 
     def __init__(self, output_dir: str, num_steps: int, rank: int):

@@ -19,7 +19,7 @@ class ProgressBar(ProgressCallback):
     """
 
     _evaluated = 0
-    """Batches of the evaluation that is under way."""
+    """Number of batches done in the current evaluation."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -68,7 +68,7 @@ class ProgressBar(ProgressCallback):
 
 
 def use_one_bar(trainer: Trainer) -> None:
-    """Ours instead of the Trainer's, where it has one: not in a notebook, and not with --disable_tqdm."""
+    """Replace the Trainer's progress bar, if it has one, which it has not in a notebook or with --disable_tqdm."""
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(ProgressBar())
 

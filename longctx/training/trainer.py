@@ -214,7 +214,7 @@ class SequenceTrainer(EvaluatingTrainer):
 
     @phase("gradient norm")
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """On all ranks the same, and known before the weights change; DeepSpeed leaves the step out by itself."""
+        """Return the norm, the same on all ranks, before the weights change. DeepSpeed skips a bad step by itself."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if not math.isfinite(grad_norm):
             self._meet_nonfinite(model, float(grad_norm))
@@ -335,7 +335,7 @@ class SequenceTrainer(EvaluatingTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _forward(self, model, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
-        """This rank's part of the batch, and what becomes of its tokens."""
+        """Return this rank's part of the batch, and the model's outputs for its tokens."""
         shard = self.sequence.shard(inputs)
         outputs = model(
             **shard.inputs,
@@ -393,12 +393,12 @@ class SequenceTrainer(EvaluatingTrainer):
         Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """With the loss since the last log of all ranks, where transformers takes this rank's share for it."""
+        """Use the loss of all ranks since the last log; transformers would use this rank's share."""
         self._tr_loss = cast(torch.Tensor, self.accelerator.reduce(self._tr_loss, "mean"))
         return super()._finalize_training(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """And read the peaks of the whole of it. Called by all ranks together."""
+        """Train, then read the peak memory of the whole run. Called by all ranks together."""
         try:
             output = super().train(*args, **kwargs)
         finally:

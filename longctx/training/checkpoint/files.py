@@ -1,4 +1,4 @@
-"""A checkpoint's folder: there whole, with a manifest of every file, or not at all."""
+"""The folder of a checkpoint, which exists either complete, with a manifest of every file, or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longctx.untrusted.files import check_folder
 MANIFEST = "longctx.json"
 FORMAT = 2
 PARTIAL, REPLACED = ".partial", ".replaced"
-"""Of a folder that is being written, and of one whose name another is about to take."""
+"""Suffixes of a folder that is being written, and of one whose name another folder is about to take."""
 _NAME = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
 _LEFT_BEHIND = re.compile(rf"checkpoint-\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
 
@@ -31,7 +31,7 @@ class CheckpointError(ValueError):
 
 
 class NotSavedError(OSError):
-    """A checkpoint that could not be written, and which one there is instead."""
+    """A checkpoint could not be written; the message names the one that exists instead."""
 
 
 _DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -42,7 +42,7 @@ def damage_named(path: Path) -> Iterator[None]:
     """Turn the error of code that meets unexpected values of this file into one that names the file.
 
     Raises:
-        CheckpointError: in the place of any other error of such code.
+        CheckpointError: instead of the error that the code raised.
     """
     try:
         yield
@@ -63,19 +63,19 @@ class Manifest:
     step: int
     """Optimizer steps taken."""
     layout: dict[str, Any]
-    """Degrees, sequences in a step."""
+    """Parallel degrees, and the number of sequences in an optimizer step."""
     optimization: dict[str, Any]
-    """Flags of the optimizer that its states belong to."""
+    """The optimizer's flags, which its states depend on."""
     parameters: dict[str, list[int]]
-    """Trained ones: name -> shape."""
+    """Name -> shape of each trained parameter."""
     data: dict[str, Any]
-    """What the rows were made from, by name."""
+    """Name -> value of everything that the training data was made from."""
     progress: dict[str, Any]
-    """Of the log: sums since its last entry, tokens so far."""
+    """State of the log: the sums since its last entry, and the number of tokens so far."""
     position: dict[str, Any] | None = None
-    """In data without row numbers; None: it is read again from its start."""
+    """Position in streamed data; None if the data is read again from its start."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Path in the folder -> bytes and xxh3 of each."""
+    """Path in the folder -> size in bytes and xxh3 hash of each file."""
     format: int = FORMAT
 
     @property
@@ -89,7 +89,7 @@ def checkpoint_name(step: int) -> str:
 
 @contextmanager
 def writing(folder: Path, *, is_owner: bool) -> Iterator[Path]:
-    """The name of a folder beside `folder` to write to, which is removed when something goes wrong.
+    """Yield the path of a folder beside `folder` to write to, which is removed if an error occurs.
 
     Args:
         is_owner: whether this rank makes (`make_partial`), names (`take_place`) and removes it.
@@ -104,13 +104,13 @@ def writing(folder: Path, *, is_owner: bool) -> Iterator[Path]:
 
 
 def make_partial(partial: Path) -> None:
-    """The empty folder that is written to."""
+    """Create the empty folder that a checkpoint is written to."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def take_place(partial: Path, folder: Path) -> None:
-    """Name it `folder`. At every moment there is a whole one: this, or what was there before, as `.replaced`."""
+    """Rename `partial` to `folder`. A complete one always exists: the new, or the old as `.replaced`."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():  # of an earlier run, which this one repeats
         shutil.rmtree(replaced, ignore_errors=True)
@@ -121,7 +121,7 @@ def take_place(partial: Path, folder: Path) -> None:
 
 
 def take_places(partial: Path, folder: Path) -> None:
-    """Move its files to `folder`, each whole or as it was before."""
+    """Move the files of `partial` to `folder`. Each file there is complete at every moment: the new one or the old."""
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     for path in paths:
         flush(path)
@@ -134,11 +134,10 @@ def take_places(partial: Path, folder: Path) -> None:
 
 
 def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
-    """Delete what the checkpoint that was just written makes superfluous: parts that a kill has left of others, and
-    beyond `limit` the oldest.
+    """Delete the incomplete checkpoints that killed runs left, and the oldest complete ones beyond `limit`.
 
-    `folder` itself and `best` stay. Those of later steps, of a run that this one repeats, go first: they may be why it
-    does. Other folders, whatever their name begins with, are nobody's but the user's.
+    `folder`, which was just written, and `best` are kept. Checkpoints of later steps are from an earlier run that this
+    one repeats, and are deleted first. All other folders belong to the user and are kept.
     """
     for path in folder.parent.glob("checkpoint-*"):
         if _LEFT_BEHIND.fullmatch(path.name):
@@ -158,7 +157,7 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
 
 
 def describe_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Flush them to the disk, and what to know them by."""
+    """Flush the files to the disk, and return the size and hash of each."""
     found = {}
     for path in paths:
         flush(path)
@@ -167,7 +166,7 @@ def describe_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Last of all files."""
+    """Write the manifest, after all other files of the checkpoint."""
     path = folder / MANIFEST
     values = asdict(manifest)
     path.write_text(json.dumps(values | {"xxh3": _digest_of(values)}, indent=1))
@@ -176,9 +175,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """
+    """Read the manifest of a checkpoint.
+
     Raises:
-        CheckpointError: where there is none that this version can read.
+        CheckpointError: if there is none that this version can read.
     """
     path = folder / MANIFEST
     try:
@@ -210,9 +210,10 @@ def _digest_of(values: dict[str, Any]) -> str:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """
+    """Check that every field has the type that `write_manifest` writes.
+
     Raises:
-        TypeError: with what is of another type than `write_manifest` leaves.
+        TypeError: with the field that has another type.
     """
     expected: dict[str, type] = {"step": int, "files": dict, "layout": dict, "optimization": dict, "parameters": dict}
     expected |= {"data": dict, "progress": dict}
@@ -226,10 +227,10 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
-    """Every `parts`-th file is as it was written; ranks share the work.
+    """Check that every `parts`-th file is as it was written, so that ranks can share the work.
 
     Raises:
-        CheckpointError: with the first file that is not.
+        CheckpointError: with the first file that differs.
     """
     if unknown := sorted(path.name for path in folder.glob("states-*") if path.name not in manifest.files):
         raise CheckpointError(f"{folder / unknown[0]} is not of this checkpoint. Remove it, or resume from another.")
@@ -254,18 +255,20 @@ def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Complete ones, the newest first."""
+    """Return the complete checkpoints of a folder, the newest first."""
     found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     whole = (path for path in found if (path / MANIFEST).is_file())
     return sorted(whole, key=lambda path: (_step(path), path.suffix != REPLACED), reverse=True)
 
 
 def candidates(asked: str, output_dir: Path) -> list[Path]:
-    """What --resume_from_checkpoint means: a path; `True`, the newest in output_dir; `auto`, the newest that is whole,
-    if there is one.
+    """Return the checkpoints that --resume_from_checkpoint can mean.
+
+    It is a path, `True` for the newest checkpoint in output_dir, or `auto` for all complete ones,
+    the newest first, of which there may be none.
 
     Raises:
-        CheckpointError: where there is none, unless `auto`.
+        CheckpointError: if there is none, except for `auto`.
     """
     if asked in ("auto", "True", "true"):
         found = checkpoints(output_dir)
@@ -293,8 +296,8 @@ def check_same(
     """Check that a run can go on from the checkpoint.
 
     Args:
-        data: what decides tokens and model, by name.
-        optimization: the flags that a resumed run has as they were.
+        data: name -> value of everything that decides the tokens and the model.
+        optimization: the flags that a resumed run must not change.
 
     Raises:
         CheckpointError: with what differs.
@@ -350,7 +353,7 @@ def check_writable(output_dir: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """To the disk; of a folder, the names in it."""
+    """Flush a file to the disk, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -373,7 +376,7 @@ def _digest(path: Path) -> str:
 
 
 def how_to_resume(output_dir: str | None) -> str:
-    """The newest complete checkpoint, and the flag to go on from it."""
+    """Describe the newest complete checkpoint and the flag that resumes from it."""
     folder = Path(output_dir or "trainer_output")  # as TrainingArguments have it
     last = next(iter(checkpoints(folder)), None)
     if last is None:

@@ -1,4 +1,4 @@
-"""A trainer whose failed pushes to the hub end all ranks, or, where training goes on, are told."""
+"""A trainer that ends all ranks when a push to the hub fails, or logs a warning while training continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PushingTrainer(SFTTrainer):
     """Pushes checkpoints in the background and output_dir at the end; every rank learns of a push that failed."""
 
     def push_results(self) -> None:
-        """All of output_dir but checkpoints, as it is on the disk, with a model card. Called by all ranks together.
+        """Push output_dir without its checkpoints, and with a model card. Called by all ranks together.
 
         Raises:
             NotSavedError, RefusedOnAllRanks: on the rank that could not push, and on the others.
@@ -56,11 +56,11 @@ class PushingTrainer(SFTTrainer):
         self._warn_of_failed(self._pushes())
 
     def _pushes(self) -> list[Future[Any]]:
-        """In the background, on the rank that pushes."""
+        """Return the pushes in the background; only the rank that pushes has any."""
         return getattr(getattr(self, "push_in_progress", None), "jobs", [])
 
     def _warn_of_failed(self, pushes: list[Future[Any]]) -> None:
-        """Take those that have ended off the list. The run goes on."""
+        """Take ended pushes off the list, and log a warning for each that failed."""
         for push in [push for push in pushes if push.done()]:
             pushes.remove(push)
             if error := push.exception():
@@ -74,7 +74,7 @@ class PushingTrainer(SFTTrainer):
                 )
 
     def _push(self, push: Callable[[], Any]) -> None:
-        """What rank 0 cannot push ends all ranks."""
+        """Call `push`, and end all ranks if it fails on one."""
 
         def work() -> None:
             try:

@@ -26,26 +26,26 @@ class ParameterShard:
     """A range of one parameter, flattened, and what there is of it. Tensors are views: written to, they change it."""
 
     name: str
-    """Of the parameter, as the model without an engine has it."""
+    """Name of the parameter in the model before an engine wraps it."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
     """First element of the range."""
     states: dict[str, Tensor]
-    """Kind -> [n] the range's elements; or [], one value for the parameter, such as the optimizer's count of steps."""
+    """Kind -> the range's elements [n], or one value [] for the whole parameter, such as its count of steps."""
     is_copy: bool = False
-    """Whether another rank, of another replica, holds the same."""
+    """Whether a rank of another replica holds the same range."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
 
 def parameter_shards(
     model: nn.Module, optimizer: Any, *, kinds: Sequence[str] = (), scalars: Sequence[str] = ()
 ) -> Iterator[ParameterShard]:
-    """All of this rank's, in the order of the parameters. No messages are sent.
+    """Yield this rank's ranges in the order of the parameters. No messages are sent.
 
     Args:
         model: before or after an engine wrapped it.
@@ -66,12 +66,12 @@ def parameter_shards(
 
 
 def trained_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Of every trained parameter, whole, by name: what tells whether a checkpoint is of this model."""
+    """Return name -> shape of every whole trained parameter, which shows whether a checkpoint fits this model."""
     return {name: list(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in _trained(model)}
 
 
 def update_working_weights(model: nn.Module, optimizer: Any) -> None:
-    """After `weight` was written to: ZeRO's weights that layers compute with follow its fp32 ones. All ranks call."""
+    """Copy ZeRO's fp32 weights, which `weight` names, to those that layers use. Called by all ranks together."""
     optimizer = _innermost(optimizer)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         optimizer.checkpoint_event_prologue()  # every parameter is partitioned, small ones too
@@ -86,7 +86,7 @@ def update_working_weights(model: nn.Module, optimizer: Any) -> None:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """accelerate's wrappers hold the engine's optimizer, or torch's."""
+    """Return the optimizer of the engine, or of torch, inside accelerate's wrappers."""
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     return optimizer
@@ -101,7 +101,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _of_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, kinds: Sequence[str], scalars: Sequence[str]
 ) -> Iterator[ParameterShard | None]:
-    """FSDP2's, or whole parameters."""
+    """Yield the ranges of FSDP2's parameters, or of whole ones."""
     for name, parameter in _trained(model):
         held = _with_states(optimizer, parameter, kinds, scalars)
         start, is_copy = 0, False
@@ -143,7 +143,7 @@ def _of_zero3(
 def _of_zero(
     model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]
 ) -> Iterator[ParameterShard | None]:
-    """Of all parameters one after the other, a rank has a range."""
+    """Yield the ranges of ZeRO-1 and 2, where a rank has one range of the parameters laid end to end."""
     for name, parameter in _trained(model):
         fragment = parameter._hp_mapping
         if fragment is None:

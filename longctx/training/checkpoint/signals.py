@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 of a scheduler: finish the step, save, and leave with a code that says so."""
+"""On SIGTERM or SIGUSR1, finish the step, save, and exit with a code that marks the run as resumable."""
 
 from __future__ import annotations
 

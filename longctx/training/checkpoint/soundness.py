@@ -1,4 +1,4 @@
-"""Checks of what a checkpoint and a model hold: files of the expected form, and numbers to go on from."""
+"""Check that a checkpoint's files have the expected form, and that its numbers and a model's are usable."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _STATE_TYPES: Mapping[str, Any] = {
     "stateful_callbacks": dict | None,
     "total_flos": int | float,
 }
-"""Fields of trainer_state.json that a resumed run goes on with -> their types."""
+"""Fields of trainer_state.json that a resumed run uses -> their types."""
 
 _LOGGED = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
 

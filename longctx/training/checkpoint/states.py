@@ -15,7 +15,7 @@ from longctx.training.checkpoint.shards import ParameterShard
 from longctx.training.checkpoint.soundness import check_values
 
 FILE_BYTES = 2 << 30
-"""Of a file, and so of what is copied to host memory at a time."""
+"""Size of a file, and so of what is copied to host memory at a time."""
 
 
 _DTYPES = ("F32", "BF16", "F16", "F64")
@@ -24,7 +24,7 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 def write_states(
     folder: Path, held: Iterable[ParameterShard], rank: int, *, file_bytes: int = FILE_BYTES
 ) -> list[Path]:
-    """This rank's ranges, without those that another rank has too; returns the files."""
+    """Write this rank's ranges, without those that are copies of another rank's, and return the files."""
     files: list[Path] = []
     tensors: dict[str, Tensor] = {}
     size = 0
@@ -58,7 +58,7 @@ def _parts(path: Path, key: str) -> list[str]:
 class _Range(NamedTuple):
     start: int
     stop: int
-    """Of the flattened parameter; `start` for a single value."""
+    """End of the range in the flattened parameter; equal to `start` for a single value."""
     path: Path
     key: str
 
@@ -94,7 +94,7 @@ class StateReader:
             ranges.sort()
 
     def kinds(self, *, scalars: bool) -> list[str]:
-        """Of states that have a value for each element, or one for all."""
+        """Return the kinds of states that have one value for a whole parameter (`scalars`) or one for each element."""
         found = {kind for (_, kind), ranges in self._ranges.items() if (ranges[0].start == ranges[0].stop) == scalars}
         return sorted(found)
 
@@ -102,7 +102,7 @@ class StateReader:
         """Write to the piece's views what the files hold of its range.
 
         Raises:
-            CheckpointError: where they hold less.
+            CheckpointError: if the files lack a part of it.
         """
         for kind, target in piece.states.items():
             if only is None or kind in only:
@@ -129,10 +129,10 @@ class StateReader:
             )
 
     def _checked(self, name: str, kind: str, found: _Range, part: slice) -> Tensor:
-        """Read values, all of which training can go on from.
+        """Read values, and check that training can continue from them.
 
         Raises:
-            CheckpointError: where one is none, and for a range where a single value belongs or the other way round.
+            CheckpointError: if a value is unusable, or a range stands where a single value belongs, or the reverse.
         """
         with damage_named(found.path):
             is_scalar = found.start == found.stop

@@ -63,18 +63,18 @@ class ResumableTrainer(PushingTrainer):
     def __init__(self, model: PreTrainedModel, args: SFTConfig, **kwargs: Any):
         super().__init__(model=model, args=args, **kwargs)
         self._fp32_weights = round_weights(model) if self.is_deepspeed_enabled and args.bf16 else {}
-        """What ZeRO's fp32 weights begin with."""
+        """The initial values of ZeRO's fp32 weights."""
 
     def layout(self) -> dict[str, Any]:
-        """Degrees of the run, and `sequences_per_step`, which a run that goes on has to have, too."""
+        """Return the degrees of the run, and `sequences_per_step`, which a resumed run must not change."""
         raise NotImplementedError
 
     def data_identity(self) -> dict[str, Any]:
-        """What the rows are made from, by name; a run with another value of any cannot go on."""
+        """Return name -> value of what the training data is made from. A resumed run must have the same values."""
         raise NotImplementedError
 
     def data_position(self) -> dict[str, Any] | None:
-        """Behind the last step, in data that is a stream: the same on every rank, plain values."""
+        """Return the position in a stream after the last step, as plain values that are the same on every rank."""
         return None
 
     _nonfinite_from_start: Sequence[str] = ()
@@ -84,18 +84,18 @@ class ResumableTrainer(PushingTrainer):
     """Whether steps may be left out, so that an optimizer may have no states after some."""
 
     def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
-        """Make the loader go on behind this step.
+        """Make the loader continue after this step.
 
         Raises:
             ValueError: for a stream without a position, and for a position in what is no stream.
         """
 
     def progress(self) -> dict[str, Any]:
-        """Of this rank, since the last entry of the log. Called by all ranks together."""
+        """Return this rank's sums since the last entry of the log. Called by all ranks together."""
         return {}
 
     def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
-        """What `progress` gave on every rank of the run that was interrupted."""
+        """Restore what `progress` returned on every rank of the interrupted run."""
 
     # Saving
 
@@ -153,7 +153,7 @@ class ResumableTrainer(PushingTrainer):
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[Path]:
-        """An empty folder beside `folder`, of all ranks; what goes wrong on one of them removes it and ends all."""
+        """Yield an empty folder beside `folder` for all ranks. An error on one rank removes it and ends all."""
         try:
             with writing(folder, is_owner=self.args.should_save) as partial:
                 self._as_owner(lambda: make_partial(partial))
@@ -162,11 +162,11 @@ class ResumableTrainer(PushingTrainer):
             raise _not_saved(folder, error) from error
 
     def _as_owner(self, work: Callable[[], None]) -> None:
-        """On rank 0, or with --save_on_each_node on every node's first rank; the others wait."""
+        """Run on rank 0, or with --save_on_each_node on every node's first rank, while the others wait."""
         on_all_ranks(lambda: work() if self.args.should_save else None)
 
     def _write_own_part(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """This rank's states, and where its random numbers are."""
+        """Write this rank's states and the states of its random number generators."""
         if self.args.save_only_model:
             return {}
         rank = self.args.process_index
@@ -336,7 +336,7 @@ class ResumableTrainer(PushingTrainer):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Everything is read in `_prepare_for_training`, whatever the engine."""
+        """Read nothing: `_prepare_for_training` reads everything, on every engine."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         path = random_file(Path(checkpoint), self.args.process_index) if checkpoint else None
@@ -395,7 +395,7 @@ def optimization_flags(args: SFTConfig) -> dict[str, Any]:
 
 
 class _Continued(TrainerCallback):
-    """Puts the log's sums back, which the Trainer sets to nothing when it begins."""
+    """Restores the log's sums, which the Trainer resets when training begins."""
 
     def __init__(self, trainer: ResumableTrainer, manifest: Manifest, path: Path):
         self.trainer, self.ranks, self.path = trainer, manifest.progress["ranks"], path
