@@ -38,7 +38,7 @@ def first_line(name: str) -> str:
 def main() -> None:
     """Print the list."""
     for name, minutes in MINUTES.items():
-        print(f"python -m benchmarks.{name:13} {first_line(name)} Minutes: {minutes}.")
+        print(f"python -m benchmarks.{name:13} {first_line(name)} Minutes, roughly: {minutes}.")
     print("\nResults: benchmarks/results/README.md")
 
 

@@ -281,14 +281,16 @@ def _on_another_stream(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _used_on_another_stream(is_recorded: bool) -> Callable[..., None]:
+def _used_on_another_stream(recorded: str) -> Callable[..., None]:
     def spoil(kernel, q, *_: Any) -> None:
-        copy, side = q.clone(), torch.cuda.Stream()
+        copy, side, third = q.clone(), torch.cuda.Stream(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             copy.sum()
-        if is_recorded:
-            copy.record_stream(side)
+        if recorded == "one that waits":
+            third.wait_stream(side)
+        if recorded != "none":
+            copy.record_stream(side if recorded == "the stream" else third)
         del copy
         torch.empty_like(q)  # may be given the same memory, on which `side` has yet to work
 
@@ -330,10 +332,16 @@ def _plants() -> dict[str, Callable[[], Any]]:
         "FSDP2's event waits dropped": lambda: _instead(torch.cuda.Stream, "wait_event", lambda _: nothing),
         "messages that another stream waits for": lambda: _instead(transport, "_wait", _on_another_stream),
         "memory freed that another stream uses": lambda: _instead(
-            kernel, "_forward", _first(_used_on_another_stream(is_recorded=False))
+            kernel, "_forward", _first(_used_on_another_stream("none"))
         ),
         "the same with record_stream": lambda: _instead(
-            kernel, "_forward", _first(_used_on_another_stream(is_recorded=True))
+            kernel, "_forward", _first(_used_on_another_stream("the stream"))
+        ),
+        "the same with record_stream of a stream that waits for it": lambda: _instead(
+            kernel, "_forward", _first(_used_on_another_stream("one that waits"))
+        ),
+        "the same with record_stream of a stream that does not": lambda: _instead(
+            kernel, "_forward", _first(_used_on_another_stream("one that does not wait"))
         ),
     }
 
@@ -385,6 +393,8 @@ CAUGHT = {
     "messages that another stream waits for": r"does not wait for nccl::recv",
     "memory freed that another stream uses": r"was freed while aten::sum.* may use it",
     "the same with record_stream": None,
+    "the same with record_stream of a stream that waits for it": None,
+    "the same with record_stream of a stream that does not": r"was freed while aten::sum.* may use it",
 }
 """What says so, a regular expression; None where nothing is wrong."""
 

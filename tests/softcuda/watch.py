@@ -217,7 +217,8 @@ class Watchdog:
     def _free(self, pointer: int) -> None:
         memory = self._memory.pop(pointer, None)
         if memory is not None and memory.stream is not None:
-            others = [a for a in memory.accesses() if a.stream not in (memory.stream, *memory.used_on)]
+            # Before the allocator gives the memory away, it waits for what these streams have been given until now.
+            others = [a for a in memory.accesses() if not any(self._is_ordered(u, a) for u in memory.used_on)]
             self._freed[memory.stream] += others
 
 
