@@ -1,4 +1,4 @@
-"""Where a run writes: a folder that all nodes share or one for each of them, and the hub."""
+"""Checks of where a run writes: a folder that nodes share, or one on each node, and the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longctx.ranks.agreement import on_all_ranks, storage_of_ranks
 
 
 def check_hub(args: SFTConfig) -> None:
-    """That the hub lets the model be written, before data is prepared and weights are read. Rank 0 asks for all."""
+    """Check write access to the hub before preparing data or loading weights. Rank 0 checks for all ranks."""
     if not args.push_to_hub or args.process_index != 0:
         return
     name = args.hub_model_id or Path(args.output_dir).absolute().name
@@ -28,10 +28,10 @@ def check_hub(args: SFTConfig) -> None:
 
 
 def settle_output(args: SFTConfig) -> None:
-    """Where nodes share --output_dir, leave its files to rank 0, with --save_on_each_node, too.
+    """If nodes share --output_dir, leave its files to rank 0, even with --save_on_each_node.
 
     Raises:
-        ValueError: where they do not, and what each would keep cannot be used.
+        ValueError: if they do not share it, although the run needs them to.
     """
     owners = [0] if args.save_only_model else storage_of_ranks(Path(args.output_dir))
     if not any(owners):

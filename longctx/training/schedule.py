@@ -149,7 +149,7 @@ def add_defaults(optimizer: Any) -> None:
     """Give DeepSpeed's optimizer the `defaults` of the torch optimizer inside it, which some schedules read.
 
     Args:
-        optimizer: the one that accelerate has wrapped, or torch's own.
+        optimizer: accelerate's wrapper, or torch's optimizer.
     """
     zero = getattr(optimizer, "optimizer", None)
     if zero is not None and not hasattr(zero, "defaults"):
