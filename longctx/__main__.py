@@ -14,7 +14,7 @@ from longctx.train import USAGE_ERROR
 
 class Command(NamedTuple):
     module: str
-    """Holds `main(arguments) -> exit code`, and is imported when the command is called."""
+    """A module with `main(arguments) -> exit code`, imported when the command is called."""
     purpose: str
 
 
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns its exit code, 2 where there is no such command."""
+    """Run one command, and return its exit code, or 2 if there is no such command."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name in COMMANDS:
         return import_module(COMMANDS[name].module).main(rest)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """What `longctx --help` prints."""
+    """Return what `longctx --help` prints."""
     lines = [f"  {name:8}{purpose}" for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(
         [

@@ -22,7 +22,7 @@ from longctx.training.trainer import SequenceTrainer
 
 
 def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
-    """Train, and save the model and trainer_state.json in output_dir; or, stopped by a signal, a checkpoint there."""
+    """Train, and save the model and trainer_state.json in output_dir, or a checkpoint if a signal stops the run."""
     run = prepared.run
     trainer = build_trainer(prepared, model)
     trainer.add_callback(FollowSteps())

@@ -60,7 +60,7 @@ class EvaluatingTrainer(ResumableTrainer):
         return StepLoader(cast(TorchDataset, rows), batch_sampler=sampler, collate_fn=self.data_collator, **options)
 
     def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
-        """Return a loader that deals each row once, in order, over data-parallel ranks; ranks without rows get
+        """Return a loader that deals each row once, in order, over data-parallel ranks; one without rows gets
         padding."""
         rows = rows_to_evaluate(self.eval_dataset if eval_dataset is None else eval_dataset)
         dims = self.sequence.dims
