@@ -95,7 +95,7 @@ def _train(run: Run) -> int:
             refuse(error)
         exit_with_others()
         return USAGE_ERROR if isinstance(error, DataError) else FAILED
-    except (CheckpointError, NotSavedError, RefusedOnAllRanks) as error:  # of one rank, which the others know of
+    except (CheckpointError, NotSavedError, RefusedOnAllRanks) as error:  # raised by one rank; the others know
         if getattr(error, "is_mine", True):
             refuse(error)
         exit_with_others()

@@ -19,7 +19,7 @@ def check_hub(args: SFTConfig) -> None:
     try:
         repository = create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
         auth_check(repository.repo_id, token=args.hub_token, write=True)
-    except Exception as error:  # of several libraries
+    except Exception as error:  # errors of several libraries
         raise ValueError(
             f"--push_to_hub True: {name} cannot be written on the hub ({type(error).__name__}: "
             f"{' '.join(str(error).split())}). Give a token that may write it (hf auth login, or --hub_token), or "

@@ -111,7 +111,7 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     if run.settings["use_peft"]:
         model = add_adapter(model, run.settings)
     loss, grad_norm = single_device_step(model, batches, trainer.args.label_smoothing_factor)
-    logged = trainer.state.log_history[1]  # after the packing report
+    logged = trainer.state.log_history[1]  # entry 0 is the packing report
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
     precisions = ("in bf16 ", "in fp32 ") if trainer.args.bf16 else ("", "")
     return (

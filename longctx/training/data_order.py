@@ -183,7 +183,7 @@ class StepStream(IterableDataset):
         if num_steps:
             self.stream.go_on_from(position["stream"])
         yield from repeat(MicroBatch(None, self.stream.report, passes, position), num_steps * self.accumulation_steps)
-        has_begun = num_steps > 0  # and had rows
+        has_begun = num_steps > 0  # and so had rows
         while True:
             rows = iter(self.stream)
             while step := self._next_step(rows):

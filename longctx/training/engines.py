@@ -127,7 +127,7 @@ def _start_deepspeed_on_gloo() -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
-# What a profile leaves open
+# Settings that a profile leaves open
 
 
 def settle_deepspeed(
@@ -150,7 +150,7 @@ def settle_deepspeed(
     if levers.offload_optimizer_device == "nvme":  # elements that are in host memory at a time, four times over
         zero.setdefault("sub_group_size", 10**8)
     if levers.offload_optimizer_device != "none":
-        # Any --optim, on the CPU: torch's fused AdamW needs no compiler and is as fast as DeepSpeedCPUAdam.
+        # Allow any --optim on the CPU: torch's fused AdamW needs no compiler and is as fast as DeepSpeedCPUAdam.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if levers.communication_data_type != "auto":
         config["communication_data_type"] = levers.communication_data_type

@@ -56,7 +56,7 @@ class EvaluatingTrainer(ResumableTrainer):
         }
 
     def _loader(self, rows: PackedDataset | Dataset, sampler: StepSampler, **options: Any) -> StepLoader:
-        # PackedDataset is a map-style data set without importing torch.
+        # PackedDataset has the interface of a map-style data set, but does not import torch.
         return StepLoader(cast(TorchDataset, rows), batch_sampler=sampler, collate_fn=self.data_collator, **options)
 
     def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
@@ -85,7 +85,7 @@ class EvaluatingTrainer(ResumableTrainer):
         As in TRL, `eval_num_tokens` is the number of tokens trained on so far. Called by all ranks together.
 
         Args:
-            eval_dataset: rows with `input_ids` and, where not all tokens count, `labels`; the trainer's own if None.
+            eval_dataset: rows with `input_ids` and, if not all tokens count, `labels`; the trainer's own if None.
 
         Raises:
             ValueError: without rows, or for rows that are not tokenised.

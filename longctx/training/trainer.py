@@ -135,7 +135,7 @@ class SequenceTrainer(EvaluatingTrainer):
         use_one_bar(self)
         self.stream_read: MicroBatch | None = None
         if isinstance(rows, PackedStream):
-            # `epoch` stays the Trainer's, steps / max_steps
+            # Here `epoch` stays the Trainer's: steps / max_steps.
             self.add_callback(StreamEntry(lambda: self.stream_read, self.mixture_read))
         else:
             self.add_callback(EpochByRows(self.step_sampler(dp_rank=0)))

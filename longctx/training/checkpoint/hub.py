@@ -79,7 +79,7 @@ class PushingTrainer(SFTTrainer):
         def work() -> None:
             try:
                 push()
-            except Exception as error:  # of several libraries
+            except Exception as error:  # errors of several libraries
                 raise NotSavedError(
                     f"--push_to_hub failed: {type(error).__name__}: {error}. Log in (hf auth login), or leave it out; "
                     f"what was saved is in {self.args.output_dir}."

@@ -143,7 +143,7 @@ def _of_zero3(
 def _of_zero(
     model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]
 ) -> Iterator[ParameterShard | None]:
-    """Yield shards of ZeRO-1 or 2, where each rank has a range of all parameters in a row."""
+    """Yield shards of ZeRO-1 or 2, which gives each rank a range of all parameters laid end to end."""
     for name, parameter in _trained(model):
         fragment = parameter._hp_mapping
         if fragment is None:

@@ -74,7 +74,8 @@ class ResumableTrainer(PushingTrainer):
         raise NotImplementedError
 
     def data_position(self) -> dict[str, Any] | None:
-        """Return the position in a stream after the last step, as plain values that all ranks share."""
+        """Return the position in a stream after the last step, as plain values that all ranks share; None for other
+        data."""
         return None
 
     _nonfinite_from_start: Sequence[str] = ()
