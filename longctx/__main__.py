@@ -14,7 +14,7 @@ from longctx.train import USAGE_ERROR
 
 class Command(NamedTuple):
     module: str
-    """Holds `main(arguments) -> exit code`, and is imported when the command is called."""
+    """A module with `main(arguments) -> exit code`, imported when the command is called."""
     purpose: str
 
 
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code, which is 2 if there is no such command."""
+    """Run one command, and return its exit code, or 2 if there is no such command."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name in COMMANDS:
         return import_module(COMMANDS[name].module).main(rest)

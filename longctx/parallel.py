@@ -49,12 +49,12 @@ class SequenceParallel:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
-        """This rank's part of a batch, on its device. Every rank of a sequence group passes the same batch.
+        """Return this rank's part of a batch, on its device. Every rank of a sequence group passes the same batch.
 
         Args:
             batch: `input_ids` and `labels` (not shifted) int64 [B, S], and `position_ids` [B, S] or a right-padded
-                `attention_mask` [B, S]; as `SequenceCollator` makes it. B·S a multiple of `dims.multiple`. And
-                `layout` where `plan_batch` has made it already, in a data loader's worker.
+                `attention_mask` [B, S]; as `SequenceCollator` makes it. B·S is a multiple of `dims.multiple`. It has
+                `layout` if `plan_batch` was called in a data loader's worker.
 
         Raises:
             ValueError: if the batch cannot be cut exactly, with the remedy.
@@ -92,41 +92,41 @@ class SequenceParallel:
         return int(count) // self.dims.sp
 
     def loss(self, logits: Tensor, shift_labels: Tensor, num_label_tokens: int) -> Tensor:
-        """This rank's share of the step's mean loss, to call backward on.
+        """Return this rank's share of the step's mean loss, to call backward on.
 
-        Averaging the gradients over all ranks, as DDP, FSDP and ZeRO do, and adding up micro-batches gives the
-        gradient of the mean over all label tokens of the step.
+        Averaging the gradients over all ranks, as DDP, FSDP and ZeRO do, and adding up micro-batches gives the gradient
+        of the mean over all label tokens of the step.
 
         Args:
             logits: [1, T/P, V] of the sharded batch.
             shift_labels: [1, T/P] of the sharded batch.
-            num_label_tokens: of the whole optimizer step, from `count_label_tokens`.
+            num_label_tokens: label tokens of the whole optimizer step, from `count_label_tokens`.
         """
         return self.reduce(token_losses(logits, shift_labels), num_label_tokens)
 
     def reduce(self, losses: Tensor, num_label_tokens: int) -> Tensor:
-        """Return the same as `loss`, from per-token losses [1, T/P] that are 0 at tokens without a label."""
+        """Return the same as `loss` from per-token losses [1, T/P] that are 0 where nothing is learnt."""
         return step_loss(losses, num_label_tokens, self.dims.world_size)
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Any], *, gather: bool = True) -> Tensor:
-        """Log-probability of every label, given the tokens before it in its document; 0 where the label is −100.
+        """Return the log-probability of every label given the tokens before it in its document; 0 for labels of −100.
 
         The model is run on this rank's part of the batch, and its logits exist for a tile of tokens at a time. Under
         `torch.no_grad()` nothing is kept for a backward pass. Every rank of a sequence group passes the same batch.
 
-        A loss made from the result is one of a data-parallel rank: every rank of a sequence group computes the same
+        A loss made from the result is that of a data-parallel rank: every rank of a sequence group computes the same
         loss, and averaging the gradients over all ranks, as DDP, FSDP and ZeRO do, gives the gradient of its mean over
-        the data-parallel ranks. Nothing has to be multiplied or divided by sp.
+        the data-parallel ranks. Do not scale the loss by sp.
 
         Args:
             model: the first result of `parallelize`, wrapped or not.
             batch: as for `shard`.
-            gather: whether every rank gets all tokens, or its own.
+            gather: whether every rank gets all tokens, not only its own.
 
         Returns:
-            fp32 or wider. [B, S], at the labels' places; or, not gathered, [1, T/P] in the order of
-            `shard(batch).shift_labels`, one place before. What is not gathered is a part of a sum over tokens, and
-            `reduce` scales such a part for the average over ranks.
+            fp32 or wider. If gathered, [B, S] at the labels' positions; otherwise [1, T/P] in the order of
+            `shard(batch).shift_labels`, one position earlier. A sum over the latter is a part of the sum over all
+            tokens; `reduce` scales such a part for the average over ranks.
 
         Raises:
             ValueError: if the batch cannot be cut exactly, or the model is wrapped so that it returns half precision.
@@ -145,11 +145,11 @@ class SequenceParallel:
         return F.pad(whole.flatten()[:-1], (1, 0)).view(whole.shape)
 
     def document_log_probs(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """The sum of `log_probs` over each document, on every rank of the sequence group: float64 [documents].
+        """Return the sum of `log_probs` over each document, float64 [documents], on every rank of the sequence group.
 
         Documents are in the order of the batch. The padded end of a packed row counts as one, with the sum 0; padding
-        that an `attention_mask` marks does not. In float64, since a long document's sum is large beside what two models
-        differ by.
+        that an `attention_mask` marks does not. float64 is needed because a long document's sum is large compared with
+        differences between models.
         """
         log_probs = self.log_probs(model, batch).flatten()
         starts = (complete_position_ids(batch) == 0).flatten()
@@ -161,9 +161,9 @@ class SequenceParallel:
         return sums[send(kept, sums.device)]
 
     def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Per-token results [1, T/P, ...] of every rank in the batch's order: [B, S, ...], on every rank.
+        """Gather per-token results [1, T/P, ...] of all ranks to [B, S, ...] in the batch's order, on every rank.
 
-        Differentiable: what every rank of the group makes of a token adds up to the token's gradient.
+        Differentiable: a token's gradient is the sum of those from all ranks of the group.
         """
         if self.groups.sequence is None:
             return unshard_tokens(tokens, layout)
@@ -171,7 +171,7 @@ class SequenceParallel:
 
 
 class _Gather(torch.autograd.Function):
-    """[n, ...] of each of P ranks -> [P, n, ...] on all of them."""
+    """Gathers [n, ...] of each of P ranks to [P, n, ...] on all of them."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -205,34 +205,33 @@ def parallelize(
 
     Args:
         model: a causal language model of an allowed type; wrap it (FSDP2, DeepSpeed, DDP) afterwards.
-        sp: devices that share one sequence; neighbours in rank. Needs an initialised process group if above 1.
+        sp: devices that share one sequence, of consecutive ranks. Above 1 it needs an initialised process group.
         sp_backend: auto, ulysses, ring, gather or hybrid. `auto` takes the one with the least modelled time, see
             `longctx.attention.cost`.
         ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
         dp_replicate: copies of the sharded model.
-        device: where batches go. Where None, this rank's GPU if the process group runs on GPUs, else the model's. A
-            GPU becomes this process's current one, before anything is made or sent on it; one without an index is
-            that of LOCAL_RANK.
-        document_lengths: tokens of each document in a typical row, for `auto`, the same on every rank; where None,
-            one document as long as the model's context.
-        selective_checkpointing: activation checkpointing, once switched on, saves attention's output, as large as
-            one more [1, T/P, H·D] a layer, instead of computing it again. Where None, only if attention is a ring,
-            whose messages would be sent again.
-        heads_k_stride: key/value heads of a rank that travel and are attended at a time; fewer take less memory and
-            more messages. All where None, and a quarter of them for gather.
+        device: device of batches. If None, this rank's GPU if the process group runs on GPUs, else the model's. A GPU
+            first becomes this process's current one; without an index it is that of LOCAL_RANK.
+        document_lengths: tokens of each document in a typical row, for `auto`, the same on every rank; if None, one
+            document as long as the model's context.
+        selective_checkpointing: whether activation checkpointing, once switched on, saves attention's output, one more
+            [1, T/P, H·D] a layer, instead of recomputing it. If None, only for a ring, whose messages would be sent
+            again.
+        heads_k_stride: a rank's key/value heads that are sent and attended at a time; fewer take less memory and more
+            messages. If None, all, or a quarter of them for gather.
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
             `longctx.layers.tiled_mlp`; 0 for tiles as long as the model is wide, None for all tokens at once.
-        sequence_chunk_size: tokens of this rank that a layer works on at a time, the others waiting in host memory;
-            see `longctx.layers.chunked`. For sp 1 and Ulysses. This thread's backward passes then stay in one thread,
+        sequence_chunk_size: tokens of this rank that a layer works on at a time, while others wait in host memory; see
+            `longctx.layers.chunked`. Only for sp 1 and Ulysses. This thread's backward passes then stay in one thread,
             so call backward in the thread that calls this.
 
     Returns:
         The model, and the object that shards batches and reduces the loss.
 
     Raises:
-        ValueError: if the model's attention is not known to be exact, sp does not divide the processes, or the
-            heads do not fit the backend; for a chunk size that the model or a ring cannot have; or if this rank has
-            no GPU of its own.
+        ValueError: if the model's attention is not known to be exact, sp does not divide the processes, or the heads do
+            not fit the backend; for a chunk size that the model or a ring cannot have; or if this rank has no GPU of
+            its own.
     """
     check_model(model.config)
     _say_whether_tied(model)
@@ -271,9 +270,9 @@ def parallelize(
 
 
 def _say_whether_tied(model: PreTrainedModel) -> None:
-    """Have the configuration say whether the head is the embeddings, since wrappers would tie them again by its word.
+    """Set in the configuration whether head and embeddings are tied, since wrappers tie them if it says so.
 
-    transformers leaves them apart where a model's files hold both with different values, whatever config.json says.
+    transformers leaves them untied if a model's files hold different values for them, whatever config.json says.
     """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None:
@@ -292,7 +291,7 @@ def _documents(model: PreTrainedModel, lengths: Sequence[int] | None) -> Documen
 
 
 def _device_of_this_rank(model: PreTrainedModel) -> torch.device:
-    """Return the GPU where the process group runs on GPUs, since FSDP2 and DeepSpeed move the model there later."""
+    """Return the GPU if the process group runs on GPUs, where FSDP2 and DeepSpeed move the model later."""
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         return torch.device("cuda")
     return next(model.parameters()).device

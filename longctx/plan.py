@@ -1,8 +1,8 @@
 """`python -m longctx.plan --model_name_or_path Qwen/Qwen3-8B --gpus 8`: what fits, how fast, and how to start it.
 
-All of it is predicted: memory by `longctx.forecast.closed_form`, which `longctx.forecast.calibrate` corrects for the
-model at hand, time by `longctx.forecast.step_time`. No weights are read, and no process is started. The exit
-code is 0, or 1 if no set-up takes --max_length, or 2 if nothing can be planned.
+Everything is predicted: memory by `longctx.forecast.closed_form`, which `longctx.forecast.calibrate` corrects for the
+model at hand, and time by `longctx.forecast.step_time`. No weights are read, and no process is started. The exit code
+is 0, 1 if no set-up fits --max_length, or 2 for input that cannot be planned.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from longctx.forecast.memory_options import PRESETS
 
 USAGE_ERROR = 2
 WIDTH = 120
-"""Width of printed lines, in characters."""
+"""Width of printed lines."""
 LENGTHS = (32768, 131072, 524288, 1048576)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the plan; returns the exit code."""
+    """Print the plan, and return the exit code."""
     options = _parser().parse_args(arguments)
     from longctx.launch.terminal import quieten, refuse
 
@@ -143,7 +143,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _adapter(options: argparse.Namespace) -> dict[str, Any]:
-    """The flags of longctx.train about adapters that bear on memory."""
+    """Return the flags of longctx.train about adapters that affect memory."""
     names = ("model_name_or_path", "use_peft", "lora_r", "load_in_4bit", "use_bnb_nested_quant")
     return {name: getattr(options, name) for name in names}
 
@@ -208,7 +208,7 @@ def _machine(options: argparse.Namespace) -> Any:
 
 
 def _measured(num_devices: int) -> Any:
-    """(speeds, (bytes of a device, bytes of the host))"""
+    """Return (speeds, (bytes of a device, bytes of the host))."""
     from longctx.forecast.measure import device_memory, measure_speeds
 
     try:
@@ -264,7 +264,7 @@ def _recommendation(best: Any, there: Sequence[Any], options: argparse.Namespace
 
 
 def _folder(model: str) -> Path:
-    """The model's, where the name is that of its config.json."""
+    """Return the model's folder if the name is that of its config.json, else the name."""
     return Path(model).parent if Path(model).is_file() else Path(model)
 
 
@@ -291,7 +291,7 @@ def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
-    """Presets beside each other, and seconds of the fastest that fits."""
+    """Return the table's rows, with presets beside each other, and seconds of the fastest that fits."""
     from longctx.forecast.token_label import token_label
 
     presets, lengths = result["presets"], result["lengths"]
@@ -311,11 +311,11 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
 
 HOST_FULL = " h"
 MARKS = ("", "*", "+")
-"""Of seconds, by preset."""
+"""Marks of seconds, by preset."""
 
 
 def _by_degrees(candidates: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
-    """Group the candidates that differ only in --memory, by its value."""
+    """Group the candidates that differ in --memory alone, each by its --memory."""
     groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for c in candidates:
         groups.setdefault((c["backend"], c["ring"], c["ulysses"]), {})[c["memory"]] = c

@@ -1,9 +1,8 @@
-"""Named regions of a training step: what a profiler's trace shows of it, and where its time goes.
+"""Named regions of a training step, for a profiler's trace, and the time that each part of the step takes.
 
-The time of a step is that of one line of work, cut into parts that follow each other: on the CPU that of the process,
-on a GPU that of its current stream, where an event stands between two parts and nobody waits for it. So what runs at
-the same time as something else is not counted a second time: `communication` is what a rank waits for messages, and a
-message that attention hides costs none.
+A step's time is cut into consecutive parts: on the CPU the time of the process, on a GPU that of its current stream,
+where events separate the parts without waiting. So what runs at the same time as something else is not counted twice:
+`communication` is the time that a rank waits for messages, and a message that attention hides takes none.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from torch.profiler import record_function
 
 Part = Literal["data", "attention", "communication", "saving", "rest"]
 PARTS: tuple[Part, ...] = ("data", "attention", "communication", "saving", "rest")
-"""`data`: until a step's micro-batches are there. `communication`: waiting for other ranks, in attention's messages and
-in the count of label tokens. `saving`: checkpoints. `rest`: all other layers, the optimizer, and what FSDP and ZeRO
-gather and reduce."""
+"""`data`: waiting for a step's micro-batches. `communication`: waiting for other ranks, in attention's messages and in
+the count of label tokens. `saving`: checkpoints. `rest`: all other layers, the optimizer, and what FSDP and ZeRO gather
+and reduce."""
 
 _MANY_EVENTS = 4096
 
 
 class Clock:
-    """Counts the seconds of each part. The clock is idle until it is started, and while it is paused."""
+    """Measures the seconds of each part, except before `start`, after `stop` and while paused."""
 
     def __init__(self) -> None:
         self.is_running = False
@@ -37,10 +36,10 @@ class Clock:
         self._since: Any = None
         """On the CPU, the time at which the current part began."""
         self._events: deque[tuple[Any, Part | None]] = deque()
-        """On a GPU, the events that begin a part and may not have run yet, with that part; None while paused."""
+        """On a GPU, events that may be pending, each with the part that begins there, or None for no part."""
 
     def start(self, device: torch.device) -> None:
-        """Set all seconds to 0 and begin the part `rest`."""
+        """Start at 0 seconds, in `rest`."""
         self._is_cuda = device.type == "cuda"
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._events.clear()
@@ -48,12 +47,12 @@ class Clock:
         self._begin("rest")
 
     def stop(self) -> None:
-        """Stop the clock until the next `start`."""
+        """Stop measuring."""
         self.is_running = False
         self._events.clear()
 
     def switch(self, part: Part) -> Part:
-        """Begin a part and return the previous one."""
+        """Begin a part, and return the one before."""
         before = self._part
         if self.is_running and part != before:
             self._end()
@@ -63,7 +62,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count the time inside this context in no part."""
+        """Count the body in no part."""
         if not self.is_running:
             yield
             return
@@ -77,7 +76,7 @@ class Clock:
             self._begin(self._part)
 
     def read(self) -> dict[Part, float]:
-        """Return the seconds of each part since `start` or `reset`, as far as the device has come, without waiting."""
+        """Return the seconds of each part since `start` or the last `reset`, without waiting for the device."""
         if self.is_running:
             self._end()
             self._begin(self._part)
@@ -100,7 +99,7 @@ class Clock:
             self._settle()
 
     def _end(self) -> None:
-        """End the current part; on a GPU the next part's event does so."""
+        """End the current part, which on a GPU the next part's event does."""
         if not self._is_cuda:
             self._seconds[self._part] += time.perf_counter() - self._since
 
@@ -108,7 +107,7 @@ class Clock:
         return torch.cuda.Event(enable_timing=True)
 
     def _settle(self) -> None:
-        """Count the parts that the device has completed."""
+        """Count the parts that the device has finished."""
         while len(self._events) > 1 and self._events[1][0].query():
             begin, part = self._events.popleft()
             if part is not None:
@@ -116,12 +115,12 @@ class Clock:
 
 
 clock = Clock()
-"""The clock of this process. A context variable would not do: on a GPU, backward runs in a thread of its own."""
+"""The clock of this process. On a GPU backward runs in another thread, which does not see the caller's context."""
 
 
 @contextmanager
 def region(name: str, part: Part | None = None) -> Iterator[None]:
-    """`longctx.NAME` in a trace; and, as far as it is not inside another part, this part of the step's time."""
+    """Name the body `longctx.NAME` in a trace, and count its time as `part`, except in inner regions of other parts."""
     with record_function(f"longctx.{name}"):
         if part is None:
             yield

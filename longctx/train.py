@@ -16,7 +16,7 @@ USAGE_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one training; returns the exit code. Input that cannot be trained on exactly ends with one clear line."""
+    """Train, and return the exit code. Input that cannot be trained on exactly ends with a one-line error."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
     from longctx.launch.terminal import quieten, refuse
@@ -90,12 +90,12 @@ def _train(run: Run) -> int:
         return USAGE_ERROR
     try:
         trainer = fit(prepared, model)
-    except (DataError, NonFiniteError) as error:  # of a stream, which every rank reads; all meet it in the same step
+    except (DataError, NonFiniteError) as error:  # every rank raises it in the same step
         if is_first_rank():
             refuse(error)
         exit_with_others()
         return USAGE_ERROR if isinstance(error, DataError) else FAILED
-    except (CheckpointError, NotSavedError, RefusedOnAllRanks) as error:  # one rank's, of which the others have heard
+    except (CheckpointError, NotSavedError, RefusedOnAllRanks) as error:  # raised by one rank; the others know
         if getattr(error, "is_mine", True):
             refuse(error)
         exit_with_others()
@@ -116,7 +116,7 @@ def _train(run: Run) -> int:
 
 
 def prepare_only(run: Run) -> int:
-    """Tokenise and plan for later runs, once on each machine; returns the exit code."""
+    """Tokenise and plan for later runs, once on each machine, and return the exit code."""
     from longctx.launch.terminal import refuse
     from longctx.training.engines import stay_on_cpu
 

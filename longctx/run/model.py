@@ -1,4 +1,4 @@
-"""Load the model of a run, and build sequence parallelism and the trainer around it."""
+"""Load the model of a run, put sequence parallelism into it, and build its trainer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     """
     settings = prepared.run.settings
     name = settings["model_name_or_path"]
-    # Parameters on NVMe are written there while the model is loaded, as they are trained.
+    # Parameters on NVMe are written there while the model is loaded, in the dtype that is trained.
     on_nvme = prepared.run.levers.offload_param_device == NVME
     with nullcontext() if on_nvme else loaded_in_fp32():
         model = on_all_ranks(
@@ -56,7 +56,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
 
 
 def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
-    """Put sequence parallelism into the model, and return the trainer with its data."""
+    """Put sequence parallelism into the model, and return a trainer with its data."""
     run, args, settings = prepared.run, prepared.args, prepared.run.settings
     _check_kernels(prepared, model)
     if run.liger_parts is not None:
@@ -103,7 +103,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
 
 
 def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:
-    """Refuse on all ranks together what `check_kernels` refuses."""
+    """Call `check_kernels` with the kernels of all ranks."""
     run, device = prepared.run, select_device(prepared.args.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     found = gather_objects(on_all_ranks(lambda: (name, attention_kernel(prepared, model).name)))

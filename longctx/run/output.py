@@ -1,4 +1,4 @@
-"""The places that a run writes to: a folder that all nodes share, or one on each node, and the hub."""
+"""Checks of where a run writes: a folder that nodes share, or one on each node, and the hub."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from longctx.ranks.agreement import on_all_ranks, storage_of_ranks
 
 
 def check_hub(args: SFTConfig) -> None:
-    """Check write access to the hub before preparing data or loading weights. Rank 0 checks on behalf of all ranks."""
+    """Check write access to the hub before preparing data or loading weights. Rank 0 checks for all ranks."""
     if not args.push_to_hub or args.process_index != 0:
         return
     name = args.hub_model_id or Path(args.output_dir).absolute().name
     try:
         repository = create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
         auth_check(repository.repo_id, token=args.hub_token, write=True)
-    except Exception as error:  # of several libraries
+    except Exception as error:  # errors of several libraries
         raise ValueError(
             f"--push_to_hub True: {name} cannot be written on the hub ({type(error).__name__}: "
             f"{' '.join(str(error).split())}). Give a token that may write it (hf auth login, or --hub_token), or "
@@ -28,10 +28,10 @@ def check_hub(args: SFTConfig) -> None:
 
 
 def settle_output(args: SFTConfig) -> None:
-    """If nodes share --output_dir, let rank 0 alone write its files, even with --save_on_each_node.
+    """If nodes share --output_dir, leave its files to rank 0, even with --save_on_each_node.
 
     Raises:
-        ValueError: if they do not share it, and the files on each node could not be used.
+        ValueError: if they do not share it, although the run needs them to.
     """
     owners = [0] if args.save_only_model else storage_of_ranks(Path(args.output_dir))
     if not any(owners):

@@ -1,4 +1,4 @@
-"""The processes and data of a run, prepared before any weights are loaded."""
+"""Start the processes and prepare the data of a run, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from longctx.training.fingerprint import compare_files, data_identity
 from longctx.training.schedule import check_learning_rates, check_training_steps
 
 SAMPLED_ROWS = 8
-"""Number of micro-batches that represent the data set when a backend is chosen."""
+"""Micro-batches that are sampled to choose a backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PreparedRun:
     tokenizer: PreTrainedTokenizerBase
     data: TrainingRows | StreamedRows
     data_identity: Callable[[], Mapping[str, Any]]
-    """Returns name -> value of what the data is made from. The first call, for a checkpoint, reads all of the data."""
+    """Returns what identifies data and model, by name. The first call reads all rows."""
     resume_from: Path | None
     """The checkpoint to resume from."""
 
@@ -60,7 +60,7 @@ def prepare(run: Run) -> PreparedRun:
     if args.max_steps > 0:
         on_all_ranks(lambda: check_learning_rates(args, args.max_steps))
     on_all_ranks(lambda: check_hub(args))
-    if args.n_gpu > 1:  # one process on a machine with several: the Trainer would copy the model to all of them
+    if args.n_gpu > 1:  # one process with several GPUs: the Trainer would copy the model to all of them
         args._n_gpu = 1
     if run.engine == "deepspeed":
         settle_deepspeed(
@@ -87,9 +87,9 @@ def prepare(run: Run) -> PreparedRun:
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:
-    """Return the run with its backend modelled, and chosen if it is `auto`, on the packs at hand. Rank 0 decides.
+    """Return the run with its backend modelled, and chosen if `auto`, for sampled packs. Rank 0 decides.
 
-    A stream has no packs yet, so its choice stays as it is.
+    A stream's packs are unknown, so the run stays as it is.
     """
     if run.dims.sp == 1 or isinstance(data, StreamedRows) or not len(data.rows):
         return run
@@ -100,7 +100,7 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> 
 
 
 def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:
-    """Return the documents of a few micro-batches, made of packs spread evenly over the data set."""
+    """Return the documents of a few micro-batches, from packs all over the data set."""
     num_rows = min(SAMPLED_ROWS, len(data.rows))
     packs = np.linspace(0, len(data.rows) - 1, num_rows * args.per_device_train_batch_size).round().astype(int)
     lengths = [data.rows[int(pack)]["seq_lengths"] for pack in packs]

@@ -30,7 +30,7 @@ from longctx.training.engines import (
 
 
 def start_processes(run: Run) -> None:
-    """Hand the engine to accelerate, and start the process group where there is one."""
+    """Hand the engine to accelerate, and start the process group if there is one."""
     settings = run.settings
     if run.has_group:
         renew_store()
@@ -52,10 +52,10 @@ def start_processes(run: Run) -> None:
 
 
 def degrees(run: Run) -> dict[str, object]:
-    """What accelerate is told of the mesh: replicas of HSDP, and shards, which sequence groups are a part of.
+    """Return accelerate's keywords for the mesh: HSDP's replicas, and shards, which contain the sequence groups.
 
-    It makes FSDP2's mesh from them, of the kind of device that it runs on. Told of none, it leaves the mesh to torch,
-    which takes GPUs wherever it sees one, those of a run on the CPU too.
+    accelerate makes FSDP2's mesh from them, on the run's kind of device. Without them torch makes the mesh, on GPUs
+    wherever it sees one, even in a run on the CPU.
     """
     if run.dims.dp_replicate == 1 and not (run.engine == "fsdp2" and run.use_cpu):
         return {}
@@ -87,11 +87,11 @@ _OF_A_NODE = (
     "report_to",
     "run_name",
 )
-"""Settings that nodes may differ in: reports, and where files are, which are compared by their contents."""
+"""Settings that nodes may differ in: reports, and places of files, whose contents are compared."""
 
 
 def _decided(run: Run, args: SFTConfig) -> dict[str, str]:
-    """What all ranks have to have in common: settings, what followed from them and from the node, and releases."""
+    """Return what must be the same on all ranks: settings, what follows from them and from the node, and versions."""
     settings = {name: value for name, value in run.settings.items() if name not in _OF_A_NODE}
     packages = (*REQUIRED_VERSIONS, *MINIMUM_VERSIONS.get(run.engine, {}))
     decided = {f"--{name}": getattr(value, "value", value) for name, value in settings.items()}

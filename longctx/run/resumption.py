@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, Any]]) -> Path | None:
-    """Return the checkpoint that --resume_from_checkpoint means, once each rank has checked a part of it.
+    """Return the checkpoint that --resume_from_checkpoint names, after ranks have shared the work of checking it.
 
     Raises:
         CheckpointError: if there is none, or it is damaged or of other data.
@@ -46,7 +46,7 @@ def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mappi
             if dist.is_initialized():
                 check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
         except ValueError as error:
-            if asked != "auto" or any(owners):  # nodes that have it in parts: the run is to go on from it
+            if asked != "auto" or any(owners):  # nodes have parts of it, so no earlier one may replace it
                 raise
             if args.process_index == 0:
                 logger.warning("%s An earlier one is looked for.", error)
@@ -59,7 +59,7 @@ def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mappi
 def _check_same(
     run: Run, args: SFTConfig, manifest: Manifest, folder: Path, identity: Callable[[], Mapping[str, Any]]
 ) -> None:
-    """Rank 0 reads the data for all."""
+    """Check on rank 0, which reads the data for all, that data and flags have not changed."""
     if args.process_index != 0:
         return
     sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps

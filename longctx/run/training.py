@@ -22,7 +22,7 @@ from longctx.training.trainer import SequenceTrainer
 
 
 def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
-    """Train, and save the model and trainer_state.json in output_dir; or, stopped by a signal, a checkpoint there."""
+    """Train, and save the model and trainer_state.json in output_dir, or a checkpoint if a signal stops the run."""
     run = prepared.run
     trainer = build_trainer(prepared, model)
     trainer.add_callback(FollowSteps())
@@ -32,7 +32,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         )
     if (patience := run.settings["early_stopping_patience"]) is not None:
         trainer.add_callback(EarlyStoppingCallback(patience, run.settings["early_stopping_threshold"]))
-    disable_progress_bar()  # of every file that is saved; the run has a bar of its own
+    disable_progress_bar()  # transformers' bar for every saved file
     is_first = trainer.sequence.rank == 0
     if is_first:
         print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
@@ -49,7 +49,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
             trainer.save_results()
     if trainer.stop_on_signal.stopped_by is not None:
         return trainer
-    if trainer.args.push_to_hub:  # the page above with the rest
+    if trainer.args.push_to_hub:  # includes the page that `reported` wrote
         trainer.push_results()
     if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
         print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
@@ -57,7 +57,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
 
 
 def _check_labels_seen(trainer: SequenceTrainer, run: Run) -> None:
-    """Check that a stream, whose documents are not known beforehand, had something to learn. Called after training.
+    """Check after training that a stream, whose documents are not known before, had something to learn.
 
     Raises:
         DataError: if no step had a token with a label, so that nothing was trained.
@@ -99,7 +99,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
 
 
 def first_step_batches(trainer: SequenceTrainer, dp_rank: int) -> list[dict[str, torch.Tensor]]:
-    """Return the uncut micro-batches of data-parallel rank `dp_rank` in the first optimizer step."""
+    """Return the uncut micro-batches that data-parallel rank `dp_rank` sees in the first optimizer step."""
     step = islice(trainer.micro_batches(dp_rank), trainer.args.gradient_accumulation_steps)
     return [trainer.data_collator(rows) for rows in step if rows]
 
@@ -111,7 +111,7 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     if run.settings["use_peft"]:
         model = add_adapter(model, run.settings)
     loss, grad_norm = single_device_step(model, batches, trainer.args.label_smoothing_factor)
-    logged = trainer.state.log_history[1]  # after the packing report
+    logged = trainer.state.log_history[1]  # entry 0 is the packing report
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
     precisions = ("in bf16 ", "in fp32 ") if trainer.args.bf16 else ("", "")
     return (

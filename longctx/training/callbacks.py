@@ -1,4 +1,4 @@
-"""What the trainer does at the edges of a step: callbacks that keep its log and its schedule right."""
+"""Callbacks that keep the trainer's log and learning-rate schedule right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EpochByRows(TrainerCallback):
 
 
 class ScheduleGoesOn(TrainerCallback):
-    """Moves the learning rate past a step that DeepSpeed has left out, as it moves on other engines."""
+    """Advances the learning rate after a step that DeepSpeed skipped, as on other engines."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
@@ -46,16 +46,16 @@ class PackingEntry(TrainerCallback):
         self.mixture = {"mixture": [source.to_dict() for source in mixture]} if mixture else {}
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not any(entry.get("packing") == self.report for entry in state.log_history):  # a resumed run has it
+        if not any(entry.get("packing") == self.report for entry in state.log_history):  # a resumed run already has it
             state.log_history.append({"step": state.global_step, "packing": self.report, **self.mixture})
 
 
 class StreamEntry(TrainerCallback):
-    """Keeps in the log's history the packing report of what a stream has read up to the last step.
+    """Keeps the packing report of a stream, up to the last step, in the log's history.
 
     Args:
-        read: gives what was read last, with the report up to there.
-        mixture: gives what was read of each data set of a mixture.
+        read: returns what was read last, with the report up to there.
+        mixture: returns what was read of each data set of a mixture.
     """
 
     def __init__(self, read: Callable[[], MicroBatch | None], mixture: Callable[[], Sequence[SourceReport]]):

@@ -1,4 +1,4 @@
-"""What the data loader's collator adds to a batch: the cut over the ranks, token counts, the place in a stream."""
+"""Collators that add to a batch its layout over ranks, token counts and the position in a stream."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from longctx.training.data_order import MicroBatch
 
 
 class PlanningCollator:
-    """Adds what a data loader's worker can work out: how the batch is cut, and tokens without padding: `lengths` of
-    the rows and their sum `num_tokens`.
+    """Adds the batch's `layout`, the rows' `lengths` without padding, and their sum `num_tokens`, in a data loader's
+    worker.
 
-    A rank without rows feeds padding alone.
+    A rank without rows gets only padding.
     """
 
     def __init__(self, collator: SequenceCollator, dims: ParallelDims, rank: int):
@@ -30,12 +30,12 @@ class PlanningCollator:
 
 
 class StreamCollator:
-    """Hands on what has been read of the stream as `stream_read`, from a data loader's worker too."""
+    """Adds the state of the stream as `stream_read`, from a data loader's worker too."""
 
     def __init__(self, collator: PlanningCollator):
         self.collator = collator
 
     def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        if micro_batch.rows is None:  # which the Trainer passes over
+        if micro_batch.rows is None:  # the Trainer skips an empty batch
             return {}
         return self.collator(micro_batch.rows) | {"stream_read": micro_batch._replace(rows=[])}

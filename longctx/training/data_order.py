@@ -1,4 +1,4 @@
-"""Which rows each data-parallel rank reads in each micro-batch of each optimizer step."""
+"""The rows that each data-parallel rank reads in each micro-batch of each optimizer step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from longctx.packing import PackedStream, PackingReport, balanced_order, shuffle
 class StepSampler(Sampler[list[int]]):
     """Batches of row numbers for one data-parallel rank.
 
-    An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of one global order, so its
-    rows do not depend on how they are spread over ranks and accumulation. The last step of an epoch takes what is
-    left: ranks without rows get an empty list, and feed padding, so that collectives stay in step.
+    An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of one global order, so its rows
+    do not depend on how they are spread over ranks and accumulation. The last step of an epoch takes what is left:
+    ranks without rows get an empty list, and feed padding, so that collectives stay in step.
 
     Args:
         num_rows: rows in the data set.
         micro_batch_size: rows of one rank in one micro-batch.
-        seed: of the order; None reads the rows in order. Every epoch has its own order.
-        costs: modelled cost of each row, [num_rows]; a step then takes rows of similar cost, and a micro-batch the
-            most similar of them. None, or no seed: rows are shuffled alone, or not at all.
+        seed: seed of the order, which changes every epoch; None reads the rows in order.
+        costs: modelled cost of each row, [num_rows]; a step then takes rows of similar cost, and a micro-batch the most
+            similar of them. Ignored without a seed.
         drop_last: leave out a last step that is not full.
     """
 
@@ -79,14 +79,14 @@ class StepSampler(Sampler[list[int]]):
         self.epoch = epoch
 
     def steps(self) -> Iterator[NDArray[np.int64]]:
-        """The rows of each optimizer step of the epoch, the same on every rank and in every layout."""
+        """Yield the rows of each optimizer step of the epoch, the same on every rank and in every layout."""
         order, size = self._order(), self.rows_per_step
         stop = self.num_rows // size * size if self.drop_last else self.num_rows
         for start in range(0, stop, size):
             yield order[start : start + size]
 
     def _order(self) -> NDArray[np.int64]:
-        """int64 [num_rows]: the epoch's global order."""
+        """Return the epoch's global order, int64 [num_rows]."""
         if self.seed is None:
             return np.arange(self.num_rows)
         if self.costs is None:
@@ -94,7 +94,7 @@ class StepSampler(Sampler[list[int]]):
         return balanced_order(self.costs, self.rows_per_step, seed=self.seed, epoch=self.epoch)
 
     def _spread(self, rows: NDArray[np.int64]) -> list[list[NDArray[np.int64]]]:
-        """Return a step's rows, indexed by [micro_batch][dp_rank]."""
+        """Return a step's rows, [micro_batch][dp_rank]."""
         if self.costs is not None:
             return spread_step(rows, self.costs, micro_batch_size=self.micro_batch_size, dp=self.dp)
         per_rank = self.micro_batch_size
@@ -106,41 +106,41 @@ class StepSampler(Sampler[list[int]]):
 
 
 class StepLoader(DataLoader):
-    """A DataLoader over a `StepSampler`, which accelerate is not given to prepare: it would cut it again."""
+    """A DataLoader over a `StepSampler`, which accelerate must not prepare, since it would cut batches again."""
 
     batch_sampler: StepSampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer at the start of every epoch."""
+        """Set the epoch. The Trainer calls it at the start of every epoch."""
         self.batch_sampler.set_epoch(epoch)
 
 
 class MicroBatch(NamedTuple):
-    """What one rank reads of a stream at a time."""
+    """One rank's micro-batch of a stream."""
 
     rows: list[dict[str, NDArray[Any]]] | None
-    """[] if only other ranks have rows left, so this rank feeds padding. None for the steps before the resumed one."""
+    """[] if only other ranks have rows left; None for the steps that precede the resumed one."""
     report: PackingReport
-    """What became of the documents read until the end of this step, or in the first pass if that has ended."""
+    """Counts of the documents read up to the end of this step, or in the first pass if that has ended."""
     passes: int
     """Number of times that the stream was started."""
     position: dict[str, Any]
-    """Of the stream at the end of this step, for `StepStream.go_on_from`."""
+    """Position in the stream after this step, for `StepStream.go_on_from`."""
 
 
 class StepStream(IterableDataset):
-    """Micro-batches of one data-parallel rank from a stream of rows, for a DataLoader without batches of its own.
+    """Micro-batches of one data-parallel rank from a stream of rows, for a DataLoader that does not batch.
 
-    An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of a `PackedStream`, spread
-    as `StepSampler` spreads them in order: its rows do not depend on the layout, and every row is in one micro-batch
-    of one data-parallel rank. Where the stream ends it is read again from its start, for as long as somebody asks; a
-    pass's last step takes the rows that are left, and its other micro-batches are empty.
+    An optimizer step takes the next `micro_batch_size × dp × accumulation_steps` rows of a `PackedStream`, spread as
+    `StepSampler` spreads them in order: its rows do not depend on the layout, and every row is in one micro-batch of
+    one data-parallel rank. A stream that ends is read again from its start, without limit; a pass's last step takes the
+    rows that are left, and its other micro-batches are empty.
 
-    Every process reads and tokenises all documents, for each worker of a DataLoader once; workers deal out the
-    micro-batches, and change none. So one worker takes the reading off the training process; more save no time.
+    Every process, and every worker of a DataLoader, reads and tokenises all documents; workers share out the
+    micro-batches. So one worker relieves the training process, and more save no time.
 
     Args:
-        stream: of rows.
+        stream: the stream of rows.
         drop_last: leave out a pass's last step if it is not full.
     """
 
@@ -161,17 +161,20 @@ class StepStream(IterableDataset):
         self._begin: tuple[int, dict[str, Any]] = 0, {"passes": 1, "first_pass": None}
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """
+        """Iterate without end.
+
         Raises:
-            DataError: as the stream; and where a pass has no rows for a step.
+            DataError: from the stream, and if a pass has no rows for a step.
         """
         worker = get_worker_info()
         mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return islice(self._micro_batches(), mine, None, workers)
 
     def go_on_from(self, num_steps: int, position: dict[str, Any]) -> None:
-        """Make iterations go on behind so many steps. The micro-batches up to there are counted, and empty; what comes
-        then raises DataError if the stream has other documents than it had."""
+        """Make iterations continue after `num_steps`, whose micro-batches have no rows.
+
+        Iterating raises DataError if the stream's documents have changed.
+        """
         self._begin = num_steps, position
 
     def _micro_batches(self) -> Iterator[MicroBatch]:
@@ -180,7 +183,7 @@ class StepStream(IterableDataset):
         if num_steps:
             self.stream.go_on_from(position["stream"])
         yield from repeat(MicroBatch(None, self.stream.report, passes, position), num_steps * self.accumulation_steps)
-        has_begun = num_steps > 0  # and had rows
+        has_begun = num_steps > 0  # and so had rows
         while True:
             rows = iter(self.stream)
             while step := self._next_step(rows):
@@ -200,7 +203,7 @@ class StepStream(IterableDataset):
             passes, first_pass, has_begun = passes + 1, first_pass or self.stream.report, False
 
     def _next_step(self, rows: Iterator[dict[str, NDArray[Any]]]) -> list[list[dict[str, NDArray[Any]]]] | None:
-        """This rank's rows of each micro-batch; None after the last step. Of the others' rows none is kept."""
+        """Return this rank's rows of each micro-batch; None after the last step. Other ranks' rows are not kept."""
         mine: list[list[dict[str, NDArray[Any]]]] = [[] for _ in range(self.accumulation_steps)]
         num_rows = 0
         for place, row in enumerate(islice(rows, self.rows_per_step)):

@@ -1,4 +1,4 @@
-"""Turn a data set's name into rows that can be collated: records, then documents, then packs."""
+"""Make rows for the collator from a data set's name: records, documents, packs."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ Records = TypeVar("Records", Dataset, IterableDataset)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRows:
-    """The data that the trainer reads."""
+    """Data that the trainer reads."""
 
     documents: Dataset
-    """`input_ids` and, where not all tokens are learnt, `labels`."""
+    """Columns `input_ids` and, if not all tokens are learnt, `labels`."""
     rows: PackedDataset
     """Packs, or single documents without packing."""
     report: PackingReport
-    """What became of every document and token."""
+    """Counts of documents and tokens, kept and lost."""
     costs: NDArray[np.floating] | None
-    """Modelled cost of each pack, to balance ranks by; None without packing or --balance_packs."""
+    """Modelled cost of each pack, for balancing ranks; None without packing or --balance_packs."""
     mixture: tuple[SourceReport, ...] = ()
-    """What the documents have of each of --datasets."""
+    """Share of each of --datasets in the documents."""
     evaluation: TrainingRows | None = None
     """The rows of the evaluation split, in data set order; None without --eval_strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedRows:
-    """The same with --dataset_streaming: what is read, tokenised and packed while the trainer asks for it."""
+    """Data that is read, tokenised and packed during training, with --dataset_streaming."""
 
     documents: IterableDataset
     rows: PackedStream
@@ -73,18 +73,18 @@ class StreamedRows:
     costs: None = None
     mixture: tuple[()] = ()
     evaluation: TrainingRows | None = None
-    """Of the whole split, which is read once, into memory."""
+    """Rows of the whole evaluation split, in memory."""
 
 
 def prepare_rows(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> TrainingRows | StreamedRows:
-    """Load, tokenise and pack; rank 0 first, the others then read its cache. Of a stream no more than its start.
+    """Load, tokenise and pack, first on rank 0, whose cache the others then read. Of a stream only the start is read.
 
     Raises:
         ValueError: for data that cannot be read or trained on as asked, with file and record.
     """
-    if settings["dataset_streaming"]:  # nothing is kept for others to find
+    if settings["dataset_streaming"]:  # nothing is cached for other ranks
         return on_all_ranks(lambda: _prepare(settings, tokenizer, model_config))
     return main_process_first(lambda: _prepare(settings, tokenizer, model_config), cache_folder())
 
@@ -110,9 +110,9 @@ def _prepare(
 
 
 def _check_targets(part: TrainingRows, settings: Mapping[str, Any], split: str) -> None:
-    """Check that what --overlong does to long documents leaves at least one token with a label.
+    """Check that --overlong leaves at least one token with a label.
 
-    Documents are known to have one before they are cut, so nothing is read where none was too long.
+    The documents have one before they are cut, so no row is read if none was too long.
 
     Raises:
         DataError: if no sequence is left, or none with a label.
@@ -129,13 +129,13 @@ def _check_targets(part: TrainingRows, settings: Mapping[str, Any], split: str) 
 
 
 def _has_target(row: Mapping[str, NDArray[Any]]) -> bool:
-    """Whether the loss counts any token of a sequence; the first token of each document is not a target."""
+    """Whether the loss counts any token of a sequence: the first token of each document is not a target."""
     labels = row.get("labels", row["input_ids"])
     return bool((labels[row["position_ids"] != 0] != IGNORE_INDEX).any())
 
 
 def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings under which the evaluation split is read: every row once, in data set order."""
+    """Return the settings to read the evaluation split: every row once, in data set order."""
     packing = settings["packing"] if settings["eval_packing"] is None else settings["eval_packing"]
     evaluation = {**settings, "packing": packing, "balance_packs": False, "shuffle_dataset": False}
     if settings["datasets"] and settings["test_split_size"] is not None:
@@ -146,7 +146,7 @@ def _evaluation_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_each(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The settings under which each data set is read: the only one, or those of the mixture."""
+    """Return the settings to read each data set: the only one, or those of the mixture."""
     return [
         {
             **settings,
@@ -196,12 +196,12 @@ def _documents(
 def _streamed_documents(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> Dataset:
-    """Of a stream, read once into memory."""
+    """Read all documents of a stream into memory."""
     return Dataset(pa.concat_tables(_document_stream(settings, tokenizer, model_config).tables()))
 
 
 def _select(records: Records, settings: Mapping[str, Any]) -> Records:
-    """The columns that an entry of --datasets names, or all."""
+    """Return the columns that an entry of --datasets names, or all."""
     columns = settings.get("columns")
     if columns is None:
         return records
@@ -211,7 +211,7 @@ def _select(records: Records, settings: Mapping[str, Any]) -> Records:
 
 
 def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
-    """The error with the place of its record, or at least the name of the data set."""
+    """Return the error with the place of its record, or at least the name of the data set."""
     placed = with_place(error, lambda record: record_place(record, **where))
     name = str(where["dataset_name"])
     return placed if name in str(placed) or placed is not error else DataError(f"{name}: {error}")
@@ -247,7 +247,7 @@ def _document_stream(
 
 
 def _where(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords that name a split of a data set."""
+    """Return the keywords that name a split of a data set."""
     return {
         "dataset_name": settings["dataset_name"],
         "config": settings["dataset_config"],
@@ -257,7 +257,7 @@ def _where(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> dict[str, Any]:
-    """Keywords that say how records become tokens."""
+    """Return the keywords that say how records become tokens."""
     return {
         "text_field": settings["dataset_text_field"],
         "completion_only_loss": settings["completion_only_loss"],
@@ -268,7 +268,7 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
 
 
 def _template(path: str | None) -> str | None:
-    """That of a file; another tokenizer's is in the tokenizer itself by now."""
+    """Return the chat template in a file; that of another tokenizer is already in the tokenizer."""
     try:
         return check_file(Path(path)).read_text(encoding="utf-8") if path and is_template_file(path) else None
     except (OSError, ValueError) as error:
@@ -276,11 +276,11 @@ def _template(path: str | None) -> str | None:
 
 
 def linear_cost(config: PretrainedConfig) -> float:
-    """What a token costs besides attention, in units of ℓ² (longctx.packing.balance): linear layers / (L · q).
+    """Return a token's cost besides attention, in units of ℓ² (longctx.packing.balance): linear layers / (L · q).
 
     The linear layers of a decoder with L layers of width h, query and key/value heads of q and k elements in all, an
     MLP of three matrices with i elements between them, and V words have L · (2 · h · q + 2 · h · k + 3 · h · i) + h · V
-    parameters, embeddings not counted, as nothing is multiplied with them.
+    parameters. Embeddings do not count, since nothing is multiplied with them.
     """
     text, (heads, kv_heads), size = config.get_text_config(), num_heads(config), head_size(config)
     layer = text.hidden_size * (2 * heads * size + 2 * kv_heads * size + 3 * text.intermediate_size)
@@ -291,10 +291,10 @@ def linear_cost(config: PretrainedConfig) -> float:
 def _plan(
     documents: Dataset, lengths: NDArray[np.int64], settings: Mapping[str, Any]
 ) -> tuple[PackedDataset, PackingReport]:
-    """Rows by the plan that is kept on disk, or by a new one, which then is. A file that does not fit is replaced."""
+    """Pack documents by the cached plan, or by a new one, which replaces a cached plan that does not fit."""
     strategy = settings["packing_strategy"] if settings["packing"] else "none"
     capacity, overlong = settings["max_length"], settings["overlong"]
-    # The tokenizer is part of the documents' fingerprint, wherever it made their tokens.
+    # The documents' fingerprint covers the tokenizer if it made their tokens.
     key = cache_key(
         "plan", documents._fingerprint, capacity, strategy, overlong, settings["pad_to_multiple_of"], settings["seed"]
     )
@@ -302,7 +302,7 @@ def _plan(
     if kept is not None and (kept[1].documents, kept[1].tokens) == (len(lengths), int(lengths.sum())):
         try:
             return PackedDataset(documents, kept[0]), kept[1]
-        except ValueError:  # for other documents
+        except ValueError:  # a plan for other documents
             pass
     packing, report = plan_packing(lengths, capacity, strategy=strategy, overlong=overlong)
     try:

@@ -33,21 +33,21 @@ _DEEPSPEED = {
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
 }
 ENGINE_ENVIRONMENT = {"fsdp2": _FSDP, "deepspeed": _DEEPSPEED}
-"""What the shipped profiles fsdp2 and zero3 make the launcher export."""
+"""Variables that the launcher exports for the shipped profiles fsdp2 and zero3."""
 
 
 def promote(engine: str) -> None:
-    """Make a plain launch use `engine` (fsdp2 or deepspeed), as its shipped profile would have."""
+    """Make a plain launch use `engine` (fsdp2 or deepspeed), as its shipped profile does."""
     os.environ.update(ENGINE_ENVIRONMENT[engine])
 
 
 def stay_on_cpu() -> None:
-    """Tell DeepSpeed, which accelerate imports for every engine; else it looks for a GPU, or warns of having none."""
+    """Keep DeepSpeed, which accelerate imports for every engine, from looking for a GPU."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def prefer_huge_pages() -> None:
-    """Have torch ask for huge pages behind large CPU tensors, whose first touch then costs a fraction.
+    """Make torch request huge pages for large CPU tensors, whose first access is then much faster.
 
     Call it before the first tensor: torch reads the variable once.
     """
@@ -55,25 +55,25 @@ def prefer_huge_pages() -> None:
 
 
 def set_up_allocators() -> None:
-    """Have torch's CUDA allocator grow its segments instead of adding others, so that little is lost between them, and
-    take large pinned host tensors as they are, which it rounds up to a power of two otherwise.
+    """Set up torch's CUDA allocators, unless the user did.
 
-    Unless the user set the allocators up. Call it before CUDA is touched: the variable is read once.
+    Segments grow instead of multiplying, which leaves fewer gaps, and large pinned host tensors are not rounded up to a
+    power of two. Call it before CUDA is used: the variable is read once.
     """
     settings = ["expandable_segments:True"]
-    if Version(version("torch")) >= Version("2.13"):  # of the releases that longctx runs on, those that know it
+    if Version(version("torch")) >= Version("2.13"):  # older supported releases do not know it
         settings.append("pinned_max_round_threshold_mb:64")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ",".join(settings))
 
 
 def load_on_every_rank() -> None:
-    """Make every rank read the weights, since FSDP2 hands on only what it shards; before its plug-in is made."""
+    """Make every rank read the weights: FSDP2 only sends those that it shards. Call it before its plug-in exists."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def offload_fsdp() -> None:
-    """Make FSDP2 keep parameters, gradients and optimizer states in host memory; before its plug-in is made."""
+    """Make FSDP2 keep parameters, gradients and optimizer states in host memory. Call it before its plug-in exists."""
     os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
 
 
@@ -83,9 +83,9 @@ def start_on_cpu(engine: str, timeout: timedelta | None = None) -> None:
     Called before TrainingArguments exist, which then take the state as it is.
 
     Args:
-        timeout: how long ranks wait for each other; torch's default where None.
+        timeout: how long ranks wait for each other; torch's default if None.
     """
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, accelerate leaves DeepSpeed out
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate does not use DeepSpeed
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from accelerate import PartialState
     from accelerate.utils import DistributedType
@@ -98,17 +98,17 @@ def start_on_cpu(engine: str, timeout: timedelta | None = None) -> None:
         _start_deepspeed_on_gloo()
         PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
     else:
-        # A kind with an accelerator: accelerate promotes it to FSDP by itself, plug-in included.
+        # accelerate itself promotes a type with an accelerator to FSDP, plug-in included.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
 
 
 def start_on_gpu(timeout: timedelta, backend: str | None) -> None:
-    """Start the process group at the file store of our own launcher, which accelerate knows nothing of.
+    """Start the process group at the file store of our own launcher, which accelerate does not support.
 
-    Other launchers leave it to accelerate. Called before TrainingArguments exist, which then find the group.
+    Under other launchers accelerate starts it. Called before TrainingArguments exist, which then find the group.
 
     Args:
-        backend: --ddp_backend; accelerate's choice where None.
+        backend: --ddp_backend; accelerate's choice if None.
     """
     from longctx.launch.store import meeting_point
 
@@ -122,20 +122,20 @@ def _start_deepspeed_on_gloo() -> None:
     import deepspeed
     import deepspeed.ops
 
-    # Else DeepSpeed compiles a shared-memory op here: half a minute, and a crash without a compiler.
+    # Otherwise DeepSpeed compiles a shared-memory op here: half a minute, and a crash without a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
-# What a profile leaves open
+# Settings that a profile leaves open
 
 
 def settle_deepspeed(
     config: dict[str, Any], levers: Levers, model: ModelSizes, *, num_ranks: int, use_cpu: bool
 ) -> None:
-    """Fill in DeepSpeed's configuration what the levers say; what the user's own file says of sizes stays.
+    """Fill in DeepSpeed's configuration from the levers; sizes in the user's own file stay.
 
-    Call it before DeepSpeed has read it, and before weights are loaded.
+    Call it before DeepSpeed reads the configuration and before weights are loaded.
     """
     zero = config["zero_optimization"]
     for kind in ("optimizer", "param"):
@@ -150,7 +150,7 @@ def settle_deepspeed(
     if levers.offload_optimizer_device == "nvme":  # elements that are in host memory at a time, four times over
         zero.setdefault("sub_group_size", 10**8)
     if levers.offload_optimizer_device != "none":
-        # Any --optim, on the CPU: torch's fused AdamW needs no compiler and is as fast as DeepSpeedCPUAdam.
+        # Allow any --optim on the CPU: torch's fused AdamW needs no compiler and is as fast as DeepSpeedCPUAdam.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if levers.communication_data_type != "auto":
         config["communication_data_type"] = levers.communication_data_type
@@ -160,10 +160,10 @@ def settle_deepspeed(
 
 
 def _bucket_sizes(levers: Levers, model: ModelSizes, zero_stage: int) -> Mapping[str, int]:
-    """Elements. DeepSpeed's default of 5e8 is 2 GB of fp32 on every rank, for models of any size.
+    """Return sizes in elements. DeepSpeed's default of 5e8 is 2 GB in fp32 on every rank, for any model.
 
-    A layer's gradients are ready together, so that a bucket for one of them waits for nothing; `small_buckets` takes
-    transformers' `auto`, one square matrix, and has ZeRO-3 keep no more than this layer and the next.
+    A layer's gradients are ready together, so a bucket of one layer never waits. `small_buckets` takes transformers'
+    `auto`, one square matrix, and makes ZeRO-3 keep only the current layer and the next.
     """
     layer = model.layer_parameters
     bucket = min(layer, model.hidden_size**2) if levers.small_buckets else layer
@@ -176,7 +176,7 @@ def _bucket_sizes(levers: Levers, model: ModelSizes, zero_stage: int) -> Mapping
 
 
 def settle_fsdp(plugin: Any, levers: Levers, *, use_cpu: bool) -> None:
-    """The same for FSDP2's plug-in, before the model is wrapped."""
+    """Set up FSDP2's plug-in from the levers, before the model is wrapped."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     if levers.communication_data_type == "bf16" and plugin.mixed_precision_policy is not None:
@@ -184,20 +184,20 @@ def settle_fsdp(plugin: Any, levers: Levers, *, use_cpu: bool) -> None:
 
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.bfloat16)
     if use_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # only a GPU's driver pins
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs a GPU's driver
 
 
 def save_whole_models(accelerator: Accelerator) -> None:
-    """Have FSDP save a standard folder in every checkpoint and in output_dir, whatever format the profile asks for."""
+    """Make FSDP save standard folders in checkpoints and output_dir, whatever format the profile asks for."""
     plugin: Any = accelerator.state.fsdp_plugin
     plugin.state_dict_config = plugin.optim_state_dict_config = None
     plugin.set_state_dict_type("FULL_STATE_DICT")
 
 
 def keep_sums_in_fp32(accelerator: Accelerator) -> None:
-    """Have FSDP2 under bf16 return per-token losses as computed, and add up gradients over micro-batches in fp32.
+    """Make FSDP2 under bf16 return per-token losses as computed, and add up gradients over micro-batches in fp32.
 
-    accelerate's policy casts what the model returns to bf16, and with it the scale of the whole gradient.
+    accelerate's policy would cast the model's outputs to bf16, and so round the scale of the whole gradient.
     """
     import torch
 

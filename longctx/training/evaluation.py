@@ -1,4 +1,4 @@
-"""Evaluation and prediction, sharded as training is: the layer of the trainer between checkpoints and the step."""
+"""Evaluation and prediction, sharded like training: the trainer class between checkpoints and the step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from longctx.training.metrics import StepMetrics, TokenMeans
 
 
 class EvaluatingTrainer(ResumableTrainer):
-    """Evaluates and predicts over rows that are cut as in training; each number is that of a single device.
+    """Evaluates and predicts on rows that are cut as in training; each number is that of a single device.
 
-    A subclass says what becomes of a batch (`_forward`), and has the `step_metrics` of training.
+    A subclass implements `_forward`, and sets training's `step_metrics`.
     """
 
     step_metrics: StepMetrics
@@ -56,11 +56,12 @@ class EvaluatingTrainer(ResumableTrainer):
         }
 
     def _loader(self, rows: PackedDataset | Dataset, sampler: StepSampler, **options: Any) -> StepLoader:
-        # A map-style data set by protocol; packing does not know torch.
+        # PackedDataset has the interface of a map-style data set, but does not import torch.
         return StepLoader(cast(TorchDataset, rows), batch_sampler=sampler, collate_fn=self.data_collator, **options)
 
     def get_eval_dataloader(self, eval_dataset: PackedDataset | Dataset | None = None) -> StepLoader:
-        """Each row once, in order, dealt over the data-parallel ranks; a rank without rows left feeds padding."""
+        """Return a loader that deals each row once, in order, over data-parallel ranks; one without rows gets
+        padding."""
         rows = rows_to_evaluate(self.eval_dataset if eval_dataset is None else eval_dataset)
         dims = self.sequence.dims
         sampler = StepSampler(
@@ -79,12 +80,12 @@ class EvaluatingTrainer(ResumableTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Means over all label tokens of the rows: `eval_loss`, `eval_mean_token_accuracy`, `eval_entropy`.
+        """Return the means over all label tokens: `eval_loss`, `eval_mean_token_accuracy`, `eval_entropy`.
 
-        And, as in TRL, `eval_num_tokens`: the tokens trained on so far. Called by all ranks together.
+        As in TRL, `eval_num_tokens` is the number of tokens trained on so far. Called by all ranks together.
 
         Args:
-            eval_dataset: rows with `input_ids` and, where not all tokens count, `labels`; the trainer's own if None.
+            eval_dataset: rows with `input_ids` and, if not all tokens count, `labels`; the trainer's own if None.
 
         Raises:
             ValueError: without rows, or for rows that are not tokenised.
@@ -102,14 +103,14 @@ class EvaluatingTrainer(ResumableTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """What the model makes of every token, and the means of `evaluate`. Called by all ranks together.
+        """Return every token's log-probability, and the means of `evaluate`. Called by all ranks together.
 
         Args:
             test_dataset: rows as `evaluate` takes them; single documents, or packs.
 
         Returns:
             `predictions`, the same on every rank: for each row in data set order a float32 array [tokens], the
-            log-probability of each token given those before it in its document, and 0 where it is no target.
+            log-probability of each token given those before it in its document, or 0 if it is no target.
 
         Raises:
             ValueError: for rows that are not tokenised.
@@ -137,7 +138,7 @@ class EvaluatingTrainer(ResumableTrainer):
 
     @phase("evaluation")
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Adds one batch to the sums; the evaluation loop is given nothing to average."""
+        """Add one batch to the sums; the evaluation loop has nothing to average."""
         with torch.no_grad(), self.compute_loss_context_manager():
             shard, outputs = self._forward(model, inputs)
         self._token_means.add(
@@ -153,7 +154,7 @@ class EvaluatingTrainer(ResumableTrainer):
 
 
 def rows_to_evaluate(rows: PackedDataset | Dataset | None) -> PackedDataset | Dataset:
-    """Return the rows, once they are known to be tokenised.
+    """Return the rows after checking that they are tokenised.
 
     Raises:
         ValueError: without rows, or for rows without `input_ids`.
@@ -174,7 +175,7 @@ def log_probs_of_rows(log_probs: NDArray[np.float32], lengths: Sequence[int]) ->
 
     Args:
         log_probs: [B, S] of the whole batch, each at the token before its target.
-        lengths: tokens of each row; of packs in one flat row, of each of these.
+        lengths: tokens of each row, or of each pack in one flat row.
     """
     flat, tokens = np.roll(log_probs.reshape(-1), 1), np.array(lengths, dtype=np.int64)
     rows, width = log_probs.shape
@@ -183,10 +184,10 @@ def log_probs_of_rows(log_probs: NDArray[np.float32], lengths: Sequence[int]) ->
 
 
 def gather_rows(batches: list[list[NDArray[np.float32]]], dims: ParallelDims, rank: int) -> list[NDArray[np.float32]]:
-    """Return the rows of all data-parallel ranks in the order that they were dealt from. Called by all ranks together.
+    """Return the rows of all data-parallel ranks in data set order. Called by all ranks together.
 
     Args:
-        batches: [batch][row] of this rank.
+        batches: this rank's rows, [batch][row].
     """
     ranks = gather_objects(batches if dims.sp_rank(rank) == 0 else [])[:: dims.sp]
     return [row for dealt in zip(*ranks, strict=True) for batch in dealt for row in batch]

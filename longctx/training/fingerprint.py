@@ -1,7 +1,6 @@
-"""What decides the tokens and the model that each step trains on, known by contents.
+"""Digests of the data and the model, which decide what each step trains on.
 
-A run is resumed only on the data and the model that it was started with, and several nodes train together only on the
-same ones.
+A run is resumed only on the data and the model that it started with, and nodes train together only on the same ones.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from longctx.training.dataset import StreamedRows, TrainingRows
 
 @dataclass(frozen=True, kw_only=True)
 class FilesIdentity:
-    """The contents of the files that are read besides tokenised documents."""
+    """Digests of the files that are read besides tokenised documents."""
 
     model: str | None = None
-    """Of the model's folder; None where a checkpoint has all of the model and there are no nodes to compare."""
+    """Identity of the model; None if checkpoints contain all of it and there are no nodes to compare."""
     is_base: bool = False
-    """Whether the model has weights or buffers that are not trained, which no checkpoint is resumed with."""
+    """Whether the model has untrained weights or buffers, which checkpoints do not restore."""
     streams: tuple[str | None, ...] = ()
-    """Of each data set that is streamed; None for one on the hub."""
+    """Digest of each streamed data set's files; None for one on the hub."""
 
 
 def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, *, with_model: bool) -> FilesIdentity:
-    """Read the model's files and those of streams from end to end, or remember their digests.
+    """Digest the files of the model and of streams, or take their digests from the cache.
 
     Args:
         settings: every flag's value.
-        with_model: whether to read the model's files although a checkpoint has all of the model.
+        with_model: whether to digest the model although checkpoints contain all of it.
 
     Raises:
         ValueError: if a file cannot be read.
@@ -63,9 +62,9 @@ def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, 
 def compare_files(
     settings: Mapping[str, Any], model_config: PretrainedConfig, data: TrainingRows | StreamedRows, args: SFTConfig
 ) -> FilesIdentity:
-    """Read what the model and streams are known by, before the weights are loaded, which the page cache then serves.
+    """Digest the files of the model and of streams, and compare what several nodes train on.
 
-    One rank of each node reads for all of it, and several nodes compare all that they train on.
+    One rank of each node reads, before the weights are loaded, which the page cache then serves.
 
     Raises:
         ValueError: for a file that cannot be read, and for nodes that differ.
@@ -89,10 +88,10 @@ def compare_files(
 
 
 def model_identity(name: str, model_config: PretrainedConfig) -> str:
-    """Return what tells a model from any other: the digest of the names and contents of the files that are read.
+    """Return what identifies a model: for a folder, the digest of the names and contents of the files that are read.
 
-    A model of the hub is known by its commit, which names the contents of every file (by SHA-1, and of weights by
-    SHA-256): the cache of the hub is trusted to hold what it says. The built-in model is known by its name.
+    A model of the hub is identified by its commit, which determines the contents of every file (by SHA-1 and, for
+    weights, SHA-256); the hub's cache is trusted. The built-in model is identified by its name.
 
     Raises:
         ValueError: if a file cannot be read.
@@ -119,9 +118,9 @@ def data_identity(
     model_config: PretrainedConfig,
     files: FilesIdentity,
 ) -> dict[str, Any]:
-    """Return, by name, what decides the tokens that each step trains on and the model that it trains.
+    """Return, by name, what decides each step's tokens and the model.
 
-    A stream, which cannot be read beforehand, is known by its files and by how it is packed.
+    A stream, which cannot be read in advance, is identified by its files and by how it is packed.
     """
     order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
     order |= {name: settings[name] for name in ("dataloader_drop_last", "dtype")}
@@ -148,11 +147,11 @@ def data_identity(
 
 
 _ADAPTER_FLAGS = ("use_peft", "lora_alpha", "use_rslora", "load_in_4bit")
-"""What an adapter computes with besides its weights, whose names and shapes are compared by themselves."""
+"""Flags that change an adapter's results; names and shapes of its weights are compared separately."""
 
 
 def _config_values(model_config: PretrainedConfig) -> dict[str, Any]:
-    """Return all values of the configuration, as JSON gives them back."""
+    """Return the configuration's values that describe the model, as JSON gives them back."""
     values = json.loads(json.dumps(model_config.to_dict(), default=str))
     return {name: value for name, value in values.items() if name not in _NOT_OF_THE_MODEL}
 
@@ -173,14 +172,14 @@ def _stream_identity(data: StreamedRows, settings: Mapping[str, Any], files: Fil
 
 
 def _mixture_identity(mixture: Mixture) -> dict[str, Any]:
-    """What decides which documents are drawn, besides the data sets; as JSON gives it back."""
+    """Return what decides, besides the data sets, which documents are drawn, as JSON gives it back."""
     of_weights = {"stopping_strategy": mixture.stopping_strategy} if mixture.weights else {}
     shares = {name: list(values) for name in ("weights", "fractions") if (values := getattr(mixture, name))}
     return {**shares, **of_weights, "seed": mixture.seed, "test_split_size": mixture.test_size}
 
 
 def node_identity(data: TrainingRows | StreamedRows, files: FilesIdentity) -> dict[str, Any]:
-    """Return what all nodes have to have in common, whatever their files are called: tokens, plans and model."""
+    """Return what must be the same on all nodes, whatever their files are called: tokens, plans and model."""
     known: dict[str, Any] = {"model": files.model}
     if isinstance(data, StreamedRows):
         return known | {"data": list(files.streams)}
@@ -198,7 +197,7 @@ def _plan_arrays(data: TrainingRows) -> list[NDArray[Any]]:
 
 
 def column_arrays(documents: Dataset) -> Iterator[NDArray[Any]]:
-    """Yield the tokens and labels of all documents, and where each ends, chunk by chunk."""
+    """Yield the lengths of all documents, their tokens and their labels, chunk by chunk."""
     table = documents.with_format("arrow")
     for column in ("input_ids", "labels"):
         if column in documents.column_names:
@@ -209,11 +208,11 @@ def column_arrays(documents: Dataset) -> Iterator[NDArray[Any]]:
 
 
 _HASHED_DOCUMENTS = 10_000
-"""Documents that are read at a time."""
+"""Documents that are hashed at a time."""
 
 
 def digest(arrays: Iterable[NDArray[Any]]) -> str:
-    """Return the xxh3 of the sizes and bytes of arrays, as int64 and one after the other."""
+    """Return the xxh3 of the sizes and int64 values of arrays, in order."""
     state = xxhash.xxh3_128()
     for array in arrays:
         state.update(np.int64(array.size).tobytes())

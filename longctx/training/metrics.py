@@ -1,4 +1,4 @@
-"""What a run reports at every logging step, exact over all ranks and micro-batches since the step before."""
+"""Metrics of each logging step, exact over all ranks and micro-batches since the one before."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class StepMetrics:
         self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
         self.total_tokens = 0
         self.longest_row = 0
-        """Tokens of the longest micro-batch so far, padding included; of all ranks' once read."""
+        """Tokens of the longest micro-batch so far, padding included; over all ranks after `read`."""
         self.peak_memory: PeakMemory | None = None
-        """Of all ranks, when it was last read."""
+        """Peaks of all ranks at the last reading."""
         self.seconds: dict[str, list[float]] = {}
-        """Of each of PARTS on all ranks, between the last two times that it was read."""
+        """Seconds of each of PARTS on all ranks, between the last two readings."""
         self._sums = torch.zeros(len(self._SUMS), dtype=torch.float64, device=self.device)
         self.start()
 
     def start(self) -> None:
-        """Start counting time."""
+        """Start measuring time."""
         self._started = time.perf_counter()
         clock.start(self.device)
 
@@ -53,9 +53,10 @@ class StepMetrics:
         """Count one micro-batch.
 
         Args:
-            layout: of the whole batch, which every rank of the sequence group has.
-            num_tokens: of the whole batch, without padding.
-            shift_labels, correct, entropy: of this rank's tokens, [1, T/P]; 0 where nothing is learnt.
+            layout: layout of the whole batch.
+            num_tokens: tokens of the whole batch, without padding.
+            shift_labels, correct, entropy: values of this rank's tokens, [1, T/P]; all but the labels are 0 where
+                nothing is learnt.
         """
         self.longest_row = max(self.longest_row, layout.num_tokens)
         self._sums += torch.stack(
@@ -70,11 +71,11 @@ class StepMetrics:
         )
 
     def _number(self, value: float) -> Tensor:
-        """Return a float64 [] on the device, written by a kernel: for a copy of it the host would wait."""
+        """Return a float64 [] on the device, written by a kernel, since the host would wait for a copy."""
         return torch.full((), value, dtype=torch.float64, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's numbers since the last `read`, and those of all that went on before."""
+        """Return this rank's sums since the last `read`, and the run's totals."""
         return {
             "sums": self._sums.tolist(),
             "total_tokens": self.total_tokens,
@@ -84,7 +85,7 @@ class StepMetrics:
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> None:
-        """What `state_dict` gave on every rank; if there are others now, rank 0 has the sums of all."""
+        """Restore what `state_dict` returned on every rank; with another number of ranks, rank 0 takes all sums."""
         if len(states) == self._world_size():
             sums = torch.tensor(states[rank]["sums"], dtype=torch.float64)
             before = states[rank]
@@ -103,7 +104,7 @@ class StepMetrics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside this context out of the training steps' time."""
+        """Exclude the body from the time of training steps."""
         start = time.perf_counter()
         try:
             with clock.paused():
@@ -112,7 +113,7 @@ class StepMetrics:
             self._started += time.perf_counter() - start
 
     def tokens_so_far(self) -> int:
-        """Tokens trained on, those since the last `read` included. Called by all ranks together."""
+        """Return the tokens trained on, including those since the last `read`. Called by all ranks together."""
         return self.total_tokens + round(float(_gather(self._sums)[:, self._SUMS.index("tokens")].sum()))
 
     def read(self) -> dict[str, float | None]:
@@ -151,11 +152,11 @@ class StepMetrics:
         }
 
     def read_memory(self) -> PeakMemory:
-        """The peaks alone. Called by all ranks together."""
+        """Return only the peaks of memory. Called by all ranks together."""
         return self._gather_with_memory(self._sums[:0])[1]
 
     def _gather_with_memory(self, values: Tensor) -> tuple[Tensor, PeakMemory]:
-        """Return [n] of every rank as [world, n] on the host, and every rank's memory: one message and one copy."""
+        """Gather [n] of every rank to [world, n] on the host, and every rank's memory, in one message and one copy."""
         own = torch.tensor([self.longest_row, *PeakMemory.here(self.device)], dtype=torch.float64)
         ranks = _gather(torch.cat((values, send(own, self.device)))).cpu()
         values, rows, memory = ranks.tensor_split((len(values), len(values) + 1), dim=1)
@@ -175,14 +176,14 @@ class TokenMeans:
         self._sums += torch.stack([values.double().sum() for values in (is_label, losses, correct, entropy)])
 
     def read(self) -> dict[str, float]:
-        """NaN where there was no label token. Called by all ranks together."""
+        """Return the means, NaN without label tokens. Called by all ranks together."""
         labels, *sums = _gather(self._sums).sum(0).tolist()
         names = ("loss", "mean_token_accuracy", "entropy")
         return {name: total / labels if labels else float("nan") for name, total in zip(names, sums, strict=True)}
 
 
 def attention_work(layout: BatchLayout, sp_rank: int) -> float:
-    """Query-key pairs that one rank of the sequence group computes, padding included."""
+    """Return the query-key pairs that one rank of the sequence group computes, padding included."""
     if layout.plan is not None:
         ulysses = layout.sp // layout.plan.world_size  # ranks that share the work of one ring rank, by heads
         return float(layout.plan.area_per_rank[sp_rank // ulysses]) / ulysses
@@ -191,7 +192,7 @@ def attention_work(layout: BatchLayout, sp_rank: int) -> float:
 
 
 def _gather(values: Tensor) -> Tensor:
-    """[n] -> [world, n]"""
+    """Gather [n] of every rank to [world, n]."""
     if not dist.is_initialized():
         return values[None]
     ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -200,7 +201,7 @@ def _gather(values: Tensor) -> Tensor:
 
 
 def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
-    """None where the device's is unknown, or where a token does not use all parameters or see all before it."""
+    """Return the device's peak; None if unknown, or if tokens do not use all parameters or see all tokens before."""
     if has_experts(config) or has_windows(config) or num_linear_heads(config):
         return None
     return next((peak for key, peak in PEAK_FLOPS.items() if key in device_name), None)

@@ -1,4 +1,4 @@
-"""Steps whose gradient is NaN or infinite: which documents they had, and what to do."""
+"""Reports of steps whose gradient is NaN or infinite, with their documents and a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 NON_FINITE_FILE = "nonfinite.jsonl"
-"""Name of the file in output_dir with a line for each such step."""
+"""File in output_dir with a line for each such step."""
 
 REMEDY = (
     "Look at these documents; lower --learning_rate; or leave such steps out with --on_nonfinite skip. Weights and "
@@ -17,7 +17,7 @@ _SHOWN = 8
 
 
 class NonFiniteError(ValueError):
-    """A gradient or a weight is NaN or infinite. Raised on every rank."""
+    """Raised on every rank for NaN or infinite gradients or weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +27,14 @@ class NonFinite:
     step: int
     """Number of the step, counted from 1 as in the log."""
     grad_norm: str
-    """The norm as text: nan or inf."""
+    """`nan` or `inf`."""
     rows: list[int] | None
-    """Row numbers of all ranks and micro-batches; None where rows have no numbers."""
+    """Row numbers of all ranks and micro-batches; None for a stream."""
     documents: list[int] | None
-    """Numbers of the documents in these rows, counted from 0 in data set order after --shuffle_dataset."""
+    """Document numbers in these rows, from 0 in data set order after --shuffle_dataset."""
 
     def append_to(self, path: Path) -> None:
-        """Append the step to the file as a line of JSON."""
+        """Append the step to a file as a line of JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps(asdict(self)) + "\n")

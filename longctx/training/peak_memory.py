@@ -1,4 +1,4 @@
-"""What memory a run took, rank by rank, how far it could have gone, and what to add when it was not enough."""
+"""A run's peak memory by rank, the length that it could reach, and flags that save memory."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from longctx.forecast.token_label import token_label
 GIB = 2**30
 
 DIGITS = 2
-"""Significant digits of predicted lengths: more would not be true."""
+"""Significant digits of predicted lengths, which are no more exact."""
 IMBALANCE = 1.1
-"""Largest peak over mean above which a run warns."""
+"""Ratio of the largest peak to the mean above which a run warns."""
 NEGLIGIBLE_BYTES = GIB // 4
-"""No imbalance is worth a warning where the largest peak is no more than this above the mean."""
+"""Bytes by which the largest peak may exceed the mean without a warning."""
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The peaks of every rank since its process began, in bytes, one number a rank."""
+    """Peak memory since processes began, in bytes, one number per rank."""
 
     allocated: tuple[int, ...]
-    """Peak bytes of tensors on the GPU; 0 on the CPU."""
+    """Bytes of tensors on the GPU; 0 on the CPU."""
     reserved: tuple[int, ...]
-    """Peak bytes that the caching allocator reserved for tensors."""
+    """Bytes that the GPU's caching allocator reserved."""
     host: tuple[int, ...]
-    """Peak resident bytes in host memory, including libraries."""
+    """Resident host memory, libraries included."""
     retries: tuple[int, ...]
-    """Allocations on the GPU that succeeded only after the allocator had given its cache back, or failed."""
+    """GPU allocations that failed, or succeeded only after the allocator freed its cache."""
     device_total: tuple[int, ...]
     """Memory of the rank's GPU; 0 on the CPU."""
     host_total: tuple[int, ...]
-    """Memory of the rank's node, which all its processes share."""
+    """Host memory of the rank's node."""
 
     @classmethod
     def here(cls, device: torch.device) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class PeakMemory:
 
     @classmethod
     def of_ranks(cls, numbers: Sequence[Sequence[float]]) -> PeakMemory:
-        """Build the record from what `here` returned on each rank."""
+        """Combine what `here` returned on each rank."""
         return cls(*(tuple(map(int, column)) for column in zip(*numbers, strict=True)))
 
     @property
@@ -66,12 +66,12 @@ class PeakMemory:
 
     @property
     def kinds(self) -> dict[str, tuple[int, ...]]:
-        """Name -> peaks of each kind of memory that the run uses."""
+        """The peaks by kind of memory, without GPUs only the host's."""
         of_device = {"allocated": self.allocated, "reserved": self.reserved} if self.has_devices else {}
         return of_device | {"host": self.host}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry for trainer_state.json, in GiB."""
+        """Return the entry of trainer_state.json, in GiB."""
         return {
             name: {
                 "gib_by_rank": [round(peak / GIB, 3) for peak in peaks],
@@ -91,7 +91,7 @@ class PeakMemory:
         ]
 
     def of_fullest_node(self, ranks_per_node: int) -> int:
-        """Return the host bytes of all ranks of the node that uses the most."""
+        """Return the host bytes of the node whose ranks took most."""
         return max(sum(self.host[i : i + ranks_per_node]) for i in range(0, len(self.host), ranks_per_node))
 
 
@@ -128,11 +128,11 @@ class MemoryWarnings:
 
 
 def describe_reach(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
-    """`peak 41.2 of 80.0 GiB on rank 3; these settings reach about 1.9M tokens`: the run's last line.
+    """Return the run's last line: `peak 41.2 of 80.0 GiB on rank 3; these settings reach about 1.9M tokens`.
 
     Args:
-        peak: of a run whose longest micro-batch had rows of `length` tokens on average, which is added to the closed
-            form's difference between lengths.
+        peak: peak of a run whose longest micro-batch had rows of `length` tokens on average; the closed form's
+            difference between lengths is added to it.
     """
     predicted, node = predict(setup, length), peak.of_fullest_node(setup.ranks_per_node)
     device_total, host_total = min(peak.device_total), min(peak.host_total)
@@ -159,7 +159,7 @@ def describe_reach(setup: MemorySetup, peak: PeakMemory, length: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, says that device or host memory is used up."""
+    """Whether an error, or one of its causes, says that device or host memory is full."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):
@@ -176,10 +176,10 @@ _SAYS_OUT_OF_MEMORY = re.compile(
 
 
 def is_first_to_say() -> bool:
-    """Whether no other rank has run out of memory before; true for all where they cannot ask each other."""
+    """Whether no other rank ran out of memory before; true for all if they cannot communicate."""
     if not dist.is_initialized():
         return True
-    with suppress(RuntimeError):  # the store is gone with the rank that kept it
+    with suppress(RuntimeError):  # the store ended with its rank
         return dist.distributed_c10d._get_default_store().add("longctx/out of memory", 1) == 1
     return True
 
@@ -191,12 +191,12 @@ def suggest_savings(
     host_bytes: float,
     levers: Mapping[str, MemorySetup],
 ) -> str:
-    """For the end of an out-of-memory error: the largest consumers, and the levers by their effect.
+    """Return advice for an out-of-memory error: the largest consumers, and the levers by effect.
 
     Args:
-        length: of a row, in tokens.
-        device_bytes, host_bytes: of one GPU (any, on the CPU) and of one node, for the step.
-        levers: flags that can be added, with the set-up that has them.
+        length: tokens of a row.
+        device_bytes, host_bytes: memory for the step on one GPU (ignored on the CPU) and on one node.
+        levers: flags that can be added -> the set-up with them.
     """
     peak = predict(setup, length)
     taken, place = (peak.host, "host memory") if setup.is_cpu else (peak.device, "a GPU")

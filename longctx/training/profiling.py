@@ -1,4 +1,4 @@
-"""`--profile`: what a few steps consist of, as a trace of every rank for Perfetto or chrome://tracing."""
+"""`--profile`: a trace of a few steps on every rank, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trl import SFTConfig
 logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
-"""Name of the folder in output_dir."""
+"""Folder in output_dir."""
 BEFORE = 2
 """Number of steps before the trace: the first, and one in which the profiler warms up."""
 
 
 class ProfileSteps(TrainerCallback):
-    """Writes `profile/rank-R.json.gz`: `num_steps` steps from the third of this run on.
+    """Traces `num_steps` steps, from the third of this run on, to `profile/rank-R.json.gz`.
 
-    Each is `ProfilerStep#N` there, from the end of one optimizer step to that of the next. Tracing changes only the
-    speed of the run.
+    Each is named `ProfilerStep#N`, from the end of one optimizer step to that of the next. Tracing only changes the
+    run's speed.
     """
 
     def __init__(self, output_dir: str, num_steps: int, rank: int):

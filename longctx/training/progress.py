@@ -1,4 +1,4 @@
-"""One progress bar for a run, on global rank 0, with what a step's log line says."""
+"""One progress bar for a run, on rank 0, with the numbers of the last logged step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from longctx.launch.terminal import number
 
 
 class ProgressBar(ProgressCallback):
-    """In the place of the Trainer's: it shows the numbers in the bar instead of a line above it for every step.
+    """Replaces the Trainer's bar: a step's numbers stand in the bar instead of a line above it.
 
-    Lines that are no step's, such as an evaluation's, stand above the bar. Where there is no terminal there is no bar,
-    and every line is printed.
+    Other lines, such as an evaluation's, stand above the bar. Without a terminal there is no bar, and every line is
+    printed.
     """
 
     _evaluated = 0
-    """Number of batches done in the current evaluation."""
+    """Batches so far in the current evaluation."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.current_step = state.global_step  # a resumed run's remaining time is that of its own steps
+        self.current_step = state.global_step  # estimates the remaining time from this run's own steps
         if state.is_world_process_zero:
             self.training_bar = tqdm(
                 total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True, disable=None
@@ -68,13 +68,13 @@ class ProgressBar(ProgressCallback):
 
 
 def use_one_bar(trainer: Trainer) -> None:
-    """Replace the Trainer's progress bar, if it has one, which it has not in a notebook or with --disable_tqdm."""
+    """Replace the Trainer's bar, which is missing in a notebook and with --disable_tqdm."""
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(ProgressBar())
 
 
 def describe(logs: Mapping[str, Any]) -> str:
-    """A step's numbers, the most wanted first: a narrow terminal cuts the last off."""
+    """Return a step's numbers, the most important first: a narrow terminal cuts off the last."""
     parts = [f"loss {logs['loss']:.4g}"]
     if "tokens_per_second" in logs:
         parts += [f"{number(logs['tokens_per_second'])} tok/s"]

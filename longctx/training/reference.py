@@ -1,4 +1,4 @@
-"""What a run is compared with: one device, stock transformers, one document after the other."""
+"""The reference for a run: one device, stock transformers, one document at a time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def check_reference_fits(sizes: ModelSizes, tokens: int, available: int, *, has_
     """Check that a device can hold the step of `single_device_step` in fp32.
 
     Args:
-        tokens: of the longest document.
-        available: bytes of the device that are free.
-        has_scores: whether attention keeps a matrix of all scores, as transformers' eager one does.
+        tokens: length of the longest document.
+        available: free bytes of the device.
+        has_scores: whether attention keeps a matrix of all scores, as transformers' eager attention does.
 
     Raises:
         ValueError: if the step is predicted to need more.
@@ -43,10 +43,10 @@ def check_reference_fits(sizes: ModelSizes, tokens: int, available: int, *, has_
 
 
 def reference_bytes(sizes: ModelSizes, tokens: int, *, has_scores: bool) -> int:
-    """Predicted bytes of the step for a document: weights and gradients, what layers save, and the logits.
+    """Return the predicted bytes of the step for a document: weights, gradients, saved activations and logits.
 
-    Layers save what `longctx.forecast.closed_form` has for them without recomputation, in fp32 twice as much as in
-    bf16. A logit is there four times: as it is, shifted, as a log-probability, and as a gradient.
+    Layers save what `longctx.forecast.closed_form` counts without recomputation, twice as much in fp32 as in bf16. Four
+    copies of a logit exist: as it is, shifted, as a log-probability, and as a gradient.
     """
     h, width = sizes.hidden_size, sizes.intermediate_size
     layer = 4 * (10.5 * h + 9 * sizes.query_size + 4 * sizes.key_value_size + 6.5 * width)
@@ -58,11 +58,11 @@ def reference_bytes(sizes: ModelSizes, tokens: int, *, has_scores: bool) -> int:
 def single_device_step(
     model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], label_smoothing: float = 0.0
 ) -> tuple[float, float]:
-    """Loss and gradient norm of one optimizer step on one device.
+    """Compute the loss and gradient norm of one optimizer step on one device.
 
     Args:
-        model: before `parallelize`, with one of transformers' own attention implementations.
-        batches: all micro-batches of the step, of all data-parallel ranks, uncut.
+        model: the model before `parallelize`, with one of transformers' own attention implementations.
+        batches: the uncut micro-batches of the step, from all data-parallel ranks.
 
     Returns:
         The mean loss over the step's label tokens, and the norm of its gradient, which is left in the parameters.
@@ -86,7 +86,7 @@ def single_device_step(
 
 
 def documents_of(batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(input_ids, labels) of every document in the batch, padding among them."""
+    """Return (input_ids, labels) of every document in the batch, padding included."""
     starts = (complete_position_ids(batch).reshape(-1) == 0).nonzero().flatten().tolist()
     bounds = [*starts, batch["input_ids"].numel()]
     ids, labels = batch["input_ids"].reshape(-1), batch["labels"].reshape(-1)

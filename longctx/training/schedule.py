@@ -42,7 +42,7 @@ def check_length(max_steps: int, num_train_epochs: float) -> None:
 def check_training_steps(args: SFTConfig, rows: PackedDataset | PackedStream, dp: int) -> None:
     """Check that there are sequences for at least one optimizer step, and a learning rate for each step.
 
-    A stream is read for it only with --dataloader_drop_last, as far as its first step goes.
+    A stream is only read with --dataloader_drop_last, and only its first step.
 
     Args:
         rows: the sequences to train on.
@@ -132,7 +132,7 @@ def rate_of_step(args: SFTConfig, num_steps: int) -> Callable[[int], float]:
     """Return the function from a step, counted from 0, to its learning rate in a run of `num_steps` by these flags.
 
     Raises:
-        ArithmeticError, TypeError, ValueError: as transformers' schedule, for settings that it cannot be made with.
+        ArithmeticError, TypeError, ValueError: for settings that transformers' schedule rejects.
     """
     scheduler: Any = get_scheduler(
         args.lr_scheduler_type,
@@ -149,7 +149,7 @@ def add_defaults(optimizer: Any) -> None:
     """Give DeepSpeed's optimizer the `defaults` of the torch optimizer inside it, which some schedules read.
 
     Args:
-        optimizer: as accelerate has wrapped it, or torch's own.
+        optimizer: accelerate's wrapper, or torch's optimizer.
     """
     zero = getattr(optimizer, "optimizer", None)
     if zero is not None and not hasattr(zero, "defaults"):

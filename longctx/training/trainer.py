@@ -1,8 +1,7 @@
-"""A thin subclass of TRL's SFTTrainer: our rows, our cut, our loss, our log. No attention code.
+"""A subclass of TRL's SFTTrainer with longctx's rows, sharding, loss and log, and no attention code.
 
-A step reads from top to bottom: which rows a rank reads, their collation and cut (`longctx.training.collators`), how
-many label tokens the step has, the forward pass and the loss, the gradient's norm, the log. Evaluation is in the class
-beneath (`longctx.training.evaluation`), saving and resuming in the one beneath that (`longctx.training.checkpoint`).
+Rows are collated and their cut is planned in `longctx.training.collators`. The base classes evaluate
+(`longctx.training.evaluation`), and save and resume (`longctx.training.checkpoint`).
 """
 
 from __future__ import annotations
@@ -58,27 +57,27 @@ from longctx.training.schedule import add_defaults
 from longctx.training.trl_arguments import without_data_preparation
 
 phase("backward")(Accelerator.backward)
-phase("backward")(torch.Tensor.backward)  # of a loop of one's own
+phase("backward")(torch.Tensor.backward)  # of custom loops
 
 
 class SequenceTrainer(EvaluatingTrainer):
-    """Trains on rows cut over sequence groups.
+    """Trains on rows that are cut over sequence groups.
 
     Args:
-        model: after `longctx.parallelize`.
+        model: the first result of `longctx.parallelize`.
         sequence: the second result of `longctx.parallelize`.
         rows: packs or single documents, in data set order; or a stream of them, which needs `args.max_steps`.
         collator: pads to a multiple of `sequence.dims.multiple`.
         documents: the tokenised documents that `rows` are cut from.
-        costs: modelled cost of each row, to balance data-parallel ranks by; None shuffles rows alone.
-        report: what became of every document and token, for the first entry of the log's history; a stream's is kept
-            there as it grows.
-        mixture: what the documents have of each data set, for the same entry.
+        costs: modelled cost of each row, for balancing data-parallel ranks; None to shuffle only.
+        report: counts of documents and tokens, for the first entry of the log's history; a stream has an entry that
+            grows.
+        mixture: share of each data set in the documents, for the same entry.
         eval_rows: packs or single documents to evaluate on.
-        data_identity: says what the rows are made from, by name, when a checkpoint is saved; one is resumed on the same
-            data alone.
-        on_nonfinite: what becomes of a step whose gradient is NaN or infinite: `stop` the run, or `skip` the step.
-        base_config: of an adapter's base model where it is not the one that its name gives; saved beside the adapter.
+        data_identity: returns what identifies data and model, by name, when a checkpoint is saved.
+        on_nonfinite: `stop` the run, or `skip` the step, if a gradient is NaN or infinite.
+        base_config: configuration of an adapter's base model if it differs from that of its name; saved beside the
+            adapter.
     """
 
     _name = "longctx"
@@ -136,7 +135,7 @@ class SequenceTrainer(EvaluatingTrainer):
         use_one_bar(self)
         self.stream_read: MicroBatch | None = None
         if isinstance(rows, PackedStream):
-            # `epoch` stays the Trainer's, steps / max_steps
+            # Here `epoch` stays the Trainer's: steps / max_steps.
             self.add_callback(StreamEntry(lambda: self.stream_read, self.mixture_read))
         else:
             self.add_callback(EpochByRows(self.step_sampler(dp_rank=0)))
@@ -165,7 +164,7 @@ class SequenceTrainer(EvaluatingTrainer):
         return None if self.stream_read is None else self.stream_read.position
 
     def mixture_read(self) -> tuple[SourceReport, ...]:
-        """What was read of each data set of a streamed mixture, up to the last step."""
+        """Return what was read of each data set of a streamed mixture, up to the last step."""
         if self.stream_read is None or not isinstance(self.rows, PackedStream):
             return ()
         source = self.rows.source
@@ -191,7 +190,7 @@ class SequenceTrainer(EvaluatingTrainer):
         with self._wrapping():
             prepared = super()._prepare_for_training(*args, **kwargs)
         zero: Any = getattr(self.model_wrapped, "optimizer", None)
-        if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would do without in fp32; ZeRO-3 always looks
+        if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would not check in fp32; ZeRO-3 always does
             zero.check_grad_overflow = True
         self.step_metrics.start()
         return prepared
@@ -201,30 +200,27 @@ class SequenceTrainer(EvaluatingTrainer):
         return super().create_scheduler(*args, **kwargs)
 
     def _wrapping(self) -> AbstractContextManager[None]:
-        """The context in which the engine may wrap the model."""
+        """Return the context in which the engine wraps the model."""
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is None or plugin.fsdp_version != 2 or isinstance(self.model, FSDPModule):
             return nullcontext()
         return saved_buffers_handed_on(self.model, self.accelerator.device)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; before any training, this wraps the model."""
+        """Evaluate. Before any training, this wraps the model."""
         with self._wrapping():
             return super().evaluation_loop(*args, **kwargs)
 
     @phase("gradient norm")
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm, the same on all ranks, before the weights change. DeepSpeed skips a bad step by itself."""
+        """Return the norm, the same on all ranks, after handling a NaN or infinite one before the weights change."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if not math.isfinite(grad_norm):
             self._meet_nonfinite(model, float(grad_norm))
         return grad_norm
 
     def _meet_nonfinite(self, model: nn.Module, grad_norm: float) -> None:
-        """
-        Raises:
-            NonFiniteError: unless such steps are left out.
-        """
+        """Record the step, and raise NonFiniteError or skip it; DeepSpeed skips it by itself."""
         met = NonFinite(step=self.state.global_step + 1, grad_norm=str(grad_norm), **self._documents_of_step())
         path = Path(self.args.output_dir) / NON_FINITE_FILE
         if self.args.should_save:
@@ -234,10 +230,10 @@ class SequenceTrainer(EvaluatingTrainer):
         if self.args.should_save:
             warnings.warn(f"{met}: the step is left out; see {path}", stacklevel=2)
         if not self.is_deepspeed_enabled:
-            model.zero_grad()  # the optimizer passes over weights without a gradient
+            model.zero_grad()  # the optimizer skips weights without a gradient
 
     def _documents_of_step(self) -> dict[str, list[int] | None]:
-        """Rows and documents, by their numbers in the data set, of the step that is under way; None of a stream's."""
+        """Return the numbers of the current step's rows and documents in the data set; None for a stream."""
         if isinstance(self.rows, PackedStream):
             return {"rows": None, "documents": None}
         sampler = self.step_sampler(dp_rank=0)
@@ -248,7 +244,7 @@ class SequenceTrainer(EvaluatingTrainer):
         return {"rows": rows, "documents": documents}
 
     def step_sampler(self, dp_rank: int) -> StepSampler:
-        """The row numbers that data-parallel rank `dp_rank` reads."""
+        """Return the row numbers that data-parallel rank `dp_rank` reads."""
         assert not isinstance(self.rows, PackedStream), "rows of a stream have no numbers"
         args = self.args
         seed = args.seed if args.data_seed is None else args.data_seed
@@ -264,7 +260,7 @@ class SequenceTrainer(EvaluatingTrainer):
         )
 
     def step_stream(self, dp_rank: int) -> StepStream:
-        """The rows that data-parallel rank `dp_rank` reads of a stream."""
+        """Return the rows that data-parallel rank `dp_rank` reads of a stream."""
         assert isinstance(self.rows, PackedStream), "rows that are no stream have a step_sampler"
         return StepStream(
             self.rows,
@@ -276,7 +272,7 @@ class SequenceTrainer(EvaluatingTrainer):
         )
 
     def micro_batches(self, dp_rank: int) -> Iterator[list[dict[str, NDArray[Any]]]]:
-        """The rows of each micro-batch that data-parallel rank `dp_rank` reads; [] where only others have some."""
+        """Return the rows of each micro-batch that data-parallel rank `dp_rank` reads; [] if only others have some."""
         if isinstance(self.rows, PackedStream):
             return (micro_batch.rows or [] for micro_batch in self.step_stream(dp_rank))
         return map(self.rows.__getitems__, self.step_sampler(dp_rank))
@@ -285,12 +281,12 @@ class SequenceTrainer(EvaluatingTrainer):
         dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
         options = self._worker_options() | {"persistent_workers": self.args.dataloader_persistent_workers}
         if isinstance(self.rows, PackedStream):
-            collator: Any = StreamCollator(self.data_collator)  # of one micro-batch, not of a list
+            collator: Any = StreamCollator(self.data_collator)  # takes one micro-batch, not a list
             return DataLoader(self.step_stream(dp_rank), batch_size=None, collate_fn=collator, **options)
         return self._loader(self.rows, self.step_sampler(dp_rank), **options)
 
     def get_total_train_batch_size(self, args: SFTConfig) -> int:
-        """Sequences in an optimizer step."""
+        """Return the sequences of an optimizer step."""
         return self._train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
 
     @phase("reading data")
@@ -358,7 +354,7 @@ class SequenceTrainer(EvaluatingTrainer):
         for message in self._memory_warnings.new(memory):
             warnings.warn(message, stacklevel=2)
         super().log(logs, start_time)
-        # What is no number is for trainer_state.json alone: --report_to's integrations would warn of it in every step.
+        # Only trainer_state.json gets what is no number: --report_to's integrations would warn of it in every step.
         entry = self.state.log_history[-1]
         entry.update({name: None for name, value in numbers.items() if value is None})
         entry["memory"] = memory.to_dict()
@@ -367,7 +363,7 @@ class SequenceTrainer(EvaluatingTrainer):
         }
 
     def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
-        """README.md in output_dir, of what this run knows of the model; TRL's other arguments are not used."""
+        """Write README.md in output_dir with what this run knows of the model; TRL's other arguments are ignored."""
         if not self.is_world_process_zero():
             return
         dims, state, settings = self.sequence.dims, self.state, self.args
@@ -393,12 +389,12 @@ class SequenceTrainer(EvaluatingTrainer):
         Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Use the loss of all ranks since the last log; transformers would use this rank's share."""
+        """Finish with the mean over all ranks of the loss since the last log; transformers would take this rank's."""
         self._tr_loss = cast(torch.Tensor, self.accelerator.reduce(self._tr_loss, "mean"))
         return super()._finalize_training(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train, then read the peak memory of the whole run. Called by all ranks together."""
+        """Train, then read the peaks of memory. Called by all ranks together."""
         try:
             output = super().train(*args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""Checkpoints that any layout resumes: states by parameter, no pickles, written whole or not at all."""
+"""Checkpoints that any layout can resume: states by parameter, without pickles, written atomically."""
 
 from longctx.training.checkpoint.files import (
     MANIFEST,

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, which exists either complete, with a manifest of every file, or not at all."""
+"""Checkpoint folders, which are either complete, with a manifest of every file, or absent."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from longctx.untrusted.files import check_folder
 MANIFEST = "longctx.json"
 FORMAT = 2
 PARTIAL, REPLACED = ".partial", ".replaced"
-"""Suffixes of a folder that is being written, and of one whose name another folder is about to take."""
+"""Suffixes of a folder that is being written, and of one that is being replaced."""
 _NAME = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
 _LEFT_BEHIND = re.compile(rf"checkpoint-\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be resumed from."""
+    """Raised for a checkpoint that cannot be resumed."""
 
 
 class NotSavedError(OSError):
-    """A checkpoint could not be written; the message names the one that exists instead."""
+    """Raised if a checkpoint or the model could not be written or pushed."""
 
 
 _DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -39,10 +39,10 @@ _DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtime
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turn the error of code that meets unexpected values of this file into one that names the file.
+    """Turn errors that unexpected values of a file cause in the body into one that names the file.
 
     Raises:
-        CheckpointError: instead of the error that the code raised.
+        CheckpointError: in place of any such error.
     """
     try:
         yield
@@ -58,24 +58,24 @@ def damage_named(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds, besides the model's own files."""
+    """The description of a checkpoint, kept in its longctx.json."""
 
     step: int
     """Optimizer steps taken."""
     layout: dict[str, Any]
-    """Parallel degrees, and the number of sequences in an optimizer step."""
+    """Parallel degrees, and the sequences of a step."""
     optimization: dict[str, Any]
-    """The optimizer's flags, which its states depend on."""
+    """Flags that the optimizer's states depend on."""
     parameters: dict[str, list[int]]
     """Name -> shape of each trained parameter."""
     data: dict[str, Any]
-    """Name -> value of everything that the training data was made from."""
+    """Values that identify data and model, by name."""
     progress: dict[str, Any]
-    """State of the log: the sums since its last entry, and the number of tokens so far."""
+    """`max_steps`, and each rank's sums for the log."""
     position: dict[str, Any] | None = None
-    """Position in streamed data; None if the data is read again from its start."""
+    """Position in a stream; None for other data."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Path in the folder -> size in bytes and xxh3 hash of each file."""
+    """Path in the folder -> `bytes` and `xxh3` of the file."""
     format: int = FORMAT
 
     @property
@@ -89,10 +89,10 @@ def checkpoint_name(step: int) -> str:
 
 @contextmanager
 def writing(folder: Path, *, is_owner: bool) -> Iterator[Path]:
-    """Yield the path of a folder beside `folder` to write to, which is removed if an error occurs.
+    """Yield the path of a folder beside `folder` to write to, and remove it if the body fails.
 
     Args:
-        is_owner: whether this rank makes (`make_partial`), names (`take_place`) and removes it.
+        is_owner: whether this rank creates, renames and removes the folder.
     """
     partial = folder.with_name(folder.name + PARTIAL)
     try:
@@ -104,15 +104,15 @@ def writing(folder: Path, *, is_owner: bool) -> Iterator[Path]:
 
 
 def make_partial(partial: Path) -> None:
-    """Create the empty folder that a checkpoint is written to."""
+    """Create the folder, empty."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def take_place(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`. A complete one always exists: the new, or the old as `.replaced`."""
+    """Rename `partial` to `folder`. At every moment it or the old folder, named `.replaced`, is complete."""
     replaced = folder.with_name(folder.name + REPLACED)
-    if folder.exists():  # of an earlier run, which this one repeats
+    if folder.exists():  # of an earlier run that this one repeats
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(folder, replaced)
     os.replace(partial, folder)
@@ -121,7 +121,7 @@ def take_place(partial: Path, folder: Path) -> None:
 
 
 def take_places(partial: Path, folder: Path) -> None:
-    """Move the files of `partial` to `folder`. Each file there is complete at every moment: the new one or the old."""
+    """Move the files of `partial` to `folder`, each atomically."""
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     for path in paths:
         flush(path)
@@ -134,10 +134,10 @@ def take_places(partial: Path, folder: Path) -> None:
 
 
 def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
-    """Delete the incomplete checkpoints that killed runs left, and the oldest complete ones beyond `limit`.
+    """Delete parts of checkpoints that a kill has left, and beyond `limit` the oldest checkpoints.
 
-    `folder`, which was just written, and `best` are kept. Checkpoints of later steps are from an earlier run that this
-    one repeats, and are deleted first. All other folders belong to the user and are kept.
+    `folder`, which was just written, and `best` stay. Checkpoints of later steps are deleted first: they belong to a
+    run that this one repeats, perhaps because of them. Folders with other names stay.
     """
     for path in folder.parent.glob("checkpoint-*"):
         if _LEFT_BEHIND.fullmatch(path.name):
@@ -146,7 +146,7 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
         return
     now = _step(folder)
     others = [path for path in folder.parent.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    others.sort(key=lambda path: (_step(path) > now, now - _step(path)))  # it, those before it, those after it
+    others.sort(key=lambda path: (_step(path) > now, now - _step(path)))  # `folder`, earlier steps, later steps
     kept = {path for path in others if path == folder or (best and path == Path(best))}
     for path in others:
         if path not in kept and len(kept) < limit:
@@ -157,7 +157,7 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
 
 
 def describe_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Flush the files to the disk, and return the size and hash of each."""
+    """Flush files to disk, and return the size and xxh3 of each by its path in the folder."""
     found = {}
     for path in paths:
         flush(path)
@@ -166,7 +166,7 @@ def describe_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, after all other files of the checkpoint."""
+    """Write the manifest, after all other files."""
     path = folder / MANIFEST
     values = asdict(manifest)
     path.write_text(json.dumps(values | {"xxh3": _digest_of(values)}, indent=1))
@@ -175,7 +175,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
+    """Read and check a manifest.
 
     Raises:
         CheckpointError: if there is none that this version can read.
@@ -210,11 +210,7 @@ def _digest_of(values: dict[str, Any]) -> str:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Check that every field has the type that `write_manifest` writes.
-
-    Raises:
-        TypeError: with the field that has another type.
-    """
+    """Check the types of a manifest's values, and raise TypeError for a wrong one."""
     expected: dict[str, type] = {"step": int, "files": dict, "layout": dict, "optimization": dict, "parameters": dict}
     expected |= {"data": dict, "progress": dict}
     held = {name: getattr(manifest, name) for name in expected}
@@ -227,10 +223,10 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
-    """Check that every `parts`-th file is as it was written, so that ranks can share the work.
+    """Check that every `parts`-th file is as it was written; ranks share the work.
 
     Raises:
-        CheckpointError: with the first file that differs.
+        CheckpointError: for a missing, changed or unknown file.
     """
     if unknown := sorted(path.name for path in folder.glob("states-*") if path.name not in manifest.files):
         raise CheckpointError(f"{folder / unknown[0]} is not of this checkpoint. Remove it, or resume from another.")
@@ -255,20 +251,18 @@ def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, the newest first."""
+    """Return the complete checkpoints, newest first."""
     found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     whole = (path for path in found if (path / MANIFEST).is_file())
     return sorted(whole, key=lambda path: (_step(path), path.suffix != REPLACED), reverse=True)
 
 
 def candidates(asked: str, output_dir: Path) -> list[Path]:
-    """Return the checkpoints that --resume_from_checkpoint can mean.
-
-    It is a path, `True` for the newest checkpoint in output_dir, or `auto` for all complete ones,
-    the newest first, of which there may be none.
+    """Return the checkpoints that --resume_from_checkpoint names: a path, the newest for `True`, or all for `auto`,
+    newest first.
 
     Raises:
-        CheckpointError: if there is none, except for `auto`.
+        CheckpointError: if there is none, unless `auto`.
     """
     if asked in ("auto", "True", "true"):
         found = checkpoints(output_dir)
@@ -293,14 +287,14 @@ def check_same(
     data: Mapping[str, Any],
     optimization: Mapping[str, Any],
 ) -> None:
-    """Check that a run can go on from the checkpoint.
+    """Check that a run can continue from the checkpoint.
 
     Args:
-        data: name -> value of everything that decides the tokens and the model.
+        data: values that identify data and model, by name.
         optimization: the flags that a resumed run must not change.
 
     Raises:
-        CheckpointError: with what differs.
+        CheckpointError: if anything differs.
     """
     before = manifest.layout.get("sequences_per_step")
     if before != sequences_per_step:
@@ -327,7 +321,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     for name in {**before, **now}:
         then, today = before.get(name), now.get(name)
         if name == "model_config" and isinstance(then, Mapping) and isinstance(today, Mapping):
-            shared = [key for key in today if key in then]  # releases of transformers know other keys
+            shared = [key for key in today if key in then]  # other releases of transformers have other keys
             parts = _changes({key: then[key] for key in shared}, {key: today[key] for key in shared})
             found += [f"{name} {parts}"] if parts else []
         elif then != today:
@@ -336,16 +330,16 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def check_writable(output_dir: Path) -> None:
-    """Check that checkpoints and the model can be written there.
+    """Check that checkpoints and the model can be written to a folder.
 
     Raises:
-        ValueError: with what is in the way.
+        ValueError: if not.
     """
     there = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise ValueError(f"--output_dir {output_dir}: {there} is no folder. Name another, or remove it.")
     try:
-        tempfile.TemporaryFile(dir=there).close()  # permissions alone do not tell of a file system that takes no files
+        tempfile.TemporaryFile(dir=there).close()  # permissions do not show a read-only file system
     except OSError as error:
         raise ValueError(
             f"--output_dir {output_dir}: {there} cannot be written to: {error.strerror}. Name another folder."
@@ -353,7 +347,7 @@ def check_writable(output_dir: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file to the disk, or the names in a folder."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -376,8 +370,8 @@ def _digest(path: Path) -> str:
 
 
 def how_to_resume(output_dir: str | None) -> str:
-    """Describe the newest complete checkpoint and the flag that resumes from it."""
-    folder = Path(output_dir or "trainer_output")  # as TrainingArguments have it
+    """Return a sentence with the flag that resumes the newest complete checkpoint."""
+    folder = Path(output_dir or "trainer_output")  # the default of TrainingArguments
     last = next(iter(checkpoints(folder)), None)
     if last is None:
         return f"There is no checkpoint in {folder} to go on from (--save_steps writes some)."

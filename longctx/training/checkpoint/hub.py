@@ -1,4 +1,4 @@
-"""A trainer that ends all ranks when a push to the hub fails, or logs a warning while training continues."""
+"""A trainer whose failed pushes to the hub end all ranks, or cause a warning if made in the background."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class PushingTrainer(SFTTrainer):
-    """Pushes checkpoints in the background and output_dir at the end; every rank learns of a push that failed."""
+    """Pushes checkpoints in the background and output_dir at the end."""
 
     def push_results(self) -> None:
-        """Push output_dir without its checkpoints, and with a model card. Called by all ranks together.
+        """Push output_dir, except checkpoints, with a model card. Called by all ranks together.
 
         Raises:
-            NotSavedError, RefusedOnAllRanks: on the rank that could not push, and on the others.
+            NotSavedError, RefusedOnAllRanks: on the rank that failed, and on the others.
         """
         self._push(lambda: self._push_output_dir() if self.is_world_process_zero() else None)
 
@@ -43,7 +43,7 @@ class PushingTrainer(SFTTrainer):
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         self._push(lambda: super(PushingTrainer, self).init_hf_repo(*args, **kwargs))
-        if getattr(self, "hub_model_id", None) is None:  # of the other ranks, which would want to make one again
+        if getattr(self, "hub_model_id", None) is None:  # on other ranks, which would create it again
             self.hub_model_id: str | None = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -56,11 +56,11 @@ class PushingTrainer(SFTTrainer):
         self._warn_of_failed(self._pushes())
 
     def _pushes(self) -> list[Future[Any]]:
-        """Return the pushes in the background; only the rank that pushes has any."""
+        """Return this rank's background pushes."""
         return getattr(getattr(self, "push_in_progress", None), "jobs", [])
 
     def _warn_of_failed(self, pushes: list[Future[Any]]) -> None:
-        """Take ended pushes off the list, and log a warning for each that failed."""
+        """Remove finished pushes from the list, and warn of failed ones."""
         for push in [push for push in pushes if push.done()]:
             pushes.remove(push)
             if error := push.exception():
@@ -74,12 +74,12 @@ class PushingTrainer(SFTTrainer):
                 )
 
     def _push(self, push: Callable[[], Any]) -> None:
-        """Call `push`, and end all ranks if it fails on one."""
+        """Push, and end all ranks if that fails."""
 
         def work() -> None:
             try:
                 push()
-            except Exception as error:  # of several libraries
+            except Exception as error:  # errors of several libraries
                 raise NotSavedError(
                     f"--push_to_hub failed: {type(error).__name__}: {error}. Log in (hf auth login), or leave it out; "
                     f"what was saved is in {self.args.output_dir}."

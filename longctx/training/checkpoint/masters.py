@@ -1,9 +1,9 @@
-"""The fp32 weights that ZeRO trains beside its bf16 ones, as the model had them.
+"""ZeRO's fp32 weights, set to the model's own fp32 values.
 
-DeepSpeed rounds a model to bf16 and makes its fp32 weights from the result. Weights that were stored in fp32 then lie
-on bf16's grid, and an update that is smaller than half a step of that grid leaves the bf16 weights, which layers
-compute with, as they were: at a learning rate of 2e-5 a first step does less than half of what it does in fp32. From
-weights between the grid's points some are rounded to the next one, and the mean of all updates is right.
+DeepSpeed rounds a model to bf16 and makes its fp32 weights from the result. An update smaller than half a step between
+bf16 values then leaves the bf16 weights, which layers compute with, unchanged: at a learning rate of 2e-5 a first step
+has less than half of its effect in fp32. From the model's own fp32 values, which lie between bf16 values, some updates
+reach the next one, and the mean of all updates is right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.integrations import deepspeed_config
 
 @contextmanager
 def loaded_in_fp32() -> Iterator[None]:
-    """Have ZeRO-3, which partitions a model while it is loaded, keep fp32 weights in fp32 until `round_weights`."""
+    """Make ZeRO-3, which partitions a model while loading it, keep fp32 weights in fp32 until `round_weights`."""
     config = deepspeed_config()
     if config is None or "bf16" not in config:
         yield
@@ -34,11 +34,11 @@ def loaded_in_fp32() -> Iterator[None]:
 
 
 def round_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Round to bf16 what ZeRO-3 partitioned in fp32; DeepSpeed does so itself with all other parameters.
+    """Round the parameters that ZeRO-3 partitioned in fp32 to bf16; DeepSpeed rounds all others itself.
 
     Returns:
-        Name -> fp32 values of each trained parameter that bf16 does not hold exactly: this rank's part [n] of one that
-        is partitioned, in host memory, else the whole one, which is not copied.
+        Name -> fp32 values of each trained parameter that bf16 cannot represent: this rank's part [n] in
+        host memory if it is partitioned, else the whole parameter, not copied.
     """
     exact = {}
     for name, parameter in model.named_parameters():
@@ -59,8 +59,8 @@ def set_fp32_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Set this rank's part of ZeRO's fp32 weights to what `round_weights` returned; no messages are sent.
 
     Args:
-        model: the same, wrapped by DeepSpeed.
-        weights: parameters without an entry keep what they have.
+        model: the same model, wrapped by DeepSpeed.
+        weights: parameters without an entry keep their values.
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
@@ -70,7 +70,7 @@ def set_fp32_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         if name not in weights:
             continue
         values = weights[name].reshape(-1)
-        if not hasattr(parameter, "ds_tensor"):  # ZeRO-1 and 2, of which each rank takes its part
+        if not hasattr(parameter, "ds_tensor"):  # ZeRO-1 and 2: each rank takes its part
             safe_set_full_fp32_param(parameter, values)
             continue
         size = parameter.ds_tensor.numel()

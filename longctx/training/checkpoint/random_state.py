@@ -19,7 +19,7 @@ def random_file(folder: Path, rank: int) -> Path:
 
 
 def read_random_state(path: Path) -> dict[str, Any]:
-    """Read the states of Python's, NumPy's and torch's generators, and try them on generators of their own.
+    """Read the states of Python's, NumPy's and torch's generators, and check them on new generators.
 
     Raises:
         CheckpointError: if the file is damaged.
@@ -58,7 +58,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore the states that `read_random_state` returned."""
+    """Set the generators to what `read_random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

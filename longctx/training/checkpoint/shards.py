@@ -1,7 +1,7 @@
-"""What a rank holds of the trained parameters and of their optimizer states, whatever engine cut them.
+"""Ranges of trained parameters and optimizer states on a rank, under any engine.
 
-FSDP2 keeps whole rows of a parameter, ZeRO a part of its elements in order, one process all of them: each is a range
-of the flattened parameter. So a checkpoint is a set of ranges, and a run of another layout reads those it needs.
+FSDP2 keeps whole rows of a parameter, ZeRO a contiguous part of its elements, and one process all of them. Each is a
+range of the flattened parameter, so a run with another layout reads the ranges that it needs.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 WEIGHT = "weight"
-"""The kind of state that is the parameter itself: the one that the optimizer changes, fp32 where ZeRO keeps such a
-copy beside bf16 weights. All other kinds are named as the optimizer names them."""
+"""The kind of state that is the parameter as the optimizer updates it: ZeRO's fp32 copy if weights are bf16. Other
+kinds have the optimizer's names."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterShard:
-    """A range of one parameter, flattened, and what there is of it. Tensors are views: written to, they change it."""
+    """A range of one flattened parameter with its states. Tensors are views: writing to them changes training."""
 
     name: str
-    """Name of the parameter in the model before an engine wraps it."""
+    """Name of the parameter in the model without an engine."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     start: int
     """First element of the range."""
     states: dict[str, Tensor]
-    """Kind -> the range's elements [n], or one value [] for the whole parameter, such as its count of steps."""
+    """Kind -> the range's elements [n], or one value [] for the whole parameter, such as the step count."""
     is_copy: bool = False
-    """Whether a rank of another replica holds the same range."""
+    """Whether a rank of the first replica holds the same range."""
 
     @property
     def numel(self) -> int:
@@ -45,15 +45,15 @@ class ParameterShard:
 def parameter_shards(
     model: nn.Module, optimizer: Any, *, kinds: Sequence[str] = (), scalars: Sequence[str] = ()
 ) -> Iterator[ParameterShard]:
-    """Yield this rank's ranges in the order of the parameters. No messages are sent.
+    """Return all shards of this rank, in the order of the parameters. No messages are sent.
 
     Args:
         model: before or after an engine wrapped it.
         optimizer: torch's, or DeepSpeed's ZeRO-1, 2, 3.
-        kinds, scalars: states to make, as zeros, where the optimizer has none yet: before its first step.
+        kinds, scalars: states to create as zeros if the optimizer has none yet.
 
     Raises:
-        ValueError: for states in NVMe files, which are read in turns.
+        ValueError: for states on NVMe.
     """
     optimizer = _innermost(optimizer)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -66,27 +66,27 @@ def parameter_shards(
 
 
 def trained_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Return name -> shape of every whole trained parameter, which shows whether a checkpoint fits this model."""
+    """Return the full shape of every trained parameter by name, to compare a checkpoint with the model."""
     return {name: list(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in _trained(model)}
 
 
 def update_working_weights(model: nn.Module, optimizer: Any) -> None:
-    """Copy ZeRO's fp32 weights, which `weight` names, to those that layers use. Called by all ranks together."""
+    """Copy ZeRO's changed fp32 weights to those that layers compute with. Called by all ranks together."""
     optimizer = _innermost(optimizer)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        optimizer.checkpoint_event_prologue()  # every parameter is partitioned, small ones too
+        optimizer.checkpoint_event_prologue()  # partitions every parameter, small ones too
         for _, parameter in _trained(model):
             group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
             parameter.ds_tensor.data.copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, numel))
-        # All stay partitioned, as in a run that begins: a layer that reads the weights of another one, as DoRA does, is
-        # only noticed by DeepSpeed when it finds them partitioned in the forward pass.
+        # All stay partitioned, as at the start of a run: DeepSpeed only notices that a layer reads the weights of
+        # another one, as in DoRA, if it finds them partitioned in the forward pass.
         optimizer.invalidate_secondary_tensor()
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):
         optimizer.update_lp_params()
 
 
 def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer of the engine, or of torch, inside accelerate's wrappers."""
+    """Return the engine's or torch's optimizer from accelerate's wrappers."""
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     return optimizer
@@ -101,7 +101,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _of_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, kinds: Sequence[str], scalars: Sequence[str]
 ) -> Iterator[ParameterShard | None]:
-    """Yield the ranges of FSDP2's parameters, or of whole ones."""
+    """Yield FSDP2's shards, or whole parameters."""
     for name, parameter in _trained(model):
         held = _with_states(optimizer, parameter, kinds, scalars)
         start, is_copy = 0, False
@@ -125,7 +125,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _of_zero3(
     model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]
 ) -> Iterator[ParameterShard | None]:
-    """Each parameter is cut into equal parts, the last one padded; a flat tensor holds this rank's of many."""
+    """Yield shards of ZeRO-3, which cuts each parameter into equal, padded parts, of which a flat tensor holds many."""
     for name, parameter in _trained(model):
         group, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
         if zero._swappable_optimizer_subgroup(group):
@@ -143,7 +143,7 @@ def _of_zero3(
 def _of_zero(
     model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]
 ) -> Iterator[ParameterShard | None]:
-    """Yield the ranges of ZeRO-1 and 2, where a rank has one range of the parameters laid end to end."""
+    """Yield shards of ZeRO-1 or 2, which gives each rank a range of all parameters laid end to end."""
     for name, parameter in _trained(model):
         fragment = parameter._hp_mapping
         if fragment is None:
@@ -175,7 +175,7 @@ def _zero_piece(
 def _with_states(
     optimizer: torch.optim.Optimizer, parameter: Tensor, kinds: Sequence[str], scalars: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The optimizer's of one tensor; those that are missing are made where the optimizer itself would make them."""
+    """Return the optimizer's states of one tensor, creating missing ones on the device that the optimizer would use."""
     if kinds or scalars:
         held = optimizer.state[parameter]
         for kind in kinds:
@@ -188,10 +188,10 @@ def _with_states(
 
 
 def _scalar_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
-    """Return where the count of steps lies: kernels read it beside the parameter if they are fused or captured.
+    """Return the device of the step count: the parameter's if kernels are fused or captured.
 
-    ZeRO empties the groups' lists of parameters, so that a parameter's own group cannot be told. Torch takes a count on
-    the device for any implementation.
+    ZeRO empties the groups' lists of parameters, so a parameter's own group is unknown. Every implementation of torch
+    accepts a count on the device.
     """
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     return parameter.device if on_device else torch.device("cpu")

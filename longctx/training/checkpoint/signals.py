@@ -1,4 +1,4 @@
-"""On SIGTERM or SIGUSR1, finish the step, save, and exit with a code that marks the run as resumable."""
+"""Stopping on a scheduler's SIGTERM or SIGUSR1: finish the step, save, and exit with a code of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig
 
 RESUMABLE = 75
-"""Exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, try again later."""
+"""Exit code of a run that was stopped by a signal and has saved: sysexits' EX_TEMPFAIL."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -40,7 +40,7 @@ class StopOnSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def restore_handlers(self) -> None:
-        """Put back the handlers that were there before the training, which may have failed."""
+        """Restore the signal handlers from before the training, which may have failed."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

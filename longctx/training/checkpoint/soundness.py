@@ -1,4 +1,4 @@
-"""Check that a checkpoint's files have the expected form, and that its numbers and a model's are usable."""
+"""Checks of a checkpoint's values and files and of a model's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longctx.training.checkpoint.files import CheckpointError, Manifest, damage_
 from longctx.training.checkpoint.random_state import random_file, read_random_state
 
 _NON_NEGATIVE = frozenset({"exp_avg_sq", "square_avg", "step"})
-"""Optimizer states that are means of squares, whose root is taken, or counts."""
+"""Optimizer states that are never negative: means of squares, and counts."""
 
 STATES_OF = {
     "adamw_torch": ({"exp_avg", "exp_avg_sq"}, {"step"}),
@@ -26,18 +26,18 @@ STATES_OF = {
     "rmsprop": ({"square_avg"}, {"step"}),
     "sgd": (set(), set()),
 }
-"""Each value of --optim that is supported -> the states of every weight, and those of a whole parameter."""
+"""Supported --optim -> states with a value per element, and those with one per parameter."""
 
 
 def check_values(kind: str, values: Tensor, *, name: str, path: Path, last_step: int | None = None) -> None:
-    """Check that weights or optimizer states are finite, and those that count or are means of squares not negative.
+    """Check that values are finite, means of squares and counts not negative, and step counts at most `last_step`.
 
     Args:
         values: [n], or [] for one value of the whole parameter.
-        last_step: the step of the checkpoint, which no parameter has more of; None where it is not known.
+        last_step: the step of the checkpoint; None if unknown.
 
     Raises:
-        CheckpointError: with the file, the parameter and a value.
+        CheckpointError: if not.
     """
     if not values.numel():
         return
@@ -54,10 +54,10 @@ def check_values(kind: str, values: Tensor, *, name: str, path: Path, last_step:
 
 
 def check_kinds(folder: Path, optim: str, vectors: set[str], scalars: set[str], *, may_be_empty: bool) -> None:
-    """Check that a checkpoint has the states of this optimizer, each of them and no others.
+    """Check that a checkpoint has exactly the states of this optimizer.
 
     Raises:
-        CheckpointError: with those that it has, and those that belong to the optimizer.
+        CheckpointError: if not.
     """
     if may_be_empty and not vectors and not scalars:
         return
@@ -70,7 +70,7 @@ def check_kinds(folder: Path, optim: str, vectors: set[str], scalars: set[str], 
 
 
 def check_side_files(folder: Path, manifest: Manifest, rank: int) -> None:
-    """Check the other JSON files that a resumed run reads: the trainer's state, and this rank's random numbers.
+    """Check the other JSON files that a resumed run reads: the trainer's state, and this rank's random state.
 
     Raises:
         CheckpointError: with the file that is missing, damaged or of another step.
@@ -114,7 +114,7 @@ _LOGGED = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
 
 
 def nonfinite_weights(model: nn.Module) -> list[str]:
-    """Return the names of the trained parameters that are NaN or infinite in what this rank holds of them."""
+    """Return the names of trained parameters with NaN or infinite values in this rank's part."""
     found = []
     for name, parameter in model.named_parameters():
         held = getattr(parameter, "ds_tensor", parameter.data) if parameter.requires_grad else None

@@ -1,4 +1,4 @@
-"""Files of ranges of parameters and optimizer states: safetensors, a tensor for each `kind|start|name`."""
+"""Safetensors files with ranges of parameters and optimizer states, one tensor per `kind|start|name`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longctx.training.checkpoint.shards import ParameterShard
 from longctx.training.checkpoint.soundness import check_values
 
 FILE_BYTES = 2 << 30
-"""Size of a file, and so of what is copied to host memory at a time."""
+"""Most bytes in a file, unless one tensor has more, and so in host memory at a time."""
 
 
 _DTYPES = ("F32", "BF16", "F16", "F64")
@@ -24,7 +24,7 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 def write_states(
     folder: Path, held: Iterable[ParameterShard], rank: int, *, file_bytes: int = FILE_BYTES
 ) -> list[Path]:
-    """Write this rank's ranges, without those that are copies of another rank's, and return the files."""
+    """Write this rank's ranges, except copies, and return the files."""
     files: list[Path] = []
     tensors: dict[str, Tensor] = {}
     size = 0
@@ -58,22 +58,22 @@ def _parts(path: Path, key: str) -> list[str]:
 class _Range(NamedTuple):
     start: int
     stop: int
-    """End of the range in the flattened parameter; equal to `start` for a single value."""
+    """End of the range in the flattened parameter; `start` for a single value."""
     path: Path
     key: str
 
 
 class StateReader:
-    """The ranges in a folder's files, whoever wrote them.
+    """Reads ranges from a folder's files, whatever layout wrote them.
 
     Raises:
-        CheckpointError: for a file that cannot be read, or that does not hold ranges, with its name.
+        CheckpointError: for a file that cannot be read or does not hold ranges.
     """
 
     def __init__(self, folder: Path, *, last_step: int | None = None):
         """
         Args:
-            last_step: the step of the checkpoint, which bounds the optimizer's counts of steps.
+            last_step: the step of the checkpoint, which bounds the optimizer's step counts.
         """
         self.folder, self.last_step = folder, last_step
         self._ranges: dict[tuple[str, str], list[_Range]] = {}
@@ -94,15 +94,15 @@ class StateReader:
             ranges.sort()
 
     def kinds(self, *, scalars: bool) -> list[str]:
-        """Return the kinds of states that have one value for a whole parameter (`scalars`) or one for each element."""
+        """Return the kinds of states with one value per parameter if `scalars`, else one per element."""
         found = {kind for (_, kind), ranges in self._ranges.items() if (ranges[0].start == ranges[0].stop) == scalars}
         return sorted(found)
 
     def fill(self, piece: ParameterShard, *, only: Iterable[str] | None = None) -> None:
-        """Write to the piece's views what the files hold of its range.
+        """Fill the piece's views with its range from the files.
 
         Raises:
-            CheckpointError: if the files lack a part of it.
+            CheckpointError: if they lack a part of it.
         """
         for kind, target in piece.states.items():
             if only is None or kind in only:
@@ -132,7 +132,7 @@ class StateReader:
         """Read values, and check that training can continue from them.
 
         Raises:
-            CheckpointError: if a value is unusable, or a range stands where a single value belongs, or the reverse.
+            CheckpointError: if not, or if a single value's entry holds several or none.
         """
         with damage_named(found.path):
             is_scalar = found.start == found.stop

@@ -1,4 +1,4 @@
-"""A trainer that writes checkpoints which any layout resumes, in the place of the engines' own."""
+"""A trainer whose checkpoints, which replace the engines' own, any layout can resume."""
 
 from __future__ import annotations
 
@@ -53,45 +53,46 @@ logger = logging.getLogger(__name__)
 
 
 class ResumableTrainer(PushingTrainer):
-    """Saves in `checkpoint-N` a Transformers folder and, without --save_only_model, what a run needs to go on.
+    """Saves a Transformers folder in `checkpoint-N` and, without --save_only_model, all that resuming needs.
 
-    Resuming gives the run that was never interrupted: weights, optimizer, schedule, the log's sums, and the place in
-    the data. Steps are counted in optimizer steps of the same sequences, so sp, the backend, the engine and the number
-    of devices may be others as long as a step has as many sequences.
+    A resumed run equals one that was never interrupted: weights, optimizer, schedule, the log's sums and the position
+    in the data continue. sp, the backend, the engine and the number of devices may change as long as a step has as many
+    sequences.
     """
 
     def __init__(self, model: PreTrainedModel, args: SFTConfig, **kwargs: Any):
         super().__init__(model=model, args=args, **kwargs)
         self._fp32_weights = round_weights(model) if self.is_deepspeed_enabled and args.bf16 else {}
-        """The initial values of ZeRO's fp32 weights."""
+        """Initial values of ZeRO's fp32 weights."""
 
     def layout(self) -> dict[str, Any]:
-        """Return the degrees of the run, and `sequences_per_step`, which a resumed run must not change."""
+        """Return the run's degrees, and `sequences_per_step`, which resuming must not change."""
         raise NotImplementedError
 
     def data_identity(self) -> dict[str, Any]:
-        """Return name -> value of what the training data is made from. A resumed run must have the same values."""
+        """Return what identifies data and model, by name, which resuming must not change."""
         raise NotImplementedError
 
     def data_position(self) -> dict[str, Any] | None:
-        """Return the position in a stream after the last step, as plain values that are the same on every rank."""
+        """Return the position in a stream after the last step, as plain values that all ranks share; None for other
+        data."""
         return None
 
     _nonfinite_from_start: Sequence[str] = ()
-    """Trained parameters that the base model has NaN or infinite values in, such as rows of words that do not occur."""
+    """Trained parameters with NaN or infinite values before training, such as embeddings of unused words."""
 
     may_skip_steps = False
-    """Whether steps may be left out, so that an optimizer may have no states after some."""
+    """Whether steps may be skipped, so that the optimizer may have no states yet."""
 
     def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
         """Make the loader continue after this step.
 
         Raises:
-            ValueError: for a stream without a position, and for a position in what is no stream.
+            ValueError: for a stream without a position, and for a position without a stream.
         """
 
     def progress(self) -> dict[str, Any]:
-        """Return this rank's sums since the last entry of the log. Called by all ranks together."""
+        """Return this rank's sums since the last log entry. Called by all ranks together."""
         return {}
 
     def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
@@ -100,12 +101,12 @@ class ResumableTrainer(PushingTrainer):
     # Saving
 
     def _check_weights(self) -> None:
-        """Check, on all ranks together, that what is about to be saved is finite, but for what was not from the start.
+        """Check on all ranks together that weights are finite, except those that were not before training.
 
-        A finite gradient does not see to that: a learning rate that is too high makes weights infinite in one step.
+        A finite gradient does not ensure that: too high a learning rate makes weights infinite in one step.
 
         Raises:
-            NonFiniteError: on every rank, with the parameter.
+            NonFiniteError: on every rank.
         """
         spoilt = [name for name in nonfinite_weights(self.model_wrapped) if name not in self._nonfinite_from_start]
         if names := [name for rank in gather_objects(spoilt) for name in rank]:
@@ -136,11 +137,11 @@ class ResumableTrainer(PushingTrainer):
             rotate(folder, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
     def save_results(self) -> None:
-        """The model and the trainer's state in output_dir: each file whole, or as it was. Called by all ranks together.
+        """Save the model and the trainer's state in output_dir, each file atomically. Called by all ranks together.
 
         Raises:
             NonFiniteError: if a weight is NaN or infinite.
-            NotSavedError, RefusedOnAllRanks: on the rank that could not write, and on the others.
+            NotSavedError, RefusedOnAllRanks: on the rank that failed, and on the others.
         """
         self._check_weights()
         output_dir = Path(self.args.output_dir)
@@ -153,7 +154,7 @@ class ResumableTrainer(PushingTrainer):
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[Path]:
-        """Yield an empty folder beside `folder` for all ranks. An error on one rank removes it and ends all."""
+        """Yield an empty folder beside `folder`, which is removed if the body fails."""
         try:
             with writing(folder, is_owner=self.args.should_save) as partial:
                 self._as_owner(lambda: make_partial(partial))
@@ -162,11 +163,11 @@ class ResumableTrainer(PushingTrainer):
             raise _not_saved(folder, error) from error
 
     def _as_owner(self, work: Callable[[], None]) -> None:
-        """Run on rank 0, or with --save_on_each_node on every node's first rank, while the others wait."""
+        """Do `work` on rank 0, or on every node's first rank with --save_on_each_node; other ranks wait."""
         on_all_ranks(lambda: work() if self.args.should_save else None)
 
     def _write_own_part(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Write this rank's states and the states of its random number generators."""
+        """Write this rank's states and random state, and describe the files."""
         if self.args.save_only_model:
             return {}
         rank = self.args.process_index
@@ -181,7 +182,7 @@ class ResumableTrainer(PushingTrainer):
         try:
             super()._save(output_dir, state_dict)
         except Exception as error:
-            if type(error) is Exception:  # what tokenizers makes of a full disk
+            if type(error) is Exception:  # raised by tokenizers if the disk is full
                 raise OSError(str(error)) from error
             raise
 
@@ -192,7 +193,7 @@ class ResumableTrainer(PushingTrainer):
     def _describe(
         self, folder: Path, files: list[dict[str, dict[str, Any]]], progress: list[dict[str, Any]]
     ) -> Manifest | None:
-        """Rank 0 writes the trainer's state, and knows the files of all ranks; None on the others."""
+        """Write the trainer's state and return the manifest on rank 0; None if there is none to write."""
         if not self.is_world_process_zero():
             return None
         self._export_callbacks()
@@ -276,11 +277,11 @@ class ResumableTrainer(PushingTrainer):
             self.restore_data_position(loader, manifest.position, manifest.step)
 
     def _set_learning_rates(self, step: int) -> None:
-        """Put the schedule and the optimizer's learning rates behind `step`.
+        """Set the schedule and the optimizer's learning rates to those after `step`.
 
-        Both come from this run's flags, none of it from the checkpoint. Every schedule here depends on the step alone,
-        so a longer run continues along its new length. Parameter groups are those that this run's engine keeps:
-        DeepSpeed drops the group without weight decay where it is empty, as it is for LoRA, and other engines do not.
+        They come from this run's flags, not from the checkpoint. A schedule depends on the step alone, so a longer run
+        follows that of its new length. Engines differ in parameter groups: DeepSpeed drops the group without weight
+        decay if it is empty, as for LoRA.
         """
         schedule: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         schedule.last_epoch, schedule._step_count = step, step + 1
@@ -291,7 +292,7 @@ class ResumableTrainer(PushingTrainer):
             group["lr"] = rate
 
     def _restore_callbacks(self) -> None:
-        """What they have counted; how they are set up is up to this run."""
+        """Restore what callbacks have counted, but not their settings, which are this run's."""
         for callback in self.callback_handler.callbacks:
             held = self.state.stateful_callbacks.get(type(callback).__name__)
             if isinstance(callback, ExportableState) and isinstance(held, dict):
@@ -303,7 +304,7 @@ class ResumableTrainer(PushingTrainer):
 
     @property
     def has_stopped_early(self) -> bool:
-        """Whether as many evaluations as --early_stopping_patience were no better."""
+        """Whether --early_stopping_patience evaluations in a row were no better."""
         stopping = [c for c in self.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)]
         return any(
             callback.early_stopping_patience_counter >= callback.early_stopping_patience for callback in stopping
@@ -336,7 +337,7 @@ class ResumableTrainer(PushingTrainer):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Read nothing: `_prepare_for_training` reads everything, on every engine."""
+        """Do nothing: `_prepare_for_training` has read everything."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         path = random_file(Path(checkpoint), self.args.process_index) if checkpoint else None
@@ -344,14 +345,14 @@ class ResumableTrainer(PushingTrainer):
             set_random_state(read_random_state(path))
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """The Trainer would take one more step where the last one was not an epoch's last."""
+        """Run an epoch, unless no step is left: the Trainer would take one more within an epoch."""
         if self.state.global_step >= self.state.max_steps or self.has_stopped_early:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(**kwargs)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        if "train_loss" in logs:  # the sum of all steps, which the Trainer divides by those since it was resumed
+        if "train_loss" in logs:  # the Trainer divides the sum over all steps by the steps since resuming
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
 
@@ -384,9 +385,9 @@ _OPTIMIZATION = (
 
 
 def optimization_flags(args: SFTConfig) -> dict[str, Any]:
-    """Return the flags that a resumed run has as they were, by name and as JSON gives them back.
+    """Return the flags that a resumed run must not change, by name and as JSON gives them back.
 
-    Optimizer states, loss and schedule belong to them. The engines have two values for no clipping, 0 and infinity.
+    Optimizer states, loss and schedule depend on them. Engines express no clipping as 0 or infinity; both become 0.
     """
     flags = {name: _plain(getattr(args, name)) for name in _OPTIMIZATION}
     clipping = args.max_grad_norm or 0.0
