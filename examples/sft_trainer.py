@@ -34,6 +34,9 @@ class SequenceTrainer(SFTTrainer):
     def _get_num_items_in_batch(self, batch_samples, device):
         return self.sequence.count_label_tokens(batch_samples)  # of all micro-batches of the step, each token once
 
+    def _prepare_inputs(self, inputs):
+        return inputs  # they are cut on the CPU, and only this rank's part goes to the device
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         shard = self.sequence.shard(inputs)
         outputs = model(**shard.inputs)

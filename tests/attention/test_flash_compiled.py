@@ -58,6 +58,13 @@ def _load(packages: str, capability: int, folder: str):
     os.environ["CUTE_DSL_ARCH"] = f"sm_{capability}" + "a" * (capability >= 90)
     os.environ["CUTE_DSL_KEEP"], os.environ["CUTE_DSL_DUMP_DIR"] = "ptx,cubin", folder
     site.addsitedir(packages)
+    from cutlass.utils.hardware_info import HardwareInfo
+
+    # Schedulers of persistent kernels ask the driver for these, as they are compiled.
+    num_multiprocessors = MULTIPROCESSORS.get(capability, 108)
+    HardwareInfo.__init__ = lambda self, device_id=0: None
+    HardwareInfo.get_device_multiprocessor_count = lambda self: num_multiprocessors
+    HardwareInfo.get_max_active_clusters = lambda self, cluster_size, stream=None: num_multiprocessors // cluster_size
     return FlashAttention4(RELEASE)
 
 

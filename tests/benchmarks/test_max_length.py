@@ -284,10 +284,11 @@ SHORT += ["--memory_budget_gib", "0.01"]
 @pytest.mark.long
 def test_a_sweep_of_two_soft_gpus(tmp_path, soft_gpus) -> None:
     """Peaks are those of the GPUs' allocator, and the sweep ends with an error if its ranks read what is not there."""
-    combinations, fits, timed = sweep(tmp_path, *SHORT, env=soft_environment())
+    flags = [*SHORT, "--model_name_or_path", "tiny"]  # with GPUs the default is a model of the hub
+    combinations, fits, timed = sweep(tmp_path, *flags, env=soft_environment())
     assert {row[2] for row in combinations.values()} == {"ok"}
     longest = {(key.backend, key.devices): row[0] for key, row in combinations.items()}
-    assert set(longest) == {("ring", 1), ("ring", 2), ("ulysses", 1), ("ulysses", 2)}
+    assert set(longest) == {("one device", 1), ("ring", 2), ("ulysses", 2)}
     for key, (status, peaks) in fits.items():
         assert (status == "ok") == (key.length <= longest[key.backend, key.devices])
         assert status == "oom" or 0 < max(peaks) <= 0.01 * 2**30
