@@ -1,1 +1,1 @@
-"""Start processes on any machine, and have them meet: here, in SLURM, after a restart."""
+"""Start processes and connect them: on one machine, in SLURM, after a restart."""

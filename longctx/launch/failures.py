@@ -1,4 +1,4 @@
-"""A run that fails says why once: the rank that knows, and no rank that fails because another one did."""
+"""Report a failure once: by the rank that knows the cause, and by no rank that fails because of it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from longctx.ranks.watchdog import (
 )
 
 OWN_RUN = "longctx-"
-"""How the ids of runs begin whose processes longctx starts. It sees how they end, so their ranks need not say it."""
+"""Prefix of the ids of runs that longctx starts. It sees how their processes end, so ranks need not report it."""
 
 _OF_CONNECTIONS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error")
 
 
 @contextmanager
 def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[None]:
-    """Let an error through on the rank that meets it first; ranks that fail because of it leave without a word.
+    """Let an error through on the rank that meets it first; ranks that fail because of it exit without printing it.
 
     Args:
-        how_to_resume: says how to go on after a failure.
-        timeout: that ranks wait for each other, in seconds.
+        how_to_resume: returns how to resume after a failure.
+        timeout: seconds that ranks wait for each other.
 
     Raises:
-        SystemExit: in the place of an error that another rank has told, or that is the end of waiting for one.
+        SystemExit: in place of an error whose cause is another rank's failure or absence.
     """
     try:
         yield
@@ -59,13 +59,13 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[
         mine = failure.teller == watching.rank
         message = f"{died(failure.message)} {resume}" if failure.kind == "died" else failure.message
         is_seen = failure.kind == "died" and os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
-        # A launcher takes the earliest failure for the cause, by the second.
+        # Launchers take the earliest failure, in whole seconds, for the cause.
         tell(message if mine else f"another rank failed first: {message}", prints=mine and not is_seen, later=2)
         raise SystemExit(FAILED) from None
 
 
 def reason(error: BaseException) -> str:
-    """Why a run fails, as far as this rank can know: another rank's failure, or its own error."""
+    """Return why a run fails, as far as this rank knows: another rank's failure, or its own error."""
     watching = watch()
     is_told = _is_consequence(error) and not _has_timed_out(error)
     if watching is not None and is_told and (failure := watching.wait_for_failure(LEAVE_SECONDS)):
@@ -74,7 +74,7 @@ def reason(error: BaseException) -> str:
 
 
 class FollowSteps(TrainerCallback):
-    """Tells the watch which step is under way, and gives --ddp_timeout to the groups that the engine has made."""
+    """Tells the watchdog the current step, and gives --ddp_timeout to the engine's process groups."""
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if watch() is not None:
@@ -94,17 +94,17 @@ _LIKELY = {
 
 
 def died(rank: str, by: str = "") -> str:
-    """Of a process that has ended without an error of its own.
+    """Return a message on a rank that has ended without an error of its own.
 
     Args:
-        by: name of the signal, where it is known.
+        by: name of the signal, if known.
     """
     how = f"was killed by {by}" if by else "has died without an error of its own"
     return f"{rank} {how}. {_LIKELY.get(by or 'SIGKILL', 'Its last lines, above, may say why.')}"
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether it, or what it came from, is that other ranks could not be reached."""
+    """Return whether the error, or its cause, is that other ranks could not be reached."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -119,7 +119,7 @@ def _has_timed_out(error: BaseException) -> bool:
 
 
 def _of_another(watching: Watchdog, error: Exception, timeout: float, resume: str) -> Failure | None:
-    """Why other ranks could not be reached; None where that is not to be found out."""
+    """Return why other ranks could not be reached, or None if unknown."""
     here = position_of(error, watching.step)
     timed_out = _has_timed_out(error)
     if not timed_out and (failure := watching.wait_for_failure(LEAVE_SECONDS)):

@@ -10,14 +10,13 @@ import psutil
 
 
 def choose_interface(env: MutableMapping[str, str]) -> None:
-    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, as far as the user has not.
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless the user has.
 
-    Ranks of one machine meet on its loopback, which no other machine reaches. Between machines gloo gives others the
-    address of this machine's name, which in Debian's /etc/hosts stands for the loopback; another interface is chosen
-    then.
+    Ranks of one machine use its loopback, which no other machine reaches. Between machines, gloo announces the address
+    of this machine's name. If that is the loopback, as in Debian's /etc/hosts, another interface is chosen.
 
     Raises:
-        ValueError: where several interfaces could be meant.
+        ValueError: if several interfaces are possible, or none.
     """
     if "LOCAL_WORLD_SIZE" not in env:
         return
@@ -52,7 +51,7 @@ def _interface_towards(address: str, host: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Also for a name without address: gloo falls back to the loopback."""
+    """Return whether gloo takes the name for the loopback, as it does without an address."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except OSError:
@@ -60,7 +59,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interfaces() -> dict[str, set[str]]:
-    """Addresses of those that are up, without loopbacks."""
+    """Return the addresses of interfaces that are up, without loopbacks."""
     states, found = psutil.net_if_stats(), {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = {entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)}
@@ -70,7 +69,7 @@ def _interfaces() -> dict[str, set[str]]:
 
 
 def _address_towards(host: str) -> str:
-    """This node's, on the way to another; nothing is sent."""
+    """Return this node's address on the route to another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

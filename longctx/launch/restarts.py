@@ -1,8 +1,7 @@
-"""A store without keys of processes that have ended, after torchrun has started them anew.
+"""A store without the keys of ended processes, after a restart by torchrun.
 
-torchrun's agent keeps one store for all its attempts (of torch 2.13, and of others before, see pytorch issue 135712).
-A rank of the second attempt finds there what one of the first has written, such as the address that gloo or NCCL was
-to be reached at, if the rank that writes it anew comes later.
+torchrun's agent keeps one store for all its attempts (in torch 2.13 and earlier; see pytorch issue 135712). A rank of
+the second attempt may read what the first wrote there, such as an address of gloo or NCCL, before it is overwritten.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ _server: dist.TCPStore | None = None  # lives as long as its process
 
 
 def check_restarts() -> None:
-    """
-    Raises:
-        ValueError: if torchrun may start the ranks of several nodes anew with the same store.
-    """
+    """Raise ValueError if torchrun may restart the ranks of several nodes with the same store."""
     restarts, nodes = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), os.environ.get("GROUP_WORLD_SIZE", "1")
     if os.environ.get(_SHARED) == "True" and restarts > 0 and int(nodes) > 1:
         raise ValueError(
@@ -33,7 +29,7 @@ def check_restarts() -> None:
 
 
 def renew_store() -> None:
-    """On one node, have the process group of a later attempt meet at a store of its own. Before it is made."""
+    """On one node, give a restarted process group its own store. Call this before the group is made."""
     global _server
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get(_SHARED) != "True" or attempt == "0":

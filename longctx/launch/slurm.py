@@ -1,6 +1,6 @@
-"""Tasks of `srun` as ranks: what a launcher would have told them, worked out from what SLURM tells them.
+"""Make ranks of `srun` tasks: set the variables that a launcher would set, from SLURM's.
 
-The shell of `salloc` or `sbatch` is no task, nor is a task alone, which may start processes of its own.
+The shell of `salloc` or `sbatch` is not a task. A single task is no rank, since it may start processes of its own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 _PORTS = range(12_000, 32_000)
-"""Below those that Linux gives to outgoing connections."""
+"""Ports below those that Linux gives to outgoing connections."""
 _STEPS_OF_A_JOB = 101
-"""A step's port is no other's among the jobs numbered within 190 of its own, for the first hundred steps of each."""
+"""The first 101 steps of jobs whose numbers differ by at most 190 have distinct ports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +22,18 @@ class Step:
     """What one task of `srun` knows of its step."""
 
     tasks: tuple[int, ...]
-    """On each node."""
+    """Tasks on each node."""
     node: int
-    """This task's, from 0."""
+    """Index of this task's node."""
     local_rank: int
-    """Of this task on its node."""
+    """Index of this task on its node."""
     address: str
-    """Of the first node."""
+    """Address of the first node."""
     port: int
 
     @property
     def rank(self) -> int:
-        """Node by node, however --distribution has numbered the tasks: ranks of a node are neighbours."""
+        """This task's rank, counted node by node whatever --distribution is: ranks of a node are consecutive."""
         return sum(self.tasks[: self.node]) + self.local_rank
 
     @property
@@ -42,7 +42,7 @@ class Step:
 
 
 def read_step(env: Mapping[str, str]) -> Step | None:
-    """The step of several tasks that this process is one of; None in a process that is none, or the only one."""
+    """Return this process's step; None if the process is no task, or the only one."""
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return None
     if "SLURM_PTY_PORT" in env and sys.stdin.isatty():  # in a shell of srun --pty
@@ -62,10 +62,10 @@ def read_step(env: Mapping[str, str]) -> Step | None:
 def join_step(env: MutableMapping[str, str]) -> None:
     """Set RANK, WORLD_SIZE and the like in a task of `srun`, unless a launcher in the task has.
 
-    MASTER_ADDR and MASTER_PORT of the user's stay.
+    The user's MASTER_ADDR and MASTER_PORT stay.
 
     Raises:
-        ValueError: for `accelerate launch` in every task where it connects none, and an address that is none here.
+        ValueError: for `accelerate launch` in every task, which it does not connect, and for an unknown address.
     """
     step = read_step(env)
     if step is None or "RANK" in env:
@@ -97,7 +97,7 @@ def join_step(env: MutableMapping[str, str]) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Of SLURM's list, `rack1n[03-05,9],login`: its bracket's first number."""
+    """Return the first host of SLURM's list: rack1n03 for `rack1n[03-05,9],login`."""
     first = re.match(r"(?:[^,\[]|\[[^]]*])+", nodes)
     if first is None:
         raise ValueError(f"SLURM_STEP_NODELIST {nodes!r} names no host. Set MASTER_ADDR to the first node's address.")
@@ -105,6 +105,6 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks(per_node: str) -> tuple[int, ...]:
-    """Of each node, from SLURM's `4(x2),3`."""
+    """Return each node's tasks: (4, 4, 3) for SLURM's `4(x2),3`."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
     return tuple(int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1)))

@@ -1,4 +1,4 @@
-"""Start the processes of a machine where no launcher has: `accelerate launch` starts one without GPUs."""
+"""Start a machine's processes where no launcher has; without GPUs, `accelerate launch` starts only one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longctx.untrusted.working_directory import without_working_directory
 
 
 def device_count() -> int:
-    """GPUs that this process can see."""
+    """Return the number of GPUs that this process can see."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -29,12 +29,12 @@ def device_count() -> int:
 def spawn(
     num_processes: int, arguments: list[str], module: str = "longctx.train", advice: Callable[[], str] = str
 ) -> int:
-    """Run `python -m` our module with these arguments in `num_processes` processes, under torch's elastic agent.
+    """Run `python -m MODULE ARGUMENTS` in `num_processes` processes, under torch's elastic agent.
 
-    Returns the exit code: 0, or that of the process that failed first. When one fails the agent stops the others.
+    Return the exit code: 0, or that of the process that failed first. When one fails, the agent stops the others.
 
     Args:
-        advice: what to do when a process was killed.
+        advice: returns what to do after a process was killed.
     """
     from longctx.launch.store import private_folder, store_file
 
@@ -49,7 +49,7 @@ def spawn(
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables within the context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -77,9 +77,9 @@ def _run_agent(num_processes: int, folder: Path, module: str, arguments: list[st
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.2,
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # a rank stops by itself on the others
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # ranks stop by themselves on the others
     )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # how it ends is said below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its end is reported below
     before = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)

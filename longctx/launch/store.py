@@ -1,10 +1,10 @@
-"""Where the processes of one machine meet: a file in a folder that no other user can open.
+"""A store for the processes of one machine: a file in a folder that no other user can open.
 
 torch's stores have no passwords. Whoever reaches a TCPStore can read and set its keys, some of which torch unpickles.
-A file store is kept by the file system's permissions instead.
+A file store is protected by the file system's permissions.
 
-A run's folder ends with the last process that holds it, be that the launcher or, after it was killed, a rank. What is
-left after all of them were killed is removed by the next run.
+The last process that holds a run's folder removes it: the launcher or, if that was killed, a rank. If all were killed,
+the next run removes it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def store_file(folder: Path) -> dict[str, str]:
-    """Return the environment of ranks that are to meet in this folder."""
+    """Return the environment of ranks whose store is in this folder."""
     return {STORE_FILE: str(folder / "store")}
 
 
@@ -83,14 +83,14 @@ def _temporary_folder() -> str:
 
 
 def _hold(folder: Path) -> int:
-    """Take a share of the folder, which ends with this process or with the file descriptor returned."""
+    """Share a lock on the folder, which ends with this process or with the returned file descriptor."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def _leave(folder: Path, lock: int) -> None:
-    """Give up a share, and remove the folder if nobody else has one."""
+    """Give up a lock, and remove the folder if no other process holds one."""
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 from longctx.ranks.first import is_first_on_node, is_first_rank
 
 DEPRECATIONS_BETWEEN_LIBRARIES = (
-    r"`(is_)?gradient_checkpointing` is deprecated",  # transformers about the name that TRL, peft and users have for it
-    r"`torch\.distributed\.\w+` is deprecated",  # torch about DeepSpeed's calls, again in every step
+    r"`(is_)?gradient_checkpointing` is deprecated",  # transformers, about a name that TRL, peft and users use
+    r"`torch\.distributed\.\w+` is deprecated",  # torch, about DeepSpeed's calls in every step
 )
 
 
 def quieten() -> None:
-    """Show warnings on the first rank only, and none that one library has for another."""
+    """Show warnings on the first rank only, and none that one library gives another."""
     if not is_first_rank():
         warnings.simplefilter("ignore")
     for message in DEPRECATIONS_BETWEEN_LIBRARIES:
@@ -26,19 +26,19 @@ def quieten() -> None:
 
 
 def refuse(error: Exception) -> None:
-    """Print an error as one line, once on each machine; the launcher prints what no first rank does."""
+    """Print an error as one line on each machine's first rank; other ranks leave theirs to the launcher."""
     tell(" ".join(str(error).splitlines()), prints=is_first_on_node(), is_left=not is_first_on_node())
 
 
 def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -> None:
-    """Say why a run ends, and leave it to the launcher for its closing report.
+    """Print why a run ends, and write it to a file for the launcher's closing report.
 
-    torchrun and `accelerate launch` end with a page about processes, which then holds the error of every rank.
+    torchrun and `accelerate launch` end with a report on processes, which then holds every rank's error.
 
     Args:
-        prints: whether this rank does; not if it is printed otherwise.
-        is_left: whether our own launcher is to print it.
-        later: seconds by which the launcher is to take the failure for a later one.
+        prints: whether this rank prints it.
+        is_left: whether longctx's launcher is to print it.
+        later: seconds added to the failure's time, since launchers report the earliest.
     """
     message = printable(message)
     if prints:
@@ -53,12 +53,12 @@ def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -
 
 
 def printable(message: str) -> str:
-    """Return the message with what a terminal would act on escaped, such as control characters in a file's name."""
+    """Return the message with unprintable characters escaped, such as control characters in a file's name."""
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in message)
 
 
 def number(value: float) -> str:
-    """Three digits, as people write them: 12300 -> 12.3k, 0.00002 -> 2e-05."""
+    """Return a number as text with three digits: 12300 -> 12.3k, 0.00002 -> 2e-05."""
     size = abs(value)
     for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if 1e13 > size >= 0.9995 * unit:

@@ -1,7 +1,7 @@
-"""Ranks that take turns, and that end together when one of them cannot go on.
+"""Let ranks take turns, and end together when one of them cannot continue.
 
-Preparing data takes one rank hours while the others have nothing to do. They do not wait in a collective, which
-fails after the process group's time-out, but poll the group's store: for as long as the rank they wait for lives.
+Preparing data can take one rank hours. The others do not wait in a collective, which fails after the process group's
+time-out. They poll the group's store for as long as that rank lives.
 """
 
 from __future__ import annotations
@@ -26,49 +26,48 @@ from longctx.ranks.watchdog import Watchdog, leave, watch
 Result = TypeVar("Result")
 
 SILENCE_SECONDS = 300.0
-"""A rank without heartbeat for so long is given up: its watch beats while the rank works, C code included."""
+"""A rank without a heartbeat for so long counts as lost: its watchdog beats even while C code runs."""
 LEAVE_SECONDS = 10.0
 
 
 class RefusedOnAllRanks(ValueError):
-    """What one rank could not go on for, raised on every rank, so that none waits for another."""
+    """Raised on every rank when one cannot continue, so that none waits for another."""
 
     def __init__(self, message: str, *, is_mine: bool):
         super().__init__(message)
         self.is_mine = is_mine
-        """Whether this rank is the one to say why."""
+        """Whether this rank reports the reason."""
 
 
 def on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Run `work` on all ranks at once; returns when all have finished, however long that takes.
+    """Run `work` on all ranks at once, and return when all have finished, however long that takes.
 
     Raises:
-        RefusedOnAllRanks: on every rank, as soon as `work` raises a ValueError on one, or another error on another
-            rank. A process alone raises the ValueError as it is.
+        RefusedOnAllRanks: on every rank once `work` raises ValueError on one; on the other ranks after another error.
+            A single process raises the ValueError itself.
     """
     return _meet(work, lambda meeting: None)
 
 
 def main_process_first(work: Callable[[], Result], folder: str | Path) -> Result:
-    """The same with rank 0 first, so that the others find what it leaves in `folder` (created if it is missing).
+    """Run `work` on rank 0 first, so that the others find its results in `folder` (created if it is missing).
 
-    On nodes that do not share rank 0's file system, the node's first rank does not wait for it, and the node's
-    other ranks wait for that one.
+    On a node that does not share rank 0's file system, the first rank does not wait, and the others wait for it.
 
     Raises:
-        RefusedOnAllRanks: as `on_all_ranks`.
+        RefusedOnAllRanks: as in `on_all_ranks`.
     """
     return _meet(work, lambda meeting: meeting.wait_for_turn(Path(folder)))
 
 
 def check_agreement(mine: Mapping[str, Any]) -> None:
-    """Compare what this rank is about to do with rank 0. All ranks call it.
+    """Check that this rank's values equal those of rank 0. All ranks call it.
 
     Args:
-        mine: by name, as JSON has it.
+        mine: this rank's values, by name.
 
     Raises:
-        RefusedOnAllRanks: naming a rank and what it has another value of.
+        RefusedOnAllRanks: with a rank and its differing values.
     """
     rank, theirs = dist.get_rank(), broadcast_object(dict(mine))
     names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
@@ -113,10 +112,10 @@ def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def storage_of_ranks(folder: Path) -> list[int]:
-    """Of every rank, the first rank that has the same files in `folder` (created if it is missing): 0 where all nodes
-    share a file system, else the first of its node. All ranks call it.
+    """Return, for every rank, the first rank that sees the same files in `folder` (created if it is missing).
 
-    Where nothing can be written, nodes count as sharing nothing.
+    All are 0 if all nodes share a file system. Nodes that see no files of others count as sharing nothing. All ranks
+    call it.
     """
     if not dist.is_initialized():
         return [0]
@@ -143,9 +142,9 @@ def storage_of_ranks(folder: Path) -> list[int]:
 
 
 def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
-    """After RefusedOnAllRanks: wait for the other ranks to get here too, but no longer than this.
+    """After RefusedOnAllRanks, wait up to `seconds` for the other ranks to call this too.
 
-    A launcher stops all processes once one has left, so the one that says why must have said it.
+    A launcher stops all processes once one has ended, so the reason must be reported before.
     """
     leave()
     if not dist.is_initialized():
@@ -194,7 +193,7 @@ class _Meeting:
         self._heard: dict[int, tuple[bytes, float]] = {}
 
     def refuse(self, message: str) -> RefusedOnAllRanks:
-        """Tell all ranks to stop; the first to call this decides what they say."""
+        """Tell all ranks to stop; the first call decides the message."""
         mine = json.dumps([self.rank, message])
         try:
             said = self.store.compare_set("refused", "", mine)
@@ -204,7 +203,7 @@ class _Meeting:
         return RefusedOnAllRanks(message, is_mine=rank == self.rank)
 
     def wait_for_turn(self, folder: Path) -> None:
-        """Return on rank 0, and on a node's first rank where rank 0's files cannot be seen; else wait for that one."""
+        """Wait for rank 0, or for the node's first rank if rank 0's files cannot be seen; these two do not wait."""
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             self.probe = folder / f"rank-0-was-here-{uuid.uuid4().hex}"
@@ -223,13 +222,13 @@ class _Meeting:
             self._wait(lambda: self.store.check([f"done/{node}"]))
 
     def finish_turn(self) -> None:
-        """This rank's work is done; those who wait for it go on."""
+        """Record that this rank's work is done, so that ranks waiting for it continue."""
         if self.group is not None:
             self.store.set(f"done/{self.group}", "")
         self.store.set(f"ready/{self.rank}", "")
 
     def wait_for_all(self) -> None:
-        """Until every rank has finished its work: rank 0 watches the others, and they watch rank 0."""
+        """Wait until every rank has finished its work; rank 0 watches the others, and they watch rank 0."""
         if self.rank != 0:
             self._wait(lambda: self.store.check(["all ready"]))
             return
@@ -242,7 +241,7 @@ class _Meeting:
             self.probe.unlink(missing_ok=True)
 
     def _wait(self, is_over: Callable[[], bool], watched: range = range(1)) -> None:
-        """Poll at first often, then once a second."""
+        """Poll often at first, then about once a second."""
         for attempt in itertools.count():
             try:
                 if is_over():
@@ -259,7 +258,7 @@ class _Meeting:
             time.sleep(0.01 * 1.5 ** min(attempt, 11))
 
     def _listen(self, ranks: range) -> None:
-        """Refuse to go on if one of these ranks has been silent for too long."""
+        """Stop all ranks if one of these has been silent for too long."""
         now = time.monotonic()
         for rank in ranks:
             count = self.watch.beats(rank)

@@ -1,4 +1,4 @@
-"""Whether this process is the first one, before there is a process group or TrainingArguments to ask."""
+"""Find out whether this process is the first, before a process group or TrainingArguments exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0 of the run. A task of srun is one before it has a rank."""
+    """Return whether this process is rank 0 of the run, or will be, as the first task of srun."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 

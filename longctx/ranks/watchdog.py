@@ -1,12 +1,12 @@
-"""A thread in every rank that outlives what the rank is stuck in: it says where the rank is, and hears of failures.
+"""A thread in every rank that runs even while the rank is stuck: it reports where the rank is, and learns of failures.
 
-Ranks talk through the process group's store. Each keeps counting there, so that the others know it lives; each looks
-whether the other processes of its machine are still there; and the first to know why the run fails writes it down for
-all. A rank whose main thread has not left some seconds after that is ended, wherever it is stuck.
+Ranks communicate through the process group's store. Each counts up there to show that it lives, and checks that the
+other processes of its machine still run. The first to know why the run fails writes it down for all. A rank whose main
+thread has not left some seconds later is ended.
 
-A collective of gloo that has waited for too long raises an error, which says where the other ranks are. One of NCCL
-raises none: NCCL's own watchdog aborts the process. Over NCCL, the thread therefore looks whether the main thread still
-moves, and says where all ranks are before that happens.
+A gloo collective that waits too long raises an error, and longctx reports where the other ranks are. An NCCL collective
+raises none: NCCL's own watchdog aborts the process. Over NCCL, the thread therefore checks that the main thread moves,
+and reports where all ranks are before the abort.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 BEAT_SECONDS = 1.0
 LEAVE_SECONDS = 10.0
-"""For the main thread to leave by itself once the run has failed."""
+"""Time for the main thread to leave after the run has failed."""
 ANSWER_SECONDS = 5.0
 FAILED = 1
 SHOWN_FRAMES = 5
@@ -41,15 +41,15 @@ _WAITING_IN = ("/torch/distributed/", "/deepspeed/comm/")
 _WRAPPERS = ("/torch/nn/modules/", "/torch/_dynamo/", "/torch/utils/_contextlib.py", "c10d_logger.py")
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _PHASES: dict[CodeType, str] = {}
-"""What a function of a training step is called, by its code; see `phase`."""
+"""Names of the parts of a training step, by their functions' code; see `phase`."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def phase(name: str) -> Callable[[_Function], _Function]:
-    """Return a decorator that names a function's part of a step; a rank that is in it is said to be there.
+    """Return a decorator that names a function's part of a step, for reports of where ranks are.
 
-    Only the function itself is meant, and none of another class that is called the same.
+    The name applies to this function only, not to functions of the same name.
     """
 
     def enter(function: _Function) -> _Function:
@@ -60,12 +60,12 @@ def phase(name: str) -> Callable[[_Function], _Function]:
 
 
 class Failure(NamedTuple):
-    """Why a run fails, as the first rank to know it has written it down."""
+    """Why a run fails, written down by the first rank to know."""
 
     teller: int
     """The rank that wrote it."""
     kind: str
-    """died, raised, or waited in vain."""
+    """died, raised or waited."""
     message: str
 
 
@@ -75,18 +75,18 @@ class Position(NamedTuple):
     step: int
     """Optimizer step that is under way, from 1; 0 outside training."""
     phase: str
-    """Of the step; empty where it is not known."""
+    """Part of the step; empty if unknown."""
     collective: str
-    """That it waits in; empty if it does not wait for other ranks."""
+    """Collective it waits in; empty if it does not wait for other ranks."""
     frames: tuple[str, ...]
-    """The innermost ones, `file:line in function`, without wrappers."""
+    """Innermost frames, as `file:line in function`, without wrappers."""
 
     @classmethod
     def of(cls, stack: Sequence[tuple[CodeType, int]], step: int) -> Position:
-        """Return what a stack says.
+        """Return the position that a stack shows.
 
         Args:
-            stack: code and line, the innermost first.
+            stack: code and line of frames, innermost first.
         """
         innermost, line = stack[0]
         waiting_line = linecache.getline(innermost.co_filename, line)
@@ -107,12 +107,12 @@ class Position(NamedTuple):
 
 
 class Watchdog:
-    """Of this process's rank, over one process group's store."""
+    """The watchdog of this process's rank, on one process group's store."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         group_store = dist.distributed_c10d._get_default_store()
-        # A connection of its own: a rank that waits at the shared one keeps it.
+        # A separate connection, since a rank that waits on the shared one blocks it.
         self.store = dist.PrefixStore("longctx/watch", group_store.clone())  # type: ignore[attr-defined]
         self.group_store = group_store
         self.step = 0
@@ -132,7 +132,7 @@ class Watchdog:
         atexit.register(self.leave)
 
     def guard(self) -> None:
-        """From now on this rank is missed when its process ends without leaving. Called by all ranks."""
+        """Register this rank, so that others notice if it ends without leaving. All ranks call it."""
         me = psutil.Process()
         who = {"pid": me.pid, "host": socket.gethostname(), "created": me.create_time()}
         self.store.set(f"who/{self.rank}", json.dumps(who))
@@ -140,7 +140,7 @@ class Watchdog:
         self.store.set(f"host/{who['host']}/{position}", str(self.rank))
 
     def leave(self) -> None:
-        """This rank ends in order; nobody is to miss it."""
+        """Record that this rank ends in order, and stop the thread."""
         if self._left.is_set():
             return
         self._left.set()
@@ -150,7 +150,7 @@ class Watchdog:
             self._thread.join()
 
     def fail(self, kind: str, message: str) -> Failure:
-        """Write down why the run fails, unless another rank has; returns what stands."""
+        """Write down why the run fails, unless another rank has, and return what is written."""
         mine = Failure(self.rank, kind, message)
         try:
             said = self.store.compare_set("failure", "", json.dumps(mine))
@@ -162,8 +162,10 @@ class Watchdog:
         return self.failure
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
-        """What another rank has written down by then, or a process that has died: one of this machine that is gone, or
-        one of another that has meanwhile been silent. Only the first call waits."""
+        """Wait for a failure that another rank writes down, and return it, or None.
+
+        A rank that is silent meanwhile has died. Only the first call waits.
+        """
         if self._has_waited:
             return self.failure
         self._has_waited = True
@@ -175,14 +177,14 @@ class Watchdog:
         return self.fail("died", self.name(min(silent)[0])) if silent else self.failure
 
     def _beats_of_others(self) -> dict[int, bytes]:
-        """Of those that have not left; empty without the store."""
+        """Return the heartbeats of other ranks that have not left; empty without the store."""
         with suppress(RuntimeError):
             others = [rank for rank in range(self.world_size) if rank != self.rank]
             return {rank: self.beats(rank) for rank in others if not self.store.check([f"left/{rank}"])}
         return {}
 
     def ask_all(self, seconds: float = ANSWER_SECONDS) -> dict[int, Position | None]:
-        """Where every other rank is; None of those that do not answer."""
+        """Return where every other rank is; None for those that do not answer."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         answers: dict[int, Position | None] = dict.fromkeys(others)
         with suppress(RuntimeError):
@@ -201,7 +203,7 @@ class Watchdog:
         return answers
 
     def name(self, rank: int) -> str:
-        """The rank with its process."""
+        """Return the rank with its process, as text."""
         with suppress(RuntimeError):
             if self.store.check([f"who/{rank}"]):
                 who = json.loads(self.store.get(f"who/{rank}"))
@@ -209,7 +211,7 @@ class Watchdog:
         return f"rank {rank}"
 
     def state_of(self, rank: int) -> str:
-        """Of a process that does not answer, as far as this machine can see it."""
+        """Describe a rank that does not answer, as far as this machine sees it."""
         process = self._others.get(rank)
         if process is None:
             return "does not answer"
@@ -221,13 +223,13 @@ class Watchdog:
         return "does not answer"
 
     def beats(self, rank: int) -> bytes:
-        """A number that grows while the rank lives; raises RuntimeError without the store."""
+        """Return a number that grows while the rank lives; raise RuntimeError without the store."""
         return self.store.get(f"alive/{rank}") if self.store.check([f"alive/{rank}"]) else b""
 
     # The thread
 
     def _beat(self) -> None:
-        with suppress(RuntimeError):  # the store has gone: the main thread meets that by itself
+        with suppress(RuntimeError):  # the store is gone, as the main thread will notice
             for count in itertools.count():
                 self.store.set(f"alive/{self.rank}", str(count))
                 self._meet_others()
@@ -246,7 +248,7 @@ class Watchdog:
             os._exit(FAILED)
 
     def _meet_others(self) -> None:
-        """Find the processes of this machine: those that are here by number and time of birth."""
+        """Find the other ranks' processes on this machine, by pid and creation time."""
         host = socket.gethostname()
         while self.store.check([f"host/{host}/{self._met + 1}"]):
             self._met += 1
@@ -256,18 +258,18 @@ class Watchdog:
             who = json.loads(self.store.get(f"who/{rank}"))
             with suppress(psutil.Error):
                 process = psutil.Process(who["pid"])
-                if process.create_time() == who["created"]:  # else a container of the same name
+                if process.create_time() == who["created"]:  # else in a container of the same name
                     self._others[rank] = process
 
     def _missed(self) -> int | None:
-        """A rank of this machine whose process has ended without leaving."""
+        """Return a rank of this machine whose process has ended without leaving."""
         for rank, process in self._others.items():
             if _has_ended(process) and not self.store.check([f"left/{rank}"]):
                 return rank
         return None
 
     def _hear(self) -> None:
-        """A failure, or a question."""
+        """Read a failure, and answer a question."""
         if self.store.check(["failure"]):
             self.failure = Failure(*json.loads(self.store.get("failure")))
         question = self.store.add("questions", 0)
@@ -276,9 +278,9 @@ class Watchdog:
             self.store.set(f"answer/{question}/{self.rank}", json.dumps(self.position()))
 
     def _look_for_hang(self, timeout: float) -> None:
-        """Say where all ranks are, if the main thread has not moved for so long that the process is about to abort.
+        """Print where all ranks are if the main thread has not moved for so long that NCCL will soon abort.
 
-        The first rank to find that says it, once a step, and the run goes on: what it waits for may still come.
+        The first rank to notice prints it, once per step. The run continues, since missing ranks may still come.
         """
         here, now = self.position(), time.monotonic()
         if here != self._place:
@@ -294,7 +296,7 @@ class Watchdog:
         print("\n".join([f"longctx: {head}", *lines[1:]]), file=sys.stderr, flush=True)
 
     def position(self) -> Position:
-        """Where the main thread is."""
+        """Return where the main thread is."""
         main = threading.main_thread().ident
         assert main is not None, "it runs"
         return Position.of(_stack(sys._current_frames()[main]), self.step)
@@ -304,7 +306,7 @@ _watch: Watchdog | None = None
 
 
 def watch() -> Watchdog | None:
-    """This process's, which starts with the first call after the process group did; None for a process alone."""
+    """Return this process's watchdog, which the first call in a process group starts; None for a single process."""
     global _watch
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -316,13 +318,13 @@ def watch() -> Watchdog | None:
 
 
 def leave() -> None:
-    """Before the process group ends in order."""
+    """Stop the watchdog before the process group ends in order."""
     if _watch is not None:
         _watch.leave()
 
 
 def limit_waiting(timeout: timedelta) -> None:
-    """Give every process group there is this time-out; torch makes new ones with its default of 10 or 30 minutes."""
+    """Give every existing process group this time-out; torch gives new ones its default of 10 or 30 minutes."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     if (watching := watch()) and "nccl" in dist.get_backend_config():
@@ -332,14 +334,14 @@ def limit_waiting(timeout: timedelta) -> None:
 def speaks_after(timeout: float) -> float:
     """Return the seconds without progress after which a hang is described, before NCCL's watchdog aborts.
 
-    NCCL counts from the call of a collective, which the main thread outruns by the work it has queued. A tenth of the
-    time-out, and at least a minute, is left for that and for the answers of the other ranks; half of a short time-out.
+    NCCL counts from the call of a collective, but the main thread runs ahead by the work it has queued. A tenth of the
+    time-out, at least a minute and at most half of it, is left for that and for the other ranks' answers.
     """
     return timeout - min(timeout / 2, max(60.0, timeout / 10))
 
 
 def describe_positions(watch: Watchdog, here: Position, others: dict[int, Position | None]) -> list[str]:
-    """Who did not come, and where ranks are; those at the same place on one line."""
+    """Return lines on who did not come and where ranks are; those at the same place share a line."""
     places: dict[Position, list[int]] = {}
     for rank, position in sorted({**others, watch.rank: here}.items()):
         if position is not None:
@@ -364,7 +366,7 @@ def _stack(frame: FrameType | None) -> list[tuple[CodeType, int]]:
 
 
 def position_of(error: BaseException, step: int) -> Position:
-    """Where it was raised."""
+    """Return where the error was raised."""
     found: list[tuple[CodeType, int]] = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -381,7 +383,7 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def _short(file: str) -> str:
-    """From site-packages or the working directory on."""
+    """Return the path below site-packages or the working directory."""
     _, found, rest = file.rpartition("/site-packages/")
     if found:
         return rest
@@ -391,7 +393,7 @@ def _short(file: str) -> str:
 
 
 def _numbers(ranks: Iterable[int]) -> str:
-    """0–3, 5"""
+    """Return ranks as text, such as `0–3, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

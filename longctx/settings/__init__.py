@@ -1,1 +1,1 @@
-"""Flags, profile, environment and the model's config -> one typed, frozen run, with every check between them."""
+"""Resolve flags, profile, environment and model config into one typed, frozen run, with all checks between them."""

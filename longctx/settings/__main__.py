@@ -1,4 +1,4 @@
-"""`python -m longctx.settings`: every check between settings, with where it stands and which settings it is about."""
+"""`python -m longctx.settings` prints every check between settings: its function, its summary and its settings."""
 
 from longctx.settings.checks import table
 

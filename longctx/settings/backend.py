@@ -1,4 +1,4 @@
-"""How ranks that share a sequence attend to it, and the memory options that are asked for."""
+"""Choose the attention backend, and collect the memory options that flags and profile set."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from longctx.ulysses import ulysses_remedy
 
 
 def ask_levers(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str, Any]]:
-    """Return the memory levers that a flag or the profile sets, by flag."""
+    """Return the values, and the memory levers that a flag or the profile sets."""
     asked = asked_levers(values, values.flags.explicit)
     for name in PROFILE_LEVERS:
         if (agreed := agree(values.flags, name, profile.levers.get(name), name)) is not None:
             asked[name] = agreed
-    if profile.activation_checkpointing:  # the trainer's, which keeps the ring's output
+    if profile.activation_checkpointing:  # the trainer does it, and keeps the ring's output
         if asked.get("activation_checkpointing") is not True:
             values = values.note("activation_checkpointing is on: the profile says fsdp_activation_checkpointing: true")
         asked["activation_checkpointing"] = True
@@ -34,9 +34,9 @@ def ask_levers(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str
 
 
 def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any]) -> tuple[str, BackendChoice]:
-    """Return what is wanted, and what it comes to before the data is known.
+    """Return the wanted backend's name, and the choice before the data is known.
 
-    A sequence-chunked step makes `auto` want Ulysses, where it can be.
+    With a sequence-chunked step, `auto` wants a backend that can run it.
     """
 
     def choice(name: str) -> BackendChoice:
@@ -59,7 +59,7 @@ def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any])
 
 @check("sequence_chunk_size", "sp", "sp_backend")
 def _check_chunks(size: int, backend: str, setup: Setup) -> None:
-    """Check that a sequence-chunked step has a backend that it can run on."""
+    """Check that the backend can run a sequence-chunked step."""
     remedy = ulysses_remedy(setup.num_heads, setup.sp)
     if setup.sp > 1 and backend != "auto" and not BACKENDS[backend].can_chunk:
         raise ValueError(

@@ -1,7 +1,6 @@
-"""The table of checks between settings: `python -m longctx.settings` prints it.
+"""The table of checks between settings, which `python -m longctx.settings` prints.
 
-Every function of longctx/settings that refuses a value says by `@check` which settings it is about, and stands beside
-what it decides of them.
+Functions of longctx/settings that refuse a combination of settings name those settings by `@check`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _CHECKS: list[Check] = []
 
 
 def check(*settings: str) -> Callable[[Function], Function]:
-    """Enter a function into the table, as one that checks these settings."""
+    """Return a decorator that enters a function into the table, as a check of these settings."""
 
     def enter(function: Function) -> Function:
         place = f"{function.__module__.removeprefix('longctx.settings.')}.{function.__name__}"

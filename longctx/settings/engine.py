@@ -1,4 +1,4 @@
-"""What shards the model, and in which precision it trains."""
+"""Choose the engine that shards the model, and the precision."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from longctx.settings.versions import MINIMUM_VERSIONS, check_versions
 
 
 class Engine(NamedTuple):
-    """What shards the model."""
+    """The library that shards the model."""
 
     name: str
     """deepspeed, fsdp2, fsdp1 or none (one process)."""
     reason: str
-    """Why this one."""
+    """Why it was chosen."""
     zero_stage: int | None
     is_promoted: bool
-    """Whether the launcher named no engine, so that we tell accelerate of ours."""
+    """Whether the launcher named no engine, so that longctx tells accelerate."""
 
 
 def choose_engine(
@@ -33,7 +33,7 @@ def choose_engine(
     """Return the engine that the profile or the flag names, else the one that suits the backend.
 
     Raises:
-        ValueError: for one that this run cannot have.
+        ValueError: if the run cannot use it.
     """
     name, reason = _choose(flags, profile, backend, dims)
     check_versions(MINIMUM_VERSIONS.get(name, {}), f"the {name} engine")
@@ -68,7 +68,7 @@ def _choose(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: 
 
 @check("engine", "zero_stage", "dp_replicate", "sp", "fsdp_version")
 def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> None:
-    """Check that the engine shards over these processes, and is exact there."""
+    """Check that the engine can shard over these processes, and is exact."""
     if engine in ("deepspeed", "fsdp2", "fsdp1") and dims.world_size == 1 and engine != "deepspeed":
         raise ValueError(
             f"The engine {engine} shards over processes, and there is 1. Leave out --engine, or start more."
@@ -104,7 +104,7 @@ def _check_fsdp1(engine: str, use_cpu: bool) -> None:
 
 @check("bf16", "mixed_precision")
 def choose_precision(values: Values, profile: LaunchProfile, *, use_cpu: bool) -> Values:
-    """Check that flag and profile name the same precision; unset, it is bf16 on GPUs and fp32 on the CPU."""
+    """Check that flag and profile name the same precision; by default it is bf16 on GPUs and fp32 on the CPU."""
     given = values.flags.bf16 if values.is_given("bf16") else None
     if given is False and profile.mixed_precision == "bf16":
         raise ValueError(f"--bf16 False contradicts {profile_name()}, which sets mixed_precision bf16. Change one.")
@@ -112,7 +112,7 @@ def choose_precision(values: Values, profile: LaunchProfile, *, use_cpu: bool) -
 
 
 def precision_notes(values: Values, engine: str, *, use_cpu: bool) -> list[str]:
-    """What the chosen precision costs, where a user may not expect it."""
+    """Return notes on what the precision costs, where users may not expect it."""
     notes = []
     if values["dtype"] != "float32" and engine == "none":
         notes.append(f"--dtype {values['dtype']}: one process keeps no fp32 copy of the weights, as the engines do")
@@ -122,5 +122,5 @@ def precision_notes(values: Values, engine: str, *, use_cpu: bool) -> list[str]:
 
 
 def clipping(value: float | None, engine: str) -> float:
-    """0 is no clipping. The Trainer then measures no norm either, except on DeepSpeed: an infinite bound does both."""
+    """Return the bound on the gradient norm. Without clipping it is infinite, or 0 on DeepSpeed: both measure it."""
     return value or (0.0 if engine == "deepspeed" else math.inf)

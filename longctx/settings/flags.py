@@ -1,4 +1,4 @@
-"""The command line: TRL's own flags, ours besides, `--config run.yaml` under both."""
+"""Parse the command line: the flags of TRL and longctx, which override those of a --config file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OLDER_NAMES = {"max_seq_length": "max_length", "torch_dtype": "dtype"}
 """Names that other versions of TRL and transformers give to today's flags."""
 
 MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
-"""Those of `accelerate launch` that --accelerate_config hands on to it."""
+"""Flags that --accelerate_config passes on to `accelerate launch`."""
 
 
 @dataclass
@@ -152,12 +152,12 @@ class Flags:
             raise AttributeError(name) from None
 
     def of(self, arguments_type: type) -> dict[str, Any]:
-        """The values of one dataclass's fields."""
+        """Return the values of one dataclass's fields."""
         return {f.name: self.values[f.name] for f in fields(arguments_type) if f.init and f.name in self.values}
 
 
 def parse_flags(arguments: Sequence[str]) -> Flags:
-    """Read the command line and the YAML file it may name. No dataclass of TRL's is built: SFTConfig starts processes.
+    """Read the command line and its YAML file. No TRL dataclass is built: SFTConfig would start a process group.
 
     Raises:
         ValueError: for an unknown or malformed flag, and for a --config file that cannot be read.
@@ -180,8 +180,8 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     given = [_today(argument) for argument in arguments]
     path = _only_config(given)
     from_file = _read_config(path, parser) if path else {}
-    # Scalars are parsed as on the command line, so that their types and choices are checked; argparse has no
-    # notation for null, lists of one flag and mappings.
+    # Scalars are parsed like the command line, which checks their types and choices; `--flag=value` cannot express
+    # null, lists and mappings.
     parser.set_defaults(**{name: value for name, value in from_file.items() if not _is_scalar(value)})
     scalars = {name: value for name, value in from_file.items() if _is_scalar(value)}
     given = [f"--{name}={_text(value, parser.action(name))}" for name, value in scalars.items()] + given
@@ -191,14 +191,14 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """With the defaults that say something."""
+    """Help that shows every default but None."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 class _Parser(TrlParser):
-    """Raises one clear error instead of printing 200 flags and leaving."""
+    """A parser that raises one clear error instead of printing 200 flags and exiting."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -211,7 +211,7 @@ class _Parser(TrlParser):
         raise ValueError(f"{message.rstrip('.')}.{advice}")
 
     def put_first(self, title: str) -> None:
-        """The group of flags that --help begins with."""
+        """Put the group of this title first in --help."""
         self._action_groups.sort(key=lambda group: group.title != title)
 
     def names(self) -> set[str]:
@@ -228,7 +228,7 @@ class _Parser(TrlParser):
         return f"{meant} All flags: python -m longctx.train --help"
 
     def given(self, arguments: list[str]) -> frozenset[str]:
-        """Which flags are set: parse again with all defaults left out. The parser is of no use afterwards."""
+        """Return the flags that are set, by parsing without defaults. The parser cannot be used afterwards."""
         for action in self._actions:
             action.default = argparse.SUPPRESS
         self._defaults.clear()
@@ -236,7 +236,7 @@ class _Parser(TrlParser):
 
 
 def _today(argument: str) -> str:
-    """The flag under its present name, `--flag` or `--flag=value`, dashes allowed for underscores."""
+    """Return `--flag` or `--flag=value` with the flag's present name, and underscores for dashes."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument[2:].partition("=")
@@ -263,7 +263,7 @@ _MEANINGS = {
 """The --help of TRL's flags that act differently here."""
 
 _LISTS_TOO = ("fsdp", "report_to")
-"""Flags of one value on the command line that transformers takes lists of, too."""
+"""Flags with one value on the command line for which transformers also takes lists."""
 
 _OF_SEVERAL = {
     "dataset_name": " Several data sets are --datasets.",
@@ -273,7 +273,7 @@ _OF_SEVERAL = {
 
 
 def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
-    """{flag: value} of a YAML file; the variables of its `env:` block are set, as TRL does."""
+    """Return {flag: value} of a YAML file, and set the variables of its `env:` block, as TRL does."""
     try:
         content = yaml.safe_load(check_file(Path(path)).read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -301,7 +301,7 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
 
 
 def _space_or_false(value: str) -> str | Literal[False]:
-    """`str | Literal[False] | None`, of which transformers' parser makes a Space of the name False."""
+    """Return a Space's name, or False, which transformers' own parser takes for a Space's name."""
     return False if value.lower() in ("false", "no") else value
 
 
@@ -309,7 +309,7 @@ def _json_object(text: str) -> str:
     """Return the text, which the Trainer parses.
 
     Raises:
-        argparse.ArgumentTypeError: if it is no JSON object of finite numbers.
+        argparse.ArgumentTypeError: if it is no JSON object, or holds NaN or Infinity.
     """
     try:
         is_object = isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
@@ -329,7 +329,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _text(value: Any, action: argparse.Action) -> str:
-    """A YAML scalar as on the command line. YAML reads an unquoted `no`, which some flags take, as false."""
+    """Return a YAML scalar as command-line text. YAML reads an unquoted `no`, which some flags take, as false."""
     if isinstance(value, bool) and action.type is not string_to_bool:
         return "yes" if value else "no"
     return str(value)

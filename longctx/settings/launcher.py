@@ -1,4 +1,4 @@
-"""Who starts the processes of a run: a launcher has, this process does, or it becomes `accelerate launch`."""
+"""Who starts a run's processes: a launcher, this process, or `accelerate launch` in its place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longctx.untrusted.working_directory import without_working_directory
 
 
 def who_starts(profile: LaunchProfile, num_processes: int, module: str = "longctx.train") -> str:
-    """Why this process starts the others."""
+    """Return a message on why this process starts the others."""
     if profile.only_one_started:
         return (
             "accelerate starts one process on a machine without a GPU, whatever its num_processes says, so "
@@ -26,12 +26,12 @@ def who_starts(profile: LaunchProfile, num_processes: int, module: str = "longct
 def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train") -> None:
     """Replace this process by `accelerate launch --config_file … -m longctx.train …` for --accelerate_config.
 
-    --num_processes goes before that of the profile. In a step of `srun` with one task a node, these become accelerate's
+    --num_processes overrides the profile's. In a step of `srun` with one task per node, the nodes become accelerate's
     machines.
 
     Raises:
-        ValueError: inside a launched process, where a profile comes too late, with several tasks a node, or if there is
-            no such profile.
+        ValueError: inside a launched process, where a profile comes too late; with several tasks per node; or if there
+            is no such profile.
     """
     name = flags.accelerate_config
     if profile.launched or profile.by_accelerate:
@@ -61,7 +61,7 @@ def relaunch(flags: Flags, profile: LaunchProfile, module: str = "longctx.train"
 
 
 def _machines(step: Step | None, name: str) -> dict[str, object]:
-    """accelerate's flags for a step of `srun`."""
+    """Return accelerate's flags for a step of `srun`."""
     if step is None:
         return {}
     if max(step.tasks) > 1:
@@ -75,10 +75,10 @@ def _machines(step: Step | None, name: str) -> dict[str, object]:
 
 
 def find_profile(name: str) -> Path:
-    """A profile of configs/ by its name, or a path to a YAML file.
+    """Return the path of a profile, given as that path or by its name in configs/.
 
     Raises:
-        ValueError: if it is neither, with the names there are.
+        ValueError: if it is neither; the message lists the names.
     """
     if Path(name).is_file():
         return Path(name)
@@ -91,5 +91,5 @@ def find_profile(name: str) -> Path:
 
 
 def shipped_configs() -> Path:
-    """The folder of the shipped profiles: configs/ of the repository, which the wheel holds as longctx/configs."""
+    """Return the folder of shipped profiles: the repository's configs/, which the wheel holds as longctx/configs."""
     return Path(str(files("longctx") / "configs"))

@@ -1,4 +1,4 @@
-"""What a run asks of a machine, checked before processes start: host memory, disks, and numbers that fit 32 bits."""
+"""Check that the machine suits the run: host memory, disks, sockets, attention kernels, and counts in 32 bits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from longctx.settings.run import Run
 GIB = 2**30
 LARGEST_INT32 = 2**31 - 1
 LONGEST_SOCKET = 107
-"""Bytes of the path of a Unix socket."""
+"""Limit on the path of a Unix socket, in bytes."""
 
 
 def check_machine(run: Run, env: Mapping[str, str]) -> None:
-    """Check that this machine has room for a row, and for what is offloaded."""
+    """Check that this machine has room for a row and for offloaded data."""
     check_row_length(
         run.settings["max_length"],
         run.settings["per_device_train_batch_size"],
@@ -35,7 +35,7 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
     if not run.levers.offloads:
         return
     local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
-    # As if on devices, so that what it has on the host is what is offloaded.
+    # is_cpu=False, so that only what is offloaded counts as host memory.
     setup = replace(run.memory_setup(min(local, run.dims.world_size)), is_cpu=False)
     check_host_memory(setup, run.settings["max_length"], available_host_memory())
     check_disks(run.levers, setup, use_cpu=run.use_cpu)
@@ -45,12 +45,12 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
 def check_worker_sockets(num_workers: int, folder: str) -> None:
     """Check that data loader workers can make their sockets in the folder for temporary files.
 
-    A worker that cannot make one gives no batch, and its rank waits for ever.
+    A worker that cannot make one yields no batch, and its rank waits forever.
 
     Raises:
         ValueError: if the folder's path is too long for the system's sockets.
     """
-    longest = LONGEST_SOCKET - len("/pymp-12345678/listener-12345678")  # as multiprocessing calls them
+    longest = LONGEST_SOCKET - len("/pymp-12345678/listener-12345678")  # multiprocessing's names
     if num_workers and len(os.fsencode(folder)) > longest:
         raise ValueError(
             f"--dataloader_num_workers {num_workers} needs sockets in {folder}, whose path has more than {longest} "
@@ -60,15 +60,15 @@ def check_worker_sockets(num_workers: int, folder: str) -> None:
 
 @check("attn_implementation", "max_length")
 def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
-    """Check what the ranks compute attention with.
+    """Check that the attention kernels of the ranks agree and support the length.
 
     Args:
-        found: the device and the attention kernel of every rank, by name.
-        tokens: that a rank has of a document, at most.
+        found: the names of every rank's device and attention kernel.
+        tokens: the most tokens of a document on one rank.
 
     Raises:
-        ValueError: if devices of one kind have different kernels, of which one was passed over on a rank alone; or if
-            the dense one is left for more tokens than it is for.
+        ValueError: if devices of one kind have different kernels, or if a rank has only the dense kernel for more
+            tokens than it supports.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, (device, kernel) in enumerate(found):
@@ -88,11 +88,11 @@ def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
     """Check that the host has room for what is offloaded.
 
     Args:
-        length: of a row, in tokens.
+        length: tokens of a row.
         available: bytes of host memory that the run may take.
 
     Raises:
-        ValueError: if more than that would be offloaded, with the categories and the length that fits.
+        ValueError: if more would be offloaded; the message names the categories and the length that fits.
     """
     host = predict(setup, length).host
     needed = sum(host.values())
@@ -114,7 +114,7 @@ def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
 
     Raises:
         ValueError: if a folder for NVMe offload cannot be written or has too little room, or DeepSpeed cannot build
-            what reads and writes it.
+            async_io.
     """
     parameters = setup.model.num_parameters * setup.ranks_per_node / setup.world_size
     bytes_each = {"optimizer": 12, "param": setup.element_size}  # fp32 weights and AdamW's two moments
@@ -153,17 +153,17 @@ def _has_async_io(use_cpu: bool) -> bool:
 
 @check("max_length", "per_device_train_batch_size", "sp")
 def check_row_length(max_length: int, num_rows: int, *, heads: int, ring: int) -> None:
-    """Check that a row is not longer than attention kernels can count, in int32.
+    """Check that a row is not longer than attention kernels can count in int32.
 
-    They count so the borders of documents in a row, and elements of the log-sum-exp, one for each head and token of a
-    call. All else, torch's kernels included, counts in 64 bits.
+    They count a row's document borders and the elements of the log-sum-exp, one per head and token of a call, in
+    int32. Everything else, torch's kernels included, counts in 64 bits.
 
     Args:
-        heads: query heads that a rank attends with.
-        ring: ranks that a rank's row is cut over.
+        heads: query heads of a rank.
+        ring: ring ranks that a row is divided over.
 
     Raises:
-        ValueError: for more than that holds.
+        ValueError: if a count exceeds int32.
     """
     row = f"--max_length {max_length} × --per_device_train_batch_size {num_rows}"
     counts = {

@@ -1,9 +1,9 @@
-"""Methods of training other than supervised fine-tuning: none is carried out here, and each is pointed to its place."""
+"""Training methods other than supervised fine-tuning, none of which is built in: messages say where to find them."""
 
 from __future__ import annotations
 
 METHODS = ("dpo", "grpo", "kto", "orpo", "ppo", "reward", "rloo")
-"""What people type behind `trl`, or would like to."""
+"""Methods that users may name as a command, as in `trl dpo`."""
 
 POINTER = (
     "longctx train does supervised fine-tuning (SFT). DPO at --sp N is examples/dpo.py, on "
@@ -12,7 +12,7 @@ POINTER = (
 
 
 def methods_with(flag: str) -> list[str]:
-    """TRL's methods that have a flag of this name, as TRL writes them."""
+    """Return TRL's methods that have a flag of this name, spelled as in TRL."""
     from dataclasses import fields
 
     import trl

@@ -1,4 +1,4 @@
-"""Flags of a mixture of data sets: TRL's `datasets:`, and weights besides."""
+"""Flags of a mixture of data sets: TRL's `datasets:`, and weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.settings.checks import check
 from longctx.settings.values import Values
 
 _OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
-"""Flags of a single data set, which TRL passes over beside `datasets`."""
+"""Flags of a single data set, which TRL ignores beside `datasets`."""
 
 _NEEDS_DATASETS = ("streaming", "test_split_size", "dataset_weights", "dataset_stopping_strategy")
 
@@ -22,10 +22,10 @@ _NEEDS_DATASETS = ("streaming", "test_split_size", "dataset_weights", "dataset_s
 def take_mixture(values: Values) -> Values:
     """Check that the data is a single set or a mixture.
 
-    `datasets` becomes a list of DatasetConfig, and its `streaming` is --dataset_streaming.
+    `datasets` becomes a list of DatasetConfig, and --streaming sets --dataset_streaming.
 
     Raises:
-        ValueError: for what does not go together or is not built.
+        ValueError: for flags that conflict or are not implemented.
     """
     sources = [_source(entry) for entry in values["datasets"] or []]
     values = values.set(datasets=sources)
@@ -79,7 +79,7 @@ def _source(entry: object) -> DatasetConfig:
 
 @check("dataset_weights", "datasets", "dataset_streaming")
 def _check_shares(settings: Mapping[str, Any], sources: list[DatasetConfig]) -> None:
-    """Check that data sets are drawn by weights or by fractions, one for each."""
+    """Check that data sets have one weight each, one fraction each, or neither."""
     weights, fractions = settings["dataset_weights"], [source.fraction for source in sources]
     if weights is not None:
         if not isinstance(weights, list) or len(weights) != len(sources):
@@ -108,7 +108,7 @@ def _check_positive(name: str, values: list[Any]) -> None:
 
 @check("test_split_size", "dataset_streaming", "dataset_weights", "dataset_stopping_strategy")
 def _check_test_split(settings: Mapping[str, Any]) -> None:
-    """Check that what is evaluated on is a share of the documents, and none that is trained on."""
+    """Check that the test split is a share of the documents, of which none is trained on."""
     size = settings["test_split_size"]
     if size is None:
         return

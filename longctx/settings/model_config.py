@@ -1,4 +1,4 @@
-"""The model's configuration as it is trained: read, changed by flags, and one of those known to be exact."""
+"""Read the model's configuration, apply flags to it, and check that such a model is trained exactly."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _OWN_FLAGS = {
     "torch_dtype": "dtype",
     "trust_remote_code": "trust_remote_code",
 }
-"""Keys of model_init_kwargs that are no part of the model's configuration, and the flags they have."""
+"""Keys of model_init_kwargs that do not belong to the model's configuration, and their flags."""
 
 
 @check("model_name_or_path", "model_init_kwargs", "rope_scaling", "dtype")
 def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
-    """Check that the model, as these flags change it, is one that is trained exactly.
+    """Check that the model, as changed by the flags, can be trained exactly.
 
     Raises:
-        ValueError: for a model that is not, or flags that set the same.
+        ValueError: if it cannot, or if two flags set the same value.
     """
     values = values.set(rope_scaling=parse_rope_scaling(values["rope_scaling"]))
     overrides = _model_init_kwargs(values["model_init_kwargs"])
@@ -76,7 +76,7 @@ def _notes(values: Values, config: PretrainedConfig) -> list[str]:
 
 @check("model_init_kwargs")
 def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check that --model_init_kwargs is an object of keys of the configuration."""
+    """Check that --model_init_kwargs is a JSON object of configuration keys."""
     try:
         kwargs = json.loads(given) if isinstance(given, str) else dict(given or {})
     except ValueError as error:
@@ -90,10 +90,10 @@ def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 @check("max_length", "rope_scaling")
 def limit_length(values: Values, config: PretrainedConfig) -> Values:
-    """Check that --max_length is not beyond what --rope_scaling extends the context to; unset, it is the context.
+    """Check that --max_length is within the context that --rope_scaling sets; by default it is the context.
 
     Raises:
-        ValueError: where it is.
+        ValueError: if it is longer.
     """
     context = config.get_text_config().max_position_embeddings
     length = int(values["max_length"] or context)

@@ -16,12 +16,12 @@ from longctx.settings.values import Values
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Of a run."""
+    """A run's processes."""
 
     sp: int
-    """That share a sequence."""
+    """Processes that share a sequence."""
     wanted_backend: str
-    """How they are to share it: a backend's name, or auto."""
+    """The name of a backend, or auto."""
     dp_replicate: int
     world_size: int
     use_cpu: bool
@@ -30,13 +30,13 @@ class Processes:
 def count_processes(
     values: Values, profile: LaunchProfile, env: Mapping[str, str], devices: int
 ) -> tuple[Values, Processes]:
-    """Decide from flags, profile and what the launcher has started.
+    """Work out the processes from flags, profile and launcher.
 
     Args:
         devices: GPUs that this process can see.
 
     Raises:
-        ValueError: where they contradict each other, or there are too few GPUs.
+        ValueError: if these contradict each other, or there are too few GPUs.
     """
     flags = values.flags
     sp, wanted_backend = _degrees(flags, profile)
@@ -46,7 +46,7 @@ def count_processes(
     if values.is_demo and not use_cpu and not values.is_given("use_cpu"):
         wanted, notes = _fit_demo(wanted, flags, profile, env, devices)
         values = values.note(*notes)
-    needs_no_gpu = wanted.use_cpu or values["prepare_only"]  # data is prepared on machines of another kind, too
+    needs_no_gpu = wanted.use_cpu or values["prepare_only"]  # data may be prepared on another machine
     world_size = _world_size(wanted, flags, profile, env, None if needs_no_gpu else devices)
     return values, replace(wanted, world_size=world_size)
 
@@ -87,8 +87,8 @@ def _fit_demo(
 ) -> tuple[Processes, list[str]]:
     """Fit the demo to a machine with fewer GPUs than it asks for, and return notes on what that changes.
 
-    It has to run anywhere. Several ranks cannot share a GPU, since NCCL refuses two on one, so they go to the CPU.
-    Where a launcher has started fewer processes than share a sequence, one on each GPU, all of them share it.
+    The demo has to run anywhere. With fewer GPUs than ranks it runs on the CPU, since NCCL refuses two ranks on one
+    GPU. If a launcher has started fewer processes than --sp, all of them share a sequence.
     """
     world_size, local = _started(wanted, flags, profile, env)
     sp = wanted.sp
@@ -103,7 +103,7 @@ def _fit_demo(
 
 
 def _started(wanted: Processes, flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> tuple[int, int]:
-    """Processes of the run, and of this machine: 0 where a launcher does not say, which gives each its GPU, too."""
+    """Return the processes of the run and of this machine; the latter are 0 where a launcher does not say."""
     if profile.launched:
         return int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", 0))
     world_size = flags.num_processes or wanted.sp * wanted.dp_replicate
@@ -117,7 +117,7 @@ def _world_size(
     """Check that the launcher has started as many processes as are asked for, and that each has a GPU.
 
     Args:
-        devices: GPUs that there are; None where none is needed.
+        devices: visible GPUs; None where none is needed.
     """
     world_size, local = _started(wanted, flags, profile, env)
     if profile.launched and flags.num_processes not in (None, world_size):
@@ -137,7 +137,7 @@ def _world_size(
 
 @check("parallelism_config_dp_shard_size", "num_processes")
 def check_dp_shard(profile: LaunchProfile, dims: ParallelDims) -> None:
-    """Check that the profile shards over as many processes as sequences leave."""
+    """Check that the profile's dp_shard is that of the run."""
     if profile.dp_shard is not None and profile.dp_shard != dims.dp_shard:
         raise ValueError(
             f"parallelism_config_dp_shard_size {profile.dp_shard} in {profile_name()} contradicts dp_shard "

@@ -1,7 +1,7 @@
-"""What the launcher's config file asks for, read from the environment that `accelerate launch` exports.
+"""Settings of the launcher's config file, read from the environment that `accelerate launch` exports.
 
-A profile is input to us: its parallel degrees are ours to carry out, so the variables that would make accelerate
-shard by itself are removed before anything reads them.
+longctx carries out the profile's parallel degrees itself, so the variables that would make accelerate shard are removed
+before anything reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEEPSPEED_FLAGS = {
     "weight_decay": "optimizer.params.weight_decay",
     "adam_epsilon": "optimizer.params.eps",
 }
-"""Flags that a deepspeed_config_file can set as well, and where; `auto` there leaves them to the flag."""
+"""Flags that a deepspeed_config_file can also set, with their keys there; `auto` leaves them to the flag."""
 
 _OFFLOADS = {
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -35,10 +35,10 @@ _OFFLOADS = {
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
 }
-"""Flags by their place in a deepspeed_config_file; accelerate's own keys have the flags' names."""
+"""Flags with their keys in a deepspeed_config_file; accelerate's own keys have the flags' names."""
 
 _SECTIONS = ("bf16", "fp16", "optimizer", "zero_optimization")
-"""Of a deepspeed_config_file, those that are read."""
+"""Sections of a deepspeed_config_file that are read."""
 
 _COMMUNICATION = {"bf16": "bf16", "bfp16": "bf16", "fp32": "fp32"}
 """DeepSpeed's names for the types that gradients are reduced in."""
@@ -78,16 +78,16 @@ class LaunchProfile:
     only_one_started: bool = False
     """Whether num_processes asks for several and accelerate, without a GPU, started this one alone."""
     deepspeed_values: Mapping[str, Any] = field(default_factory=dict)
-    """What the deepspeed_config_file sets that flags set too, by flag; see DEEPSPEED_FLAGS."""
+    """The deepspeed_config_file's values, by flag; see DEEPSPEED_FLAGS."""
     levers: Mapping[str, str] = field(default_factory=dict)
-    """What offloads and reduces otherwise than by default, by flag; see PROFILE_LEVERS."""
+    """Non-default offloading and reduction, by flag; see PROFILE_LEVERS."""
 
 
 def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
-    """Read the launcher's environment, and take our settings out of it so that accelerate does not act on them.
+    """Read the launcher's environment, and remove the settings that accelerate must not act on.
 
     Raises:
-        ValueError: if the launcher started processes that know nothing of each other, or a file cannot be read.
+        ValueError: if the launcher started processes without connecting them, or a file cannot be read.
     """
     env = os.environ if env is None else env
     _check_connected(env)
@@ -127,7 +127,7 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
 
 
 def default_config_file() -> Path | None:
-    """The file that `accelerate config` left behind and `accelerate launch` reads unasked, if there is one."""
+    """Return the file that `accelerate config` writes and `accelerate launch` reads by default, if it exists."""
     from accelerate.commands.config.config_args import default_config_file as path
 
     return Path(path) if Path(path).is_file() else None
@@ -138,7 +138,7 @@ def _launched(env: Mapping[str, str]) -> bool:
 
 
 def _check_connected(env: Mapping[str, str]) -> None:
-    """On the CPU, accelerate starts one process on each machine, or leaves it to mpirun: each would train alone."""
+    """Check that accelerate or mpirun started no unconnected processes on the CPU, which would each train alone."""
     if _launched(env):
         return
     if not _flag(env, "ACCELERATE_USE_CPU"):
@@ -188,19 +188,19 @@ def _deepspeed_file(env: MutableMapping[str, str]) -> dict:
 
 
 def _deepspeed_precision(deepspeed_file: Mapping[str, Any]) -> str | None:
-    """bf16 or fp16 where the file switches one on; `auto` follows --bf16."""
+    """Return bf16 or fp16 if the file enables it; `auto` follows --bf16."""
     enabled = (name for name in ("bf16", "fp16") if deepspeed_file.get(name, {}).get("enabled") is True)
     return next(enabled, None)
 
 
 def _deepspeed_values(deepspeed_file: Mapping[str, Any]) -> dict[str, Any]:
-    """{flag: number} of DEEPSPEED_FLAGS, as far as the file has numbers there."""
+    """Return {flag: number} for the DEEPSPEED_FLAGS with numbers in the file."""
     values = {flag: _number(_at(deepspeed_file, path)) for flag, path in DEEPSPEED_FLAGS.items()}
     return {flag: value for flag, value in values.items() if value is not None}
 
 
 def _at(deepspeed_file: Mapping[str, Any], path: str) -> Any:
-    """What the file has at `a.b.c`, or None."""
+    """Return the file's value at `a.b.c`, or None."""
     node: Any = deepspeed_file
     for key in path.split("."):
         node = node.get(key) if isinstance(node, dict) else None
@@ -208,7 +208,7 @@ def _at(deepspeed_file: Mapping[str, Any], path: str) -> Any:
 
 
 def _levers(env: Mapping[str, str], deepspeed_file: Mapping[str, Any]) -> dict[str, str]:
-    """Offloading and reduction that the profile asks for; `none` and `auto` leave them to the flags."""
+    """Return the profile's offloading and reduction; `none` and `auto` leave them to the flags."""
     if _flag(env, "ACCELERATE_USE_FSDP"):
         return {"offload_param_device": "cpu"} if _flag(env, "FSDP_OFFLOAD_PARAMS") else {}
     levers: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def _integer(value: object) -> int | None:
-    """An int, or None for a missing value, `auto` and `None`."""
+    """Return an int, or None for a missing value or `auto`."""
     try:
         return int(str(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a launcher's profile sets beside the flags: the two have to agree."""
+"""Values that flags and a launcher's profile can both set, which must agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longctx.settings.values import Values
 
 
 def profile_name() -> str:
-    """Return how messages call the profile, with the file that was read unasked, if there is one."""
+    """Return the profile's name for messages, with the default config file if there is one."""
     left_behind = default_config_file()
     if left_behind is not None:
         return f"accelerate's config (--config_file, or {left_behind} where none was given)"
@@ -20,7 +20,7 @@ def profile_name() -> str:
 
 @check("distributed_type", "parallelism_config_tp_size", "mixed_precision")
 def check_profile(profile: LaunchProfile) -> None:
-    """Check that the profile asks for nothing that longctx has not."""
+    """Check that longctx supports what the profile asks for."""
     if profile.unsupported:
         raise ValueError(
             f"distributed_type {profile.unsupported} in {profile_name()} is none that longctx runs on. "
@@ -53,7 +53,7 @@ def agree(flags: Flags, name: str, from_profile: Any, key: str) -> Any:
     """Check that a flag and the profile's key do not contradict each other.
 
     Returns:
-        The value of the one that is set; None where neither is.
+        The value that is set, or None.
     """
     given = flags.values[name] if name in flags.explicit else None
     if given is not None and from_profile is not None and given != from_profile:
@@ -65,7 +65,7 @@ def agree(flags: Flags, name: str, from_profile: Any, key: str) -> Any:
 
 
 def take_profile(values: Values, profile: LaunchProfile) -> Values:
-    """Take the values that a profile may hold instead of a flag; `auto` there leaves them to the flags."""
+    """Take the values that a profile may set instead of a flag; with `auto`, the flag decides."""
     sources = (
         ("gradient_accumulation_steps", profile.gradient_accumulation_steps, "gradient_accumulation_steps"),
         ("max_grad_norm", profile.gradient_clipping, "gradient_clipping"),

@@ -28,9 +28,9 @@ class _Range:
 
 
 _FP32 = _Range(below=3.4e38)
-"""What fp32 can hold: torch converts these numbers to the dtype of the weights."""
+"""The range of fp32: torch converts these numbers to the dtype of the weights."""
 _SEED = _Range(most=2**32 - 1)
-"""What NumPy's generators take."""
+"""Seeds that NumPy's generators take."""
 
 _RANGES: Mapping[str, _Range] = {
     "adam_beta1": _Range(below=1),

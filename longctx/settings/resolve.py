@@ -1,7 +1,7 @@
-"""From flags, profile, environment and the model's config to one resolved run, in stages that change nothing in place.
+"""Resolve flags, profile, environment and model config to one run, in stages that change nothing in place.
 
-Nothing here starts a process, opens data or reads weights, so a bad combination costs seconds. What is checked between
-settings stands beside what is decided of them; `python -m longctx.settings` prints the table.
+Nothing here starts a process, opens data or reads weights, so a bad combination costs seconds. Checks stand beside the
+settings they concern; `python -m longctx.settings` prints a table of them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from longctx.training.checkpoint.files import candidates, check_writable
 
 
 def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run:
-    """Decide everything, or refuse.
+    """Return the resolved run.
 
     Raises:
-        ValueError: for the first setting that cannot be carried out exactly, with its value, the limit, the remedy.
+        ValueError: for the first setting that cannot be carried out exactly, with its value, limit and remedy.
     """
     check_versions(REQUIRED_VERSIONS, "longctx")
     check_profile(profile)
@@ -57,7 +57,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     use_cpu = processes.use_cpu
     values = choose_precision(values, profile, use_cpu=use_cpu)
     values = take_profile(values, profile)
-    check_numbers(values)  # those of the profile, too
+    check_numbers(values)  # the profile's, too
     check_counts(values)
     values = limit_length(values, model_config)
 
@@ -109,7 +109,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
 
 def _check_output(values: Values) -> None:
     """Check that checkpoints can be written, and that the one to resume from is there."""
-    output_dir = Path(values["output_dir"] or "trainer_output")  # as TrainingArguments have it
+    output_dir = Path(values["output_dir"] or "trainer_output")  # TrainingArguments' default
     if not (values["prepare_only"] or values["dry_run"]):
         check_writable(output_dir)
     if values["resume_from_checkpoint"] is not None:
@@ -119,7 +119,7 @@ def _check_output(values: Values) -> None:
 def _attention_setup(
     values: Values, model_config: PretrainedConfig, processes: Processes, env: Mapping[str, str], devices: int
 ) -> Setup:
-    """Return heads and speeds, as the choice of a backend needs them."""
+    """Return the heads and speeds that the choice of a backend needs."""
     use_cpu = processes.use_cpu
     is_half = values["bf16"] or values["dtype"] == "bfloat16"
     return Setup.of_model(
@@ -132,7 +132,7 @@ def _attention_setup(
 
 
 def _take_liger(values: Values, model_config: PretrainedConfig, *, use_cpu: bool) -> Values:
-    """Put the parts of the model that Liger computes into `liger_kernel_config`, or refuse."""
+    """Return values whose `liger_kernel_config` names the parts that Liger computes, or raise ValueError."""
     check_versions(LIGER_VERSIONS, "--use_liger_kernel")
     parts = liger_parts(model_config, values["liger_kernel_config"])
     if not values["prepare_only"]:

@@ -1,4 +1,4 @@
-"""A resolved run: everything that is decided before processes start, and what it prints of it."""
+"""A resolved run: everything that is decided before processes start, and its description in print."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Run:
     settings: Mapping[str, Any]
     """Every flag's final value: the user's, the profile's, the preset's or the default."""
     filled: frozenset[str]
-    """Flags that nobody set and that the demo preset or our own defaults did."""
+    """Unset flags that the demo preset or longctx's defaults filled in."""
     model_config: PretrainedConfig
     dims: ParallelDims
     wanted_backend: str
-    """As asked for, or auto."""
+    """The requested backend, or auto."""
     setup: Setup
     """What the choice of a backend depends on, besides the data."""
     backend: BackendChoice
@@ -45,7 +45,7 @@ class Run:
     """deepspeed, fsdp2, fsdp1 or none (one process)."""
     engine_reason: str
     promotes_engine: bool
-    """Whether the launcher named no engine, so that we tell accelerate of ours."""
+    """Whether the launcher named no engine, so that longctx tells accelerate."""
     zero_stage: int | None
     asked_levers: Mapping[str, Any]
     """Memory levers that the user or the profile set, by flag."""
@@ -68,10 +68,10 @@ class Run:
 
     @cached_property
     def levers(self) -> Levers:
-        """Every memory lever, decided.
+        """The resolved value of every memory lever.
 
         Raises:
-            ValueError: for one that the run has no place for.
+            ValueError: for one that the run cannot use.
         """
         place = RunTraits(
             backend_can_chunk=BACKENDS[self.backend.name].can_chunk,
@@ -94,7 +94,7 @@ class Run:
         return tuple(self.settings["liger_kernel_config"]) if self.settings["use_liger_kernel"] else None
 
     def memory_setup(self, ranks_per_node: int) -> MemorySetup:
-        """What memory is predicted from."""
+        """Return what memory is predicted from."""
         return MemorySetup.of_settings(
             ModelSizes.of_config(self.model_config),
             self.settings,
@@ -107,22 +107,22 @@ class Run:
         )
 
     def with_levers(self) -> Run:
-        """The same run, its levers among the settings."""
+        """Return the run with its levers among the settings."""
         return replace(self, settings={**self.settings, **self.levers.settings()})
 
     def training_arguments(self) -> dict[str, Any]:
-        """Keywords for SFTConfig."""
+        """Return keywords for SFTConfig."""
         chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
-        chosen["activation_offloading"] &= not self.use_cpu  # TRL's copies go by a GPU's streams; see longctx.run
+        chosen["activation_offloading"] &= not self.use_cpu  # TRL copies on a GPU's streams; see longctx.run
         chosen["use_cpu"] = self.use_cpu
         chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.layers.liger has put them in place
-        chosen["pad_token"] = None  # the tokenizer has it already; TRL warns of the flag
+        chosen["pad_token"] = None  # the tokenizer has it already; TRL warns about the flag
         if self.use_cpu and self.has_group:  # the state that training.engines.start_on_cpu made
             chosen["accelerator_config"] = {"use_configured_state": True}
         return chosen
 
     def choose_again(self, documents: Documents, setup: Setup) -> BackendChoice:
-        """The backend once the data, and maybe the links, are known: `auto` changes it for a much better one."""
+        """Return the backend for known data and perhaps measured links: `auto` changes to a much better one."""
         choice = choose_backend(
             self.wanted_backend,
             setup,
@@ -134,7 +134,7 @@ class Run:
         return choice if self.wanted_backend == "auto" else replace(choice, reason=self.backend.reason)
 
     def with_backend(self, backend: BackendChoice) -> Run:
-        """The same run with another choice. The engine stays, since its processes are up."""
+        """Return the run with another backend. The engine stays, since its processes run."""
         if backend.arrangement == self.backend.arrangement:
             return replace(self, backend=backend).with_levers()
         dims = arrange(self.dims.world_size, backend, self.dims.dp_replicate)
@@ -147,7 +147,7 @@ class Run:
         ).with_levers()
 
     def describe(self) -> list[str]:
-        """The resolved run, a line each."""
+        """Return a description of the run, in lines."""
         precision = "bf16" if self.settings["bf16"] else "fp32"
         stage = f" ZeRO-{self.zero_stage}" if self.zero_stage is not None else ""
         lines = [
@@ -170,12 +170,12 @@ class Run:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Values that nobody set and that differ from TRL's defaults."""
+        """Unset values that differ from TRL's defaults, by flag."""
         defaults = self.flags.values
         return {name: self.settings[name] for name in sorted(self.filled) if self.settings[name] != defaults[name]}
 
     def _changes(self) -> str:
-        """The same as text; in a run of one's own, beside TRL's."""
+        """Return `changed` as text; except for the demo, with TRL's defaults."""
         if self.is_demo:
             return " ".join(f"--{name} {value}" for name, value in self.changed.items())
         defaults = self.flags.values
@@ -183,13 +183,13 @@ class Run:
 
 
 def row_length(settings: Mapping[str, Any]) -> int:
-    """Tokens of the row that a micro-batch is flattened to."""
+    """Return the tokens of a micro-batch when flattened to one row."""
     return int(settings["max_length"] * settings["per_device_train_batch_size"])
 
 
 @check("pad_to_multiple_of")
 def given_multiple(flags: Flags) -> int | None:
-    """Check that --pad_to_multiple_of is a number or auto; None where it follows from the backend."""
+    """Check that --pad_to_multiple_of is a number or auto, and return the number or None."""
     given = flags.pad_to_multiple_of if "pad_to_multiple_of" in flags.explicit else "auto"
     if str(given).lower() in ("none", "null", "auto"):
         return None
@@ -204,7 +204,7 @@ def given_multiple(flags: Flags) -> int | None:
 
 @check("pad_to_multiple_of", "sp", "ring_size")
 def pad_multiple(given: int | None, dims: ParallelDims) -> int:
-    """Check that the backend can cut a row of a multiple of --pad_to_multiple_of."""
+    """Check that the backend can divide rows padded to --pad_to_multiple_of."""
     if given is not None and given % dims.multiple:
         raise ValueError(
             f"--pad_to_multiple_of {given} is no multiple of {dims.multiple}, which ring {dims.ring} × ulysses "

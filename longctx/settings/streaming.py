@@ -1,4 +1,4 @@
-"""--dataset_streaming: what a stream does otherwise, and what needs the whole data set or its length."""
+"""Apply --dataset_streaming, and reject flags that need the whole data set or its length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFUSED = {
 """Values that need the whole data set or its length, and why."""
 
 _IDLE = ("data_seed", "dataset_num_proc", "num_train_epochs", "train_sampling_strategy")
-"""Flags about the order of a data set, its epochs or its cache."""
+"""Flags without effect on a stream, which has no order, epochs or cache."""
 
 
 @check("dataset_streaming", "max_steps", "packing_strategy", *_REFUSED)

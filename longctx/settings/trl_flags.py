@@ -1,6 +1,6 @@
-"""Every flag of TRL's by what it does here: an allow-list, so that none is accepted and then quietly ignored.
+"""An allow-list of TRL's flags by their effect here, so that none is accepted and then silently ignored.
 
-A flag is in one table. What no table knows, such as a field of a newer TRL, is refused when somebody sets it.
+Each flag is in one table. A flag in no table, such as one of a newer TRL, is refused when it is set.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "truncation_mode": ("keep_start",),
     "use_cache": (False,),
 }
-"""Flags with the only values whose exact meaning is built; any other value is refused by name.
+"""Flags of which only these values are implemented exactly; any other value is refused.
 
-Optimizers: those that treat every weight alone, since shards know nothing of the rest of a matrix (Adagrad does too,
-but its state does not survive ZeRO-3's regrouping: DeepSpeed 0.19.8 ends in an IndexError). Schedules: those
-that follow the step alone. Precision: float16 weights need a scaled loss.
+Optimizers must treat each weight by itself, since a shard lacks the rest of a matrix. (Adagrad does, but its state does
+not survive ZeRO-3's regrouping: DeepSpeed 0.19.8 raises an IndexError.) Schedules must depend on the step alone.
+Float16 weights need a scaled loss.
 """
 
 REASONS: Mapping[str, str] = {
@@ -112,7 +112,7 @@ REASONS: Mapping[str, str] = {
     "ignore_data_skip": "a resumed run would train on data again that it has seen. Leave it out",
     "router_aux_loss_coef": "the auxiliary loss depends on all tokens of a step at once. Leave it out",
 }
-"""Why, and what to do instead, where there is more to say of a flag in NOT_BUILT than which values are built."""
+"""Reasons and remedies for those flags of NOT_BUILT that need more than a list of values."""
 
 GIVEN_ELSEWHERE = {
     "deepspeed": "choose the engine with --engine deepspeed or a DeepSpeed profile (--config_file configs/zero3.yaml)",
@@ -120,7 +120,7 @@ GIVEN_ELSEWHERE = {
     "fsdp_config": "set FSDP's options in an FSDP profile (--config_file configs/fsdp2.yaml)",
     "parallelism_config": "set the degrees with --sp and --dp_replicate",
 }
-"""Flags of TRL's that would switch on stock sharding behind our back."""
+"""TRL's flags that would also switch on stock sharding, and what to use instead."""
 
 _EVALUATES = ("steps", "epoch")
 ACTS_WITH: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -145,10 +145,10 @@ ACTS_WITH: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "use_dora": ("use_peft", (True,)),
     "use_rslora": ("use_peft", (True,)),
 }
-"""Flags that act with these values of another flag, and change nothing with its other values."""
+"""Flags that have an effect only with these values of another flag."""
 
 METRICS = ("loss", "mean_token_accuracy", "entropy")
-"""Of an evaluation, from which a best model can be chosen."""
+"""Metrics of an evaluation that can choose the best model."""
 
 _IDLE_GROUPS = {
     "since evaluation keeps sums over tokens, and no flag names a compute_metrics": (
@@ -167,12 +167,12 @@ _IDLE_GROUPS = {
     "since the launcher sets the rank": "local_rank",
 }
 IDLE = {name: why for why, names in _IDLE_GROUPS.items() for name in names.split()}
-"""Flags that change nothing, and why: most belong to a switch that is off, as in TRL. Setting one earns a note."""
+"""Flags without effect, and why: most belong to a switch that is off, as in TRL. Setting one adds a note."""
 
 
 @check(*NOT_BUILT, *GIVEN_ELSEWHERE)
 def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
-    """Check that every flag of TRL's has an exact meaning here; return a note for each that changes nothing.
+    """Check that every TRL flag has an exact meaning here; return a note for each without effect.
 
     Raises:
         ValueError: with the flag, its value, and the values that are built.
@@ -211,7 +211,7 @@ def _early_stopping_notes(flags: Flags, settings: Mapping[str, Any]) -> list[str
 
 
 def _reason(name: str, allowed: tuple[Any, ...]) -> str:
-    """Why the flag's other values are refused, and the way out."""
+    """Return why the flag's other values are refused, and the remedy."""
     reason = REASONS.get(name, "its exact meaning under sequence parallelism is not built yet")
     if choices := " or ".join(str(choice) for choice in allowed if choice not in (None, "", [], False)):
         return f"{reason}. Use {choices}"
@@ -223,7 +223,7 @@ def _check_report_to(names: str | list[str] | None) -> None:
     """Check that transformers has these integrations, and that their packages are installed.
 
     Raises:
-        ValueError: with the first that is not.
+        ValueError: for the first that is not.
     """
     for name in [names] if isinstance(names, str) else names or []:
         if name in ("none", "all"):
@@ -233,7 +233,7 @@ def _check_report_to(names: str | list[str] | None) -> None:
                 f"--report_to {name} is no integration of transformers. Use none, all, or any of "
                 f"{', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
             )
-        if name not in get_available_reporting_integrations() and name != "flyte":  # never listed: it is of a service
+        if name not in get_available_reporting_integrations() and name != "flyte":  # not listed: it is a service
             raise ValueError(
                 f"--report_to {name} needs a package that is not installed. Install it, or use --report_to none."
             )
@@ -241,10 +241,10 @@ def _check_report_to(names: str | list[str] | None) -> None:
 
 @check("eval_strategy", "eval_on_start", "load_best_model_at_end", "per_device_eval_batch_size", "eval_steps")
 def _check_evaluation(settings: Mapping[str, Any]) -> None:
-    """Check what the Trainer would fail on after the weights are loaded, or read as something else."""
+    """Check evaluation flags that the Trainer would misread or fail on after loading the weights."""
     if settings["eval_strategy"] == "no":
         for name in ("eval_on_start", "load_best_model_at_end", "early_stopping_patience"):
-            if settings[name] is not None and settings[name] is not False:  # a patience of 0 is given, too
+            if settings[name] is not None and settings[name] is not False:  # a patience of 0 counts as given
                 raise ValueError(
                     f"--{name} {settings[name]} needs evaluation data. Add --eval_strategy steps or epoch, or leave it "
                     "out."
@@ -266,7 +266,7 @@ def _check_evaluation(settings: Mapping[str, Any]) -> None:
 
 @check("metric_for_best_model", "load_best_model_at_end", "save_only_model")
 def _check_best_model(settings: Mapping[str, Any]) -> None:
-    """Check that an evaluation measures what the best model is chosen by, and that it can be loaded."""
+    """Check that evaluations measure the best model's metric, and that this model can be loaded."""
     metric = settings["metric_for_best_model"]
     if metric is not None and metric.removeprefix("eval_") not in METRICS:
         raise ValueError(

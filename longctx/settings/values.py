@@ -1,4 +1,4 @@
-"""The values of all flags while a run is resolved. They are never changed: each stage returns others."""
+"""The values of all flags while a run is resolved. They are immutable: each stage returns new ones."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ DEMO = {
     "save_strategy": "no",
     "output_dir": "longctx-output",
 }
-"""What runs without --model_name_or_path and --dataset_name."""
+"""The preset of a run without model and data set."""
 
 DEFAULTS = {"packing": True, "max_length": None}
-"""Where a run of one's own differs from SFTConfig; max_length None stands for the model's context length."""
+"""Defaults of other runs that differ from SFTConfig's; max_length None is the model's context length."""
 
 ADAPTER_DEFAULTS = {"lora_dropout": 0.0}
-"""Where one with --use_peft differs from ModelConfig: dropout is refused."""
+"""Defaults with --use_peft that differ from ModelConfig's: dropout is refused."""
 
 KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Transformers' names, and hub kernels besides: all ask for attention that keeps packed documents apart, which the
-kernel that is chosen and printed does."""
+"""Accepted names, besides hub kernels. longctx chooses and prints its own kernel, which keeps packed documents apart
+as any of these would."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Values(Mapping[str, Any]):
-    """Every flag's value at one stage, and what users are told of how it came about."""
+    """Every flag's value at one stage, and notes for users on how values were set."""
 
     flags: Flags
-    """As they were given."""
+    """The flags as given."""
     of: Mapping[str, Any]
-    """The values, by flag."""
+    """Values by flag."""
     filled: frozenset[str]
-    """Flags that nobody set and that the demo preset or our own defaults did."""
+    """Unset flags that the demo preset or longctx's defaults filled in."""
     is_demo: bool
     notes: tuple[str, ...] = ()
 
@@ -73,16 +73,16 @@ class Values(Mapping[str, Any]):
         return name in self.flags.explicit
 
     def set(self, **values: Any) -> Values:
-        """Return the same values but for these."""
+        """Return a copy with these values changed."""
         return replace(self, of=MappingProxyType({**self.of, **values}))
 
     def note(self, *notes: str) -> Values:
-        """Return the same values, with notes that are printed at the start of the run."""
+        """Return a copy with these notes, printed at the start of the run."""
         return replace(self, notes=(*self.notes, *notes))
 
 
 def read_values(flags: Flags) -> Values:
-    """Fill in the demo preset or our defaults, and check each flag by itself.
+    """Fill in the demo preset or longctx's defaults, and check each flag by itself.
 
     Raises:
         ValueError: for the first flag that cannot be carried out exactly.
@@ -104,7 +104,7 @@ def read_values(flags: Flags) -> Values:
 
 @check("model_name_or_path", "dataset_name", "datasets")
 def _filled(flags: Flags) -> Values:
-    """Check that a model and a data set are named, or neither, which is the demo."""
+    """Check that model and data set are both named, or neither for the demo."""
     named = {name for name in ("model_name_or_path", "dataset_name") if flags.values[name] is not None}
     named |= {"dataset_name"} if flags.datasets else set()
     if len(named) == 1:
@@ -123,7 +123,7 @@ def _filled(flags: Flags) -> Values:
 
 @check(*MACHINE_FLAGS, "accelerate_config")
 def _check_machine_flags(flags: Flags) -> None:
-    """Check that flags of several machines come with --accelerate_config, which has taken them out."""
+    """Check that flags for several machines come with --accelerate_config, which consumes them."""
     for name in MACHINE_FLAGS:
         if flags.values[name] is not None:
             raise ValueError(
@@ -151,7 +151,7 @@ def _check_max_length(values: Values) -> None:
 
 @check("profile", "profile_steps", "max_steps")
 def _check_profile_steps(values: Values) -> None:
-    """Check that the run has the steps that are to be traced."""
+    """Check that the run has the steps to be traced."""
     if values["profile_steps"] < 1:
         raise ValueError(
             f"--profile_steps {values['profile_steps']} is below 1: there would be nothing to trace. Use at least 1."
@@ -165,7 +165,7 @@ def _check_profile_steps(values: Values) -> None:
 
 @check("chat_template_path")
 def _check_chat_template(values: Values) -> None:
-    """Check that a template named as a file is there."""
+    """Check that the file of a chat template exists."""
     path = values["chat_template_path"]
     if path and is_template_file(path) and not Path(path).is_file():
         raise ValueError(
@@ -183,7 +183,7 @@ def _check_kernel(values: Values) -> None:
 
 @check("logging_strategy", "logging_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "ddp_timeout")
 def check_counts(values: Values) -> None:
-    """Check that counts which a profile may set, too, are at least 1."""
+    """Check that counts, including those of a profile, are at least 1."""
     if values["logging_strategy"] == "steps" and values["logging_steps"] == 0:
         raise ValueError("--logging_steps 0 logs nothing. Use at least 1, or --logging_strategy no.")
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "ddp_timeout"):

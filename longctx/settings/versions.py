@@ -19,13 +19,13 @@ then computes with parameters that have not all arrived.
 """
 
 PEFT_VERSIONS = {"peft": "0.20.0"}
-"""Of --use_peft, the extra `peft`."""
+"""Releases for --use_peft, the extra `peft`."""
 
 LIGER_VERSIONS = {"liger-kernel": "0.8.0", "triton": "3.0.0"}
-"""Of --use_liger_kernel."""
+"""Releases for --use_liger_kernel."""
 
 QLORA_VERSIONS = {"bitsandbytes": "0.50.0"}
-"""Of --load_in_4bit, the extra `qlora`."""
+"""Releases for --load_in_4bit, the extra `qlora`."""
 
 
 @check("engine", "use_peft", "use_liger_kernel", "load_in_4bit")
@@ -34,10 +34,10 @@ def check_versions(minimum: Mapping[str, str], user: str) -> None:
 
     Args:
         minimum: the oldest release by package.
-        user: what needs them, as a user knows it.
+        user: what needs them, for the message.
 
     Raises:
-        ValueError: with the first that is not, what is installed, and the command to install it.
+        ValueError: for the first that is not, with the installed release and the command to install it.
     """
     for package, oldest in minimum.items():
         try:

@@ -1,1 +1,1 @@
-"""Input of unknown origin: read in a bounded process, its files and links checked, and kept out of imports."""
+"""Treat input of unknown origin safely: in a bounded process, with its files checked, and kept out of imports."""

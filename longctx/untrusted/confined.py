@@ -1,7 +1,7 @@
-"""Run code on input that may be anybody's in a forked process, which the kernel ends at a bound on time or memory.
+"""Run code on untrusted input in a forked process, whose time and memory the kernel limits.
 
-Chat templates, tokenizers and configurations can loop without end or ask for all memory, in compiled code that no
-exception or timer of Python's interrupts. A fork shares what this process has loaded, so it starts in milliseconds.
+Chat templates, tokenizers and configurations can loop forever or ask for all memory, in compiled code that Python
+cannot interrupt. A fork shares what this process has loaded, so it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ MEMORY_BYTES = 2 << 30
 _SECONDS_PER_CHARACTER = 50e-6
 """A slow tokenizer, written in Python, needs half of this."""
 _BYTES_PER_CHARACTER = 512
-"""A fast tokenizer needs up to 200 bytes for each token meanwhile, and a character can be a token."""
+"""A fast tokenizer needs up to 200 bytes per token, and a character can be a token."""
 
 _WAITED_PER_SECOND = 60
-"""Seconds that are waited for a second of CPU time, on a machine that is busy with other work."""
+"""Seconds to wait per second of CPU time, since the machine may be busy."""
 
 _START_SECONDS = (5.0, 10.0, 20.0, 40.0, 80.0)
-"""Seconds that each attempt at a process has to start, which takes milliseconds on an idle machine."""
+"""Seconds that each attempt to start a process may take; an idle machine needs milliseconds."""
 
 _STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one call may take."""
+    """Limits of one call."""
 
     seconds: float
-    """Of CPU time, of all threads together."""
+    """CPU time of all threads together."""
     memory_bytes: int
-    """Besides what the process starts with; on Linux alone."""
+    """Memory beyond what the process starts with; limited on Linux only."""
 
     @classmethod
     def of_text(cls, characters: int) -> Bounds:
-        """Bounds that no tokenizer comes near with a text of this length."""
+        """Return generous bounds for tokenizing a text of this length."""
         return cls(SECONDS + characters * _SECONDS_PER_CHARACTER, MEMORY_BYTES + characters * _BYTES_PER_CHARACTER)
 
 
@@ -66,10 +66,10 @@ class Confined(Generic[Parameters, Result]):
     """A process that calls one function again and again, within bounds."""
 
     def __init__(self, function: Callable[Parameters, Result]) -> None:
-        """Fork. The function, and all that it refers to, is the process's own copy from here on.
+        """Fork a process with its own copy of the function and of all that it refers to.
 
-        A process that does not start is ended, and another one is forked. CPython, as of 3.11, waits for ever in the
-        child if a thread of another library, such as torch or Arrow, was being entered into the interpreter meanwhile.
+        A process that does not start is ended, and another one is forked. CPython, as of 3.11, waits forever in the
+        child if a thread of another library, such as torch or Arrow, was just being registered with the interpreter.
 
         Raises:
             OutOfBounds: No process has started.
@@ -77,7 +77,7 @@ class Confined(Generic[Parameters, Result]):
         for seconds in _START_SECONDS:
             self._fork(function)
             if self._connection.poll(seconds):
-                with suppress(EOFError, ConnectionError):  # it has crashed: a call says how
+                with suppress(EOFError, ConnectionError):  # it has crashed, and a call reports how
                     self._connection.recv()
                 return
             self.close()
@@ -87,7 +87,7 @@ class Confined(Generic[Parameters, Result]):
         self._connection, theirs = Pipe()
         self._owner = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking where there are threads, from Python 3.12
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads, from Python 3.12
             self._pid = os.fork()
         if self._pid == 0:
             self._connection.close()
@@ -96,11 +96,11 @@ class Confined(Generic[Parameters, Result]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process made it; one that was forked afterwards has a copy of the pipe, and must not use it."""
+        """Whether this process made it. A process forked later has a copy of the pipe, but must not use it."""
         return self._owner == os.getpid()
 
     def call(self, bounds: Bounds, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        """The function's result, or the exception that it raised; what it logged is logged here.
+        """Return the function's result or raise its exception; what it logged is logged here.
 
         Raises:
             OutOfBounds: The process is gone, and this object is of no further use.
@@ -124,10 +124,10 @@ class Confined(Generic[Parameters, Result]):
         return result
 
     def _reason(self, bounds: Bounds) -> str:
-        """Why the process ended by itself."""
+        """Return why the process ended."""
         try:
             _, status = os.waitpid(self._pid, 0)
-        except ChildProcessError:  # somebody else has waited for it
+        except ChildProcessError:  # another caller has waited for it
             status = 0
         self._pid = 0
         self.close()
@@ -171,9 +171,9 @@ def _serve(function: Callable[..., Any], connection: Connection) -> Never:
         connection.send(None)  # it has started
         gc.freeze()
         faulthandler.disable()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's panics print a hundred lines, which repeat the record
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's panics print a hundred lines
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)  # a terminal and SLURM send them to all; this one ends with its owner
+            signal.signal(number, signal.SIG_IGN)  # terminals and SLURM signal all; this one ends with its owner
         _lower(resource.RLIMIT_CORE, 0)
         logged: list[logging.LogRecord] = []
         logging.Logger.callHandlers = lambda self, record: logged.append(record)  # type: ignore[method-assign]
@@ -202,7 +202,7 @@ def _outcome(
         return None, OutOfBounds(_too_much_memory(bounds))
     except Exception as error:
         return None, _portable(error)
-    except BaseException as error:  # a panic of Rust code is none of Python's exceptions
+    except BaseException as error:  # a Rust panic is no Exception
         return None, OutOfBounds(f"it failed ({type(error).__name__}: {str(error)[:200]})")
 
 
@@ -224,9 +224,9 @@ def _too_much_memory(bounds: Bounds) -> str:
 
 
 def _data_bytes() -> int | None:
-    """Private memory of this process that can be written to, which RLIMIT_DATA bounds; None where that is not known.
+    """Return this process's private writable memory in bytes, which RLIMIT_DATA bounds; None if unknown.
 
-    Other than RLIMIT_AS, this leaves out what is only reserved: 64 MiB for each thread, and all memory of GPUs.
+    Unlike RLIMIT_AS, this excludes memory that is only reserved: 64 MiB per thread, and all GPU memory.
     """
     if not _STATM.exists():
         return None

@@ -1,7 +1,7 @@
 """What a folder of unknown origin may hold: regular files, and links that do not lead out of it.
 
-A pipe, a socket or a device may be waited for or read without end. Links to regular files are followed, since the
-snapshots of the hub's cache consist of them. Links to folders are not, since they can form a loop.
+Reading a pipe, a socket or a device may never end. Links to regular files are followed, since the snapshots of the
+hub's cache consist of them. Links to folders are not, since they can form a loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_file(path: Path) -> Path:
     """Return the path of a regular file, or of a link to one.
 
     Raises:
-        ValueError: if it is anything else. A path where there is nothing is left to who opens it.
+        ValueError: if it is anything else. A missing file is left to the code that opens it.
     """
     try:
         mode = path.stat().st_mode
@@ -71,7 +71,7 @@ def _kind(mode: int) -> str:
 
 
 def check_data_file(path: Path) -> Path:
-    """Return the path of a regular file, or of a link to one, so that nothing of a data set is left out unnoticed.
+    """Return the path of a regular file, or of a link to one, so that no data is left out silently.
 
     Raises:
         ValueError: if it is anything else, or a link to nothing.
@@ -82,7 +82,7 @@ def check_data_file(path: Path) -> Path:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield what a folder and those below it hold, but for folders and what links to folders lead to."""
+    """Yield the files in a folder and its subfolders, without following links to folders."""
     for root, folders, names in os.walk(folder, followlinks=False):
         folders.sort()
         yield from (Path(root, name) for name in sorted(names))
@@ -91,7 +91,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 def matching_files(pattern: str) -> list[Path]:
     """Return the regular files that a glob matches, sorted; `**` does not go through links to folders.
 
-    Names with a leading dot are matched by a pattern with one only, as in a shell.
+    As in a shell, names with a leading dot match only patterns with one.
 
     Raises:
         ValueError: if it matches something that is neither a file nor a folder, or a link to nothing.

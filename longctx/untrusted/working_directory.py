@@ -1,7 +1,7 @@
 """Keep the working directory out of imports: a model's folder may hold a `trl.py`.
 
 `python -m` puts the directory it is started in first on `sys.path`, and `accelerate launch -m` and `torchrun -m` start
-their processes that way. This module is imported before any other, and imports only what Python itself has by then.
+their processes that way. This module is imported before any other, and imports only what Python has already loaded.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 def leave_out_of_imports() -> None:
     """Take the working directory off `sys.path` in `python -m longctx…`, here and in the processes it starts.
 
-    A checkout of longctx that is worked in stays, as do all paths in other people's programs.
+    A checkout of longctx stays, as do all paths in other programs.
     """
     if not _is_started_as_module() or not sys.path:
         return
@@ -33,7 +33,7 @@ def _root() -> str:
 
 
 def _is_started_as_module() -> bool:
-    """Whether Python is looking for the module of `-m`, and that is one of ours."""
+    """Return whether Python is looking for the module of `-m`, and it is one of longctx."""
     if sys.argv[:1] != ["-m"]:
         return False
     module = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
