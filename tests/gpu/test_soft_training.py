@@ -369,6 +369,20 @@ def test_speeds_are_measured_on_soft_gpus(soft_gpus):
 
 
 @pytest.mark.long
+def test_plan_measures_soft_gpus(soft_gpus):
+    """As a command, with a process a GPU, and its forecast by what it has measured."""
+    command = [sys.executable, "-m", "tests.small_measure", "--model_name_or_path", "tiny", "--max_length", "4096"]
+    command += ["--gpus", "2", "--gpus_per_node", "2", "--measure", "--json"]
+    done = subprocess.run(command, env=soft_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["machine"]["device_bytes"] == 8 << 30  # of a soft GPU
+    assert 0 < plan["machine"]["speeds"]["matmul_flops"] < 1e13
+    steps = [at["seconds_per_step"] for found in plan["candidates"] for at in found["at"]]
+    assert min(seconds for seconds in steps if seconds) > 0.1  # by published speeds it takes a thousandth of that
+
+
+@pytest.mark.long
 def test_what_needs_a_gpu_passes_on_a_soft_one(soft_gpus):
     """`pytest -m gpu`, with short sequences, so that it works where there is a real GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_gpu.py"]
