@@ -1,4 +1,4 @@
-"""Make batches of packs or documents; the only place that pads."""
+"""Batches made of packs or documents. Padding happens here alone."""
 
 from .sequence import IGNORE_INDEX, SequenceCollator
 

@@ -1,4 +1,4 @@
-"""The collator: rows of documents in, tensors out, with nothing that lets one document see another.
+"""The collator makes tensors of rows of documents, in which no document can see another.
 
 [{"input_ids": [11 12 13 14 15], "seq_lengths": [3, 2]}, {"input_ids": [21 22 23]}], pad_to_multiple_of=4:
 
@@ -25,7 +25,7 @@ _MASKS = ("completion_mask", "assistant_masks")
 
 @dataclass(frozen=True)
 class SequenceCollator:
-    """Make a batch of packs or single documents; exact under every attention implementation of transformers.
+    """Make a batch of packs or single documents that is exact under every attention implementation of transformers.
 
     In an HF Trainer set `remove_unused_columns=False`: it removes `seq_lengths` and the masks before they get
     here.
@@ -35,13 +35,13 @@ class SequenceCollator:
     """
 
     pad_token_id: int
-    """Token put into padding; never attended to by a document, never a target."""
+    """Token of padding, which no document attends to and which is no target."""
 
     pad_to_multiple_of: int = 1
     """The length S is rounded up to a multiple of this (tokens): 2 * ring, the Ulysses degree, or both."""
 
     padding_free: bool = False
-    """Put all rows one after another into a single row, so that only its end is padded."""
+    """Whether all rows become one single row, so that only its end is padded."""
 
     def __post_init__(self) -> None:
         if not _is_count(self.pad_token_id, 0):
@@ -90,10 +90,10 @@ class SequenceCollator:
         return self._fill(rows, packed=packed)
 
     def empty(self) -> dict[str, Any]:
-        """A batch of padding only, [1, S] with S the multiple (at least 2 tokens), every label -100.
+        """Return a batch of padding alone, [1, S] with S the multiple (at least 2 tokens), every label -100.
 
-        For a data-parallel rank that has no row left while others do: it takes part in every collective and
-        adds nothing to the loss. One segment of padding, so no attention kernel meets a fully masked row.
+        With it, a data-parallel rank that has no rows while others do takes part in every collective and adds nothing to
+        the loss. The padding is one segment, so that no attention kernel meets a fully masked row.
         """
         nothing = np.zeros(0, dtype=np.int64)
         return self._fill([_Row(nothing, nothing, nothing)], packed=True, least=2)
@@ -135,7 +135,7 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def _varlen_arguments(segments: NDArray[np.int64]) -> dict[str, Any]:
-    """What transformers' flash attention needs in place of a mask, from the segments' lengths [segments]."""
+    """Return what transformers' flash attention needs in place of a mask, from the segments' lengths [segments]."""
     borders = np.concatenate(([0], np.cumsum(segments)))
     if borders[-1] > np.iinfo(np.int32).max:
         raise ValueError(
@@ -180,7 +180,7 @@ def _read_row(example: Mapping[str, Any], number: int) -> _Row:
 
 
 def _labels(example: Mapping[str, Any], number: int, input_ids: NDArray[np.integer]) -> NDArray[np.integer]:
-    """The example's labels, or its input ids without the tokens that a mask leaves out, [n]."""
+    """Return the example's labels, or its input ids without the tokens that a mask leaves out, [n]."""
     if example.get("labels") is not None:
         return _per_token(example, "labels", number, len(input_ids))
     labels = input_ids
@@ -192,7 +192,7 @@ def _labels(example: Mapping[str, Any], number: int, input_ids: NDArray[np.integ
 
 
 def _seq_lengths(example: Mapping[str, Any], number: int, tokens: int) -> NDArray[np.int64]:
-    """Tokens of each document in the row, int64 [documents], without empty ones."""
+    """Return the tokens of each document in the row, int64 [documents], without empty ones."""
     if example.get("seq_lengths") is not None:
         lengths = _integers(example, "seq_lengths", number).astype(np.int64)
         if (lengths < 0).any() or lengths.sum() != tokens:
@@ -208,7 +208,7 @@ def _seq_lengths(example: Mapping[str, Any], number: int, tokens: int) -> NDArra
 
 
 def _from_positions(positions: NDArray[np.integer], number: int) -> NDArray[np.int64]:
-    """Lengths of the documents that position_ids [n] count through, int64 [documents]."""
+    """Return the lengths of the documents that position_ids [n] count through, int64 [documents]."""
     starts = np.flatnonzero(positions == 0)
     lengths = np.diff(starts, append=len(positions))
     if not len(starts) or starts[0] != 0 or (np.diff(positions) != 1).sum() != len(starts) - 1:
@@ -232,7 +232,7 @@ def _per_token(example: Mapping[str, Any], name: str, number: int, tokens: int) 
 
 
 def _integers(example: Mapping[str, Any], name: str, number: int) -> NDArray[np.integer]:
-    """A flat array of integers or booleans."""
+    """Return a flat array of integers or booleans."""
     values = np.asarray(example[name])
     if values.size == 0:
         values = values.astype(np.int64)

@@ -2,9 +2,9 @@
 
 The ranks of a micro-batch wait for the slowest of them, and packs with equally many tokens differ in attention by
 an order of magnitude. A window of 16 optimizer steps is sorted by cost and cut into steps, so that the packs of a
-step are alike; inside a step, packs of similar cost stand side by side in one micro-batch. With one pack a rank,
-no way to group a window's packs waits less in all: the dearest packs of n micro-batches can cost no less together
-than every dp-th of the sorted packs.
+step are alike. Within a step, packs of similar cost share a micro-batch. With one pack a rank,
+no other grouping of a window's packs makes ranks wait less: the most expensive packs of n micro-batches cost at
+least as much as every dp-th of the sorted packs.
 
     8 shuffled packs with costs 5 1 4 8 2 7 3 6, 2 packs a step, one window  ->  steps (5 6) (1 2) (7 8) (3 4)
 """
@@ -29,7 +29,7 @@ WINDOW_STEPS = 16
 
 
 def pack_costs(packing: Packing, lengths: NDArray[np.integer], linear_cost: float = LINEAR_COST) -> NDArray[np.float64]:
-    """Modelled cost of each pack, T · linear_cost + Σ ℓ² over its pieces of ℓ tokens, float64 [n_packs].
+    """Return the modelled cost of each pack, T · linear_cost + Σ ℓ² over its pieces of ℓ tokens, float64 [n_packs].
 
     Args:
         packing: the plan.
@@ -42,18 +42,18 @@ def pack_costs(packing: Packing, lengths: NDArray[np.integer], linear_cost: floa
 
 
 def shuffled_order(num_packs: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Every pack once, int64 [num_packs], in an order of its own for every seed and epoch."""
+    """Return every pack once, int64 [num_packs], in an order that depends on the seed and the epoch."""
     return np.random.default_rng((seed, epoch)).permutation(num_packs)
 
 
 def balanced_order(
     costs: NDArray[np.floating], packs_per_step: int, *, seed: int, epoch: int, window_steps: int = WINDOW_STEPS
 ) -> NDArray[np.int64]:
-    """Every pack once, int64 [n_packs]: optimizer step i takes the i-th `packs_per_step` of them.
+    """Return every pack once, int64 [n_packs]: optimizer step i takes the i-th `packs_per_step` of them.
 
-    Shuffled, cut into windows of `window_steps` steps, each window sorted by cost and its steps shuffled. Depends on
-    nothing else, so a step holds the same packs however it is spread over ranks and accumulation. Packs that do not
-    fill a step come last; they are a random run of the last window, neither the cheapest nor the dearest of it.
+    The packs are shuffled and cut into windows of `window_steps` steps; each window is sorted by cost, and its steps
+    are shuffled. So a step holds the same packs however it is spread over ranks and accumulation. Packs that do not
+    fill a step come last. They are a random part of the last window, neither its cheapest nor its most expensive packs.
 
     Args:
         costs: of each pack, [n_packs].
@@ -73,7 +73,7 @@ def balanced_order(
 def _arrange(
     packs: NDArray[np.int64], costs: NDArray[np.floating], packs_per_step: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """One window: sorted by cost, then its steps shuffled, an incomplete one last."""
+    """Sort one window by cost and shuffle its steps, with an incomplete step last."""
     packs = packs[np.argsort(costs[packs], kind="stable")]
     full, rest = divmod(len(packs), packs_per_step)
     first = packs_per_step * int(rng.integers(full + 1))
@@ -85,10 +85,10 @@ def _arrange(
 def spread_step(
     packs: NDArray[np.int64], costs: NDArray[np.floating], *, micro_batch_size: int, dp: int
 ) -> list[list[NDArray[np.int64]]]:
-    """The packs of one optimizer step by micro-batch and data-parallel rank: result[micro_batch][dp_rank].
+    """Return the packs of one optimizer step by micro-batch and data-parallel rank: result[micro_batch][dp_rank].
 
-    Sorted by cost and cut into micro-batches; in each, the dearest packs go one to a rank, the next ones in the
-    opposite direction, and so on, so that ranks with several packs come out even.
+    The packs are sorted by cost and cut into micro-batches. In each, the most expensive packs go one to a rank, the
+    next ones in the opposite direction, and so on, so that ranks with several packs have equal work.
 
         costs 1 2 3 4 5 6 7 8, micro_batch_size 2, dp 2  ->  [[4 1] [3 2]]  [[8 5] [7 6]]
 

@@ -30,7 +30,7 @@ _PHASE_VARIETY = 1 / 4  # lengths a document
 
 
 def sort_decreasing(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sort by decreasing length, equal lengths by increasing index. Same result on every machine.
+    """Sort by decreasing length, and equal lengths by increasing index, with the same result on every machine.
 
     Returns:
         (order, sorted lengths), both int64 [n].
@@ -44,7 +44,7 @@ def sort_decreasing(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDAr
 
 
 def _match(opened: NDArray[np.int64], n_documents: int) -> NDArray[np.int64]:
-    """Let each document in turn take the slot that was opened last, as a closing bracket does.
+    """Give each document in turn the slot that was opened last, as a closing bracket matches an opening one.
 
         slots opened before document 0, 0, 2; 4 documents:  ( ( ) ) ( ) )  ->  slots 1 0 2 -1
 
@@ -72,9 +72,9 @@ def _match(opened: NDArray[np.int64], n_documents: int) -> NDArray[np.int64]:
 def _place_phase(
     lengths: NDArray[np.int64], capacity: int, space: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Place documents for as long as no bin comes back to the stack that had taken what it was sure to take.
+    """Place documents until a bin returns to the stack after it has taken all that it was sure to take.
 
-    A bin is sure to take `space // v` documents, where v is the first length that fits: so many slots it opens.
+    A bin is sure to take `space // v` documents, where v is the first length that fits, and opens as many slots.
 
     Args:
         lengths: decreasing, int64 [n], all from capacity // (k + 1) + 1 to capacity // k for some k.
@@ -112,7 +112,7 @@ def _place_phase(
 
 
 def _place_phases(decreasing: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Place documents one by one for as long as they are many, and of many lengths.
+    """Place documents one by one while there are many of them, of many lengths.
 
     Returns:
         (steps, space): one step, as of `_place`, for each document that was placed, int64 [m, 4], and what is left
@@ -245,7 +245,7 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> tuple[NDAr
 
 
 def _steps(decreasing: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], int]:
-    """The steps, as of `_place`, that place all documents of these lengths, int64 [n], and the number of bins."""
+    """Return the steps of `_place` that place all documents of these lengths, int64 [n], and the number of bins."""
     phases, space = _place_phases(decreasing, capacity)
     rest = decreasing[len(phases) :]
     if len(rest) == 0:
@@ -259,12 +259,12 @@ def _steps(decreasing: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int
 def _runs_of_bins(
     bins: NDArray[np.int64], space: NDArray[np.int64], smallest: int
 ) -> tuple[NDArray[np.int64], list[tuple[int, int, int, int]]]:
-    """Number the bins anew, so that open ones that are alike follow each other.
+    """Renumber the bins, so that open bins that are alike follow each other.
 
     Args:
         bins: bin of each document so far, int64 [m].
         space: left in each bin, int64 [n_bins].
-        smallest: bins with less space than that are not open.
+        smallest: bins with less space than this are not open.
 
     Returns:
         (new bins, int64 [m]; open runs: space, first bin, bins, documents in each).
@@ -283,7 +283,7 @@ def _runs_of_bins(
 
 
 def lower_bound(lengths: NDArray[np.integer], capacity: int) -> int:
-    """The fewest bins any packing can reach: max(ceil(sum / capacity), Martello-Toth L2).
+    """Return the fewest bins that any packing can reach: max(ceil(sum / capacity), Martello-Toth L2).
 
     Args:
         lengths: integers [n], each at most `capacity`.

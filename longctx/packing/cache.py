@@ -1,4 +1,4 @@
-"""A packing plan on disk: one .npz file under a key of everything the plan depends on. Nothing in it is pickled."""
+"""A packing plan on disk: one .npz file, without pickles, under a key of everything that the plan depends on."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ARRAYS = ("indices", "offsets", "starts", "stops")
 
 
 def plan_path(folder: Path, key: str) -> Path:
-    """The file that holds the plan of this key."""
+    """Return the file that holds the plan of this key."""
     return folder / f"plan-{key}.npz"
 
 
 def save_plan(folder: Path, key: str, packing: Packing, report: PackingReport) -> None:
-    """Write a plan and its report; a reader sees the whole file or none. `folder` is created if it is missing.
+    """Write a plan and its report. A reader sees the whole file or none; a missing `folder` is created.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     path = plan_path(folder, key)
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def save_plan(folder: Path, key: str, packing: Packing, report: PackingReport) -
 
 
 def load_plan(folder: Path, key: str) -> tuple[Packing, PackingReport] | None:
-    """The plan and report that `save_plan` wrote for this key; None where there is none, or it is not whole."""
+    """Return the plan and report that `save_plan` wrote for this key, or None without a whole file."""
     try:
         with np.load(plan_path(folder, key), allow_pickle=False) as file:
             header = json.loads(str(file["header"]))
@@ -55,7 +55,7 @@ def load_plan(folder: Path, key: str) -> tuple[Packing, PackingReport] | None:
 
 
 def _is_sound(packing: Packing) -> bool:
-    """Whether the arrays are of the types and lengths that a plan has."""
+    """Return whether the arrays have the types and lengths of a plan."""
     pieces = (len(packing.indices),)
     return (
         packing.indices.dtype.kind == "u"

@@ -1,4 +1,4 @@
-"""Rows cut from a data set of documents by a packing plan, when they are needed."""
+"""Rows that a packing plan cuts from a data set of documents as they are needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOKENS_PER_WRITE = 1 << 22
 
 
 class PackedDataset:
-    """Map-style data set of packs: row i is cut from the documents' Arrow buffers when it is asked for.
+    """A map-style data set of packs, in which row i is cut from the documents' Arrow buffers on access.
 
     Nothing is copied ahead: a memory-mapped datasets.Dataset stays on disk, and so does its selection or
     shuffle. Works as the data set of a torch DataLoader. What is sent to a worker is the source (a
@@ -69,14 +69,14 @@ class PackedDataset:
 
     @property
     def column_names(self) -> list[str]:
-        """Keys of a row."""
+        """The keys of a row."""
         return [*self._columns, "seq_lengths", "position_ids"]
 
     def __len__(self) -> int:
         return len(self.packing)
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        """Pack `index`.
+        """Return pack `index`.
 
         Returns:
             `input_ids` int64 [S]; the other per-token columns [S] in their own dtype; `seq_lengths` int64
@@ -92,7 +92,7 @@ class PackedDataset:
         return row
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, NDArray[Any]]]:
-        """Several packs; torch's DataLoader calls this."""
+        """Return several packs. torch's DataLoader calls this."""
         return [self[index] for index in indices]
 
     def _checked(self, index: int) -> int:
@@ -102,7 +102,7 @@ class PackedDataset:
         return int(index) % packs
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
-        """(rows of the table, first tokens or None for 0, lengths) of a pack's pieces, int64 [pieces]."""
+        """Return (rows of the table, first tokens or None for 0, lengths) of a pack's pieces, int64 [pieces]."""
         rows: NDArray[Any] = self.packing.documents(index).astype(np.int64)
         if self._rows is not None:
             rows = self._rows[rows].astype(np.int64)
@@ -120,7 +120,7 @@ class PackedDataset:
         *,
         keep_dtype: bool = False,
     ) -> dict[str, NDArray[Any]]:
-        """The tokens of these pieces in every column, [sum of lengths] each."""
+        """Return the tokens of these pieces in every column, [sum of lengths] each."""
         total, sizes = int(lengths.sum()), lengths.tolist()
         cut = {}
         for name, column in self._columns.items():
@@ -132,7 +132,7 @@ class PackedDataset:
         return cut
 
     def arrow_rows(self, indices: list[int]) -> pa.Table:
-        """Several packs as an Arrow table in the columns' own types, with `seq_lengths`."""
+        """Return several packs as an Arrow table in the columns' own types, with `seq_lengths`."""
         per_pack = [self._pieces(self._checked(index)) for index in indices]
         rows = _join([pieces[0] for pieces in per_pack])
         lengths = _join([pieces[2] for pieces in per_pack])
@@ -157,7 +157,7 @@ def pack_dataset(
     """Write a packed copy of a data set; `trl.pack_dataset`'s signature and columns, packed globally.
 
     Differences from TRL: documents of the whole data set are packed together (not of each 1,000); a document
-    longer than `seq_length` is an error unless `overlong` says what to do; columns that are no lists of
+    longer than `seq_length` is an error unless `overlong` says what to do; columns that are not lists of
     numbers are left out instead of refused; "wrapped" gives `seq_lengths` too, so that documents stay apart.
     `PackedDataset` cuts the same rows without writing a copy.
 
@@ -199,7 +199,7 @@ def pack_dataset(
 def _write_packs(
     dataset: datasets.Dataset, packs: PackedDataset, key: tuple[Any, ...], map_kwargs: dict[str, Any]
 ) -> datasets.Dataset:
-    """Cut every pack and write it through datasets' `map`, so that its cache and worker processes apply."""
+    """Cut every pack and write it through datasets' `map`, with its cache and worker processes."""
     import datasets
 
     from longctx.data.cache import cache_key
@@ -233,7 +233,7 @@ def _cut_batch(batch: dict[str, NDArray[np.int64]], packs: PackedDataset) -> pa.
 
 
 def _check_plan(packing: Packing, lengths: NDArray[np.int64]) -> None:
-    """ValueError unless the plan's pieces exist in documents [n] of these lengths and no pack is overfull."""
+    """Raise ValueError unless the plan's pieces exist in documents [n] of these lengths and no pack is overfull."""
     if len(packing) == 0:
         return
     wrong = None
@@ -255,7 +255,7 @@ def _check_plan(packing: Packing, lengths: NDArray[np.int64]) -> None:
 
 
 def _positions(seq_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 .. length - 1 for each document, int64 [sum of seq_lengths]."""
+    """Return 0 .. length - 1 for each document, int64 [sum of seq_lengths]."""
     ends = np.cumsum(seq_lengths)
     return np.arange(ends[-1]) - np.repeat(ends - seq_lengths, seq_lengths)
 

@@ -1,9 +1,8 @@
-"""Packing with bounded look-ahead: pieces in order, and what fills the gap from those that wait.
+"""Packing with bounded look-ahead: pieces in order, and gaps filled from the pieces that wait.
 
 Best fit decreasing needs every length before its first pack. Here a pack takes pieces in the order they came until
-the next one does not fit, and then the single piece or the pair among those that wait that fills the gap best. The
-piece that did not fit opens the next pack, so none is ever left behind, as "the largest that fits" would leave the
-small ones.
+the next one does not fit, and then the waiting piece, or pair of pieces, that fills the gap best. The piece that did
+not fit opens the next pack, so that no piece waits for ever, as small ones would if the largest that fits were taken.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class LookAhead(Generic[Item]):
         self._waiting = 0
 
     def __len__(self) -> int:
-        """Pieces that wait."""
+        """Return the number of pieces that wait."""
         return len(self.sizes)
 
     @property
@@ -44,13 +43,13 @@ class LookAhead(Generic[Item]):
         return self._waiting >= self.packs * self.capacity
 
     def add(self, size: int, item: Item) -> None:
-        """Put a piece of 1 .. capacity tokens behind those that wait."""
+        """Add a piece of 1 .. capacity tokens behind those that wait."""
         self.sizes.append(size)
         self.items.append(item)
         self._waiting += size
 
     def take(self) -> list[Item]:
-        """The next pack; call it when `full`, or at the end of the stream while pieces wait."""
+        """Return the next pack. Call this when `full`, or at the end of the stream while pieces wait."""
         sizes, gap, taken = self.sizes, self.capacity, 0
         for size in sizes:
             if size > gap:
@@ -69,7 +68,7 @@ class LookAhead(Generic[Item]):
 
 
 def _close(sizes: NDArray[np.int64], gap: int) -> tuple[list[int], int]:
-    """Choose from pieces of these sizes [n] what fills `gap` tokens best: (their numbers, tokens left)."""
+    """Choose from pieces of these sizes [n] those that fill `gap` tokens best: (their numbers, tokens left)."""
     chosen: list[int] = []
     numbers = np.flatnonzero(sizes <= gap)
     while len(numbers):
@@ -91,7 +90,7 @@ def _close(sizes: NDArray[np.int64], gap: int) -> tuple[list[int], int]:
 
 
 def _best_pair(ascending: NDArray[np.int64], gap: int) -> list[int]:
-    """The one or two of these sizes, each at most `gap`, with the largest sum of at most `gap`: their numbers."""
+    """Return the numbers of the one or two of these sizes, each at most `gap`, with the largest sum up to `gap`."""
     last = len(ascending) - 1
     if last == 0 or ascending[last] == gap:
         return [last]

@@ -1,4 +1,4 @@
-"""What happens to documents longer than a pack, with an exact count of every token that is not trained on."""
+"""The choices for documents longer than a pack, with an exact count of every token that is not trained on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PackingReport:
     tokens_cut: int
     """Tokens lost at the end of truncated documents."""
     documents_dropped: int
-    """Too long documents left out whole."""
+    """Documents that were too long and left out whole."""
     tokens_dropped: int
     """Tokens in them."""
     pieces: int
@@ -84,7 +84,7 @@ class PackingReport:
 def plan_packing(
     lengths: ArrayLike, capacity: int, *, strategy: str = "bfd", overlong: str = "raise"
 ) -> tuple[Packing, PackingReport]:
-    """Pack documents of any length, and count what became of them.
+    """Pack documents of any length, and report what happened to every token.
 
     Args:
         lengths: tokens of each document, integers [n].
@@ -136,7 +136,7 @@ def plan_packing(
 
 
 def too_long_message(lengths: NDArray[np.int64], capacity: int) -> str:
-    """What is too long, by how much, and what each choice of --overlong would do to it."""
+    """Return which document is too long, by how much, and what each choice of --overlong would do to it."""
     too_long = lengths[lengths > capacity]
     tokens = int(too_long.sum())
     share = f"of the {int(lengths.sum()):,} tokens"
@@ -161,7 +161,7 @@ def _pack_kept(lengths: NDArray[np.int64], capacity: int, strategy: str, *, spli
 
 
 def _with_spans(packing: Packing, kept: NDArray[np.int64]) -> Packing:
-    """The same plan with explicit starts and stops, because documents end before their last token."""
+    """Return the same plan with explicit starts and stops, because documents end before their last token."""
     if packing.starts is not None:
         return packing
     stops = kept[packing.indices]

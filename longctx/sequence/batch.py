@@ -1,4 +1,4 @@
-"""The types that cross stages after collation.
+"""The types that are passed between stages after collation.
 
 Shape legend: B rows of S tokens are flattened to one row of T = B·S tokens; each of P ranks holds T/P of them.
 """
@@ -26,7 +26,7 @@ class BatchLayout:
     sp: int
     """Ranks that share the row."""
     plan: RingPlan | None
-    """How a ring cuts the row; None where every rank holds a contiguous slice."""
+    """The ring's plan of the cut; None if every rank holds a contiguous slice."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +44,7 @@ Attend = Callable[..., Tensor]
 
 
 class AttentionContext:
-    """What layers that mix tokens need to know of the batch; travels through the model as keyword `sequence`.
+    """What layers that mix tokens know of the batch. It passes through the model as the keyword `sequence`.
 
     Not a dataclass: wrappers such as FSDP walk and rebuild dataclasses among the arguments.
 
@@ -64,13 +64,13 @@ class AttentionContext:
         self._learnt: tuple[Tensor, int, Tensor] | None = None
 
     def attend(self, window: int | None) -> Attend:
-        """Attention of the layers with this window."""
+        """Return the attention of the layers with this window."""
         if window not in self._by_window:
             self._by_window[window] = self._make(window)
         return self._by_window[window]
 
     def know_learnt(self, shift_labels: Tensor, positions: Tensor) -> None:
-        """Keep what the host knows of labels that it has just sent to the device.
+        """Remember where labels that the host has just sent to the device are not −100.
 
         Args:
             shift_labels: int64 [1, T/P].
@@ -99,6 +99,6 @@ class ShardedBatch:
     shift_labels: Tensor
     """int64 [1, T/P]: the token that follows each input token in its document; −100 where nothing is learnt."""
     layout: BatchLayout
-    """To put per-token results back in order."""
+    """Puts per-token results back in order."""
     context: AttentionContext
     """The object passed as `sequence`."""

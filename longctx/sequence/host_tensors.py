@@ -1,4 +1,4 @@
-"""Host memory for what a device cannot hold all at once: pinned where there is a GPU, so that copies do not wait."""
+"""Host memory for what a device cannot hold all at once. It is pinned where there is a GPU, so that copies overlap."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def host_memory() -> Iterator[None]:
 
 
 def allocates_host_memory() -> bool:
-    """Whether `host_memory` is entered."""
+    """Return whether `host_memory` is entered."""
     return _allocating.get()
 
 
 def host_empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised host tensor that tensors of `device` are copied to and from."""
+    """Return an uninitialised host tensor that tensors of `device` are copied to and from."""
     with host_memory():
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -40,8 +40,7 @@ def host_empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a host tensor on a device, or a tensor of the device itself.
 
-    A GPU copies from pinned memory: for other memory the host would wait until the GPU has done all that was asked of
-    it before.
+    Host tensors are pinned first. The host waits for a copy from other memory, and for all the GPU's work before it.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
@@ -49,10 +48,10 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class SavedOnHost(saved_tensors_hooks):
-    """What autograd saves in here waits in host memory; weights stay where they are.
+    """A context in which the tensors that autograd saves wait in host memory. Weights stay where they are.
 
-    TRL's `OffloadActivations` does this with copies that overlap with a GPU's work, and needs a GPU. This one is for
-    machines without, where a run has to be the same but for memory, and a tracer sees what would be on a device.
+    TRL's `OffloadActivations` does this with copies that overlap with a GPU's work, and needs a GPU. Without one, this
+    context keeps a run the same, and shows a tracer which tensors would be on a device.
     """
 
     def __init__(self) -> None:

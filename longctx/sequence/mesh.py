@@ -1,4 +1,4 @@
-"""All parallel degrees in one place: how many processes, and which of them share a sequence."""
+"""All parallel degrees: how many processes there are, and which of them share a sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ParallelDims:
     dp_replicate: int = 1
     """Copies of the sharded model (HSDP); 1 is plain FSDP or ZeRO."""
     dp_shard: int = 1
-    """Groups of ranks with different data that share one sharded copy of the model."""
+    """Groups of ranks, each with data of its own, that share one sharded copy of the model."""
     ring: int = 1
     """Ranks that pass keys and values around."""
     ulysses: int = 1
@@ -31,7 +31,7 @@ class ParallelDims:
 
     @classmethod
     def arrange(cls, world_size: int, *, ring: int = 1, ulysses: int = 1, dp_replicate: int = 1) -> ParallelDims:
-        """Give the ranks that `ring`, `ulysses` and `dp_replicate` leave over to dp_shard.
+        """Assign the ranks that `ring`, `ulysses` and `dp_replicate` leave to dp_shard.
 
         Raises:
             ValueError: if the degrees do not divide `world_size`, with every factor and the legal values.
@@ -67,11 +67,11 @@ class ParallelDims:
         return (2 * self.ring if self.ring > 1 else 1) * self.ulysses
 
     def dp_rank(self, rank: int) -> int:
-        """Which of the dp batches global rank `rank` works on."""
+        """Return which of the dp batches global rank `rank` works on."""
         return rank // self.sp
 
     def sp_rank(self, rank: int) -> int:
-        """Which shard of its sequence global rank `rank` holds."""
+        """Return which shard of its sequence global rank `rank` holds."""
         return rank % self.sp
 
     def __str__(self) -> str:
@@ -88,16 +88,16 @@ class SequenceGroups:
     sequence: dist.ProcessGroup | None
     """All sp ranks."""
     ring: dist.ProcessGroup | None
-    """Those with the same heads."""
+    """The ranks with the same heads."""
     ulysses: dist.ProcessGroup | None
-    """Those with neighbouring tokens; neighbours in rank."""
+    """The ranks with neighbouring tokens, which are neighbours in rank."""
 
 
 def sequence_groups(dims: ParallelDims, device: torch.device) -> SequenceGroups:
-    """Make the groups. Called by all ranks together.
+    """Make the groups. All ranks call this together.
 
     Args:
-        device: of this rank, selected already where it is a GPU: torch's meshes select one of their own choice else.
+        device: of this rank. A GPU has to be selected before; otherwise torch's meshes select one of their own.
     """
     if dims.sp == 1:
         return SequenceGroups(None, None, None)
@@ -116,7 +116,7 @@ def sequence_groups(dims: ParallelDims, device: torch.device) -> SequenceGroups:
 def select_device(device: torch.device) -> torch.device:
     """Make a GPU the current one of this process, and return it with its index; return other devices as they are.
 
-    Until then, what names no index is made on GPU 0 by every rank of a machine: tensors, meshes, NCCL's communicators.
+    Before this, every rank of a machine makes tensors, meshes and NCCL's communicators without an index on GPU 0.
 
     Args:
         device: a GPU without an index is that of LOCAL_RANK, or the current one where no launcher has set LOCAL_RANK.
@@ -141,7 +141,7 @@ def select_device(device: torch.device) -> torch.device:
 
 
 def _meet(device: torch.device, *groups: dist.ProcessGroup) -> None:
-    """Make NCCL's communicators while all ranks are here: in a ring's first hop, some may have nothing to send."""
+    """Make NCCL's communicators while all ranks take part: in a ring's first hop, some may have nothing to send."""
     if device.type == "cuda":
         for group in groups:
             dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -1,4 +1,4 @@
-"""Cut a batch over the ranks of a sequence group, and put it together again.
+"""The cut of a batch over the ranks of a sequence group, and its inverse.
 
 `plan_batch` decides which rank holds a token, and `shard_tokens` takes a rank's tokens by that decision. One function,
 `SequenceParallel._shard` in longctx/parallel.py, applies both to inputs and labels. Labels are shifted before the cut,
@@ -21,9 +21,9 @@ from longctx.sequence.mesh import ParallelDims
 
 
 def complete_position_ids(batch: Mapping[str, Tensor]) -> Tensor:
-    """int64 [B, S] positions that restart at 0 with every document and with the padded tail.
+    """Return int64 [B, S] positions that restart at 0 with every document and with the padded tail.
 
-    Taken from the batch where it has them, else made from a right-padded `attention_mask` or none.
+    They are the batch's own, or are made from a right-padded `attention_mask`, or without one.
 
     Raises:
         ValueError: for left padding, or positions that do not count up from 0 within each row.
@@ -42,13 +42,13 @@ def complete_position_ids(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
-    """labels [B, S] -> [1, B·S]: what each token has to predict, −100 at the last token of every document."""
+    """labels [B, S] -> [1, B·S]: the target of each token, −100 at the last token of every document."""
     targets = labels.masked_fill(position_ids == 0, IGNORE_INDEX).reshape(1, -1)
     return torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Tokens of the batch that are learnt: labels that are not −100 and not a document's first token."""
+    """Count the targets of the batch: labels that are not −100 and not a document's first token."""
     labels = batch["labels"].masked_fill(complete_position_ids(batch) == 0, IGNORE_INDEX)
     return int((labels != IGNORE_INDEX).sum())
 
@@ -60,7 +60,7 @@ def plan_batch(position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = N
     r of the sp ranks then holds the r-th of sp equal slices.
 
     Args:
-        sp_rank: work out what this rank does at every hop as well, which otherwise happens in the first layer.
+        sp_rank: the rank whose work at every hop is planned here, and not in the first layer.
 
     Raises:
         ValueError: if B·S is no multiple of what the degrees need.
