@@ -92,8 +92,8 @@ class SequenceCollator:
     def empty(self) -> dict[str, Any]:
         """Return a batch of padding alone, [1, S] with S the multiple (at least 2 tokens), every label -100.
 
-        With it, a data-parallel rank that has no rows while others do takes part in every collective and adds nothing to
-        the loss. The padding is one segment, so that no attention kernel meets a fully masked row.
+        With it, a data-parallel rank without rows, while others have some, takes part in every collective and adds
+        nothing to the loss. The padding is one segment, so that no attention kernel meets a fully masked row.
         """
         nothing = np.zeros(0, dtype=np.int64)
         return self._fill([_Row(nothing, nothing, nothing)], packed=True, least=2)

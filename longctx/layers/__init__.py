@@ -1,1 +1,1 @@
-"""Layers of a model that take less memory or time than their originals: the head with its loss, MLPs, whole blocks."""
+"""Layers that need less memory or time than a model's own: the head with its loss, MLPs, whole decoder layers."""

@@ -145,13 +145,13 @@ def fuses_layers(parts: Mapping[str, bool] | None) -> bool:
 
 
 def describe_liger(parts: tuple[str, ...]) -> str:
-    """What Liger computes and what it does not, on one line."""
+    """Describe in one line what Liger computes and what it does not."""
     computed = ", ".join(_WORDS[part] for part in parts) or "nothing"
     return f"{computed} by Liger's Triton kernels; the loss is longctx's own, exact over all ranks"
 
 
 def install_liger(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
-    """Let Liger compute these parts of this model. Called before `longctx.parallelize` and before it is wrapped.
+    """Let Liger compute these parts of this model. Call this before `longctx.parallelize` and before it is wrapped.
 
     The weights stay where they are and may be on the meta device or partitioned by ZeRO-3: only methods of the
     model's modules are replaced.
@@ -288,7 +288,7 @@ def _cases(config: PretrainedConfig, parts: tuple[str, ...]) -> Iterator[_Case]:
 
 
 def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosine and sine [1, T, D] of each token's angles, for x [1, H, T, D], rounded to bf16's digits."""
+    """Return the cosine and sine [1, T, D] of each token's angles, for x [1, H, T, D], rounded to bf16's digits."""
     tokens, size = x.shape[-2:]
     half = torch.outer(torch.arange(float(tokens)), 10_000 ** (-torch.arange(0, size, 2) / size))
     angles = torch.cat((half, half), dim=-1)[None]
@@ -302,7 +302,7 @@ def _half_turn(x: Tensor) -> Tensor:
 
 
 def _errors(case: _Case, inputs: list[Tensor], device: torch.device) -> Iterator[float]:
-    """The relative error of each output and gradient; the reference computes in fp64 on the CPU."""
+    """Return the relative error of each output and gradient. The reference computes in fp64 on the CPU."""
     exact_inputs = [x.double().requires_grad_() for x in inputs]
     given = [x.to(device).requires_grad_() for x in inputs]
     exact, found = _as_tuple(case.reference(*exact_inputs)), _as_tuple(case.kernel(*given))

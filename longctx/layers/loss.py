@@ -23,11 +23,11 @@ from longctx.regions import region
 from longctx.sequence.host_tensors import host_empty
 
 TILE_BYTES = 2**28
-"""Bound of one tile's logits in fp32; at least one token's. Twice to three times as much is held for it in all."""
+"""Bytes of one tile's logits in fp32, for at least one token. A tile needs two to three times as much in all."""
 
 
 class TokenOutputs(NamedTuple):
-    """What becomes of each of this rank's tokens: [1, S] each, fp32 or wider, 0 where nothing is learnt.
+    """The results of this rank's tokens: [1, S] each, fp32 or wider, 0 where a token has no target.
 
     Only the losses are differentiable.
     """
@@ -218,7 +218,7 @@ class _FusedHead(torch.autograd.Function):
 
 
 def _is_one_number(x: Tensor) -> bool:
-    """Whether all elements are one in memory, as in the gradient of a sum."""
+    """Return whether all elements share one place in memory, as in the gradient of a sum."""
     return all(stride == 0 or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -231,7 +231,7 @@ def _sweep(
     wanted: Sequence[bool],
     grad_losses: Tensor | None = None,
 ) -> tuple[TokenOutputs, Gradients]:
-    """Outputs, and gradients for these upstream gradients [1, S], 1 where None."""
+    """Return the outputs, and the gradients for these upstream gradients [1, S], which are 1 if None."""
     wide = torch.promote_types(head.dtype, torch.float32)
     outputs = TokenOutputs(*(labels.new_zeros(labels.shape, dtype=dtype) for dtype in (wide, wide, wide, torch.bool)))
     grad_hidden = _zeros_beside(hidden, head, weight.device) if wanted[0] else None
@@ -297,7 +297,7 @@ def learnt_positions(shift_labels: Tensor) -> Tensor:
 
 
 def _scale(products: Tensor, scaling: LogitScaling) -> Tensor:
-    """Logits from the head's products [t, V], in their place."""
+    """Turn the head's products [t, V] into logits, in place."""
     if scaling.factor != 1:
         products.mul_(scaling.factor)
     if scaling.softcap:
@@ -318,7 +318,7 @@ def _measure(logits: Tensor, probabilities: Tensor, targets: Tensor, label_smoot
 
 
 def _differentiate(logits: Tensor, probabilities: Tensor, targets: Tensor, head: _Head) -> Tensor:
-    """Gradient of the losses with respect to the head's products [t, V], in place of the probabilities."""
+    """Turn the probabilities into the losses' gradient with respect to the head's products [t, V], in place."""
     grad, (factor, softcap) = probabilities, head.scaling
     grad.scatter_add_(-1, targets[:, None], grad.new_full((len(targets), 1), head.label_smoothing - 1))
     if head.label_smoothing:
@@ -357,7 +357,7 @@ def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
 
 
 def step_loss(losses: Tensor, num_label_tokens: int, world_size: int) -> Tensor:
-    """This rank's and micro-batch's share of the optimizer step's mean loss.
+    """Return the share of this rank and micro-batch in the optimizer step's mean loss.
 
     Engines average gradients over all ranks, so the share is scaled by `world_size`: averaged over ranks and summed
     over micro-batches it is the sum of all token losses over the number of label tokens in the step.

@@ -26,7 +26,7 @@ from longctx.layers.chunked.tiles import Autocast, ParameterGradients, ask_for_g
 
 
 def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
-    """Make every MLP of `model` work on tiles. Before FSDP2 or DeepSpeed wraps the model.
+    """Make every MLP of `model` work on tiles. Call this before FSDP2 or DeepSpeed wraps the model.
 
     Args:
         num_shards: tiles of each sequence; 0 for as many as make a tile as long as the model is wide.

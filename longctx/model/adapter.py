@@ -55,7 +55,7 @@ def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, e
 
 
 def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConfig, engine: str, use_cpu: bool) -> None:
-    """That 4-bit weights under an adapter (QLoRA) are those of one device.
+    """Check that 4-bit weights under an adapter (QLoRA) can be the same as on one device.
 
     Every rank has all of them: FSDP2 leaves them out of its shards, whose pieces bitsandbytes could not read.
 
@@ -114,7 +114,7 @@ def changes_base(settings: Mapping[str, Any]) -> bool:
 
 
 def add_adapter(model: PreTrainedModel, settings: Mapping[str, Any]) -> PreTrainedModel:
-    """The model with a new adapter, which alone is trained.
+    """Return the model with a new adapter, which alone is trained.
 
     Its random part is drawn from --seed on the CPU, so that it is the same on every rank, engine and device.
     """

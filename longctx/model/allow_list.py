@@ -120,7 +120,7 @@ class UnsupportedModelError(ValueError):
 
 
 def check_model(config: PretrainedConfig) -> None:
-    """Refuse every model that is not known to be exact.
+    """Refuse every model that is not known to be trained exactly.
 
     Raises:
         UnsupportedModelError: naming each reason with its value in the config, and the remedy.
@@ -137,7 +137,7 @@ def num_heads(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def has_windows(config: PretrainedConfig) -> bool:
-    """Whether any layer has a sliding window."""
+    """Return whether any layer has a sliding window."""
     text = config.get_text_config()
     if types := getattr(text, "layer_types", None):
         return "sliding_attention" in types
@@ -233,7 +233,7 @@ def _rope(config: PretrainedConfig) -> Iterator[str]:
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Size D of every attention head."""
+    """Return the size D of every attention head."""
     text = config.get_text_config()
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 

@@ -33,7 +33,7 @@ def model_card(
     has_config: bool,
     training: Mapping[str, Any],
 ) -> str:
-    """Markdown with the hub's metadata on top.
+    """Return Markdown with the hub's metadata on top.
 
     Args:
         repository: on the hub, with its owner.

@@ -145,7 +145,7 @@ def check_own_code(name: str, values: Mapping[str, Any]) -> None:
 
 
 def try_config(name: str, values: Mapping[str, Any]) -> None:
-    """Make the configuration in a process of its own, whose end costs nothing.
+    """Make the configuration in a process of its own, which can fail without harm.
 
     Any other error than a bound that is exceeded is left to who makes it in this process.
 

@@ -295,7 +295,7 @@ def count_parameters(model: torch.nn.Module) -> int:
 
 
 def count_trained_parameters(model: torch.nn.Module) -> int:
-    """Those that are not frozen."""
+    """Count the parameters that are not frozen."""
     return sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 

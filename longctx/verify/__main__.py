@@ -25,7 +25,7 @@ MODULE = "longctx.verify"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Verify one run; returns the exit code."""
+    """Verify one run and return the exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
     own, others = _parser().parse_known_args(arguments)
@@ -111,7 +111,7 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
 
 
 def _compare(run: Run, folder: str, *, for_scripts: bool) -> list[Check]:
-    """All ranks together; rank 0 prints what was found, and every rank returns it."""
+    """Compare on all ranks together. Rank 0 prints the result, and every rank returns it."""
     from longctx.ranks.agreement import broadcast_object
     from longctx.run import build_trainer, prepare
     from longctx.verify.machine import check_machine

@@ -1,4 +1,4 @@
-"""Is the machine as it should be: versions, devices, links, shared memory, kernels, settings; each with a remedy.
+"""Checks of the machine: versions, devices, links, shared memory, kernels and settings, each with a remedy.
 
 Advice: a slow link or an untested release makes no run inexact, so none of it decides about the exit code.
 """
@@ -30,7 +30,7 @@ SHARED_MEMORY_GIB = 1.0
 """NCCL and the workers of data loaders pass tensors through /dev/shm; containers have 64 MiB unless told."""
 
 MOST_PAIRED_RANKS = 16
-"""Links between all pairs are measured up to so many ranks: 120 pairs."""
+"""The most ranks for which the links between all pairs are measured: 120 pairs."""
 
 SLOW_LINK = 0.25
 """A pair is slow below this part of the median pair's speed."""
@@ -48,7 +48,7 @@ SLOWING_SETTINGS = {
 
 
 def check_machine(run: Run, device: torch.device) -> list[Finding]:
-    """Called by all ranks together; what rank 0's node shows, and links among all ranks."""
+    """Return what rank 0's node shows, and the links among all ranks. All ranks call this together."""
     return [
         *check_versions(),
         *_devices(run, device),
@@ -60,7 +60,7 @@ def check_machine(run: Run, device: torch.device) -> list[Finding]:
 
 
 def check_versions(distribution: str = "longctx") -> Iterator[Finding]:
-    """Every dependency against the range it is tested in, which the distribution itself states."""
+    """Compare every dependency with the range that it is tested in, which the distribution itself states."""
     try:
         stated = [Requirement(text) for text in requires(distribution) or []]
     except PackageNotFoundError:
@@ -84,7 +84,7 @@ def check_versions(distribution: str = "longctx") -> Iterator[Finding]:
 
 
 def _devices(run: Run, device: torch.device) -> Iterator[Finding]:
-    """What the ranks run on, and whether it is the same everywhere."""
+    """Return the devices of the ranks, and whether they are alike."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         own = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
@@ -112,7 +112,7 @@ def _devices(run: Run, device: torch.device) -> Iterator[Finding]:
 
 
 def check_shared_memory(folder: Path) -> Iterator[Finding]:
-    """Its size, where the system has it."""
+    """Return the size of /dev/shm, where the system has it."""
     if not folder.is_dir():
         return
     usage = shutil.disk_usage(folder)
@@ -127,7 +127,7 @@ def check_shared_memory(folder: Path) -> Iterator[Finding]:
 
 
 def _kernels(run: Run, device: torch.device) -> Iterator[Finding]:
-    """The attention kernel of the step that is compared, and the libraries that are installed."""
+    """Return the attention kernel of the step that is compared, and the libraries that are installed."""
     is_half = run.settings["bf16"] or run.settings["dtype"] == "bfloat16"
     dtype = torch.bfloat16 if is_half else torch.float32
     kernel = kernel_of(run.model_config, device, dtype)
@@ -152,7 +152,7 @@ def _kernels(run: Run, device: torch.device) -> Iterator[Finding]:
 
 
 def check_settings(env: Mapping[str, str], device: torch.device) -> Iterator[Finding]:
-    """Variables of the environment and files that act unasked."""
+    """Return environment variables and files that change a run without a flag."""
     found = False
     for name, effect in SLOWING_SETTINGS.items():
         if env.get(name, "0") not in ("", "0"):
@@ -181,7 +181,7 @@ def check_settings(env: Mapping[str, str], device: torch.device) -> Iterator[Fin
 
 
 def _links(device: torch.device) -> Iterator[Finding]:
-    """All-to-all and ring among all ranks at once, and every pair by itself. Called by all ranks together."""
+    """Measure all-to-all and ring among all ranks at once, and every pair by itself. All ranks call this together."""
     link = measure_link(None, device, num_bytes=MESSAGE_BYTES, repetitions=3)
     yield Finding(name="all-to-all", value=f"{link.exchange / 1e9:.2f} GB/s a rank", ok=True, remedy="")
     yield Finding(name="p2p, all ranks at once", value=f"{link.pass_on / 1e9:.2f} GB/s a rank", ok=True, remedy="")
@@ -190,7 +190,7 @@ def _links(device: torch.device) -> Iterator[Finding]:
 
 
 def measure_pairs(device: torch.device, *, repetitions: int = 3) -> dict[tuple[int, int], float]:
-    """Bytes a second that two ranks send each other at the same time, pair after pair. Called by all ranks together."""
+    """Measure the bytes a second that two ranks send each other, pair by pair. All ranks call this together."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sent = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
@@ -217,7 +217,7 @@ def measure_pairs(device: torch.device, *, repetitions: int = 3) -> dict[tuple[i
 
 
 def slow_pairs(speeds: Mapping[tuple[int, int], float]) -> Iterator[Finding]:
-    """The range of all pairs, and each that is far slower than most."""
+    """Return the range of all pairs, and each pair that is far slower than most."""
     median = statistics.median(speeds.values())
     slowest = min(speeds, key=lambda pair: speeds[pair])
     yield Finding(

@@ -1,4 +1,4 @@
-"""One optimizer step of the trainer on its engine, held against the same step on one device.
+"""One optimizer step of the trainer on its engine, compared with the same step on one device.
 
 Errors are looked for where they arise, in order of cause and effect, so that the first check that is off names the
 culprit: the cut, the isolation of documents, the shift of labels, the denominator of the loss, and then what follows.
@@ -58,7 +58,7 @@ class Reference:
 
 
 def check_parity(trainer: SequenceTrainer, sp: int) -> list[Check]:
-    """Train one step and say how it differs from one device. Called by all ranks together, before any other step.
+    """Train one step and compare it with one device. All ranks call this together, before any other step.
 
     Args:
         trainer: with data for one step; without clipping.
@@ -135,7 +135,7 @@ class _Step(TrainerCallback):
             self._compare_gradients(self.trainer.model)
 
     def _compare_gradients(self, model: torch.nn.Module) -> None:
-        """All ranks together: gradients are gathered one by one."""
+        """Compare the gradients, which are gathered one by one. All ranks call this together."""
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -147,7 +147,7 @@ class _Step(TrainerCallback):
 
 
 def _whole_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
-    """A parameter's gradient, put together from all ranks; None where it has none."""
+    """Return a parameter's gradient, gathered from all ranks, or None if it has none."""
     if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") or hasattr(parameter, "_z3_optimizer"):
         from deepspeed.utils import safe_get_full_grad
 
@@ -228,7 +228,7 @@ def _relative(actual: float, expected: float) -> float:
 
 
 def probe(model: torch.nn.Module, trainer: SequenceTrainer, sp: int, batches: Batches) -> list[Check]:
-    """Where errors would arise, on the first micro-batch. Called by all ranks together.
+    """Check each place where errors would arise, on the first micro-batch. All ranks call this together.
 
     Args:
         model: as the engine has it.
@@ -252,7 +252,7 @@ def probe(model: torch.nn.Module, trainer: SequenceTrainer, sp: int, batches: Ba
 
 @contextmanager
 def _recorded_attention(model: torch.nn.Module) -> Iterator[list[int]]:
-    """How many tokens each attention layer sees on this rank, linear ones too, call by call."""
+    """Record how many tokens each attention layer, linear or not, sees on this rank in each call."""
     lengths: list[int] = []
 
     def recorded(module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any):
@@ -273,7 +273,7 @@ def _recorded_attention(model: torch.nn.Module) -> Iterator[list[int]]:
 
 
 def _uncut(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the plan that was made with it, so that a batch can be changed."""
+    """Return the batch without the plan that was made with it, so that it can be changed."""
     return {name: value for name, value in batch.items() if name != "layout"}
 
 
@@ -332,7 +332,7 @@ def _check_isolation(
 
 
 def _check_labels(trainer: SequenceTrainer, shard: Any, documents: Sequence[tuple[Tensor, Tensor]]) -> Finding:
-    """Does each token have to predict the one that follows it in its document?"""
+    """Check that each token's target is the token that follows it in its document."""
     expected = torch.cat([F.pad(labels[1:], (0, 1), value=IGNORE_INDEX) for _, labels in documents])
     actual = trainer.sequence.unshard(shard.shift_labels, shard.layout).flatten().cpu()
     wrong = int((actual != expected).sum())

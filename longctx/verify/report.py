@@ -1,4 +1,4 @@
-"""What a verification found: rows for people, the same as JSON for scripts."""
+"""The result of a verification: a table for people, and the same as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def error_check(name: str, error: float, bound: float, detail: str) -> Check:
 
 
 def culprit(checks: Sequence[Check]) -> Check | None:
-    """The first check that is off: they are in order of cause and effect."""
+    """Return the first check that failed. They are in the order of cause and effect."""
     return next((check for check in checks if not check.ok), None)
 
 

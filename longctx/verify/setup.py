@@ -1,4 +1,4 @@
-"""What a verification works on: defaults for its flags, the model's first layers, rows that tell."""
+"""The set-up of a verification: defaults for its flags, the model's first layers, and rows that show errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CONSIDERED_ROWS = 500
 
 
 def with_defaults(flags: Flags, profile: LaunchProfile) -> Flags:
-    """The flags with what a verification needs filled in."""
+    """Return the flags, completed by what a verification needs."""
     wanted: dict[str, Any] = dict(DEFAULTS)
     if flags.datasets:
         del wanted["dataset_name"]
@@ -103,7 +103,7 @@ def check_engine(run: Run) -> Run:
 
 
 def few_layers(run: Run, num_layers: int | None) -> Run:
-    """The run on the model's first layers only.
+    """Return the run on the model's first layers only.
 
     Args:
         num_layers: how many; where None, all of a model with less than LARGE parameters, and of others two, or as
@@ -138,7 +138,7 @@ def _every_kind(text: PretrainedConfig) -> int:
 
 
 def with_tokenizer(run: Run) -> Run:
-    """The run with tiny's tokenizer and vocabulary, where a folder holds a config.json and little else."""
+    """Return the run with tiny's tokenizer and vocabulary, where a folder holds a config.json and little else."""
     folder = Path(run.settings["model_name_or_path"])
     if not _is_without_weights(folder) or any(folder.glob("tokenizer*")):
         return run
@@ -150,7 +150,7 @@ def with_tokenizer(run: Run) -> Run:
 
 
 def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:
-    """The weights, whole on rank 0 at least; random ones, the same on every rank, where the folder has none.
+    """Return the weights, whole on rank 0 at least; random ones, the same on every rank, where the folder has none.
 
     Args:
         run: as asked for, before `with_tokenizer`.
@@ -182,7 +182,7 @@ def _random_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def probe_rows(prepared: PreparedRun) -> PreparedRun:
-    """The run on rows for one step only: those that hold a long document and others beside it, as far as there are.
+    """Return the run on rows for one step: those that hold a long document and others beside it, if there are such.
 
     Raises:
         ValueError: if the data has fewer rows than a step takes.

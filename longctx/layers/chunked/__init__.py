@@ -1,4 +1,4 @@
-"""The sequence-chunked step: layers run over a few tokens at a time, and what waits lies in host memory.
+"""The sequence-chunked step: layers run over a few tokens at a time, and the other tokens wait in host memory.
 
 A layer's tokens depend on each other in attention alone. So a layer is run chunk by chunk up to its attention, whose
 queries, keys and values go to the host; attention is computed there block against block; then the layer is run again,

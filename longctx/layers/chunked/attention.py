@@ -20,7 +20,7 @@ from longctx.sequence.host_tensors import host_empty
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Queries, and the keys that they see a part at a time."""
+    """A block of queries, and the parts of the keys that they see."""
 
     queries: slice
     parts: list[tuple[slice, Entries]]
@@ -60,7 +60,7 @@ class HostAttention:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """In the order of the row."""
+        """Return the blocks in the order of the row."""
         total = int(self.cu_seqlens[-1])
         return [self._block(start, min(start + self.block, total)) for start in range(0, total, self.block)]
 
@@ -85,7 +85,7 @@ class HostAttention:
         return Entries(queries, keys, causal=True, window=self.window)
 
     def forward(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """out [S, H, D] and lse [S, H], fp32 or wider, in host memory.
+        """Return out [S, H, D] and lse [S, H], fp32 or wider, in host memory.
 
         Args:
             sinks: [H] on the device.
@@ -112,7 +112,7 @@ class HostAttention:
     def backward(
         self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None
     ) -> Tensor | None:
-        """The gradients of `q` and `kv`, which take their places in memory; returns that of the sinks, [H].
+        """Put the gradients of `q` and `kv` in their places in memory; return the gradient of the sinks, [H].
 
         Blocks go from the last to the first: with a block done nobody needs its queries, keys and values any more, and
         nobody adds to their gradients.
@@ -140,7 +140,7 @@ class HostAttention:
         return grad_sinks
 
     def _keys(self, kv: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-        """k and v [1, K, N, D] of a token range, on the device."""
+        """Return k and v [1, K, N, D] of a token range, on the device."""
         k, v = to_device(kv[keys], self.device).split(self.num_key_value_heads, dim=1)
         return _heads_first(k), _heads_first(v)
 

@@ -31,14 +31,14 @@ from longctx.ulysses.exchange import all_to_all, key_value_copies
 
 
 class LazyTokens:
-    """What a layer is given for each token, made for a chunk when it is asked for: RoPE's cosines and sines."""
+    """A layer's inputs for each token, made for a chunk on demand: RoPE's cosines and sines."""
 
     def __init__(self, make: Callable[[slice], Any]):
         self.make = make
 
 
 class Projection(NamedTuple):
-    """What a layer hands to its attention, for one chunk."""
+    """The inputs of a layer's attention, for one chunk."""
 
     qkv: Tensor
     """[P, c, n, D]: heads by the rank that attends with them."""
@@ -47,7 +47,7 @@ class Projection(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """The same for all tokens of the row, in host memory."""
+    """The inputs of a layer's attention for all tokens of the row, in host memory."""
 
     q: Tensor
     """[S, H/P, D], of this rank's heads."""
@@ -57,7 +57,7 @@ class Projected(NamedTuple):
 
 
 class _Leave(Exception):
-    """Leaves the layer with what it called its attention with."""
+    """Leaves the layer, and carries the arguments with which it called its attention."""
 
 
 class _AtAttention:
@@ -118,7 +118,7 @@ class ChunkedLayer:
     def backward(
         self, hidden: Tensor, grad_result: Tensor, parameters: tuple[Tensor, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Gradients of `hidden`, in host memory, and of the parameters."""
+        """Return the gradients of `hidden`, in host memory, and of the parameters."""
         with self.autocast.again():
             projected = self._project_all(hidden)
         out, lse = self._kept or self._attend(projected)
@@ -183,7 +183,7 @@ class ChunkedLayer:
         )
 
     def _project(self, x: Tensor, at: slice) -> Projection:
-        """The layer up to its attention, for one chunk."""
+        """Run the layer up to its attention, for one chunk."""
 
         def leave(q, k, v, window, scale, sinks):
             raise _Leave(self._split_heads(q, k, v, window, scale, sinks))
@@ -198,7 +198,7 @@ class ChunkedLayer:
         )
 
     def _finish(self, x: Tensor, attention: Tensor, at: slice) -> Tensor:
-        """The whole layer for one chunk, its attention being known: [1, H, c, D]."""
+        """Run the whole layer for one chunk, with the output of its attention given: [1, H, c, D]."""
         out = self._call(x, at, lambda *_: attention)
         if not isinstance(out, Tensor) or out.shape[:2] != x.shape[:2]:
             raise ValueError(
@@ -212,7 +212,7 @@ class ChunkedLayer:
         return self.run(x, **keywords, sequence=_AtAttention(x.shape[1], answer))
 
     def _split_heads(self, q, k, v, window, scale, sinks) -> Projection:
-        """q [1, H, c, D], k and v [1, K, c, D] by the rank that attends with each head."""
+        """Split q [1, H, c, D], k and v [1, K, c, D] by the rank that attends with each head."""
         copies = key_value_copies(q.shape[1], k.shape[1], self.world_size)
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
@@ -274,7 +274,7 @@ PER_TOKEN = ("position_ids", "cache_position")
 
 
 def _chunk_of(value: Any, at: slice, name: str) -> Any:
-    """What the layer's keyword is for a chunk."""
+    """Return the part of the layer's keyword that belongs to a chunk."""
     if isinstance(value, LazyTokens):
         return value.make(at)
     if isinstance(value, Tensor):

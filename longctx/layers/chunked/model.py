@@ -1,4 +1,4 @@
-"""Put the sequence-chunked step into a model: its layers, and what comes before and after them."""
+"""Install the sequence-chunked step in a model: in its layers, and in the modules before and after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function of every token by itself, a few tokens at a time; what goes in and comes out lies in host memory."""
+"""Functions of single tokens, run for a few tokens at a time, whose inputs and outputs lie in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.sequence.host_tensors import host_empty
 
 
 def chunks_of(length: int, size: int) -> list[slice]:
-    """0..length in slices of `size`, the last one maybe shorter."""
+    """Return 0..length in slices of `size`, of which the last one may be shorter."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
@@ -29,7 +29,7 @@ class ParameterGradients:
         self.sums: list[Tensor | None] = [None] * len(parameters)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """What one chunk gives each of the parameters, None where it does not use it."""
+        """Add the gradients of one chunk, None for a parameter that it does not use."""
         for i, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
             if grad is None:
                 continue
@@ -40,13 +40,13 @@ class ParameterGradients:
                 total += grad
 
     def result(self) -> list[Tensor | None]:
-        """In the parameters' dtypes."""
+        """Return the sums in the parameters' dtypes."""
         pairs = zip(self.sums, self.parameters, strict=True)
         return [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
 
 
 class Autocast:
-    """The autocast state at hand, to be entered again in a backward pass, which has none."""
+    """The current autocast state, to be entered again in a backward pass, which has none."""
 
     def __init__(self, device: torch.device):
         self.device_type = device.type
@@ -54,23 +54,23 @@ class Autocast:
         self.enabled = torch.is_autocast_enabled(device.type)
 
     def again(self) -> torch.autocast:
-        """The context that was there."""
+        """Return a context with the state that was captured."""
         return torch.autocast(self.device_type, self.dtype, self.enabled)
 
     @contextmanager
     def with_grad(self) -> Iterator[None]:
-        """The same, to differentiate what is computed in it."""
+        """Return the same context with gradients enabled."""
         with torch.enable_grad(), self.again():
             yield
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
-    """The module's parameters that are not frozen."""
+    """Return the module's parameters that are not frozen."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def ask_for_gradient(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Have a gradient computed of the part's first input, behind frozen embeddings too; a forward pre-hook.
+    """Make the part's first input require a gradient, behind frozen embeddings, too. This is a forward pre-hook.
 
     ZeRO-3 reduces the gradients of a leaf module when that of its input is there. Without one it would reduce them
     before they are computed, as zeros.
@@ -87,7 +87,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(host: Tensor, values: Tensor) -> None:
-    """Write a part of a host tensor; what comes next on the device's stream sees it, the CPU after `settle`."""
+    """Write a part of a host tensor. Later work on the device's stream sees it, and the CPU does after `settle`."""
     _check_copy(host)
     host.copy_(values, non_blocking=True)
 
@@ -97,7 +97,7 @@ def _check_copy(host: Tensor) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until copies to the host are there: what follows may read them on the CPU."""
+    """Wait for copies to the host, so that the CPU may read them."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
