@@ -140,7 +140,7 @@ class ChatEncoder(Encoder):
 
 
 def _check_tools(chat: list[dict[str, Any]], tools: Any, text: str, index: int) -> None:
-    """Refuse a template without a place for tool calls, which would be left out of what is learnt."""
+    """Refuse a template without a place for tool calls, which a model would not learn then."""
     calls = [call for message in chat for call in message.get("tool_calls") or ()]
     if left_out := [name for name in map(_function_name, calls) if name not in text]:
         raise DataError(
@@ -159,7 +159,7 @@ def _function_name(tool: Any) -> str:
 def training_template(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None, assistant_only: bool
 ) -> str | None:
-    """Template to render with, None for the tokenizer's own; with generation markers where needed."""
+    """Return the template to render with, with generation markers if needed; None for the tokenizer's own."""
     template = chat_template or tokenizer.chat_template
     if not template:
         raise DataError(

@@ -26,7 +26,7 @@ def is_list_type(type_: pa.DataType) -> bool:
 
 
 def is_token_type(type_: pa.DataType) -> bool:
-    """Whether a column of this type can hold one number (or boolean) for every token."""
+    """Return whether a column of this type can hold one number (or boolean) for every token."""
     if not is_list_type(type_):
         return False
     value = type_.value_type
@@ -67,7 +67,7 @@ class TokenColumn:
         return int(self._first_rows[-1])
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row of the table, int64 [n_rows]."""
+        """Return the tokens of each row of the table, int64 [n_rows]."""
         parts = [np.diff(offsets).astype(np.int64, copy=False) for offsets in self._offsets]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
@@ -109,7 +109,7 @@ def _first_true(values: pa.BooleanArray) -> int:
 
 
 def _list_offsets(chunk: pa.Array) -> NDArray[np.integer]:
-    """Where each list starts in `chunk.values`, [rows + 1]; in a slice these do not begin at 0."""
+    """Return where each list starts in `chunk.values`, [rows + 1]; in a slice these do not begin at 0."""
     if pa.types.is_fixed_size_list(chunk.type):
         return (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
     return chunk.offsets.to_numpy()
@@ -127,7 +127,7 @@ def _values_view(values: pa.Array) -> NDArray[Any] | pa.Array:
 
 
 def arrow_table(source: Any) -> tuple[pa.Table, NDArray[np.integer] | None]:
-    """The Arrow table behind a datasets.Dataset or a table, and the rows it selects (None: all, in order)."""
+    """Return the Arrow table behind a datasets.Dataset or a table, and the rows it selects (None: all, in order)."""
     if isinstance(source, pa.Table):
         return source, None
     data = getattr(source, "data", None)
@@ -143,7 +143,7 @@ def arrow_table(source: Any) -> tuple[pa.Table, NDArray[np.integer] | None]:
 
 
 def token_columns(table: pa.Table, names: list[str] | None = None) -> dict[str, TokenColumn]:
-    """Every per-token column of a table, or those in `names`; the first is `input_ids` where there is one.
+    """Return every per-token column of a table, or those in `names`; the first is `input_ids` where there is one.
 
     Raises:
         DataError: no list column of numbers; a name that is not one; a table of packs; nulls.
@@ -171,7 +171,7 @@ def token_columns(table: pa.Table, names: list[str] | None = None) -> dict[str, 
 
 
 def document_lengths(source: Any, columns: list[str] | None = None) -> NDArray[np.int64]:
-    """Tokens of each document, int64 [n_documents], read from the Arrow offsets alone.
+    """Return the tokens of each document, int64 [n_documents], read from the Arrow offsets alone.
 
     Args:
         source: the documents, a datasets.Dataset or pyarrow.Table; `input_ids` (or else its first list column
@@ -186,7 +186,7 @@ def document_lengths(source: Any, columns: list[str] | None = None) -> NDArray[n
 
 
 def agreed_lengths(columns: dict[str, TokenColumn], rows: NDArray[np.integer] | None) -> NDArray[np.int64]:
-    """Tokens of each selected document, int64 [n_documents], after checking that every column agrees on them.
+    """Return the tokens of each selected document, int64 [n_documents], and check that every column agrees on them.
 
     Raises:
         DataError: a column of another length than the first, with its name and the document.

@@ -40,14 +40,14 @@ class Encoder:
     masked: bool
     """Whether the documents have labels."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """None where the tokens come ready made."""
+    """None if the records hold tokens already."""
     vocab_size: int | None = None
     runs = "tokenizer"
-    """What `encode` runs that may be anybody's, for error messages."""
+    """The code of unknown origin that `encode` runs, for error messages."""
     _process: Confined | None = None
 
     def options(self) -> dict[str, Any]:
-        """What the result depends on, besides the records and the tokenizer."""
+        """The options that the result depends on, besides the records and the tokenizer."""
         plain = (str, int, bool, type(None), list)
         return {name: value for name, value in vars(self).items() if isinstance(value, plain)}
 
@@ -72,7 +72,7 @@ class Encoder:
         return pa.table(columns)
 
     def _encode_confined(self, batch: Mapping[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
-        """The result of `encode`, made in another process, about a million characters at a time."""
+        """Return the result of `encode`, made in another process, about a million characters at a time."""
         input_ids: list[np.ndarray] = []
         labels: list[np.ndarray] = []
         columns = {name: list(batch[name]) for name in batch}
@@ -87,7 +87,7 @@ class Encoder:
     def _encode_part(
         self, batch: dict[str, list[Any]], indices: Sequence[int], sizes: list[int]
     ) -> tuple[list, list | None]:
-        """Where it fails with several records, each is tried alone: the one that fails then is named.
+        """Encode some records. If that fails, try each one alone and name the one that fails.
 
         Args:
             sizes: Characters of each record.
@@ -110,7 +110,7 @@ class Encoder:
         return [ids for part, _ in parts for ids in part], [ids for _, part in parts for ids in part or ()]
 
     def start(self) -> Confined:
-        """Start the process that encodes, where it does not run yet.
+        """Start the process that encodes, unless it runs already.
 
         A fork keeps a copy of every page that this process writes to later, so it is best made before weights are read.
         """
@@ -125,7 +125,7 @@ class Encoder:
             del self._process
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the process, which belongs to the one that started it."""
+        """Leave out the process, which belongs to the process that started it."""
         return {name: value for name, value in vars(self).items() if name != "_process"}
 
 
@@ -164,7 +164,7 @@ class TextEncoder(Encoder):
 
 
 class PretokenizedEncoder(Encoder):
-    """Token ids that come ready made, with labels or masks of the same length."""
+    """Records of token ids, with labels or masks of the same length."""
 
     def __init__(self, columns: list[str], completion_only: bool | None, assistant_only: bool) -> None:
         given = "labels" in columns
@@ -223,7 +223,7 @@ class PretokenizedEncoder(Encoder):
 
 
 def _check_whole(values: Mapping[str, np.ndarray], index: int) -> None:
-    """Refuse rows of padding or of several documents, which a mask or positions tell of."""
+    """Refuse rows of padding or of several documents, which a mask or positions show."""
     if not values.get("attention_mask", np.ones(1)).all():
         raise DataError(
             f"{name_record(index)}: 'attention_mask' leaves tokens out, such as padding, and longctx would train on "

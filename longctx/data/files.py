@@ -27,16 +27,16 @@ _CONTINUATION = b"\xff\xff\xff\xff"
 _END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
 
 _PART_BYTES = 1 << 30
-"""Files of so many bytes are read into the cache at a time: what an interruption costs."""
+"""Bytes of files that are read into the cache at a time, which an interruption loses."""
 
 
 @dataclass(frozen=True)
 class Loader:
-    """What reads one split, and knows where each of its records stands."""
+    """Reads one split, and knows the place of each record."""
 
     load: Callable[[], Dataset]
     stream: Callable[[], IterableDataset]
-    """The same records, read when they are asked for."""
+    """The same records, read on demand."""
     places: Callable[[], Iterator[str]]
     """File and line (or number) of every record, in order; for error messages."""
 
@@ -58,7 +58,7 @@ FORMATS_HELP = (
 
 
 def files_loader(files: Sequence[Path], text_field: str) -> Loader:
-    """Loader of files that must all be of one format."""
+    """Return the loader of files that must all have one format."""
     for file in files:
         if not file.is_file():  # a pipe or a device may have no end
             raise DataError(f"{file}: no regular file. Expected {FORMATS_HELP}.")
@@ -202,7 +202,7 @@ def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> I
 
 
 def unlike_files(where: str, cause: BaseException) -> DataError:
-    """What one file holds and the first one's columns do not fit."""
+    """Return the error for a file whose contents do not fit the first file's columns."""
     return DataError(
         f"{where}: not readable as one data set ({cause}). "
         "Check that the files are whole and have the same columns and types."
@@ -233,7 +233,7 @@ def _arrow_places(files: Sequence[Path], format_name: str) -> Iterator[str]:
 
 
 def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, int]:
-    """Schema of a parquet or Arrow file, and its rows."""
+    """Return the schema of a parquet or Arrow file, and its number of rows."""
     try:
         if format_name == "parquet":
             metadata = pq.read_metadata(file)

@@ -28,7 +28,7 @@ _MOST_DOCUMENTS = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """What a mixture has of one data set."""
+    """The part of one data set in a mixture."""
 
     name: str
     documents: int
@@ -46,7 +46,7 @@ class SourceReport:
 
     @property
     def epochs(self) -> float | None:
-        """Times that the data set is read."""
+        """How many times the data set is read."""
         return self.documents / self.documents_there if self.documents_there else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class MixedStream:
         self._counted = 0  # documents of the next iteration that were counted before
 
     def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
-        """As of a DocumentStream.
+        """Yield documents like a DocumentStream.
 
         Raises:
             DataError: as of a DocumentStream.
@@ -212,7 +212,7 @@ class MixedStream:
         return self.starting_at(0)
 
     def starting_at(self, document: int) -> Iterator[dict[str, NDArray[np.int32]]]:
-        """The same without the documents before this one, which are drawn and not read."""
+        """Return the same stream from this document on. Earlier ones are drawn and not read."""
         counted, self._counted = self._counted, 0
         places = [0] * len(self.sources)  # of each source, its next document
         ended = [False] * len(self.sources)
@@ -259,7 +259,7 @@ class MixedStream:
             yield from random.choice(len(self.sources), size=_DRAWN_AT_A_TIME, p=shares).tolist()
 
     def position(self) -> dict[str, Any]:
-        """What was read so far, over all iterations, as plain values for `go_on_from`."""
+        """Return what was read so far, over all iterations, as plain values for `go_on_from`."""
         return {
             "there": list(self._there),
             "documents": list(self._documents),
@@ -268,13 +268,13 @@ class MixedStream:
         }
 
     def go_on_from(self, position: Mapping[str, Any], document: int) -> None:
-        """Count from there on, where the next iteration comes to this document."""
+        """Continue the counts of a `position` once the next iteration reaches this document."""
         self._there, self._documents = list(position["there"]), list(position["documents"])
         self._distinct, self._tokens = list(position["distinct"]), list(position["tokens"])
         self._counted = document
 
     def reports(self, position: Mapping[str, Any]) -> tuple[SourceReport, ...]:
-        """What was read of each data set until a `position`."""
+        """Return what was read of each data set up to a `position`."""
         return source_reports(self.mixture, **position)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What was asked for, of data sets by name."""
+    """The requested mixture of data sets, by name."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -40,7 +40,7 @@ class Mixture:
         )
 
     def shares(self) -> tuple[float, ...] | None:
-        """Of each in the documents, in sum 1; None where none was asked for."""
+        """Return the share of each data set in the documents, 1 in sum; None if none was given."""
         asked = self.weights or self.fractions
         return tuple(share / sum(asked) for share in asked) if asked else None
 
@@ -56,5 +56,5 @@ def _name(source: Any) -> str:
 
 
 def name_data(settings: Mapping[str, Any]) -> str:
-    """The data set, or the mixture."""
+    """Return the name of the data set, or of the mixture."""
     return str(Mixture.of_settings(settings)) if settings["datasets"] else str(settings["dataset_name"])

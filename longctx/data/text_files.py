@@ -17,7 +17,7 @@ _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 
 class TextFiles:
-    """One record per file, in the order given."""
+    """Text files as records, one per file, in the order given."""
 
     def __init__(self, files: Sequence[Path], text_field: str) -> None:
         self.files = list(files)
@@ -34,7 +34,7 @@ class TextFiles:
 
 
 def _read_text(path: Path) -> str:
-    """A text file as it is on disk (line ends kept); a UTF-8 byte order mark is taken off."""
+    """Return the text of a file with its line ends, without a UTF-8 byte order mark."""
     try:
         with path.open("rb") as file:
             data = file.read(RECORD_BYTES + 1)

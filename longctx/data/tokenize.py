@@ -31,7 +31,7 @@ from longctx.data.records import Records
 
 _BATCH_BYTES = 8 << 20
 _PART_BYTES = 128 << 20
-"""Records of so many bytes are tokenised and cached at a time (times `num_proc`): what an interruption costs."""
+"""Bytes of records (times `num_proc`) that are tokenised and cached at a time, which an interruption loses."""
 
 
 def tokenize_records(
@@ -182,7 +182,7 @@ def _encode(dataset: Dataset, encoder: Encoder, num_proc: int | None) -> Dataset
 
 
 def _undecodable(dataset: Dataset) -> str:
-    """The first record that does not decode, once one is known to."""
+    """Return the name of the first record that does not decode, once there is known to be one."""
     for index in range(len(dataset)):
         try:
             dataset[index]
@@ -228,13 +228,13 @@ def _cache_file(dataset: Dataset, key: str) -> str | None:
 
 
 def _records_of(num_bytes: int, dataset: Dataset, *, limit: int) -> int:
-    """How many records have so many bytes on average, from 1 to `limit`, since documents may be megabytes long."""
+    """Return how many records have so many bytes on average, from 1 to `limit`: documents may be megabytes long."""
     mean_bytes = max(1, dataset.data.nbytes // max(1, dataset.data.num_rows))
     return int(np.clip(num_bytes // mean_bytes, 1, limit))
 
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
-"""What tokens depend on besides the tokenizer's files: another release may split or render text otherwise."""
+"""Packages that tokens depend on besides the tokenizer's files: a release may split or render text differently."""
 
 
 def _fingerprint(dataset: Dataset, encoder: Encoder) -> str:
@@ -265,7 +265,7 @@ def _check_targets(dataset: Dataset) -> None:
 
 
 def holds_target(documents: pa.Table) -> bool:
-    """Whether any token is a target, besides the documents' first ones, which nothing predicts."""
+    """Return whether any token is a target, besides the documents' first ones, which nothing predicts."""
     if "labels" not in documents.column_names:
         return bool(document_lengths(documents).max(initial=0) > 1)
     lists = one_chunk(documents["labels"])

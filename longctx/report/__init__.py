@@ -1,1 +1,1 @@
-"""What a run says of itself: the page, pictures, and what to add when memory was too little."""
+"""The report of a run: its page, pictures, and advice when memory was too little."""

@@ -19,13 +19,13 @@ PART_NAMES = {
 }
 PART_LOOKS = dict(zip(PARTS, ("c3", "c0", "c1", "c4", "c5"), strict=True))
 MOST_ROWS = 40
-"""Of the table of numbers."""
+"""The most rows of the table of numbers."""
 MOST_RANKS = 64
-"""With a line or bar of their own."""
+"""The most ranks with a line or bar of their own."""
 
 
 def key_numbers(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The numbers that are asked for first."""
+    """Return the numbers that people ask for first."""
     evaluated = [("last evaluation", f"{entry['eval_loss']:.4g}") for entry in history if "eval_loss" in entry][-1:]
     if not steps:
         return [("steps logged", "0"), *evaluated]
@@ -78,7 +78,7 @@ _NOTES = {
 
 
 def _memory(steps: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each rank; of many, the fullest stands out."""
+    """Draw a line for each rank. Of many ranks, the fullest stands out."""
     known = [entry for entry in steps if "memory" in entry]
     kind = "allocated" if any("allocated" in entry["memory"] for entry in known) else "host"
     known = [entry for entry in known if kind in entry["memory"]]
@@ -105,7 +105,7 @@ def _of_rank(entries: Sequence[Mapping[str, Any]], kind: str, rank: int) -> list
 
 
 def _times(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where the time went, over the steps and by rank."""
+    """Draw where the time went, over the steps and by rank."""
     timed = _timed(steps)
     totals = [sum(map(sum, entry["seconds"].values())) for entry in timed]
     shares = {
@@ -142,7 +142,7 @@ _TIMES_NOTE = (
 
 
 def numbers_table(history: Sequence[Mapping[str, Any]]) -> str:
-    """The table, a row for each logged step; of a long run every so many of them."""
+    """Return the table with a row for each logged step, or for some of them in a long run."""
     steps: dict[int, dict[str, Any]] = {}
     for entry in history:
         if "loss" in entry or "eval_loss" in entry:

@@ -1,4 +1,4 @@
-"""The planner's pictures: longest rows, seconds of a step, and the memory of what is recommended."""
+"""The planner's pictures: the longest sequences, the seconds of a step, and the memory of the recommended set-up."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from longctx.report.pictures import (
 )
 
 Table = Mapping[Candidate, Sequence[Outlook]]
-"""Each candidate at the same lengths."""
+"""The outlooks of each candidate, at the same lengths."""
 
 
 def draw_lengths_and_seconds(
     folder: Path, table: Table, *, devices: Callable[[Candidate], int], title: str, note: str
 ) -> None:
-    """max_length.png and seconds_per_step.png: of each backend on so many devices, its best presets and splits.
+    """Draw max_length.png and seconds_per_step.png: of each backend on so many devices, its best presets and splits.
 
     Args:
         devices: those of a candidate, by which the pictures are divided.
@@ -42,7 +42,7 @@ def draw_lengths_and_seconds(
 
 
 def draw_memory(path: Path, outlook: Outlook, machine: Machine, *, title: str, note: str) -> None:
-    """What a device holds at its peak, and a node's host memory, against what there is."""
+    """Draw what a device holds at its peak, and a node's host memory, against what there is."""
     stacks = [Stack("a device", outlook.memory.device, machine.device_bytes)]
     if outlook.memory.host:
         stacks.append(Stack("host memory of a node", outlook.memory.host, machine.host_bytes))

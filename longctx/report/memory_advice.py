@@ -1,4 +1,4 @@
-"""What a run says of its memory: how far it could have gone, and when it was too little, what to add."""
+"""The report on a run's memory: how long its sequences could have been, and what helps if it was too little."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LEVERS: Mapping[str, Mapping[str, Any]] = {
     "--communication_data_type bf16": {"communication_data_type": "bf16"},
     "--per_device_train_batch_size 1": {"per_device_train_batch_size": 1},
 }
-"""Flags that save memory, and what they set."""
+"""Flags that save memory, with what they set."""
 
 
 def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.nn.Module) -> list[str]:
-    """Peaks of the ranks and, on the last line, how long the same settings let a run go.
+    """Describe the peaks of the ranks and, on the last line, how long sequences can be with the same settings.
 
     Args:
         longest_row: tokens of the longest micro-batch, padding included.
@@ -53,7 +53,7 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
 
 @contextmanager
 def out_of_memory_explained(run: Run) -> Iterator[None]:
-    """Let an error that says that memory is used up end with what would have helped, on the first rank to have one.
+    """Complete an error about exhausted memory by what would have helped, on the first rank that raises one.
 
     Enter it before weights are read.
     """
@@ -88,7 +88,7 @@ def _setup(run: Run) -> MemorySetup:
 
 
 def _levers(run: Run, setup: MemorySetup) -> dict[str, MemorySetup]:
-    """Every flag that can be added to this run, alone, with what becomes of it."""
+    """Return every flag that can be added to this run, with the run that it makes."""
     found: dict[str, MemorySetup] = {}
     for flags, values in LEVERS.items():
         with suppress(ValueError):  # there is no place for it in this run
@@ -97,7 +97,7 @@ def _levers(run: Run, setup: MemorySetup) -> dict[str, MemorySetup]:
 
 
 def _with(run: Run, values: Mapping[str, Any]) -> Run:
-    """The run with some flags set besides.
+    """Return the run with these flags set, too.
 
     Raises:
         ValueError: where they would be refused.

@@ -30,7 +30,7 @@ from longctx.training.trainer import SequenceTrainer
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "run_report.html"
-"""In output_dir."""
+"""The name of the page, in output_dir."""
 
 SECRET_FLAGS = ("hub_token", "push_to_hub_token")
 _SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
@@ -38,12 +38,12 @@ _LOOKS_SECRET = re.compile(r"\bhf_\w{8,}|(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "REDACTED"
 
 PACKAGES = ("longctx", "torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets", "flash-attn")
-"""Whose versions are told, as far as they are installed."""
+"""Packages whose versions the page names, where they are installed."""
 
 
 @contextmanager
 def reported(run: Run, trainer: SequenceTrainer) -> Iterator[None]:
-    """Write the page at the end of what runs in here, also when it fails; rank 0 does."""
+    """A context at whose end rank 0 writes the page, also after a failure."""
     try:
         yield
     except BaseException as error:
@@ -55,7 +55,7 @@ def reported(run: Run, trainer: SequenceTrainer) -> Iterator[None]:
 
 
 def _end(trainer: SequenceTrainer) -> tuple[str, bool]:
-    """How a run came to its end in order, and whether with all its steps."""
+    """Return how a run ended, and whether it took all of its steps."""
     state = trainer.state
     steps = f"step {state.global_step:,} of {state.max_steps:,}"
     if stopped_by := trainer.stop_on_signal.stopped_by:
@@ -89,7 +89,7 @@ def _write(run: Run, trainer: SequenceTrainer, ended: str, is_complete: bool) ->
 
 
 def launch_command() -> list[str]:
-    """What started this process: the launcher's command line where that names longctx, else its own."""
+    """Return what started this process: the launcher's command line if that names longctx, else its own."""
     own = psutil.Process()
     try:
         parent = own.parent()
@@ -115,29 +115,29 @@ def _versions(device: torch.device, world_size: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What the page says."""
+    """The contents of the page."""
 
     name: str
     ended: str
-    """How the run came to its end, a sentence."""
+    """A sentence on how the run ended."""
     is_complete: bool
-    """Whether it took all the steps that it was to take."""
+    """Whether it took all of its steps."""
     history: Sequence[Mapping[str, Any]]
     """trainer_state.json's log_history."""
     description: Sequence[str]
     """The resolved run as it is printed, `name   what`."""
     command: Sequence[str]
     given: Mapping[str, Any]
-    """Flags that somebody set, or that the preset did."""
+    """Flags that the user or the preset set."""
     settings: Mapping[str, Any]
     """All flags."""
     versions: Mapping[str, str]
     checkpoints: Sequence[str] = field(default=())
     written: str
-    """When."""
+    """The time of writing."""
 
     def write(self, folder: Path) -> Path:
-        """The page, whole or as it was before."""
+        """Write the page; a reader sees the whole page or the earlier one."""
         path = folder / REPORT_FILE
         partial = path.with_name(f".{REPORT_FILE}.{os.getpid()}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class RunReport:
         return path
 
     def html(self) -> str:
-        """The page, without any secret."""
+        """Return the page, without any secret."""
         steps = [entry for entry in self.history if "loss" in entry]
         packings = [entry["packing"] for entry in self.history if "packing" in entry]
         page = PAGE.format(
@@ -173,7 +173,7 @@ class RunReport:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """A command line, what stands for a token left out."""
+    """Return a command line without the values of tokens."""
     shown, hides = [], False
     for argument in arguments:
         name, equals, _ = argument.removeprefix("--").replace("-", "_").partition("=")
@@ -188,7 +188,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def _secrets(settings: Mapping[str, Any]) -> list[str]:
-    """Values that are to stand nowhere, the longest first."""
+    """Return the values that must not appear, the longest first."""
     values = [settings.get(name) for name in SECRET_FLAGS]
     values += [value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)]
     return sorted({value for value in values if isinstance(value, str) and len(value) >= 8}, key=len, reverse=True)

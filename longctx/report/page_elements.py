@@ -26,7 +26,7 @@ def figure(name: str, chart: str, legend: Sequence[Series] = (), note: str = "")
 
 
 def words(command: Sequence[str]) -> str:
-    """As a shell takes them; a line is broken between two of them, not in `--flag`."""
+    """Return words as a shell reads them. Lines break between words, and not within `--flag`."""
     return " ".join(f"<span>{escaped(shlex.quote(word))}</span>" for word in command)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of how long rows can be, how fast steps are and what takes the memory, as PNG files.
+"""Pictures of the longest sequences, the seconds of a step and the use of memory, as PNG files.
 
 Drawn by matplotlib, which is optional (`pip install "longctx[plots]"`), in colours that colour-blind people tell apart
 (Okabe and Ito), each backend always in the same one.
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 class Bar(NamedTuple):
-    """The longest row of a backend on some devices."""
+    """The longest sequence of a backend on some devices."""
 
     backend: str
     """One of BACKEND_LOOKS."""
@@ -32,28 +32,28 @@ class Bar(NamedTuple):
 
 
 class Point(NamedTuple):
-    """How long a step of a backend takes."""
+    """The seconds of a step of a backend."""
 
     backend: str
     """One of BACKEND_LOOKS."""
     devices: int
     length: int
-    """Tokens of a row."""
+    """Tokens of a sequence."""
     seconds: float | None
-    """None where the row does not fit."""
+    """None if the sequence does not fit."""
     low: float | None = None
     high: float | None = None
-    """Of the range around `seconds`, where it is known."""
+    """The range around `seconds`, if it is known."""
 
 
 class Stack(NamedTuple):
-    """What a memory holds."""
+    """The contents of one memory."""
 
     name: str
     sizes: Mapping[str, float]
-    """Category -> bytes."""
+    """Bytes by category."""
     limit: float
-    """Bytes that there are."""
+    """Bytes of the memory."""
 
 
 class _Look(NamedTuple):
@@ -69,15 +69,15 @@ BACKEND_LOOKS: Mapping[str, _Look] = {
     "TRL ring": _Look("#D55E00", "P", "--", "//"),
     "TRL ulysses": _Look("#0072B2", "X", "--", "//"),
 }
-"""In the order in which they stand beside each other."""
+"""Looks by backend, in the order from left to right."""
 
 FITS = 0.8
-"""Of a panel's height, where rows fit; what does not is above."""
+"""The part of a panel's height for sequences that fit. Those that do not are drawn above."""
 _CATEGORY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
 
 def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str = "") -> None:
-    """The longest rows as bars on a logarithmic axis, side by side for each number of devices.
+    """Draw the longest sequences as bars on a logarithmic axis, side by side for each number of devices.
 
     Raises:
         ValueError: without a bar, for a backend that has no colour, for two bars in one place, without matplotlib.
@@ -123,7 +123,7 @@ def max_length_picture(path: Path, bars: Sequence[Bar], *, title: str, note: str
 
 
 def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str, note: str = "") -> None:
-    """Seconds of a step over the length of a row, both logarithmic: a panel for each number of devices.
+    """Draw seconds of a step over the length of a sequence, both logarithmic: a panel for each number of devices.
 
     Rows that do not fit are crosses in a strip above.
 
@@ -164,7 +164,7 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
 
 
 def memory_picture(path: Path, stacks: Sequence[Stack], *, title: str, note: str = "") -> None:
-    """Memories as horizontal bars, each on its own scale: their categories one after the other, and what there is.
+    """Draw memories as horizontal bars, each on its own scale, with their categories and their size.
 
     Raises:
         ValueError: without anything in a memory, without matplotlib.

@@ -12,7 +12,7 @@ from longctx.launch.terminal import number
 WIDTH, HEIGHT = 420, 240
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 34
 MOST_POINTS = 400
-"""Of a line; a longer one keeps the least and the greatest of every stretch."""
+"""The most points of a line. A longer line keeps the least and the greatest value of every stretch."""
 
 
 class Series(NamedTuple):
@@ -33,7 +33,7 @@ def line_chart(
     high: float | None = None,
     tick: Callable[[float], str] | None = None,
 ) -> str:
-    """Values over steps.
+    """Draw values over steps.
 
     Args:
         low, high: the y axis reaches at least this far.
@@ -57,7 +57,7 @@ def line_chart(
 
 
 def area_chart(title: str, steps: Sequence[float], parts: Sequence[Series]) -> str:
-    """Shares that add up to 1 at every step, on top of each other; `points` of all parts are at these steps."""
+    """Draw shares that add up to 1 at every step, on top of each other; `points` of all parts are at these steps."""
     if not steps:
         return empty(title)
     x_axis = Axis.of(steps, LEFT, WIDTH - RIGHT, whole=True)
@@ -81,7 +81,7 @@ def area_chart(title: str, steps: Sequence[float], parts: Sequence[Series]) -> s
 
 
 def bar_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str) -> str:
-    """Bars of several parts, each (look, size), under each other."""
+    """Draw bars of several parts, each (look, size), under each other."""
     longest = max((sum(size for _, size in parts) for _, parts in rows), default=0.0)
     if not longest:
         return empty(title)
@@ -157,7 +157,7 @@ def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most about MOST_POINTS of them, so that every stretch keeps its least and greatest value."""
+    """Return at most about MOST_POINTS of them, so that every stretch keeps its least and greatest value."""
     if len(points) <= MOST_POINTS:
         return points
     size = -(-2 * len(points) // MOST_POINTS)
@@ -170,13 +170,13 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
 
 
 def svg(title: str, description: str, parts: Sequence[str], *, height: float = HEIGHT) -> str:
-    """One picture with what a screen reader says of it."""
+    """Return one picture, with the text that a screen reader reads."""
     about = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img">{about}{"".join(parts)}</svg>'
 
 
 def empty(title: str) -> str:
-    """Where there is nothing to draw."""
+    """Return the picture for a chart without data."""
     return svg(title, "not recorded", [_label(WIDTH / 2, HEIGHT / 2, "not recorded")])
 
 
@@ -191,7 +191,7 @@ def _line(line: Series, x_axis: Axis, y_axis: Axis) -> str:
 def _frame(
     x_axis: Axis, y_axis: Axis, tick: Callable[[float], str] | None, grid_above: Sequence[str] = ()
 ) -> list[str]:
-    """Grid, ticks and the name of the x axis; over what is drawn where that fills the frame."""
+    """Draw the grid, ticks and the name of the x axis, over the chart if that fills the frame."""
     write = tick or _tick_writer(y_axis)
     drawn = list(grid_above)
     for value in y_axis.ticks:
@@ -207,7 +207,7 @@ def _label(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
 
 
 def _tick_writer(axis: Axis) -> Callable[[float], str]:
-    """All ticks of an axis with as many digits as tell them apart."""
+    """Return a function that writes all ticks of an axis with as many digits as tell them apart."""
     top = max(abs(axis.ticks[0]), abs(axis.ticks[-1]))
     if top >= 1000 or (top and top < 1e-3):
         return number
