@@ -24,8 +24,7 @@ class SequenceTrainer(Trainer):
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self):
-        # One data-parallel rank is a group of SP processes, and all of them read the same documents. The loader does
-        # not go through accelerate, which would deal its batches out to single processes.
+        # The SP processes of a data-parallel rank read the same documents; accelerate would give each its own batches.
         dims, data = self.sequence.dims, self.train_dataset
         dp_rank = dims.dp_rank(self.args.process_index)
         sampler = DistributedSampler(data, dims.dp, dp_rank, shuffle=False, drop_last=True)

@@ -24,8 +24,7 @@ class SequenceTrainer(SFTTrainer):
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self):
-        # One data-parallel rank is a group of SP processes, and all of them read the same documents. The loader does
-        # not go through accelerate, which would deal its batches out to single processes.
+        # The SP processes of a data-parallel rank read the same documents; accelerate would give each its own batches.
         dims, data = self.sequence.dims, self.train_dataset
         dp_rank = dims.dp_rank(self.args.process_index)
         sampler = DistributedSampler(data, dims.dp, dp_rank, shuffle=False, drop_last=True)
@@ -66,16 +65,14 @@ def main():
         use_cpu=not torch.cuda.is_available(),
     )
     tokenizer = tiny_tokenizer()  # AutoTokenizer.from_pretrained(...)
-    model = tiny_model()  # AutoModelForCausalLM.from_pretrained(...)
-    model, sequence = longctx.parallelize(model, sp=SP, device=args.device)
+    model, sequence = longctx.parallelize(tiny_model(), sp=SP, device=args.device)  # or AutoModelForCausalLM's
     with args.main_process_first():
         documents = load_documents(tokenizer)
     collator = SequenceCollator(tokenizer.pad_token_id, sequence.dims.multiple, padding_free=True)
     trainer = SequenceTrainer(model, args, collator, documents, processing_class=tokenizer, sequence=sequence)
     trainer.train()
-    for entry in trainer.state.log_history[:-1]:
-        if trainer.is_world_process_zero():
-            print(f"step {entry['step']}: loss {entry['loss']:.7f}")
+    for entry in trainer.state.log_history[:-1] if trainer.is_world_process_zero() else ():
+        print(f"step {entry['step']}: loss {entry['loss']:.7f}")
 
 
 if __name__ == "__main__":
