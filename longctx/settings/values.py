@@ -35,11 +35,20 @@ DEMO = {
 }
 """The preset of a run without model and data set."""
 
-DEFAULTS = {"packing": True, "max_length": None}
-"""Defaults of other runs that differ from SFTConfig's; max_length None is the model's context length."""
+DEFAULTS = {
+    "packing": True,
+    "max_length": None,
+    "per_device_train_batch_size": 1,
+    "logging_steps": 1,
+}
+"""Defaults of other runs that differ from SFTConfig's. The max_length None stands for the model's context length. One
+packed sequence fills a device, and a step of such sequences can take minutes."""
 
 ADAPTER_DEFAULTS = {"lora_dropout": 0.0}
 """Defaults with --use_peft that differ from ModelConfig's: dropout is refused."""
+
+TRL_EVAL_STEPS = 10
+"""Steps between evaluations where no flag says: SFTConfig's logging_steps."""
 
 KERNEL_NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Accepted names, besides hub kernels. longctx chooses and prints its own kernel, which keeps packed documents apart
@@ -116,6 +125,10 @@ def _filled(flags: Flags) -> Values:
             "or neither for the demo preset."
         )
     preset = (DEFAULTS if named else DEMO) | (ADAPTER_DEFAULTS if flags.use_peft else {})
+    if flags.eval_strategy != "no":
+        preset = preset | {"per_device_eval_batch_size": 1}
+    if flags.eval_strategy == "steps" and "logging_steps" not in flags.explicit:  # from which eval_steps is taken
+        preset = preset | {"eval_steps": TRL_EVAL_STEPS}
     filled = {name: value for name, value in preset.items() if name not in flags.explicit}
     of = MappingProxyType({**flags.values, **filled})
     return Values(flags=flags, of=of, filled=frozenset(filled), is_demo=not named)

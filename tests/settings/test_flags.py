@@ -172,15 +172,27 @@ def test_a_run_of_ones_own_packs_up_to_the_models_context_and_says_so():
     assert not run.is_demo
     assert run.settings["max_length"] == run.model_config.max_position_embeddings
     assert run.settings["overlong"] == "raise"
-    assert run.changed == {"packing": True, "max_length": run.settings["max_length"]}
+    ours = {"packing": True, "max_length": run.settings["max_length"], "logging_steps": 1}
+    assert run.changed == ours | {"per_device_train_batch_size": 1}
     defaults = next(line for line in run.describe() if line.startswith("defaults"))
     assert f"--max_length {run.settings['max_length']} (TRL: 1024)" in defaults
     assert "--packing True (TRL: False)" in defaults
+    assert "--per_device_train_batch_size 1 (TRL: 8)" in defaults
+    assert "--logging_steps 1 (TRL: 10)" in defaults
+
+
+@pytest.mark.parametrize(("given", "eval_steps"), [("", 10), ("--eval_steps 4", 4), ("--logging_steps 3", None)])
+def test_evaluation_has_trls_interval_and_a_batch_of_one_sequence(given, eval_steps):
+    run = resolved(*OWN, "--eval_strategy", "steps", "--dataset_test_split", "train", *given.split())
+    assert (run.settings["eval_steps"], run.settings["per_device_eval_batch_size"]) == (eval_steps, 1)
+    arguments = run.training_arguments()
+    assert (arguments["eval_steps"] or arguments["logging_steps"]) == (eval_steps or 3)
 
 
 def test_what_is_set_is_kept():
-    run = resolved(*OWN, "--packing", "False", "--max_length", "64")
-    assert (run.settings["packing"], run.settings["max_length"], run.changed) == (False, 64, {})
+    given = {"packing": False, "max_length": 64, "per_device_train_batch_size": 2, "logging_steps": 5}
+    run = resolved(*OWN, *(word for name, value in given.items() for word in (f"--{name}", str(value))))
+    assert ({name: run.settings[name] for name in given}, run.changed) == (given, {})
 
 
 @pytest.mark.parametrize(
