@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
 
+AUTO = "auto"
+"""The value of --sp and --memory that stands for what the forecast chooses."""
+
 CHUNK_TOKENS = 8192
 """Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
 FEWEST_CHUNKS = 4

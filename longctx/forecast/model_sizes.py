@@ -46,10 +46,16 @@ class ModelSizes:
 
     @classmethod
     def of_config(cls, config: PretrainedConfig) -> ModelSizes:
-        """Return the sizes by a model on the meta device, which takes no memory and has all parameters."""
-        config = copy.deepcopy(config)
-        config.get_text_config().pad_token_id = None  # an embedding refuses one that it does not have
-        return cls.of_model(without_weights(config))
+        """Return the sizes by a model on the meta device, which takes no memory and has all parameters.
+
+        They are remembered, since a model is made in a process of its own first, and a run asks for them often.
+        """
+        key = (type(config), config.to_json_string(use_diff=False))
+        if key not in _KNOWN:
+            config = copy.deepcopy(config)
+            config.get_text_config().pad_token_id = None  # an embedding refuses one that it does not have
+            _KNOWN[key] = cls.of_model(without_weights(config))
+        return _KNOWN[key]
 
     @classmethod
     def of_model(cls, model: PreTrainedModel | nn.Module) -> ModelSizes:
@@ -77,6 +83,10 @@ class ModelSizes:
             head_size=head_size(config),
             has_qk_norm=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
         )
+
+
+_KNOWN: dict[tuple[type[PretrainedConfig], str], ModelSizes] = {}
+"""Sizes by the class and the text of the configuration."""
 
 
 def adapter_rows(model: ModelSizes) -> int:

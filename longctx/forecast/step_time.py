@@ -86,6 +86,18 @@ class Speeds:
             host_memory=table.value(device, "host_memory"),
         )
 
+    @classmethod
+    def of_device(cls, name: str, table: SpeedTable = SPEEDS) -> Speeds | None:
+        """Return the speeds of a GPU, with the first kernel that the table has for it; None for an unknown GPU.
+
+        Args:
+            name: the name that torch gives the GPU, such as NVIDIA H100 80GB HBM3.
+        """
+        device = next((known for known in table.values("peak_flops") if known in name), None)
+        if device is None:
+            return None
+        return cls.of(device, next(kernel for kernel, devices in table.kernels().items() if device in devices), table)
+
 
 @dataclass(frozen=True)
 class StepTime:

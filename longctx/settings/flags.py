@@ -17,6 +17,7 @@ from transformers.hf_argparser import string_to_bool
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from longctx.attention.backends import BACKENDS
+from longctx.forecast.memory_options import AUTO
 from longctx.settings.methods import POINTER, methods_with
 from longctx.untrusted.files import check_file
 
@@ -33,7 +34,12 @@ class SequenceArguments:
 
     _argument_group_name = "longctx"
 
-    sp: int | None = field(default=None, metadata={"help": "Devices that share one sequence. Default: 1."})
+    sp: str | None = field(
+        default=None,
+        metadata={
+            "help": "Devices that share one sequence. auto: the number that is predicted to be fastest. Default: 1."
+        },
+    )
     sp_backend: str = field(
         default="auto",
         metadata={"help": "How attention is spread over them; auto says what it chose and why."},
@@ -84,9 +90,17 @@ class SequenceArguments:
         default=True,
         metadata={"help": "Give data-parallel ranks packs of similar attention cost at a time."},
     )
-    memory: Literal["balanced", "longest", "fastest"] = field(
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Sequences of an optimizer step, on all devices together. --gradient_accumulation_steps follows."
+        },
+    )
+    memory: Literal["balanced", "longest", "fastest", "auto"] = field(
         default="balanced",
-        metadata={"help": "What the levers below are where no flag sets them: see the README's table."},
+        metadata={
+            "help": "Preset for the memory options below that no flag sets. auto: the fastest that is predicted to fit."
+        },
     )
     tiled_mlp: bool | None = field(default=None, metadata={"help": "Run every MLP over a few tokens at a time."})
     tiled_mlp_num_shards: int | None = field(
@@ -172,6 +186,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.put_first(SequenceArguments._argument_group_name)
     parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
     parser.action("sp_backend").choices = ("auto", *BACKENDS.spread)
+    parser.action("sp").type = _degree
     parser.action("trackio_static_space_id").type = _space_or_false
     parser.action("lr_scheduler_kwargs").type = _json_object
     parser.action("liger_kernel_config").type = str  # read by longctx.layers.liger
@@ -298,6 +313,14 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
         )
     os.environ.update({str(name): str(value) for name, value in env.items()})
     return config
+
+
+def _degree(text: str) -> int | str:
+    """Return --sp as a number, or auto."""
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is neither a number nor {AUTO}") from None
 
 
 def _space_or_false(value: str) -> str | Literal[False]:

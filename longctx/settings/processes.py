@@ -51,6 +51,13 @@ def count_processes(
     return values, replace(wanted, world_size=world_size)
 
 
+def count_all_processes(flags: Flags, profile: LaunchProfile, env: Mapping[str, str], devices: int) -> int:
+    """Return the processes of a run whose --sp is auto: those started, else --num_processes, else one for each GPU."""
+    if profile.launched:
+        return int(env["WORLD_SIZE"])
+    return flags.num_processes or (1 if flags.use_cpu else max(devices, 1))
+
+
 @check("sp", "cp", "sp_backend", "parallelism_config_cp_size", "parallelism_config_sp_size")
 def _degrees(flags: Flags, profile: LaunchProfile) -> tuple[int, str]:
     """Check that flags and profile ask for the same degree and backend."""

@@ -7,22 +7,26 @@ settings they concern; `python -m longctx.settings` prints a table of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import PretrainedConfig
 
 from longctx.attention.cost import Setup, devices_per_node
+from longctx.forecast.hardware import Hardware
+from longctx.forecast.memory_options import AUTO
 from longctx.launch.spawn import device_count
 from longctx.layers.liger import check_liger_device, liger_parts
 from longctx.model.adapter import check_adapter, check_quantization
+from longctx.settings.auto import choose_layout, with_forecast
 from longctx.settings.backend import ask_levers, choose
+from longctx.settings.batch import accumulate
 from longctx.settings.engine import choose_engine, choose_precision, clipping, precision_notes
 from longctx.settings.flags import Flags
 from longctx.settings.machine_checks import check_machine
 from longctx.settings.mixture import take_mixture
 from longctx.settings.model_config import configure_model, limit_length
-from longctx.settings.processes import Processes, check_dp_shard, count_processes
+from longctx.settings.processes import Processes, check_dp_shard, count_all_processes, count_processes
 from longctx.settings.profile import LaunchProfile
 from longctx.settings.profile_values import check_profile, take_profile
 from longctx.settings.ranges import check_numbers
@@ -47,13 +51,32 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     """
     check_versions(REQUIRED_VERSIONS, "longctx")
     check_profile(profile)
-    devices = device_count()
+    hardware = Hardware.here(device_count())
 
     values = read_values(flags)
     _check_output(values)
     values = stream(take_mixture(values))
     values, model_config = configure_model(values)
-    values, processes = count_processes(values, profile, env, devices)
+    arranged = partial(_arranged, model_config=model_config, profile=profile, env=env, hardware=hardware)
+    if AUTO in (values["sp"], values["memory"]):
+        world_size = count_all_processes(flags, profile, env, hardware.gpus)
+        run = choose_layout(values, world_size, hardware, arranged)
+    else:
+        run = arranged(values)
+    return with_forecast(run, values, hardware, arranged)
+
+
+def _arranged(
+    values: Values,
+    *,
+    model_config: PretrainedConfig,
+    profile: LaunchProfile,
+    env: Mapping[str, str],
+    hardware: Hardware,
+) -> Run:
+    """Return the run for values of --sp and --memory that are not auto, without a forecast."""
+    flags = values.flags
+    values, processes = count_processes(values, profile, env, hardware.gpus)
     use_cpu = processes.use_cpu
     values = choose_precision(values, profile, use_cpu=use_cpu)
     values = take_profile(values, profile)
@@ -61,12 +84,13 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     check_counts(values)
     values = limit_length(values, model_config)
 
-    setup = _attention_setup(values, model_config, processes, env, devices)
+    setup = _attention_setup(values, model_config, processes, env, hardware)
     multiple = given_multiple(flags)
     values, levers = ask_levers(values, profile)
     wanted_backend, backend = choose(processes.wanted_backend, setup, values, levers)
     dims = arrange(processes.world_size, backend, processes.dp_replicate)
     check_dp_shard(profile, dims)
+    values = accumulate(values, profile, dims)
     engine = choose_engine(flags, profile, backend, dims, use_cpu=use_cpu)
     if values["use_peft"]:
         check_versions(PEFT_VERSIONS, "--use_peft")
@@ -117,7 +141,11 @@ def _check_output(values: Values) -> None:
 
 
 def _attention_setup(
-    values: Values, model_config: PretrainedConfig, processes: Processes, env: Mapping[str, str], devices: int
+    values: Values,
+    model_config: PretrainedConfig,
+    processes: Processes,
+    env: Mapping[str, str],
+    hardware: Hardware,
 ) -> Setup:
     """Return the heads and speeds that the choice of a backend needs."""
     use_cpu = processes.use_cpu
@@ -126,8 +154,8 @@ def _attention_setup(
         model_config,
         processes.sp,
         element_size=2 if is_half else 4,
-        device_name="CPU" if use_cpu or not torch.cuda.is_available() else torch.cuda.get_device_name(),
-        devices_per_node=devices_per_node(processes.world_size, env, 0 if use_cpu else devices),
+        device_name="CPU" if use_cpu else hardware.gpu_name,
+        devices_per_node=devices_per_node(processes.world_size, env, 0 if use_cpu else hardware.gpus),
     )
 
 

@@ -15,6 +15,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.data import name_data
+from longctx.forecast.expected_step import ExpectedStep
 from longctx.forecast.memory_options import Levers, RunTraits, resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
@@ -54,6 +55,10 @@ class Run:
     use_cpu: bool
     launched: bool
     is_demo: bool
+    layout_reason: str = ""
+    """What --sp auto and --memory auto chose, and why."""
+    forecast: ExpectedStep | None = None
+    """What the run's steps are predicted to take."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -162,6 +167,10 @@ class Run:
             + f", max_length {self.settings['max_length']:,}, overlong {self.settings['overlong']}, "
             f"padded to a multiple of {self.settings['pad_to_multiple_of']}",
         ]
+        if self.layout_reason:
+            lines.append(f"auto      {self.layout_reason}")
+        if self.forecast is not None and not self.use_cpu:
+            lines.append(f"forecast  {self.forecast.describe()} (predicted)")
         if self.liger_parts is not None:
             lines.append(f"liger     {describe_liger(self.liger_parts)}")
         if changes := self._changes():

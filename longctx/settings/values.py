@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from longctx.forecast.memory_options import AUTO
 from longctx.model.load import is_template_file
 from longctx.model.tiny import TINY
 from longctx.settings.checks import check
@@ -85,6 +86,13 @@ class Values(Mapping[str, Any]):
         """Return a copy with these values changed."""
         return replace(self, of=MappingProxyType({**self.of, **values}))
 
+    def given(self, **values: Any) -> Values:
+        """Return a copy with these flags as if the user had set them."""
+        flags = replace(
+            self.flags, values={**self.flags.values, **values}, explicit=self.flags.explicit | values.keys()
+        )
+        return replace(self.set(**values), flags=flags)
+
     def note(self, *notes: str) -> Values:
         """Return a copy with these notes, printed at the start of the run."""
         return replace(self, notes=(*self.notes, *notes))
@@ -149,7 +157,7 @@ def _check_machine_flags(flags: Flags) -> None:
 def _check_degrees(values: Values) -> None:
     """Check that at least one device shares a sequence."""
     for name in ("sp", "cp"):
-        if values[name] is not None and values[name] < 1:
+        if values[name] not in (None, AUTO) and values[name] < 1:
             raise ValueError(f"--{name} {values[name]}: at least 1 device shares a sequence. Give their number.")
 
 

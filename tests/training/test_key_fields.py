@@ -104,7 +104,7 @@ CHANGED_STREAM = {
 }
 
 KNOWN_ELSEWHERE = {
-    "by `sequences_per_step`": "per_device_train_batch_size gradient_accumulation_steps",
+    "by `sequences_per_step`": "per_device_train_batch_size gradient_accumulation_steps global_batch_size",
     "by names and shapes of what is trained": (
         "lora_r lora_target_modules lora_target_parameters lora_modules_to_save use_dora"
     ),

@@ -1,0 +1,156 @@
+"""Forecast a run's steps, and choose --sp and --memory by forecast where they are auto.
+
+A forecast errs, so a run that is predicted not to fit starts all the same, with a warning, and auto keeps a tenth of
+the memory free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longctx.forecast.expected_step import ExpectedStep, expect_step
+from longctx.forecast.hardware import Hardware
+from longctx.forecast.memory_options import AUTO, PRESETS
+from longctx.settings.checks import check
+from longctx.settings.run import Run
+from longctx.settings.values import Values
+
+FREE_PART = 0.1
+"""The part of the memory that auto leaves free."""
+
+AUTO_FLAGS = ("sp", "memory")
+"""Flags that can be auto."""
+
+NO_MODEL = "No model can be made of its config.json."
+
+Resolve = Callable[[Values], Run]
+"""Resolves values in which no flag is auto; raises ValueError if such a run is not possible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A run that auto can stand for."""
+
+    run: Run
+    forecast: ExpectedStep
+
+    @property
+    def flags(self) -> str:
+        dims, memory = self.run.dims, self.run.settings["memory"]
+        processes = dims.world_size if dims.world_size > dims.sp * dims.dp_replicate and not self.run.launched else None
+        return f"--sp {dims.sp} --memory {memory}" + (f" --num_processes {processes}" if processes else "")
+
+
+@check("sp", "memory", "num_processes")
+def choose_layout(values: Values, world_size: int, hardware: Hardware, resolve: Resolve) -> Run:
+    """Check that a run with --sp auto or --memory auto has an arrangement, and return the best one.
+
+    Args:
+        world_size: processes of the run.
+        resolve: resolves values in which neither flag is auto.
+
+    Raises:
+        ValueError: if no arrangement can run; the message is that of the first one.
+    """
+    asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO)
+    ranked, obstacles = _ranked(values, world_size, hardware, resolve)
+    if not ranked:
+        raise ValueError(f"{asked}: nothing that it could stand for can run. {obstacles[0] if obstacles else NO_MODEL}")
+    best = ranked[0]
+    others = [option for option in ranked[1:] if option.forecast.used <= 1 - FREE_PART]
+    return replace(best.run, layout_reason=_reason(asked, best, others[0] if others else None))
+
+
+def with_forecast(run: Run, values: Values, hardware: Hardware, resolve: Resolve) -> Run:
+    """Return the run with its forecast, and with a warning if it is predicted not to fit."""
+    predicted = expected_step(run, hardware)
+    run = replace(run, forecast=predicted)
+    if predicted is None or predicted.fits:
+        return run
+    free = values.given(**dict.fromkeys(AUTO_FLAGS, AUTO))
+    world_size = run.dims.world_size if run.launched or run.use_cpu else max(run.dims.world_size, hardware.gpus)
+    fitting = [option for option in _ranked(free, world_size, hardware, resolve)[0] if option.forecast.fits]
+    remedy = "No --sp and --memory do; use a shorter --max_length, more devices, or an adapter (--use_peft True)"
+    if fitting:
+        remedy = f"{fitting[0].flags} is predicted to fit ({fitting[0].forecast.describe()})"
+    note = f"this run is predicted not to fit ({predicted.describe()}). {remedy}"
+    return replace(run, notes=(*run.notes, note))
+
+
+def expected_step(run: Run, hardware: Hardware, documents: list[int] | None = None) -> ExpectedStep | None:
+    """Return what the run's steps are predicted to take; None for a configuration of which no model can be made.
+
+    Such a model is refused, with the reason, where its files are read.
+
+    Args:
+        documents: lengths of the documents in one sequence; None assumes some where sequences are packed.
+    """
+    try:
+        setup = run.memory_setup(min(run.setup.devices_per_node, run.dims.world_size))
+    except Exception:  # whatever transformers makes of a damaged configuration
+        return None
+    return expect_step(
+        setup,
+        hardware,
+        length=run.settings["max_length"],
+        multiple=run.settings["pad_to_multiple_of"],
+        accumulation=run.settings["gradient_accumulation_steps"],
+        packed=run.settings["packing"],
+        documents=documents,
+    )
+
+
+def _ranked(
+    values: Values, world_size: int, hardware: Hardware, resolve: Resolve
+) -> tuple[list[Option], list[ValueError]]:
+    """Return what can run, the best first, and the errors of what cannot."""
+    options, obstacles = [], []
+    for flags in _possible(values, world_size):
+        try:
+            run = resolve(values.given(**flags))
+            predicted = expected_step(run, hardware)
+        except ValueError as error:
+            obstacles.append(error)
+        else:
+            if predicted is not None:
+                options.append(Option(run=run, forecast=predicted))
+    return sorted(options, key=_rank), obstacles
+
+
+def _possible(values: Values, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield the flags that auto can stand for."""
+    degrees: list[dict[str, Any]] = [{}]
+    if values["sp"] == AUTO:
+        degrees = [{"sp": sp, "num_processes": world_size} for sp in range(1, world_size + 1) if world_size % sp == 0]
+    for degree in degrees:
+        for memory in PRESETS if values["memory"] == AUTO else [values["memory"]]:
+            yield degree | {"memory": memory}
+
+
+def _rank(option: Option) -> tuple[float, ...]:
+    """Return a key that is smallest for the best option.
+
+    What leaves a tenth of the memory free comes first, by speed; then what fits, by speed; then what needs least.
+    Where speeds are unknown, offloading counts as slowest, and else a small sp as fastest.
+    """
+    predicted = option.forecast
+    level = (predicted.used > 1 - FREE_PART) + (predicted.used > 1)
+    if not predicted.fits:
+        return level, predicted.used
+    if predicted.tokens_per_second_per_device is None:
+        return level, option.run.levers.offloads, option.run.dims.sp, option.run.levers.activation_checkpointing
+    return level, -predicted.tokens_per_second_per_device
+
+
+def _reason(asked: str, best: Option, second: Option | None) -> str:
+    """Return why the option was chosen, and the next best one."""
+    if best.forecast.used <= 1 - FREE_PART:
+        why = f"predicted to be the fastest that leaves {FREE_PART:.0%} of memory free"
+    else:
+        why = "predicted to need the least memory" if not best.forecast.fits else "the fastest that is predicted to fit"
+    text = f"{best.flags} ({asked}: {why}"
+    if second is not None:
+        text += f"; next best: {second.flags}, {second.forecast.describe().removesuffix(' (predicted)')}"
+    return f"{text})"

@@ -1,0 +1,172 @@
+"""--sp auto, --memory auto and --global_batch_size, and the forecast of a run, on machines that are described here."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen3Config
+
+from longctx.forecast.hardware import Hardware
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+
+GIB = 2**30
+EIGHT_B = Qwen3Config(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=1 << 20,
+    architectures=["Qwen3ForCausalLM"],
+)
+
+
+@pytest.fixture
+def resolved(monkeypatch, tmp_path):
+    """Resolve flags of an 8B model on a machine with so many GPUs of 80 GB, of which accelerate started none."""
+    folder = tmp_path / "model"
+    EIGHT_B.save_pretrained(folder)
+
+    def run(*flags: str, gpus: int = 8, name: str = "NVIDIA H100 80GB HBM3", gpu_gib: float = 79.2, env=None):
+        host = gpus * 221 * GIB if gpus else 64 * GIB
+        hardware = Hardware(gpus=gpus, gpu_name=name if gpus else "CPU", gpu_bytes=int(gpu_gib * GIB), host_bytes=host)
+        monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
+        monkeypatch.setattr(Hardware, "here", lambda gpus: hardware)
+        monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: host)
+        arguments = ["--model_name_or_path", str(folder), "--dataset_name", "stdlib", "--output_dir", str(tmp_path)]
+        env = dict(env or {})
+        return resolve(parse_flags([*arguments, *flags]), read_profile(env), env)
+
+    return run
+
+
+def by_hand(resolved, *flags: str, **machine):
+    """Return every run that --sp auto --memory auto could stand for, each resolved with its flags."""
+    runs = []
+    for sp in (1, 2, 4, 8):
+        for memory in ("balanced", "fastest", "longest"):
+            try:
+                given = ("--sp", str(sp), "--memory", memory, "--num_processes", "8")
+                runs.append(resolved(*flags, *given, **machine))
+            except ValueError:
+                continue
+    return runs
+
+
+@pytest.mark.parametrize("length", [4096, 131072, 1048576])
+def test_auto_is_the_fastest_that_leaves_a_tenth_free(resolved, length):
+    flags = ("--max_length", str(length))
+    run = resolved(*flags, "--sp", "auto", "--memory", "auto")
+    roomy = [one for one in by_hand(resolved, *flags) if one.forecast.used <= 0.9]
+    fastest = max(one.forecast.tokens_per_second_per_device for one in roomy)
+    assert run.forecast.used <= 0.9
+    assert run.forecast.tokens_per_second_per_device == fastest
+    assert run.dims.world_size == 8
+    assert "fastest that leaves 10% of memory free; next best: --sp" in run.layout_reason
+    assert any(line.startswith("auto ") and run.layout_reason in line for line in run.describe())
+
+
+@pytest.mark.parametrize("gpu_gib", [50, 56])
+def test_the_fastest_of_all_is_not_taken_where_it_fills_the_memory(resolved, gpu_gib):
+    flags = ("--max_length", "131072", "--sp", "auto", "--memory", "auto")
+    wide, tight = resolved(*flags), resolved(*flags, gpu_gib=gpu_gib)
+    assert (wide.dims.sp, tight.dims.sp) == (4, 8)
+    assert tight.forecast.used <= 0.9 < wide.forecast.memory.device_bytes / (gpu_gib * GIB)
+
+
+def test_each_flag_is_chosen_alone(resolved):
+    spread = resolved("--max_length", "1048576", "--sp", "auto", "--memory", "longest")
+    assert (spread.dims.sp, spread.settings["memory"]) == (8, "longest")
+    saving = resolved("--max_length", "524288", "--sp", "4", "--memory", "auto")
+    assert (saving.dims.sp, saving.dims.world_size, saving.settings["memory"]) == (4, 4, "longest")
+    ring = resolved("--max_length", "131072", "--cp", "4", "--memory", "auto")
+    assert (str(ring.backend.arrangement), ring.settings["memory"]) == ("ring 4", "balanced")
+
+
+def test_auto_shares_the_processes_that_a_launcher_started(resolved):
+    env = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    run = resolved("--max_length", "131072", "--sp", "auto", env=env)
+    assert (run.dims.world_size, run.dims.sp) == (4, 4)
+
+
+def test_devices_of_unknown_speed_take_the_smallest_sp_that_fits_and_offload_last(resolved):
+    run = resolved("--max_length", "131072", "--sp", "auto", "--memory", "auto", name="Some Other GPU")
+    assert run.forecast.seconds is None
+    assert (run.dims.sp, run.settings["memory"]) == (4, "balanced")
+    alone = resolved("--sp", "auto", "--memory", "auto", "--max_length", "1024", gpus=0)
+    assert (alone.dims.world_size, alone.dims.sp) == (1, 1)
+
+
+def test_a_run_that_is_predicted_not_to_fit_says_which_would(resolved):
+    run = resolved("--sp", "1", "--max_length", "262144")
+    note = next(note for note in run.notes if "predicted not to fit" in note)
+    words = note.partition("). ")[2].split(" is predicted to fit")[0].split()
+    better = resolved("--max_length", "262144", *words)
+    assert better.forecast.fits
+    assert not any("predicted not to fit" in note for note in better.notes)
+    hopeless = resolved("--sp", "8", "--memory", "auto", "--max_length", str(1 << 26))
+    assert any("a shorter --max_length" in note for note in hopeless.notes)
+
+
+def test_auto_without_a_possible_arrangement_says_why(resolved):
+    impossible = ("--num_processes", "8", "--dp_replicate", "2", "--global_batch_size", "3")
+    with pytest.raises(ValueError, match=r"--sp auto: nothing that it could stand for can run\. --global_batch_size 3"):
+        resolved("--sp", "auto", *impossible)
+    with pytest.raises(ValueError, match="four is neither a number nor auto"):
+        resolved("--sp", "four")
+
+
+def test_a_config_that_makes_no_model_is_left_to_the_loading_of_it(resolved, monkeypatch):
+    monkeypatch.setattr("longctx.forecast.model_sizes.without_weights", lambda config: 1 / 0)
+    monkeypatch.setattr("longctx.forecast.model_sizes._KNOWN", {})
+    assert resolved("--max_length", "4096").forecast is None
+    with pytest.raises(ValueError, match=r"--sp auto: .*No model can be made of its config\.json"):
+        resolved("--max_length", "4096", "--sp", "auto")
+
+
+@pytest.mark.parametrize(("sp", "steps"), [(1, 2), (2, 4), (8, 16)])
+def test_a_global_batch_is_the_same_on_any_layout(resolved, sp, steps):
+    run = resolved("--max_length", "4096", "--sp", str(sp), "--num_processes", "8", "--global_batch_size", "16")
+    assert run.settings["gradient_accumulation_steps"] == steps
+    assert run.training_arguments()["gradient_accumulation_steps"] == steps
+    assert run.dims.dp * steps * run.settings["per_device_train_batch_size"] == 16
+
+
+def test_a_global_batch_that_cannot_be_is_refused(resolved):
+    given = ("--max_length", "4096", "--sp", "2", "--num_processes", "8")
+    for wanted in (10, 0, -4):
+        with pytest.raises(ValueError, match=rf"--global_batch_size {wanted} is no multiple of the 4 sequences"):
+            resolved(*given, "--global_batch_size", str(wanted))
+    with pytest.raises(ValueError, match="needs 2 micro-batches a step here, and --gradient_accumulation_steps is 3"):
+        resolved(*given, "--global_batch_size", "8", "--gradient_accumulation_steps", "3")
+    env = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    with pytest.raises(ValueError, match="and gradient_accumulation_steps in accelerate's config is 3"):
+        resolved(*given, "--global_batch_size", "8", env=env)
+    agreed = resolved(*given, "--global_batch_size", "8", "--gradient_accumulation_steps", "2")
+    assert agreed.settings["gradient_accumulation_steps"] == 2
+
+
+def test_seconds_of_a_step_count_its_micro_batches_and_one_update(resolved):
+    given = ("--max_length", "131072", "--sp", "8")
+    once, thrice = (resolved(*given, "--gradient_accumulation_steps", str(n)).forecast for n in (1, 3))
+    assert 2.5 * once.seconds < thrice.seconds < 3 * once.seconds
+    assert thrice.tokens_per_second_per_device > once.tokens_per_second_per_device
+
+
+def test_packed_sequences_are_faster_than_one_document(resolved):
+    given = ("--max_length", "1048576", "--sp", "8", "--memory", "longest")
+    packed, whole = (resolved(*given, "--packing", value).forecast for value in ("True", "False"))
+    assert packed.seconds < 0.5 * whole.seconds
+    assert packed.memory == whole.memory
+
+
+def test_a_very_long_sequence_repeats_the_assumed_documents():
+    from longctx.forecast.expected_step import _assumed
+
+    lengths = _assumed(10_000_000, packed=True)
+    assert sum(lengths) == 10_000_000
+    assert max(lengths) < 1_000_000
+    assert min(lengths) > 0
