@@ -70,13 +70,15 @@ def expect_step(
         length: tokens of a sequence, before it is padded to `multiple`.
         accumulation: micro-batches of the step.
         packed: whether a sequence holds several documents.
-        documents: their lengths, `length` in all; None assumes some.
+        documents: their lengths, at most `length` in all; None assumes some.
     """
     padded = -(-length // multiple) * multiple
     speeds = None if setup.is_cpu else Speeds.of_device(hardware.gpu_name)
     seconds = speed = None
     if speeds is not None:
-        lengths = [*(documents or _assumed(length, packed=packed)), *([padded - length] if padded > length else [])]
+        lengths = list(documents or _assumed(length, packed=packed))
+        if (rest := padded - sum(lengths)) > 0:
+            lengths.append(rest)
         time = step_time(setup, padded, speeds, documents=lengths)
         seconds = _optimizer_step(time, accumulation)
         speed = time.tokens * accumulation / seconds / setup.world_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -87,16 +87,24 @@ def prepare(run: Run) -> PreparedRun:
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:
-    """Return the run with its backend modelled, and chosen if `auto`, for sampled packs. Rank 0 decides.
+    """Return the run with its backend modelled, and chosen if `auto`, and its forecast for sampled packs.
 
-    A stream's packs are unknown, so the run stays as it is.
+    Rank 0 decides. A stream's packs are unknown, so the run stays as it is.
     """
-    if run.dims.sp == 1 or isinstance(data, StreamedRows) or not len(data.rows):
+    if isinstance(data, StreamedRows) or not len(data.rows):
         return run
-    setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
-    decided = broadcast_object(run.choose_again(_sampled(data, args), setup) if args.process_index == 0 else None)
-    assert decided is not None, "rank 0 decides"
-    return run.with_backend(decided)
+    sampled = _sampled(data, args)
+    if run.dims.sp > 1:
+        setup = measured(run.setup, args.device) if run.settings["measure_links"] else run.setup
+        decided = broadcast_object(run.choose_again(sampled, setup) if args.process_index == 0 else None)
+        assert decided is not None, "rank 0 decides"
+        run = run.with_backend(decided)
+    return replace(run, forecast=run.forecast_for(_typical_row(data)))
+
+
+def _typical_row(data: TrainingRows) -> list[int]:
+    """Return the lengths of the documents in a sequence from the middle of the data set."""
+    return [int(length) for length in data.rows[len(data.rows) // 2]["seq_lengths"]]
 
 
 def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:

@@ -16,6 +16,7 @@ from longctx.report.page import reported
 from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
+from longctx.training.callbacks import CompareForecast
 from longctx.training.profiling import ProfileSteps
 from longctx.training.reference import single_device_step
 from longctx.training.trainer import SequenceTrainer
@@ -26,6 +27,8 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     run = prepared.run
     trainer = build_trainer(prepared, model)
     trainer.add_callback(FollowSteps())
+    if run.forecast is not None and trainer.sequence.rank == 0:
+        trainer.add_callback(CompareForecast(run.forecast))
     if run.settings["profile"]:
         trainer.add_callback(
             ProfileSteps(trainer.args.output_dir, run.settings["profile_steps"], trainer.sequence.rank)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.forecast.expected_step import ExpectedStep, expect_step
-from longctx.forecast.hardware import Hardware
+from longctx.forecast.expected_step import ExpectedStep
 from longctx.forecast.memory_options import AUTO, PRESETS
 from longctx.settings.checks import check
 from longctx.settings.run import Run
@@ -44,7 +43,7 @@ class Option:
 
 
 @check("sp", "memory", "num_processes")
-def choose_layout(values: Values, world_size: int, hardware: Hardware, resolve: Resolve) -> Run:
+def choose_layout(values: Values, world_size: int, resolve: Resolve) -> Run:
     """Check that a run with --sp auto or --memory auto has an arrangement, and return the best one.
 
     Args:
@@ -55,7 +54,7 @@ def choose_layout(values: Values, world_size: int, hardware: Hardware, resolve: 
         ValueError: if no arrangement can run; the message is that of the first one.
     """
     asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO)
-    ranked, obstacles = _ranked(values, world_size, hardware, resolve)
+    ranked, obstacles = _ranked(values, world_size, resolve)
     if not ranked:
         raise ValueError(f"{asked}: nothing that it could stand for can run. {obstacles[0] if obstacles else NO_MODEL}")
     best = ranked[0]
@@ -63,15 +62,15 @@ def choose_layout(values: Values, world_size: int, hardware: Hardware, resolve: 
     return replace(best.run, layout_reason=_reason(asked, best, others[0] if others else None))
 
 
-def with_forecast(run: Run, values: Values, hardware: Hardware, resolve: Resolve) -> Run:
+def with_forecast(run: Run, values: Values, resolve: Resolve) -> Run:
     """Return the run with its forecast, and with a warning if it is predicted not to fit."""
-    predicted = expected_step(run, hardware)
+    predicted = run.forecast_for()
     run = replace(run, forecast=predicted)
     if predicted is None or predicted.fits:
         return run
     free = values.given(**dict.fromkeys(AUTO_FLAGS, AUTO))
-    world_size = run.dims.world_size if run.launched or run.use_cpu else max(run.dims.world_size, hardware.gpus)
-    fitting = [option for option in _ranked(free, world_size, hardware, resolve)[0] if option.forecast.fits]
+    world_size = run.dims.world_size if run.launched or run.use_cpu else max(run.dims.world_size, run.hardware.gpus)
+    fitting = [option for option in _ranked(free, world_size, resolve)[0] if option.forecast.fits]
     remedy = "No --sp and --memory do; use a shorter --max_length, more devices, or an adapter (--use_peft True)"
     if fitting:
         remedy = f"{fitting[0].flags} is predicted to fit ({fitting[0].forecast.describe()})"
@@ -79,38 +78,13 @@ def with_forecast(run: Run, values: Values, hardware: Hardware, resolve: Resolve
     return replace(run, notes=(*run.notes, note))
 
 
-def expected_step(run: Run, hardware: Hardware, documents: list[int] | None = None) -> ExpectedStep | None:
-    """Return what the run's steps are predicted to take; None for a configuration of which no model can be made.
-
-    Such a model is refused, with the reason, where its files are read.
-
-    Args:
-        documents: lengths of the documents in one sequence; None assumes some where sequences are packed.
-    """
-    try:
-        setup = run.memory_setup(min(run.setup.devices_per_node, run.dims.world_size))
-    except Exception:  # whatever transformers makes of a damaged configuration
-        return None
-    return expect_step(
-        setup,
-        hardware,
-        length=run.settings["max_length"],
-        multiple=run.settings["pad_to_multiple_of"],
-        accumulation=run.settings["gradient_accumulation_steps"],
-        packed=run.settings["packing"],
-        documents=documents,
-    )
-
-
-def _ranked(
-    values: Values, world_size: int, hardware: Hardware, resolve: Resolve
-) -> tuple[list[Option], list[ValueError]]:
+def _ranked(values: Values, world_size: int, resolve: Resolve) -> tuple[list[Option], list[ValueError]]:
     """Return what can run, the best first, and the errors of what cannot."""
     options, obstacles = [], []
     for flags in _possible(values, world_size):
         try:
             run = resolve(values.given(**flags))
-            predicted = expected_step(run, hardware)
+            predicted = run.forecast_for()
         except ValueError as error:
             obstacles.append(error)
         else:

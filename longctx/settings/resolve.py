@@ -60,10 +60,10 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     arranged = partial(_arranged, model_config=model_config, profile=profile, env=env, hardware=hardware)
     if AUTO in (values["sp"], values["memory"]):
         world_size = count_all_processes(flags, profile, env, hardware.gpus)
-        run = choose_layout(values, world_size, hardware, arranged)
+        run = choose_layout(values, world_size, arranged)
     else:
         run = arranged(values)
-    return with_forecast(run, values, hardware, arranged)
+    return with_forecast(run, values, arranged)
 
 
 def _arranged(
@@ -120,6 +120,7 @@ def _arranged(
         asked_levers=levers,
         checkpoints_by_default=bool(values["gradient_checkpointing"]),
         use_cpu=use_cpu,
+        hardware=hardware,
         launched=profile.launched,
         is_demo=values.is_demo,
         notes=values.notes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,8 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.data import name_data
-from longctx.forecast.expected_step import ExpectedStep
+from longctx.forecast.expected_step import ExpectedStep, expect_step
+from longctx.forecast.hardware import Hardware
 from longctx.forecast.memory_options import Levers, RunTraits, resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
@@ -57,8 +58,9 @@ class Run:
     is_demo: bool
     layout_reason: str = ""
     """What --sp auto and --memory auto chose, and why."""
+    hardware: Hardware
     forecast: ExpectedStep | None = None
-    """What the run's steps are predicted to take."""
+    """What the run's steps are predicted to take; None if no model can be made of its configuration."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -109,6 +111,28 @@ class Run:
             zero_stage=self.zero_stage,
             use_cpu=self.use_cpu,
             ranks_per_node=ranks_per_node,
+        )
+
+    def forecast_for(self, documents: Sequence[int] | None = None) -> ExpectedStep | None:
+        """Return what the run's steps are predicted to take; None for a configuration of which no model can be made.
+
+        Such a model is refused, with the reason, where its files are read.
+
+        Args:
+            documents: lengths of the documents in one sequence; None assumes some where sequences are packed.
+        """
+        try:
+            setup = self.memory_setup(min(self.setup.devices_per_node, self.dims.world_size))
+        except Exception:  # whatever transformers makes of a damaged configuration
+            return None
+        return expect_step(
+            setup,
+            self.hardware,
+            length=self.settings["max_length"],
+            multiple=self.settings["pad_to_multiple_of"],
+            accumulation=self.settings["gradient_accumulation_steps"],
+            packed=self.settings["packing"],
+            documents=documents,
         )
 
     def with_levers(self) -> Run:

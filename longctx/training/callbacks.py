@@ -9,8 +9,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig
 
 from longctx.data import SourceReport
+from longctx.forecast.expected_step import ExpectedStep
 from longctx.packing import PackingReport
 from longctx.training.data_order import MicroBatch, StepSampler
+from longctx.training.peak_memory import GIB
 
 
 class EpochByRows(TrainerCallback):
@@ -36,6 +38,42 @@ class ScheduleGoesOn(TrainerCallback):
         if self.trainer.accelerator.optimizer_step_was_skipped:
             scheduler: Any = self.trainer.lr_scheduler
             getattr(scheduler, "scheduler", scheduler).step()
+
+
+class CompareForecast(TrainerCallback):
+    """Prints once, after the first steps, what a step took beside what was predicted."""
+
+    STEP = 3
+    """The step after which it does; the first ones compile kernels and fill caches."""
+
+    def __init__(self, expected: ExpectedStep):
+        self.expected = expected
+        self.is_done = False
+
+    def on_log(
+        self, args: SFTConfig, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        speed = logs.get("tokens_per_second_per_device")
+        if self.is_done or speed is None or state.global_step < min(self.STEP, state.max_steps):
+            return
+        self.is_done = True
+        if line := self.describe(speed, logs["peak_memory_gib_max"]):
+            print(f"longctx: measured  {line}", flush=True)
+
+    def describe(self, speed: float, peak_gib: float | None) -> str:
+        """Return measured and predicted values in one line, without those that are not predicted.
+
+        Args:
+            speed: tokens per second and device.
+            peak_gib: GiB of tensors on the fullest GPU at its peak; None on the CPU.
+        """
+        parts = []
+        if (predicted := self.expected.tokens_per_second_per_device) is not None:
+            parts.append(f"{speed:,.0f} tokens/s a device, and {predicted:,.0f} were predicted")
+        if peak_gib is not None:
+            predicted_gib = self.expected.memory.allocated_bytes / GIB
+            parts.append(f"{peak_gib:.1f} GiB of tensors on the fullest GPU, and {predicted_gib:.1f} were predicted")
+        return "; ".join(parts)
 
 
 class PackingEntry(TrainerCallback):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from tests.training.test_training import (
     SHAPES,
     STEPS,
     check,
+    log_of,
     make_documents,
     relative,
     write_jsonl,
@@ -250,6 +252,26 @@ def test_a_resumed_run_on_soft_gpus_is_the_run_that_was_not_interrupted(
         2, "tests.training.test_training:run_cases", {"whole": whole, "resumed": resumed}, backend=None
     )[0]
     assert runs["resumed"] == runs["whole"]
+
+
+def printed_by(arguments: list[str]) -> str:
+    """Return what this rank prints in a run with these flags."""
+    with redirect_stdout(io.StringIO()) as printed:
+        log_of(arguments)
+    return printed.getvalue()
+
+
+@pytest.mark.long
+def test_a_run_on_soft_gpus_is_compared_with_its_forecast(models, tmp_path, documents_file, soft_gpus):
+    arguments = arguments_of([*RUNS["ring, fsdp2"], "--bf16", "True"], models, tmp_path, documents_file[1])
+    first, second = soft_gpus.run(2, f"{__name__}:printed_by", arguments, backend=None)
+    assert re.search(r"longctx: forecast  \d+\.\d of 8\.0 GiB of GPU memory, [\d.e-]+ s a step, [\d,]+ tokens/s", first)
+    measured = re.search(
+        r"longctx: measured  .* predicted; (\S+) GiB of tensors on the fullest GPU, and (\S+) were", first
+    )
+    assert measured is not None, first
+    assert abs(float(measured[1]) - float(measured[2])) <= 0.1  # GiB; the model has a few MB
+    assert "measured" not in second
 
 
 @pytest.mark.long

@@ -1,0 +1,60 @@
+"""What a step took, printed beside what was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import TrainerControl, TrainerState
+from trl import SFTConfig
+
+from longctx.forecast.closed_form import Breakdown
+from longctx.forecast.expected_step import ExpectedStep
+from longctx.training.callbacks import CompareForecast
+
+GIB = 2**30
+MEMORY = Breakdown(
+    device={"parameters": 40.0 * GIB, "checkpoints": 10.0 * GIB, "fixed": 5.0 * GIB}, host={}, moment="loss"
+)
+EXPECTED = ExpectedStep(
+    memory=MEMORY, gpu_bytes=80 * GIB, host_bytes=10**12, seconds=4.0, tokens_per_second_per_device=1766.4
+)
+LOGS = {"tokens_per_second_per_device": 1702.2, "peak_memory_gib_max": 48.12}
+
+
+def printed(capsys, expected, logs, *, steps, max_steps=20):
+    """Return what is printed after each of these steps."""
+    callback, lines = CompareForecast(expected), []
+    for step in steps:
+        state = TrainerState(global_step=step, max_steps=max_steps)
+        callback.on_log(SFTConfig(use_cpu=True, bf16=False), state, TrainerControl(), logs=logs)
+        lines.append(capsys.readouterr().out)
+    return lines
+
+
+LINE = (
+    "longctx: measured  1,702 tokens/s a device, and 1,766 were predicted; 48.1 GiB of tensors on the fullest GPU, and "
+    "50.0 were predicted\n"
+)
+
+
+def test_the_third_step_is_compared_once(capsys):
+    assert printed(capsys, EXPECTED, LOGS, steps=[1, 2, 3, 4, 5]) == ["", "", LINE, "", ""]
+
+
+@pytest.mark.parametrize(("steps", "max_steps"), [([1, 2], 2), ([10, 20], 20)])
+def test_a_short_run_is_compared_at_its_end_and_one_that_logs_rarely_at_its_first_entry(capsys, steps, max_steps):
+    lines = printed(capsys, EXPECTED, LOGS, steps=steps, max_steps=max_steps)
+    assert lines == (["", LINE] if max_steps == 2 else [LINE, ""])
+
+
+def test_other_entries_of_the_log_are_passed_over(capsys):
+    assert printed(capsys, EXPECTED, {"eval_loss": 1.0}, steps=[3]) == [""]
+
+
+def test_only_what_is_predicted_is_compared(capsys):
+    unknown = replace(EXPECTED, seconds=None, tokens_per_second_per_device=None)
+    assert printed(capsys, unknown, LOGS, steps=[3]) == [
+        "longctx: measured  48.1 GiB of tensors on the fullest GPU, and 50.0 were predicted\n"
+    ]
+    assert printed(capsys, unknown, LOGS | {"peak_memory_gib_max": None}, steps=[3]) == [""]
