@@ -53,11 +53,10 @@ class CompareForecast(TrainerCallback):
     def on_log(
         self, args: SFTConfig, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
-        speed = logs.get("tokens_per_second_per_device")
-        if self.is_done or speed is None or state.global_step < min(self.STEP, state.max_steps):
+        if self.is_done or "peak_memory_gib_max" not in logs or state.global_step < min(self.STEP, state.max_steps):
             return
         self.is_done = True
-        if line := self.describe(speed, logs["peak_memory_gib_max"]):
+        if line := self.describe(logs["tokens_per_second_per_device"], logs["peak_memory_gib_max"]):
             print(f"longctx: measured  {line}", flush=True)
 
     def describe(self, speed: float, peak_gib: float | None) -> str:

@@ -49,7 +49,9 @@ def test_a_short_run_is_compared_at_its_end_and_one_that_logs_rarely_at_its_firs
 
 
 def test_other_entries_of_the_log_are_passed_over(capsys):
-    assert printed(capsys, EXPECTED, {"eval_loss": 1.0}, steps=[3]) == [""]
+    of_the_whole_run = {"train_loss": 1.0, "tokens_per_second_per_device": 1702.2}
+    for logs in ({"eval_loss": 1.0}, of_the_whole_run):
+        assert printed(capsys, EXPECTED, logs, steps=[3]) == [""]
 
 
 def test_only_what_is_predicted_is_compared(capsys):
