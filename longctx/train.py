@@ -48,9 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         refuse(error)
         return USAGE_ERROR
     if run.settings["dry_run"]:
-        if is_first_rank():
-            print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
-        return 0
+        return dry_run(run) if is_first_rank() else 0
     if run.settings["prepare_only"]:
         return prepare_only(run)
     resume = partial(how_to_resume, run.settings["output_dir"])
@@ -113,6 +111,24 @@ def _train(run: Run) -> int:
             )
     finish()
     return 0 if trainer.stop_on_signal.stopped_by is None else RESUMABLE
+
+
+def dry_run(run: Run) -> int:
+    """Print the resolved run and what it finds on this machine, and return the exit code."""
+    from longctx.launch.terminal import refuse
+    from longctx.training.engines import stay_on_cpu
+
+    print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
+    stay_on_cpu()
+    from longctx.run.preflight import preflight
+
+    try:
+        lines = preflight(run)
+    except ValueError as error:
+        refuse(error)
+        return USAGE_ERROR
+    print("\n".join(f"longctx: {line}" for line in lines), flush=True)
+    return 0
 
 
 def prepare_only(run: Run) -> int:

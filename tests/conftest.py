@@ -81,6 +81,12 @@ def refusal(monkeypatch, capsys):
 
 
 @pytest.fixture
+def without_preflight(monkeypatch):
+    """Let --dry_run print only what the flags resolve to, for models without weights and data that is not there."""
+    monkeypatch.setattr("longctx.run.preflight.preflight", lambda run: [])
+
+
+@pytest.fixture
 def parity_table(request):
     """Append (case, how it was started, loss error, gradient norm error, error over the run)."""
     return request.node.stash.setdefault(_PARITY, [])

@@ -70,7 +70,7 @@ def prepare(run: Run) -> PreparedRun:
             num_ranks=run.dims.world_size,
             use_cpu=run.use_cpu,
         )
-    tokenizer = on_all_ranks(lambda: _tokenizer(settings, run.model_config))
+    tokenizer = on_all_ranks(lambda: read_tokenizer(settings, run.model_config))
     data = prepare_rows(settings, tokenizer, run.model_config)
     on_all_ranks(lambda: check_training_steps(args, data.rows, run.dims.dp))
     files = compare_files(run.settings, run.model_config, data, args)
@@ -123,12 +123,17 @@ def prepare_data(run: Run) -> TrainingRows:
     Raises:
         ValueError: for data that cannot be trained on as asked.
     """
-    data = prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
+    data = prepare_rows(run.settings, read_tokenizer(run.settings, run.model_config), run.model_config)
     assert isinstance(data, TrainingRows), "--prepare_only is refused for a stream"
     return data
 
 
-def _tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) -> PreTrainedTokenizerBase:
+def read_tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, with the tokens and the chat template that the flags name.
+
+    Raises:
+        ValueError: for a token that it does not have.
+    """
     tokenizer = load_tokenizer(
         settings["model_name_or_path"],
         revision=settings["model_revision"],

@@ -81,10 +81,7 @@ def _stopped_early(trainer: SequenceTrainer, patience: int) -> str:
 
 def _sizes(prepared: PreparedRun, model) -> list[str]:
     """Return the lines that need the data and the model: batch equation, tokens, kernel."""
-    dims, args, settings = prepared.run.dims, prepared.args, prepared.run.settings
-    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    sequences = micro * dims.dp * accumulation
-    length = settings["max_length"]
+    settings = prepared.run.settings
     kernel = attention_kernel(prepared, model)
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
@@ -93,9 +90,7 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
         *(f"mixture   {source}" for source in prepared.data.mixture),
         *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
         *([f"resume    from {prepared.resume_from}"] if prepared.resume_from else []),
-        f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × (world {dims.world_size} / "
-        f"sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
-        f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",
+        *prepared.run.describe_batch(),
         f"model     {count_parameters(model):,} parameters{adapter}, attention kernel {kernel.name} "
         f"(packed-exact{asked})",
     ]

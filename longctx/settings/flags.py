@@ -146,7 +146,9 @@ class SequenceArguments:
     )
     profile_steps: int = field(default=3, metadata={"help": "Steps of --profile, from the third of the run on."})
     prepare_only: bool = field(default=False, metadata={"help": "Tokenise and plan the packs, then stop."})
-    dry_run: bool = field(default=False, metadata={"help": "Print the resolved run and stop."})
+    dry_run: bool = field(
+        default=False, metadata={"help": "Print the resolved run, look at data, model files and disk, and stop."}
+    )
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,19 @@ class Run:
             lines.append(f"{'preset   ' if self.is_demo else 'defaults '} {changes}")
         return lines + [f"note      {note}" for note in self.notes]
 
+    def describe_batch(self) -> list[str]:
+        """Return the sequences and tokens of an optimizer step, in lines."""
+        dims, length = self.dims, self.settings["max_length"]
+        micro, accumulation = (
+            self.settings[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        )
+        sequences = micro * dims.dp * accumulation
+        return [
+            f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × "
+            f"(world {dims.world_size} / sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
+            f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",
+        ]
+
     @property
     def changed(self) -> dict[str, Any]:
         """Unset values that differ from TRL's defaults, by flag."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -215,6 +216,22 @@ def _named(error: DataError, where: Mapping[str, Any]) -> DataError:
     placed = with_place(error, lambda record: record_place(record, **where))
     name = str(where["dataset_name"])
     return placed if name in str(placed) or placed is not error else DataError(f"{name}: {error}")
+
+
+def first_documents(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig, number: int
+) -> list[dict[str, NDArray[np.int32]]]:
+    """Read and tokenise the first documents of the training split, of each data set alike; nothing is cached.
+
+    Returns:
+        Up to `number` documents, each with `input_ids` [tokens] and, if not all tokens are learnt, `labels` [tokens].
+
+    Raises:
+        DataError: for data that cannot be read or trained on as asked.
+    """
+    sources = _of_each(settings)
+    streams = [_document_stream(one, tokenizer, model_config) for one in sources]
+    return [document for stream in streams for document in islice(stream, -(-number // len(streams)))][:number]
 
 
 def _stream_of_split(

@@ -327,7 +327,7 @@ def test_bad_input(flags, words, tmp_path, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_column_that_is_not_there_and_flags_that_do_nothing(corpora, tmp_path, capsys):
+def test_a_column_that_is_not_there_and_flags_that_do_nothing(corpora, tmp_path, capsys, without_preflight):
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name_or_path: tiny\ndatasets: [{{path: {corpora.a}, columns: [text]}}]\n")
     assert main(["--config", str(config), "--prepare_only", "True"]) == 2

@@ -64,7 +64,7 @@ def test_no_ring_runs_gated_delta_layers(model_type, backend):
 
 
 @pytest.mark.parametrize("backend", ["ring", "gather", "hybrid"])
-def test_the_command_line_refuses_rings_before_anything_starts(backend, folder, capsys, monkeypatch):
+def test_the_command_line_refuses_rings_before_anything_starts(backend, folder, capsys, monkeypatch, without_preflight):
     monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
     given = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "--sp", "2"]
     assert main([*given, "--sp_backend", backend]) == 2

@@ -224,7 +224,7 @@ def test_models_whose_scaling_is_refused(model_type):
     assert all(part in str(refused.value) for part in parts), refused.value
 
 
-def test_a_dry_run_says_what_becomes_of_the_context(folder, tmp_path, capsys):
+def test_a_dry_run_says_what_becomes_of_the_context(folder, tmp_path, capsys, without_preflight):
     yaml = tmp_path / "run.yaml"
     yaml.write_text("rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16}\n")
     flags = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--dry_run"]

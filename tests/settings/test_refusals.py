@@ -83,7 +83,7 @@ def test_dp_replicate_does_not_divide(refused):
     )
 
 
-def test_more_ranks_than_devices(refused, monkeypatch):
+def test_more_ranks_than_devices(refused, monkeypatch, without_preflight):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
     refused(*OWN, "--sp", "4", parts=("4 processes", "2 are visible", "--sp 2", "--use_cpu"))
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
@@ -294,7 +294,7 @@ def test_offloading_that_the_zero_stage_does_not_have(device, stage, parts, refu
     refused(*OWN, *device, parts=parts)
 
 
-def test_host_memory_that_is_not_there(refused, monkeypatch):
+def test_host_memory_that_is_not_there(refused, monkeypatch, without_preflight):
     monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: 2**30)
     offloads = [*OWN, *RING, "--activation_offloading", "True", "--per_device_train_batch_size", "1"]
     assert main([*offloads, "--max_length", "65536", "--dry_run"]) == 0
@@ -450,7 +450,7 @@ def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
     refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=("refused", *parts))
 
 
-def test_the_remedy_for_dropout_works(tmp_path):
+def test_the_remedy_for_dropout_works(tmp_path, without_preflight):
     folder = save_config(tmp_path, "llama", attention_dropout=0.1)
     remedy = ["--model_init_kwargs", '{"attention_dropout": 0.0}']
     assert main(["--model_name_or_path", folder, "--dataset_name", "stdlib", "--dry_run", *remedy]) == 0

@@ -174,10 +174,10 @@ def resolved(data, flags):
 
 def identity(data, flags):
     """As `longctx.run.prepare` makes it, and as JSON gives it back."""
-    from longctx.run.preparation import _tokenizer
+    from longctx.run.preparation import read_tokenizer
 
     run = resolved(data, flags)
-    rows = prepare_rows(run.settings, _tokenizer(run.settings, run.model_config), run.model_config)
+    rows = prepare_rows(run.settings, read_tokenizer(run.settings, run.model_config), run.model_config)
     files = files_identity(run.settings, run.model_config, with_model=False)
     return json.loads(json.dumps(data_identity(rows, run.settings, run.model_config, files)))
 

@@ -168,7 +168,7 @@ def test_what_a_stream_cannot_do_is_refused(flags, words, capsys):
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_a_stream_says_that_nothing_is_shuffled(capsys):
+def test_a_stream_says_that_nothing_is_shuffled(capsys, without_preflight):
     flags = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--num_train_epochs", "2", "--dry_run", "True"]
     assert main([*COMMON, *flags]) == 0
     printed = capsys.readouterr().out

@@ -201,7 +201,7 @@ def test_train_loss_is_the_mean_of_all_steps_of_all_ranks(models, tmp_path):
     assert [log[-1]["train_loss"] for log in logs] == pytest.approx([expected] * 2, rel=1e-4)
 
 
-def test_ulysses_says_why_heads_do_not_fit(models, capsys):
+def test_ulysses_says_why_heads_do_not_fit(models, capsys, without_preflight):
     from longctx.train import main
 
     flags = ["--dataset_name", "stdlib", "--model_name_or_path", models["3 heads"]]

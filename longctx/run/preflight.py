@@ -1,0 +1,160 @@
+"""Look at all that a run needs, as --dry_run does: its first records, the model's files, disk space, and the forecast.
+
+One process does this, without a process group. No weights are read, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from longctx.data import IGNORE_INDEX, DataError
+from longctx.forecast.model_sizes import ModelSizes, adapter_rows
+from longctx.model.files import weight_files
+from longctx.model.tiny import TINY
+from longctx.run.preparation import read_tokenizer
+from longctx.settings.run import Run
+from longctx.training.dataset import first_documents
+
+GB = 10**9
+SAMPLED = 256
+"""Documents that are read."""
+SHOWN = 60
+"""Characters that are shown at each end of a part of a sample."""
+SHOWN_PARTS = 6
+WEIGHT_BYTES = 4
+"""Bytes of a trained parameter in a saved model."""
+STATE_BYTES = 12
+"""Bytes of its states in a checkpoint, besides: the optimizer's copy in fp32, and AdamW's two moments."""
+
+
+def preflight(run: Run) -> list[str]:
+    """Return what was found, in lines.
+
+    Raises:
+        ValueError: for data or a model that cannot be read as asked.
+    """
+    tokenizer = read_tokenizer(run.settings, run.model_config)
+    documents = first_documents(run.settings, tokenizer, run.model_config, SAMPLED)
+    return [
+        *_describe_data(documents, run.settings),
+        f"sample    {_decoded(documents[0], tokenizer)}",
+        f"files     {_describe_files(run)}",
+        f"disk      {_describe_disk(run)}",
+        *run.describe_batch(),
+        *_describe_time(run),
+    ]
+
+
+def _describe_data(documents: Sequence[Mapping[str, NDArray[Any]]], settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how many tokens the documents have, and how many of them are trained on.
+
+    Raises:
+        DataError: if one is too long, and such documents are refused.
+    """
+    lengths = [len(document["input_ids"]) for document in documents]
+    learnt = sum(int((_labels(document)[1:] != IGNORE_INDEX).sum()) for document in documents)
+    share = learnt / sum(lengths)
+    yield (
+        f"records   {len(lengths):,} documents were read: {sum(lengths):,} tokens, {learnt:,} of them ({share:.0%}) "
+        f"trained on, {max(lengths):,} in the longest document"
+    )
+    if not (too_long := sum(length > settings["max_length"] for length in lengths)):
+        return
+    longer = f"{too_long:,} of these documents have more than --max_length {settings['max_length']:,} tokens"
+    if settings["overlong"] == "raise":
+        raise DataError(
+            f"{longer}, and --overlong raise refuses them. The longest has {max(lengths):,}. Use a longer "
+            "--max_length, or --overlong truncate, drop or split."
+        )
+    yield f"overlong  {longer}: {_OVERLONG[settings['overlong']]}"
+
+
+_OVERLONG = {"truncate": "they are cut", "drop": "they are left out", "split": "they are split"}
+
+
+def _labels(document: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    return document.get("labels", document["input_ids"])
+
+
+def _decoded(document: Mapping[str, NDArray[Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the document's text, with the parts that are not trained on in ⟦ ⟧, and long parts shortened."""
+    labels = _labels(document).copy()
+    labels[:1] = labels[1:2]  # the first token is no target; it is shown with those that follow
+    parts: list[str] = []
+    for is_learnt, group in groupby(zip(document["input_ids"], labels != IGNORE_INDEX, strict=True), lambda x: x[1]):
+        if len(parts) == SHOWN_PARTS:
+            parts.append(" …")
+            break
+        text = repr(tokenizer.decode([int(token) for token, _ in group]))[1:-1]
+        text = text if len(text) <= 2 * SHOWN + 3 else f"{text[:SHOWN]} … {text[-SHOWN:]}"
+        parts.append(text if is_learnt else f"⟦{text}⟧")
+    mask = " (not trained on: ⟦ ⟧)" if (labels == IGNORE_INDEX).any() else ""
+    return "".join(parts) + mask
+
+
+def _describe_files(run: Run) -> str:
+    """Return what is known of the files with the model's weights.
+
+    Raises:
+        ValueError: if a folder has none.
+    """
+    name = run.settings["model_name_or_path"]
+    if name == TINY:
+        return "the model is built in"
+    files = weight_files(name, run.settings["model_revision"])
+    if files:
+        size = sum(file.stat().st_size for file in files)
+        return f"the model's weights are {len(files)} file{'s' * (len(files) > 1)} of {size / GB:.1f} GB in {name}"
+    if Path(name).is_dir():
+        raise ValueError(
+            f"--model_name_or_path {name} has a configuration and no weights. Complete the folder, or get it again."
+        )
+    return f"the weights of {name} are downloaded when the run starts, unless they are in the cache"
+
+
+def _describe_disk(run: Run) -> str:
+    """Return the space that saving takes, and the space that there is."""
+    settings = run.settings
+    sizes = ModelSizes.of_config(run.model_config)
+    trained = settings["lora_r"] * adapter_rows(sizes) if settings["use_peft"] else sizes.num_parameters
+    model = WEIGHT_BYTES * trained
+    folder = Path(settings["output_dir"] or "trainer_output").absolute()
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    free = shutil.disk_usage(there).free
+    if settings["save_strategy"] == "no":
+        needed, text = model, f"the model takes about {_gb(model)}, and no checkpoints are saved"
+    else:
+        checkpoint = model + (0 if settings["save_only_model"] else STATE_BYTES * trained)
+        kept = settings["save_total_limit"]
+        needed = model + checkpoint * (kept or 1)
+        limit = f"--save_total_limit keeps {kept}" if kept else "without --save_total_limit all of them are kept"
+        text = f"a checkpoint takes about {_gb(checkpoint)}, and {limit}"
+    lacks = "" if needed <= free else f"; THIS IS TOO LITTLE for {_gb(needed)}"
+    return f"{text}; {_gb(free)} are free in {there}{lacks}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:,.1f} GB" if size >= GB / 10 else f"{size / 10**6:,.1f} MB"
+
+
+def _describe_time(run: Run) -> Iterator[str]:
+    """Yield the predicted time of the whole run, if both the speed and the number of steps are known."""
+    steps = run.settings["max_steps"]
+    seconds = None if run.forecast is None else run.forecast.seconds
+    if seconds is not None and steps > 0:
+        yield f"time      {steps:,} steps × {seconds:.3g} s = {_duration(steps * seconds)} (predicted)"
+    elif seconds is not None:
+        yield f"time      {seconds:.3g} s a step (predicted); --prepare_only counts the steps of an epoch"
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60:,} h {minutes % 60:02} min" if minutes else f"{seconds:.0f} s"

@@ -1,0 +1,123 @@
+"""--dry_run: what it finds of data, model, disk and time, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from longctx.forecast.hardware import Hardware
+from longctx.model.load import load_config, load_tokenizer
+from longctx.run.preflight import preflight
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.train import main
+
+CHATS = [
+    [("user", "What is two and two? " * 20), ("assistant", "four")],
+    [("user", "hi"), ("assistant", "hello"), ("user", "bye"), ("assistant", "good bye")],
+]
+
+
+@pytest.fixture
+def chats(tmp_path):
+    records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in CHATS]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def found(data: str, *flags: str, model: str = "tiny") -> dict[str, str]:
+    """Return what the preflight says, by the first word of the line."""
+    arguments = ["--model_name_or_path", model, "--dataset_name", data, *flags]
+    lines = preflight(resolve(parse_flags(arguments), read_profile({}), {}))
+    assert len({line.split()[0] for line in lines}) == len(lines)
+    return {line.split()[0]: line[10:] for line in lines}
+
+
+def test_the_first_records_are_read_and_their_mask_is_shown(chats):
+    lines = found(chats, "--assistant_only_loss", "True", "--max_length", "2048")
+    numbers = (
+        r"2 documents were read: ([\d,]+) tokens, ([\d,]+) of them \((\d+)%\) trained on, ([\d,]+) in the longest .*"
+    )
+    count = re.fullmatch(numbers, lines["records"])
+    tokens, learnt, percent, longest = (int(number.replace(",", "")) for number in count.groups())
+    assert learnt == sum(len(answer) + 1 for answer in ("four", "hello", "good bye"))  # a byte is a token; a turn ends
+    assert percent == round(100 * learnt / tokens)
+    assert longest > 20 * len("What is two and two? ")
+    assert lines["sample"].startswith("⟦<|im_start|>user\\nWhat is two and two?")
+    assert "⟧four<|im_end|>⟦" in lines["sample"]
+    assert len(lines["sample"]) < 400
+
+
+def test_text_is_trained_on_as_a_whole():
+    lines = found("stdlib", "--overlong", "split", "--max_length", "4096")
+    assert "⟦" not in lines["sample"]
+    assert "(100%) trained on" in lines["records"]
+    assert re.fullmatch(r"\d+ of these documents have more than --max_length 4,096 tokens: .* split", lines["overlong"])
+
+
+def test_documents_that_the_run_would_refuse_are_refused(chats, capsys):
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", chats, "--dry_run"]
+    assert main([*flags, "--max_length", "2048"]) == 0
+    assert main([*flags, "--max_length", "256"]) == 2
+    assert "1 of these documents have more than --max_length 256 tokens" in capsys.readouterr().err
+
+
+def test_data_and_model_that_are_not_there_are_refused(chats, tmp_path, capsys):
+    flags = ["--model_name_or_path", "tiny", "--dry_run", "--dataset_name"]
+    assert main([*flags, str(tmp_path / "nothing.jsonl")]) == 2
+    assert "nothing.jsonl" in capsys.readouterr().err
+    (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
+    assert main([*flags, str(tmp_path / "bad.jsonl")]) == 2
+    folder = tmp_path / "model"
+    load_config("tiny").save_pretrained(folder)
+    load_tokenizer("tiny").save_pretrained(folder)
+    with pytest.raises(ValueError, match="has a configuration and no weights"):
+        found(chats, "--max_length", "2048", model=str(folder))
+
+
+def test_files_and_disk(chats, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    model = AutoModelForCausalLM.from_config(load_config("tiny"))
+    model.save_pretrained(folder)
+    load_tokenizer("tiny").save_pretrained(folder)
+    flags = ("--max_length", "2048", "--output_dir", str(tmp_path / "a" / "b"))
+    lines = found(chats, *flags, model=str(folder))
+    assert lines["files"] == f"the model's weights are 1 file of 0.0 GB in {folder}"
+    size = 16 * model.num_parameters() / 1e6  # weights, AdamW's copy of them and its two moments, in fp32
+    assert lines["disk"].startswith(f"a checkpoint takes about {size:.1f} MB, and without --save_total_limit")
+    assert f"are free in {tmp_path}" in lines["disk"]
+    assert "TOO LITTLE" not in lines["disk"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000))
+    lines = found(chats, *flags, "--save_total_limit", "3", model=str(folder))
+    assert f"THIS IS TOO LITTLE for {(3 * 16 + 4) * model.num_parameters() / 1e6:.1f} MB" in lines["disk"]
+    alone = found(chats, *flags, "--save_strategy", "no", model=str(folder))["disk"]
+    assert alone.startswith(f"the model takes about {size / 4:.1f} MB, and no checkpoints")
+    assert "TOO LITTLE" not in alone
+
+
+def test_a_checkpoint_takes_what_the_preflight_says(chats, tmp_path):
+    flags = ["--max_length", "2048", "--output_dir", str(tmp_path), "--max_steps", "1", "--save_steps", "1"]
+    said = float(re.search(r"about ([\d.]+) MB", found(chats, *flags)["disk"])[1])
+    assert main(["--model_name_or_path", "tiny", "--dataset_name", chats, "--report_to", "none", *flags]) == 0
+    files = [path for path in Path(tmp_path, "checkpoint-1").iterdir() if path.suffix == ".safetensors"]
+    written = sum(path.stat().st_size for path in files)
+    assert 0.7 <= written / 1e6 / said <= 1.05  # one process keeps no copy of the weights beside the moments
+
+
+def test_time_is_predicted_where_speeds_are_known(chats, monkeypatch):
+    gpu = Hardware(gpus=1, gpu_name="NVIDIA H100 80GB HBM3", gpu_bytes=85 * 10**9, host_bytes=10**12)
+    monkeypatch.setattr(Hardware, "here", lambda gpus: gpu)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
+    line = found(chats, "--max_length", "2048", "--max_steps", "500000")["time"]
+    parts = re.fullmatch(r"500,000 steps × (\S+) s = (\d+) h (\d+) min \(predicted\)", line)
+    seconds, hours, minutes = (float(number) for number in parts.groups())
+    assert abs(500_000 * seconds - 3600 * hours - 60 * minutes) < 0.01 * 500_000 * seconds + 60  # three digits
+    assert "--prepare_only counts" in found(chats, "--max_length", "2048")["time"]
