@@ -20,6 +20,17 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
     from longctx.launch.terminal import quieten, refuse
+    from longctx.settings.help import check_names, short_help
+
+    if {"-h", "--help"} & set(arguments) and (text := short_help()):
+        if is_first_rank():
+            print(text)
+        return 0
+    try:
+        check_names(arguments)  # takes milliseconds, and what follows seconds
+    except ValueError as error:
+        refuse(error)
+        return USAGE_ERROR
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
 
     quieten()

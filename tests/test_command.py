@@ -33,13 +33,17 @@ def test_the_command_line_that_names_no_command(capsys):
         assert capsys.readouterr().err == f"longctx: error: {method} is no command: {POINTER}.\n"
 
 
-@pytest.mark.parametrize("arguments", [["-h"], *([name, "-h"] for name in COMMANDS if name != "train")], ids=" ".join)
-def test_help_loads_no_library(arguments):
-    """Flags of train are TRL's, which has to be loaded to list them."""
+@pytest.mark.parametrize(
+    "arguments",
+    [["-h"], *([name, "-h"] for name in COMMANDS), ["train", "--max_step", "5"], ["verify", "--jsn"]],
+    ids=" ".join,
+)
+def test_help_and_mistyped_flags_load_no_library(arguments):
     script = f"""import atexit, sys; from longctx.__main__ import main
-atexit.register(lambda: print({{'torch', 'numpy'}} & set(sys.modules))); main({arguments})"""
+atexit.register(lambda: print({{'torch', 'numpy', 'transformers', 'trl'}} & set(sys.modules))); main({arguments})"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.endswith("\nset()\n")
+    assert done.stdout.endswith("set()\n")
+    assert "usage" in done.stdout or "Did you mean" in done.stderr
 
 
 def outcome(run, arguments, capsys):

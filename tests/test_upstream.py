@@ -78,11 +78,10 @@ ATTRIBUTES = {
     "_indices": ("datasets:Dataset", "rows that are selected, without copying them"),
     "_resolve_features": ("datasets:IterableDataset", "columns of a stream before it is read"),
     # the standard library
-    "_action_groups": ("argparse:ArgumentParser", "our flags come first in --help"),
+    "_action_groups": ("argparse:ArgumentParser", "our flags come first in --help-all"),
     "_actions": ("argparse:ArgumentParser", "the names of all flags"),
     "_asdict": ("collections:namedtuple", "documented"),
     "_current_frames": ("sys", "documented; where the main thread is"),
-    "_defaults": ("argparse:ArgumentParser", "which flags were given"),
     "_exit": ("os", "documented; a rank that hangs is ended"),
     "_reconstructor": ("copyreg", "TrainingArguments are saved as SFTConfig"),
     "_replace": ("collections:namedtuple", "documented"),
@@ -108,7 +107,7 @@ MODULES = {
 """Private modules: all but distributed.tensor._utils, for the places of FSDP2's shards, are for traces."""
 
 OVERRIDDEN = {
-    "longctx.settings.flags:_HelpFormatter": {"_get_help_string"},
+    "longctx.settings.flags:_HelpFormatter": {"_format_action_invocation", "_get_help_string"},
     "longctx.training.checkpoint.hub:PushingTrainer": {"_finish_current_push", "_push_from_checkpoint"},
     "longctx.training.checkpoint.trainer:ResumableTrainer": {
         "_load_best_model",

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import copy
+import functools
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import yaml
 from transformers.hf_argparser import string_to_bool
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.memory_options import AUTO
-from longctx.settings.methods import POINTER, methods_with
-from longctx.untrusted.files import check_file
-
-OLDER_NAMES = {"max_seq_length": "max_length", "torch_dtype": "dtype"}
-"""Names that other versions of TRL and transformers give to today's flags."""
+from longctx.settings.help import (
+    DESCRIPTION,
+    NO_FIELDS,
+    USAGE,
+    advice,
+    applied_default,
+    check_config,
+    config_path,
+    read_config,
+    todays_name,
+)
+from longctx.settings.methods import POINTER
 
 MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
 """Flags that --accelerate_config passes on to `accelerate launch`."""
@@ -36,51 +42,55 @@ class SequenceArguments:
 
     sp: str | None = field(
         default=None,
-        metadata={
-            "help": "Devices that share one sequence. auto: the number that is predicted to be fastest. Default: 1."
-        },
+        metadata={"help": "Number of devices that share each sequence; auto takes the predicted fastest. Default: 1."},
     )
     sp_backend: str = field(
         default="auto",
-        metadata={"help": "How attention is spread over them; auto says what it chose and why."},
+        metadata={"help": "How attention is spread over these devices; auto chooses, and the run prints why."},
     )
     cp: int | None = field(default=None, metadata={"help": "Short for --sp N --sp_backend ring."})
-    ring_size: int | None = field(default=None, metadata={"help": "Ring ranks of --sp_backend hybrid."})
+    ring_size: int | None = field(
+        default=None, metadata={"help": "Number of ring ranks with --sp_backend hybrid; the other degree is Ulysses."}
+    )
     measure_links: bool = field(
         default=False,
-        metadata={"help": "Measure how fast the processes exchange data before auto chooses, instead of a table."},
+        metadata={"help": "Let auto measure how fast the processes exchange data, instead of reading a table."},
     )
-    dp_replicate: int | None = field(default=None, metadata={"help": "Copies of the sharded model (HSDP). Default: 1."})
+    dp_replicate: int | None = field(
+        default=None, metadata={"help": "Number of copies of the sharded model (HSDP). Default: 1."}
+    )
     engine: Literal["auto", "deepspeed", "fsdp2"] = field(
-        default="auto", metadata={"help": "Training engine. auto: DeepSpeed ZeRO-3 for Ulysses, else FSDP2."}
+        default="auto",
+        metadata={"help": "Training engine; auto takes DeepSpeed ZeRO-3 for Ulysses and FSDP2 otherwise."},
     )
     num_processes: int | None = field(
         default=None,
-        metadata={"help": "Processes to start where no launcher did. Default: sp × dp_replicate."},
+        metadata={"help": "Number of processes to start if no launcher does. Default: sp × dp_replicate."},
     )
     accelerate_config: str | None = field(
-        default=None, metadata={"help": "Accelerate profile: a name from configs/ or a path to a YAML file."}
+        default=None, metadata={"help": "Accelerate profile: a name from configs/, or a path to a YAML file."}
     )
     dataset_weights: list[float] | None = field(
         default=None,
-        metadata={"help": "Of each of --datasets, how often it gives the next document, against the others."},
+        metadata={"help": "Weight of each of --datasets: how often the next document comes from it."},
     )
     dataset_stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = field(
         default="first_exhausted",
-        metadata={"help": "When --dataset_weights draws no more: datasets.interleave_datasets' stopping_strategy."},
+        metadata={"help": "When --dataset_weights stops drawing, as in datasets.interleave_datasets."},
     )
     machine_rank: int | None = field(
-        default=None, metadata={"help": "With --accelerate_config on several machines: this one's number, from 0."}
+        default=None,
+        metadata={"help": "With --accelerate_config on several machines: the number of this machine, from 0."},
     )
     main_process_ip: str | None = field(
-        default=None, metadata={"help": "With --accelerate_config on several machines: the first one's address."}
+        default=None, metadata={"help": "With --accelerate_config on several machines: the address of machine 0."}
     )
     main_process_port: int | None = field(
-        default=None, metadata={"help": "With --accelerate_config on several machines: a free port of the first one."}
+        default=None, metadata={"help": "With --accelerate_config on several machines: a free port on machine 0."}
     )
     overlong: Literal["raise", "truncate", "drop", "split"] = field(
         default="raise",
-        metadata={"help": "What to do with documents longer than max_length; every token is counted."},
+        metadata={"help": "What to do with a document longer than --max_length: raise, truncate, drop or split."},
     )
     rope_scaling: str | None = field(
         default=None,
@@ -88,66 +98,75 @@ class SequenceArguments:
     )
     balance_packs: bool = field(
         default=True,
-        metadata={"help": "Give data-parallel ranks packs of similar attention cost at a time."},
+        metadata={"help": "Give the data-parallel ranks packs of similar attention cost in each step."},
     )
     global_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Sequences of an optimizer step, on all devices together. --gradient_accumulation_steps follows."
+            "help": "Number of sequences in an optimizer step, on all devices; sets --gradient_accumulation_steps."
         },
     )
     memory: Literal["balanced", "longest", "fastest", "auto"] = field(
         default="balanced",
         metadata={
-            "help": "Preset for the memory options below that no flag sets. auto: the fastest that is predicted to fit."
+            "help": "Preset of the memory levers (docs/howto/length.md): balanced, longest, fastest, or auto, the "
+            "predicted fastest that fits."
         },
     )
-    tiled_mlp: bool | None = field(default=None, metadata={"help": "Run every MLP over a few tokens at a time."})
+    tiled_mlp: bool | None = field(default=None, metadata={"help": "Run each MLP on a few tokens at a time."})
     tiled_mlp_num_shards: int | None = field(
-        default=None, metadata={"help": "Tiles of --tiled_mlp. Default: they are as long as the model is wide."}
+        default=None,
+        metadata={"help": "Number of tiles with --tiled_mlp. Default: a tile is as long as the model is wide."},
     )
     heads_k_stride: int | None = field(
-        default=None, metadata={"help": "Key/value heads that a rank exchanges and attends at a time. Default: all."}
+        default=None,
+        metadata={"help": "Number of key/value heads that are exchanged and attended to at a time. Default: all."},
     )
     sequence_chunk_size: int | None = field(
         default=None,
-        metadata={"help": "Tokens that a rank runs its layers over at a time; the others wait in host memory."},
+        metadata={"help": "Run the layers on this many tokens at a time; the others wait in host memory."},
     )
     offload_optimizer_device: Literal["none", "cpu", "nvme"] = field(
-        default="none", metadata={"help": "Where DeepSpeed keeps optimizer states."}
+        default="none", metadata={"help": "Where DeepSpeed keeps the optimizer states: none (on the GPU), cpu or nvme."}
     )
     offload_param_device: Literal["none", "cpu", "nvme"] = field(
         default="none",
         metadata={"help": "Where ZeRO-3 keeps parameters, or FSDP2 (cpu) parameters and optimizer states."},
     )
     offload_optimizer_nvme_path: str | None = field(
-        default=None, metadata={"help": "Folder of --offload_optimizer_device nvme."}
+        default=None, metadata={"help": "Folder for --offload_optimizer_device nvme."}
     )
     offload_param_nvme_path: str | None = field(
-        default=None, metadata={"help": "Folder of --offload_param_device nvme."}
+        default=None, metadata={"help": "Folder for --offload_param_device nvme."}
     )
     communication_data_type: Literal["auto", "fp32", "bf16"] = field(
         default="auto",
-        metadata={"help": "What gradients are reduced in. auto: fp32 on FSDP2, DeepSpeed's own choice on DeepSpeed."},
+        metadata={
+            "help": "Data type in which gradients are reduced; auto is fp32 on FSDP2, and DeepSpeed's choice there."
+        },
     )
     on_nonfinite: Literal["stop", "skip"] = field(
         default="stop",
-        metadata={"help": "What to do with a step whose gradient is NaN or infinite: stop the run, or leave it out."},
+        metadata={"help": "When a step's gradient is NaN or infinite, stop the run or skip the step."},
     )
     early_stopping_patience: int | None = field(
         default=None,
-        metadata={"help": "Evaluations in a row without a better --metric_for_best_model after which training stops."},
+        metadata={"help": "Stop after this many evaluations in a row without a better --metric_for_best_model."},
     )
     early_stopping_threshold: float = field(
-        default=0.0, metadata={"help": "How much better the metric has to be to count."}
+        default=0.0, metadata={"help": "Smallest improvement of the metric that counts."}
     )
     profile: bool = field(
-        default=False, metadata={"help": "Write a profiler trace of a few steps of every rank to output_dir/profile."}
+        default=False,
+        metadata={"help": "Write a profiler trace of a few steps, one for each rank, to output_dir/profile."},
     )
-    profile_steps: int = field(default=3, metadata={"help": "Steps of --profile, from the third of the run on."})
-    prepare_only: bool = field(default=False, metadata={"help": "Tokenise and plan the packs, then stop."})
+    profile_steps: int = field(
+        default=3, metadata={"help": "Number of steps that --profile traces, from the third step of the run on."}
+    )
+    prepare_only: bool = field(default=False, metadata={"help": "Tokenise the data and plan the packs, then stop."})
     dry_run: bool = field(
-        default=False, metadata={"help": "Print the resolved run, look at data, model files and disk, and stop."}
+        default=False,
+        metadata={"help": "Check data, model files and disk, print the resolved run, then stop."},
     )
 
 
@@ -177,41 +196,71 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
 
     Raises:
         ValueError: for an unknown or malformed flag, and for a --config file that cannot be read.
-        SystemExit: after --help.
+        SystemExit: after --help-all.
     """
+    parser = _parser(tuple(BACKENDS.spread))
+    given = [_today(argument) for argument in arguments]
+    path = config_path(given)
+    from_file = _read_config(path, parser) if path else {}
+    # Scalars are parsed like the command line, which checks their types and choices; `--flag=value` cannot express
+    # null, lists and mappings.
+    given = [
+        f"--{name}={_text(value, parser.action(name))}" for name, value in from_file.items() if _is_scalar(value)
+    ] + given
+    values = parser.defaults()
+    values |= {name: value for name, value in from_file.items() if not _is_scalar(value)}
+    set_here = parser.given(given)
+    values |= set_here
+    values.pop("config")
+    return Flags(
+        values=values,
+        explicit=frozenset(from_file) | (set_here.keys() - {"config"}),
+        arguments=tuple(arguments),
+    )
+
+
+@functools.cache
+def _parser(backends: tuple[str, ...]) -> _Parser:
+    """Return the parser of all flags. Parsing leaves it as it is."""
     parser = _Parser(
         [SequenceArguments, ScriptArguments, DatasetMixtureConfig, SFTConfig, ModelConfig],
-        usage="longctx train [--sp N] [--FLAG VALUE ...] [--config FILE]",
+        usage=USAGE,
         formatter_class=_HelpFormatter,
-        description="Train on sequences spread over --sp devices: exactly, or say before the first step why not.",
+        description=f"{DESCRIPTION} Dashes may stand for underscores, and --no_FLAG for --FLAG False where TRL's "
+        "default is True.",
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="help", help="List the flags that most runs use.")
+    parser.add_argument("--help_all", action="help", help="List every flag.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line overrides it.")
     parser.put_first(SequenceArguments._argument_group_name)
-    parser.add_argument("--config", help="YAML file of flags, under those of the command line.")
-    parser.action("sp_backend").choices = ("auto", *BACKENDS.spread)
+    parser.action("sp_backend").choices = ("auto", *backends)
     parser.action("sp").type = _degree
     parser.action("trackio_static_space_id").type = _space_or_false
     parser.action("lr_scheduler_kwargs").type = _json_object
     parser.action("liger_kernel_config").type = str  # read by longctx.layers.liger
-    for name, meaning in _MEANINGS.items():
+    for name, meaning in MEANINGS.items():
         parser.action(name).help = meaning
-    given = [_today(argument) for argument in arguments]
-    path = _only_config(given)
-    from_file = _read_config(path, parser) if path else {}
-    # Scalars are parsed like the command line, which checks their types and choices; `--flag=value` cannot express
-    # null, lists and mappings.
-    parser.set_defaults(**{name: value for name, value in from_file.items() if not _is_scalar(value)})
-    scalars = {name: value for name, value in from_file.items() if _is_scalar(value)}
-    given = [f"--{name}={_text(value, parser.action(name))}" for name, value in scalars.items()] + given
-    values = vars(parser.parse_args(given))
-    values.pop("config")
-    return Flags(values=values, explicit=frozenset(from_file) | parser.given(given), arguments=tuple(arguments))
+    parser.hide_negations()
+    return parser
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help that shows every default but None."""
+class _HelpFormatter(argparse.HelpFormatter):
+    """Help that lists every flag once, with the default that applies here unless that is None."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [option for option in action.option_strings if "-" not in option.lstrip("-")]
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = applied_default(action.dest, action.default)
+        if default in (None, argparse.SUPPRESS, "") or default == []:
+            return text
+        return f"{text.rstrip('.')}. Default: {getattr(default, 'value', default)}.".replace("%%", "%").replace(
+            "%", "%%"
+        )
 
 
 class _Parser(TrlParser):
@@ -222,14 +271,21 @@ class _Parser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: --?([\w-]+)", message)
-        advice = self.suggestion(unknown[1]) if unknown else ""
+        advised = advice(unknown[1], self.names()) if unknown else ""
         if message.startswith("argument --loss_type"):
-            advice = f" {POINTER}."
-        raise ValueError(f"{message.rstrip('.')}.{advice}")
+            advised = f" {POINTER}."
+        raise ValueError(f"{message.rstrip('.')}.{advised}")
 
     def put_first(self, title: str) -> None:
-        """Put the group of this title first in --help."""
+        """Put the group of this title first in --help_all, and one of TRL's flags last."""
+        self._optionals.title = "TRL and transformers"
         self._action_groups.sort(key=lambda group: group.title != title)
+
+    def hide_negations(self) -> None:
+        """Leave the --no_FLAG forms out of --help_all."""
+        for action in self._actions:
+            if action.const is False:
+                action.help = argparse.SUPPRESS
 
     def names(self) -> set[str]:
         return {action.dest for action in self._actions}
@@ -237,19 +293,15 @@ class _Parser(TrlParser):
     def action(self, name: str) -> argparse.Action:
         return next(action for action in self._actions if action.dest == name)
 
-    def suggestion(self, name: str) -> str:
-        if methods := methods_with(_name(name)):
-            return f" It is of {', '.join(methods)}, and {POINTER}."
-        close = difflib.get_close_matches(name, self.names(), n=1)
-        meant = f" Did you mean --{close[0]}?" if close else ""
-        return f"{meant} All flags: python -m longctx.train --help"
+    def defaults(self) -> dict[str, Any]:
+        """Return the value of every flag that is not set."""
+        return copy.deepcopy(vars(self.parse_args([])))
 
-    def given(self, arguments: list[str]) -> frozenset[str]:
-        """Return the flags that are set, by parsing without defaults. The parser cannot be used afterwards."""
-        for action in self._actions:
-            action.default = argparse.SUPPRESS
-        self._defaults.clear()
-        return frozenset(vars(self.parse_args(arguments))) - {"config"}
+    def given(self, arguments: list[str]) -> dict[str, Any]:
+        """Return the flags that are set, with their values."""
+        unset = object()
+        values = vars(self.parse_args(arguments, argparse.Namespace(**dict.fromkeys(self.names(), unset))))
+        return {name: value for name, value in values.items() if value is not unset}
 
 
 def _today(argument: str) -> str:
@@ -257,27 +309,26 @@ def _today(argument: str) -> str:
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument[2:].partition("=")
-    return f"--{_name(name)}{equals}{value}"
+    return f"--{todays_name(name)}{equals}{value}"
 
 
-def _name(name: str) -> str:
-    name = name.replace("-", "_")
-    return OLDER_NAMES.get(name, name)
-
-
-def _only_config(arguments: Sequence[str]) -> str | None:
-    parser = _Parser(add_help=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(arguments)[0].config
-
-
-_MEANINGS = {
-    "use_liger_kernel": "Compute norms, activations and rotary embeddings with Liger's Triton kernels (GPUs only). The "
-    "loss stays that of longctx, which is fused and exact over all ranks.",
+MEANINGS = {
+    "dataset_name": "Hub name, local file, folder or glob of the data set. stdlib, the sources of Python's standard "
+    "library, is built in.",
     "liger_kernel_config": "JSON object of parts that --use_liger_kernel leaves out, such as '{\"rope\": false}'. "
     "Parts: rms_norm, rope, swiglu, geglu.",
+    "max_length": "Number of tokens in a sequence, counted over all devices that share it; with packing, the length of "
+    "a pack. Default: the model's context length.",
+    "model_name_or_path": "Hub name or local folder of the model. tiny, a small one with random weights, is built in.",
+    "output_dir": "Folder for checkpoints and the trained model. Default: trainer_output.",
+    "packing": "Pack documents into full sequences, in which they stay isolated from each other.",
+    "per_device_train_batch_size": "Number of sequences that each group of --sp devices trains on at a time.",
+    "resume_from_checkpoint": "Folder of the checkpoint to resume from, or auto: the newest in output_dir that is "
+    "complete, and the beginning if there is none.",
+    "use_liger_kernel": "Compute norms, activations and rotary embeddings with Liger's Triton kernels (GPUs only). The "
+    "loss stays that of longctx, which is fused and exact over all ranks.",
 }
-"""The --help of TRL's flags that act differently here."""
+"""What those of TRL's flags do that act differently here."""
 
 _LISTS_TOO = ("fsdp", "report_to")
 """Flags with one value on the command line for which transformers also takes lists."""
@@ -291,19 +342,12 @@ _OF_SEVERAL = {
 
 def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
     """Return {flag: value} of a YAML file, and set the variables of its `env:` block, as TRL does."""
-    try:
-        content = yaml.safe_load(check_file(Path(path)).read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} cannot be read as YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path} holds a {type(content).__name__}, expected 'flag: value' lines.")
-    config = {_name(str(name)): value for name, value in content.items()}
+    config = read_config(path)
     env = config.pop("env", {})
     if not isinstance(env, dict):
         raise ValueError(f"--config {path}: env is {env!r}, expected a block of 'VARIABLE: value' lines.")
+    check_config(path, config, parser.names() - NO_FIELDS)
     for name, value in config.items():
-        if name not in parser.names() - {"help", "config"}:
-            raise ValueError(f"--config {path} sets {name}, which is no flag.{parser.suggestion(name)}")
         if isinstance(value, list) and parser.action(name).nargs not in ("+", "*") and name not in _LISTS_TOO:
             raise ValueError(
                 f"--config {path} sets {name} to {value}, and it takes one value.{_OF_SEVERAL.get(name, '')}"

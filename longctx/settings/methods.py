@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from longctx.settings.flag_sources import read_dataclass
+
 METHODS = ("dpo", "grpo", "kto", "orpo", "ppo", "reward", "rloo")
 """Methods that users may name as a command, as in `trl dpo`."""
 
@@ -13,9 +15,5 @@ POINTER = (
 
 def methods_with(flag: str) -> list[str]:
     """Return TRL's methods that have a flag of this name, spelled as in TRL."""
-    from dataclasses import fields
-
-    import trl
-
-    configs = {method: getattr(trl, f"{method}Config", None) for method in ("DPO", "GRPO", "KTO", "Reward", "RLOO")}
-    return [method for method, config in configs.items() if config and flag in {field.name for field in fields(config)}]
+    configs = {method: read_dataclass("trl", f"{method}Config") for method in ("DPO", "GRPO", "KTO", "Reward", "RLOO")}
+    return [method for method, config in configs.items() if config and flag in config]

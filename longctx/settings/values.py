@@ -10,43 +10,13 @@ from typing import Any
 
 from longctx.forecast.memory_options import AUTO
 from longctx.model.load import is_template_file
-from longctx.model.tiny import TINY
 from longctx.settings.checks import check
+from longctx.settings.defaults import ADAPTER_DEFAULTS, DEFAULTS, DEMO
 from longctx.settings.flags import MACHINE_FLAGS, Flags
 from longctx.settings.ranges import check_numbers
 from longctx.settings.trl_flags import check_supported
 from longctx.training.profiling import BEFORE
 from longctx.training.schedule import check_length
-
-DEMO = {
-    "model_name_or_path": TINY,
-    "dataset_name": "stdlib",
-    "packing": True,
-    "max_length": 8192,
-    "overlong": "split",
-    "max_steps": 20,
-    "per_device_train_batch_size": 1,
-    "learning_rate": 4e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "save_strategy": "no",
-    "output_dir": "longctx-output",
-}
-"""The preset of a run without model and data set."""
-
-DEFAULTS = {
-    "packing": True,
-    "max_length": None,
-    "per_device_train_batch_size": 1,
-    "logging_steps": 1,
-}
-"""Defaults of other runs that differ from SFTConfig's. The max_length None stands for the model's context length. One
-packed sequence fills a device, and a step of such sequences can take minutes."""
-
-ADAPTER_DEFAULTS = {"lora_dropout": 0.0}
-"""Defaults with --use_peft that differ from ModelConfig's: dropout is refused."""
 
 TRL_EVAL_STEPS = 10
 """Steps between evaluations where no flag says: SFTConfig's logging_steps."""

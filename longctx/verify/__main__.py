@@ -32,6 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0
+    from longctx.launch.terminal import refuse
+    from longctx.settings.help import check_names
+
+    try:
+        check_names(arguments, also=[action.dest for action in _parser()._actions])
+    except ValueError as error:
+        refuse(error)
+        return USAGE_ERROR
     with redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
         return _verify(arguments, others, own)
 
@@ -39,12 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="longctx verify",
-        description="Compare one optimizer step at --sp N with one device, on your model, data and machine. Exit code: "
-        "0 exact, 1 something is off, 2 cannot be run. What is found about the machine is advice.",
-        epilog="All other flags are those of longctx.train (python -m longctx.train --help); those about the number of "
-        "steps, the optimizer, clipping, evaluation, logs and saving have no effect on the one step. Without "
-        "--model_name_or_path and --dataset_name the built-in tiny model and the standard library's sources are used; "
-        "a folder with a config.json and no weights gets random ones.",
+        description="Compare one optimizer step at --sp N with one device, on your model, data and machine. The exit "
+        "code is 0 if they agree, 1 if they do not, and 2 if the comparison cannot run. Findings about the machine are "
+        "advice.",
+        epilog="It also takes the flags of longctx train (longctx train --help). Those that set the number of steps, "
+        "the optimizer, clipping, evaluation, logs or saving have no effect on the one step. Without "
+        "--model_name_or_path and --dataset_name, it uses the built-in tiny model and the sources of Python's standard "
+        "library. A folder with a config.json and no weights gets random weights.",
         allow_abbrev=False,
         add_help=False,
     )
@@ -53,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         "--num_layers",
         "--num-layers",
         type=int,
-        help="Use the model's first layers only. Default: all of a small model; of a large one two, or as many as "
-        "hold every kind of layer.",
+        help="Use only this many of the model's layers, from the first on. Default: all layers of a small model; of a "
+        "large one two, or as many as include every kind of layer.",
     )
     return parser
 

@@ -135,15 +135,14 @@ def test_missing_file_is_refused(tmp_path):
         parse_flags(["--config", str(tmp_path / "none.yaml")])
 
 
-def test_help_shows_our_flags_first(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    assert end.value.code == 0
-    shown = capsys.readouterr().out
-    for field in (*fields(SequenceArguments), *fields(ScriptArguments)):
-        assert f"--{field.name}" in shown
-    assert "--config" in shown
-    assert shown.index("--dry_run") < shown.index("--learning_rate")
+def test_parsing_leaves_the_parser_as_it_is(tmp_path):
+    before = parse_flags([])
+    text = "max_length: null\nreport_to: [tensorboard]\nmodel_init_kwargs: {rms_norm_eps: 1.0e-5}\n"
+    parse_flags(["--config", write(tmp_path, text), "--sp", "4", "--lora_target_modules", "a", "b"])
+    before.values["datasets"].append("mine")
+    after = parse_flags(["--sp", "2"])
+    assert after.explicit == {"sp"}
+    assert after.values == {**before.values, "sp": 2, "datasets": []}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def check_broken(result, named):
     [
         (["--sp", "3", "--sp_backend", "ulysses"], ["3", "4"]),
         (["--num_layers", "9"], ["--num_layers 9", "has 2 layers", "Use 1 to 2"]),
-        (["--jsn"], ["--jsn", "unrecognized"]),
+        (["--jsn"], ["--jsn is not a flag", "Did you mean --json?"]),
     ],
 )
 def test_bad_input_ends_with_2_and_one_line(arguments, parts, capsys, monkeypatch):
