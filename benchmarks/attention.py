@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+import longctx
 from longctx.attention.kernels import Entries, block_backward, block_forward
 from longctx.attention.operator import varlen_attention
 from longctx.launch.store import meeting_point
@@ -545,7 +546,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     report = Report(options.output)
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "longctx"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
+    versions += f", longctx {longctx.__version__}"
     where = torch.cuda.get_device_name() if options.device == "cuda" else device()
     report.add("`" + " ".join(["python -m benchmarks.attention", *given]) + f"`, {date.today()}  ")
     report.add(f"{where}; Python {platform.python_version()}, {versions}  ")

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from . import ranks
 from .packing import device, histogram, line
 
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
 HEADER = ["situation", "exact value", "stock stack", "longctx"]
 ROW_LENGTH = 512
 PACKED_LENGTHS = (90, 7, 41, 1, 130, 64, 2, 33, 17, 127)  # one row, filled
@@ -605,7 +605,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     ranks.start_server()
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    import longctx
+
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES) + f", longctx {longctx.__version__}"
     print("`" + " ".join(["python -m benchmarks.elsewhere", *sys.argv[1:]]) + f"`, {date.today()}")
     print(f"{device()}, gloo; Python {platform.python_version()}, {versions}{commit()}\n")
     print("loss and norm: mean loss and gradient norm of the first optimizer step, fp32.\n")

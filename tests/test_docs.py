@@ -34,6 +34,7 @@ from longctx.plan import _parser as plan_parser
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
+from longctx.verify.machine import DISTRIBUTION
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -165,9 +166,10 @@ def check_installation(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert words[1] == "install"
     [what] = [word for word in words[2:] if word != "-e"]
-    name, named = re.fullmatch(r"(longctx|\.)(?:\[([\w,-]+)\])?", what).groups()
-    assert name == "longctx" or "-e" in words
-    assert set((named or "").split(",")) - {""} <= extras.keys()
+    found = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", what)
+    assert found is not None, "what the index has by the name of longctx is another project"
+    assert "-e" in words
+    assert set((found[1] or "").split(",")) - {""} <= extras.keys()
 
 
 def check_development(words: list[str]) -> None:
@@ -235,7 +237,22 @@ def test_a_command_that_nobody_runs_is_seen(folder):
     with pytest.raises(SystemExit):
         check(shlex.split("longctx plan --gpu none --model_name_or_path tiny"))
     with pytest.raises(AssertionError):
-        check(["pip", "install", "longctx[no_such_extra]"])
+        check(["pip", "install", "-e", ".[no_such_extra]"])
+    with pytest.raises(AssertionError, match="another project"):
+        check(["pip", "install", "longctx"])
+
+
+def test_nothing_tells_people_to_install_the_other_longctx():
+    """The index has another project by that name. Ours is installed from its folder."""
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == DISTRIBUTION != "longctx"
+    folders = ("longctx", "benchmarks", "docs", "examples", "configs", ".ci")
+    paths = [*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())]
+    texts = {path: path.read_text(encoding="utf-8", errors="ignore") for path in paths if path.suffix != ".pyc"}
+    assert len(texts) > 300
+    stranger = re.compile(r"\blongctx\[|\bpip\d? +(install|download)\b[^\n`&;]*[ '\"]longctx\b(?!-)")
+    assert stranger.search('pip install "longctx[plots]"')
+    assert stranger.search("pip install -U longctx")
+    assert [f"{path}: {found[0]}" for path, text in texts.items() if (found := stranger.search(text))] == []
 
 
 # Run as they stand

@@ -34,7 +34,7 @@ def built(tmp_path_factory):
 
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     names = zipfile.ZipFile(built[1]).namelist()
-    assert {name.partition("/")[0] for name in names} == {"longctx", f"longctx-{longctx.__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"longctx", f"longctx_train-{longctx.__version__}.dist-info"}
     for top, link in (("longctx", "longctx"), ("benchmarks", "longctx/benchmarks"), ("configs", "longctx/configs")):
         suffixes = {"longctx": ".py", "benchmarks": ".py", "configs": ".yaml"}
         sources = {p.relative_to(ROOT / top).as_posix() for p in (ROOT / top).rglob(f"*{suffixes[top]}")}
@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     data = {"py.typed", "attention/speeds.toml", "benchmarks/data/document_lengths.csv"}
     assert {f"longctx/{name}" for name in data} <= set(names)
     assert not [name for name in names if "/results/" in name or name.endswith(".pyc")]
-    assert f"longctx-{longctx.__version__}.dist-info/licenses/LICENSE" in names
+    assert f"longctx_train-{longctx.__version__}.dist-info/licenses/LICENSE" in names
 
 
 def test_the_sdist_holds_what_the_wheel_is_made_of(built):

@@ -26,12 +26,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import longctx
+
 from ..ranks import run_group, start_server
 from .results import SWEEP, Results
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 GIB = 2**30
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "longctx")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
 SETTINGS = (
     "model",
     "memory",
@@ -153,7 +155,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.document_lengths is not None and not options.document_lengths.is_file():
         raise ValueError(f"--document_lengths {options.document_lengths} is no file. Name a CSV of low,high,documents.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('Pictures need matplotlib. Install it: pip install "longctx[plots]".')
+        raise ValueError('Pictures need matplotlib. Install it: pip install "matplotlib>=3.9".')
 
 
 def _sweep(options: argparse.Namespace, results: Results, command: str) -> None:
@@ -254,7 +256,7 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
         "model": options.model_name_or_path,
         "document_lengths": options.document_lengths and str(options.document_lengths.absolute()),
         **{n: getattr(options, n) for n in SETTINGS if n in vars(options) and n != "document_lengths"},
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES} | {"longctx": longctx.__version__},
         "commit": _commit(),
     }
 

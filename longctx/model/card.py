@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from longctx.model.tiny import TINY
 
-_PACKAGES = ("longctx", "trl", "transformers", "torch", "datasets", "tokenizers")
+_PACKAGES = ("trl", "transformers", "torch", "datasets", "tokenizers")
 
 _LOAD = """from transformers import pipeline
 
@@ -32,6 +32,7 @@ def model_card(
     is_adapter: bool,
     has_config: bool,
     training: Mapping[str, Any],
+    release: str,
 ) -> str:
     """Return Markdown with the hub's metadata on top.
 
@@ -40,6 +41,7 @@ def model_card(
         base_model: name or folder; only a name on the hub is told.
         has_config: whether an adapter has its base model's configuration beside it, which has to be used.
         training: rows of the table of what it was trained with.
+        release: the version of longctx.
     """
     is_public = base_model is not None and base_model != TINY and not os.path.exists(base_model)
     base = base_model if is_public else None
@@ -53,7 +55,7 @@ def model_card(
     of_base = f" of [{base}](https://huggingface.co/{base})" if base else ""
     what = "An adapter" if is_adapter else "A fine-tuned version"
     rows = "\n".join(f"| {name} | {value} |" for name, value in training.items())
-    versions = ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
+    versions = ", ".join([f"longctx {release}", *(f"{package} {version(package)}" for package in _PACKAGES)])
     return f"""---
 {data}
 ---

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+import longctx
 from longctx.launch.failures import reason
 from longctx.report.charts import all_charts, key_numbers, numbers_table
 from longctx.report.page_elements import PAGE, bullet_list, escaped, table, tile, words
@@ -37,7 +38,7 @@ _SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
 _LOOKS_SECRET = re.compile(r"\bhf_\w{8,}|(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "REDACTED"
 
-PACKAGES = ("longctx", "torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets", "flash-attn")
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets", "flash-attn")
 """Packages whose versions the page names, where they are installed."""
 
 
@@ -100,7 +101,7 @@ def launch_command() -> list[str]:
 
 
 def _versions(device: torch.device, world_size: int) -> dict[str, str]:
-    found = {"Python": platform.python_version()}
+    found = {"Python": platform.python_version(), "longctx": longctx.__version__}
     for package in PACKAGES:
         try:
             found[package] = version(package)

@@ -1,6 +1,6 @@
 """Pictures of the longest sequences, the seconds of a step and the use of memory, as PNG files.
 
-Drawn by matplotlib, which is optional (`pip install "longctx[plots]"`), in colours that colour-blind people tell apart
+Drawn by matplotlib, which is optional (the extra `plots`), in colours that colour-blind people tell apart
 (Okabe and Ito), each backend always in the same one.
 """
 
@@ -244,7 +244,7 @@ def _figure(*, width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError('Pictures need matplotlib. Install it: pip install "longctx[plots]".') from None
+        raise ValueError('Pictures need matplotlib. Install it: pip install "matplotlib>=3.9".') from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -31,6 +31,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig
 
+import longctx
 from longctx.collate import SequenceCollator
 from longctx.data import MixedStream, SourceReport
 from longctx.layers.loss import TokenOutputs
@@ -385,6 +386,7 @@ class SequenceTrainer(EvaluatingTrainer):
             is_adapter=hasattr(self.model, "peft_config"),
             has_config=self.base_config is not None,
             training={name: value for name, value in training.items() if value is not None},
+            release=longctx.__version__,
         )
         Path(settings.output_dir, "README.md").write_text(card, encoding="utf-8")
 

@@ -59,7 +59,11 @@ def check_machine(run: Run, device: torch.device) -> list[Finding]:
     ]
 
 
-def check_versions(distribution: str = "longctx") -> Iterator[Finding]:
+DISTRIBUTION = "longctx-train"
+"""The name under which pip knows longctx."""
+
+
+def check_versions(distribution: str = DISTRIBUTION) -> Iterator[Finding]:
     """Compare every dependency with the range that it is tested in, which the distribution itself states."""
     try:
         stated = [Requirement(text) for text in requires(distribution) or []]
@@ -132,7 +136,7 @@ def _kernels(run: Run, device: torch.device) -> Iterator[Finding]:
     dtype = torch.bfloat16 if is_half else torch.float32
     kernel = kernel_of(run.model_config, device, dtype)
     ok = device.type == "cpu" or not isinstance(kernel, DenseKernel)
-    remedy = "no fast kernel is exact here (see the log for why): pip install 'longctx[flash-attn]'"
+    remedy = "no fast kernel is exact here (see the log for why): pip install flash-attn"
     yield Finding(
         name="attention kernel",
         value=f"{kernel.name} for {str(dtype).removeprefix('torch.')}, heads of {head_size(run.model_config)}",

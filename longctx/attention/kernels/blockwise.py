@@ -137,7 +137,7 @@ def dense_refusal(tokens: int) -> str:
     return (
         f"attention over {tokens:,} tokens: no kernel but the dense one is exact here, whose memory grows with their "
         f"square, and it is for {DENSE_TOKENS:,} tokens at most. The log says why others are passed over. Use bf16 on "
-        "a GPU of compute capability 8.0 or later (pip install 'longctx[flash-attn]' adds kernels), or shorter "
+        "a GPU of compute capability 8.0 or later (pip install flash-attn adds kernels), or shorter "
         "sequences."
     )
 
