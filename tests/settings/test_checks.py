@@ -12,7 +12,7 @@ from longctx.settings.flags import parse_flags
 
 FOLDER = Path(__file__).parents[2] / "longctx" / "settings"
 
-READERS = {"flags", "profile", "launcher", "checks"}
+READERS = {"flags", "help", "profile", "launcher", "checks"}
 """Modules that refuse what cannot be read at all."""
 
 PROFILE_KEYS = {
