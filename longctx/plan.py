@@ -12,17 +12,16 @@ import json
 import math
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longctx.forecast.memory_options import PRESETS
+from longctx.report.plan_text import as_text, first_answer
 
 USAGE_ERROR = 2
-WIDTH = 120
-"""Width of printed lines."""
 LENGTHS = (32768, 131072, 524288, 1048576)
 
 
@@ -99,47 +98,95 @@ _KERNELS = {"A100": "flash-attn 2", "H100": "flash-attn 2", "H200": "flash-attn 
 
 def _plan(options: argparse.Namespace) -> int:
     from longctx.forecast.calibrate import calibrate, corrected
-    from longctx.forecast.candidates import candidates, outlook, recommend
-    from longctx.forecast.documents import drawn_from, one_document
+    from longctx.forecast.candidates import candidates
     from longctx.model.allow_list import check_model
     from longctx.model.load import load_config
     from longctx.model.rope import extended, parse_rope_scaling
     from longctx.model.tied_head import untie_as_stored
 
+    if options.output is not None and find_spec("matplotlib") is None:
+        raise ValueError(f"--output {options.output} draws pictures with matplotlib. pip install matplotlib first.")
     config = load_config(options.model_name_or_path, revision=options.model_revision)
     untie_as_stored(config, options.model_name_or_path, revision=options.model_revision)
     if scaling := parse_rope_scaling(options.rope_scaling):
         config = extended(config, scaling)
     check_model(config)
     machine = _machine(options)
-    presets = options.memory or (["balanced"] if options.load_in_4bit else ["balanced", "longest"])
-    documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
+    presets = options.memory or (["balanced"] if options.load_in_4bit else ["balanced", "longest", "fastest"])
     found = candidates(config, machine, presets=presets, settings=_adapter(options))
-    calibrations: list[Any] = []
+    plan = _planned(options, config, machine, presets, found, [])
     if not options.no_calibration:
+        if not options.json:
+            print(first_answer(plan.result), flush=True)
         calibrations = calibrate(config, found)
-        found = corrected(found, machine, calibrations)
+        plan = _planned(options, config, machine, presets, corrected(found, machine, calibrations), calibrations)
+    if options.trace and plan.best is not None:
+        plan.result["trace"] = _retraced(config, plan.best, machine)
+    print(json.dumps(plan.result, indent=1) if options.json else as_text(plan.result))
+    if options.output is not None:
+        _write(options.output, plan.result, plan.table, plan.best, machine)
+    return 0 if plan.best is not None else 1
+
+
+class _Planned(NamedTuple):
+    """A plan, and what its pictures are drawn from."""
+
+    result: dict[str, Any]
+    table: dict[Any, list[Any]]
+    """The outlooks of each candidate, by length."""
+    best: Any
+
+
+def _planned(
+    options: argparse.Namespace,
+    config: Any,
+    machine: Any,
+    presets: Sequence[str],
+    found: Sequence[Any],
+    calibrations: Sequence[Any],
+) -> _Planned:
+    """Return the plan for these candidates."""
+    from longctx.forecast.candidates import next_best, outlook, recommend
+    from longctx.forecast.documents import drawn_from, one_document
+
+    documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
     table = {c: [outlook(c, machine, length, documents) for length in lengths] for c in found}
     longest = max(candidate.max_length for candidate in found)
     wanted = options.max_length or max((n for n in lengths if n <= longest), default=min(lengths))
     there = [outlooks[lengths.index(wanted)] for outlooks in table.values()]
     best = recommend(there)
+    second = None if best is None else next_best(there)
+    context = _context(config, wanted)
     result = {
         "model": options.model_name_or_path,
         "machine": asdict(machine),
         "predicted": True,
         "presets": presets,
         "lengths": lengths,
+        "context": context,
         "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
-        "recommendation": None if best is None else _recommendation(best, there, options),
-        "trace": _retraced(config, best, machine) if options.trace and best is not None else None,
+        "recommendation": None if best is None else _recommendation(best, there, options, context),
+        "next_best": None if second is None else _recommendation(second, there, options, context),
+        "trace": None,
     }
-    print(json.dumps(result, indent=1) if options.json else as_text(result))
-    if options.output is not None:
-        _write(options.output, result, table, best, machine)
-    return 0 if best is not None else 1
+    return _Planned(result, table, best)
+
+
+def _context(config: Any, length: int) -> dict[str, Any]:
+    """Return the model's context, and the --rope_scaling that a longer sequence needs; None if there is none."""
+    from longctx.model.rope import extended, factor_for, parse_rope_scaling
+
+    context = config.get_text_config().max_position_embeddings
+    wanted = f"yarn:{factor_for(length, context)}" if length > context else None
+    problem = None
+    if (scaling := parse_rope_scaling(wanted)) is not None:
+        try:
+            extended(config, scaling)
+        except ValueError as error:
+            wanted, problem = None, str(error)
+    return {"tokens": context, "length": length, "rope_scaling": wanted, "problem": problem}
 
 
 def _adapter(options: argparse.Namespace) -> dict[str, Any]:
@@ -243,7 +290,9 @@ def _as_dict(candidate: Any, outlooks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _recommendation(best: Any, there: Sequence[Any], options: argparse.Namespace) -> dict[str, Any]:
+def _recommendation(
+    best: Any, there: Sequence[Any], options: argparse.Namespace, context: dict[str, Any]
+) -> dict[str, Any]:
     from longctx.forecast.candidates import why
 
     command = ["accelerate", "launch", *(["--multi_gpu"] if options.gpus > 1 else [])]
@@ -253,12 +302,13 @@ def _recommendation(best: Any, there: Sequence[Any], options: argparse.Namespace
         command += ["--main_process_ip", "HOST", "--main_process_port", "29500"]
     command += ["-m", "longctx.train", "--model_name_or_path", str(_folder(options.model_name_or_path))]
     command += ["--dataset_name", "DATA", "--max_length", str(best.length), *best.candidate.flags()]
-    if options.rope_scaling:
-        command += ["--rope_scaling", options.rope_scaling]
+    if scaling := options.rope_scaling or context["rope_scaling"]:
+        command += ["--rope_scaling", scaling]
     if options.use_peft:
         command += ["--use_peft", "True", "--lora_r", str(options.lora_r)]
     for name in ("load_in_4bit", "use_bnb_nested_quant"):
         command += [f"--{name}", "True"] if getattr(options, name) else []
+    command += ["--per_device_train_batch_size", "1"]
     facts = {"name": best.candidate.label, "why": why(best, there), "command": shlex.join(command)}
     return _as_dict(best.candidate, [best]) | facts
 
@@ -266,126 +316,6 @@ def _recommendation(best: Any, there: Sequence[Any], options: argparse.Namespace
 def _folder(model: str) -> Path:
     """Return the model's folder if the name is that of its config.json, else the name."""
     return Path(model).parent if Path(model).is_file() else Path(model)
-
-
-def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
-    """Return the plan as text: a table with a row for each backend and its degrees, and the recommendation."""
-    machine, best = result["machine"], result["recommendation"]
-    head = (
-        f"{result['model']} on {machine['gpus']} x {machine['device']}, {machine['device_bytes'] / 2**30:.0f} GiB "
-        f"each, {machine['host_bytes'] / 2**30:,.0f} GiB of host memory a node, {machine['kernel']}, bf16; predicted"
-    )
-    rows = _rows(result)
-    lines = [head, _markdown(rows) if markdown else _aligned(rows), _legend(result), _calibrated(result)]
-    if best is None:
-        longest = max(c["max_length"] for c in result["candidates"])
-        lines.append(f"No set-up takes that; the longest is {longest:,} tokens.")
-    else:
-        command = f"```bash\n{best['command']}\n```" if markdown else best["command"]
-        if "RANK" in command:
-            command += "\n\nOn every node, with RANK 0 on the first and HOST the first one's address."
-        lines += [*_about(best), _traced(result), command]
-    kept = (lines[1], lines[-1])  # a table and a command are not wrapped
-    wrapped = [text if markdown or text in kept else textwrap.fill(text, WIDTH) for text in lines if text]
-    return "\n\n".join(wrapped)
-
-
-def _rows(result: dict[str, Any]) -> list[list[str]]:
-    """Return the table's rows, with presets beside each other, and seconds of the fastest that fits."""
-    from longctx.forecast.token_label import token_label
-
-    presets, lengths = result["presets"], result["lengths"]
-    rows = [["backend", "sp", "dp", *(f"longest, {p}" for p in presets), *(f"s at {token_label(n)}" for n in lengths)]]
-    for same in _by_degrees(result["candidates"]):
-        first = next(iter(same.values()))
-        degrees = f" {first['ulysses']} x {first['ring']}" if min(first["ulysses"], first["ring"]) > 1 else ""
-        name = first["backend"] + degrees
-        longest = [f"{same[p]['max_length']:,}{HOST_FULL if same[p]['binds'] == 'host' else ''}" for p in presets]
-        rows.append([name, str(first["sp"]), str(first["dp"]), *longest])
-        for i in range(len(lengths)):
-            seconds = [(same[p]["at"][i]["seconds_per_step"], mark) for p, mark in zip(presets, MARKS, strict=False)]
-            least, mark = min(((s, mark) for s, mark in seconds if s is not None), default=(None, ""))
-            rows[-1].append("OOM" if least is None else f"{_seconds(least)}{mark}")
-    return rows
-
-
-HOST_FULL = " h"
-MARKS = ("", "*", "+")
-"""Marks of seconds, by preset."""
-
-
-def _by_degrees(candidates: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
-    """Group the candidates that differ in --memory alone, each by its --memory."""
-    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for c in candidates:
-        groups.setdefault((c["backend"], c["ring"], c["ulysses"]), {})[c["memory"]] = c
-    return list(groups.values())
-
-
-def _legend(result: dict[str, Any]) -> str:
-    marked = ", ".join(f"{mark} --memory {p}" for p, mark in zip(result["presets"], MARKS, strict=False) if mark)
-    return "hybrid: Ulysses x ring. h: host memory is full first. s: of the fastest preset that fits" + (
-        f"; {marked}." if marked else "."
-    )
-
-
-def _calibrated(result: dict[str, Any]) -> str:
-    if not (calibrations := result["calibration"]):
-        return "Layers by the closed form alone."
-    factors: dict[str, list[str]] = {}
-    for c in calibrations:
-        name = f"{c['backend']} {c['ulysses']} x" if c["ulysses"] else c["backend"]
-        factors.setdefault(name, []).append("-" if c["problem"] else f"{c['factor']:.2f}")
-    text = "Layers as traces of this model have them, of the closed form's bytes: "
-    text += ", ".join(f"{backend} {' '.join(of)}" for backend, of in factors.items()) + "."
-    if problem := next((c["problem"] for c in calibrations if c["problem"]), ""):
-        text += f" Untraced (-), since {problem}."
-    return text
-
-
-def _about(best: dict[str, Any]) -> list[str]:
-    at = best["at"][0]
-    seconds = ", ".join(f"{name} {_seconds(value)}" for name, value in at["seconds"].items())
-    return [
-        f"Recommended for {at['length']:,} tokens: {best['name']}, on {best['engine']}: {best['why']}.",
-        f"A step takes {_seconds(at['seconds_per_step'])} s ({seconds}): "
-        f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.",
-        *(
-            f"{what}: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in at[key].items() if size >= 2**26)
-            for what, key in (("GiB of a device", "device_bytes"), ("GiB of a node's host memory", "host_bytes"))
-            if at[key]
-        ),
-    ]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def _traced(result: dict[str, Any]) -> str:
-    if not (trace := result["trace"]):
-        return ""
-    stands_in = " of its twin on FSDP2 (DeepSpeed runs on no fake tensors; ZeRO's states by formula)"
-    traced, predicted = trace["traced_bytes"] / 2**30, trace["predicted_bytes"] / 2**30
-    length, binds = trace["longest"]
-    return (
-        f"Traced{stands_in if trace['stands_in'] else ''}: {traced:.2f} GiB allocated at the device's peak, by the "
-        f"closed form {predicted:.2f} ({predicted / traced - 1:+.1%}). The longest row with that: {length:,} tokens, "
-        f"then the {binds} is full."
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "| --- " + "| ---: " * (len(rows[0]) - 1) + "|", *lines[1:]])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.closed_form import Breakdown, predict, reach
 from longctx.forecast.documents import RowLengths, one_document
+from longctx.forecast.expected_step import FREE_PART
 from longctx.forecast.memory_options import RunTraits, resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
@@ -27,6 +28,10 @@ HOST_BYTES_PER_DEVICE = 1.9e12 / 8
 
 LONG_ROW = 2**30
 """Tokens of a sequence that is so long that presets do not shorten their chunks."""
+
+A_TIE = 1.02
+"""Speeds within this ratio of the fastest count as equal. Of these the smallest sp is recommended, and then the backend
+that is registered first."""
 
 WORTH_NAMING = 1.1
 """How many times faster than the recommendation a candidate has to be to be named beside it."""
@@ -91,6 +96,13 @@ class Outlook:
     memory: Breakdown
     time: StepTime | None
     """None if the length does not fit."""
+    used: float
+    """The used part of the device's memory or of the host's, whichever is larger."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether FREE_PART of each memory is left free."""
+        return self.used <= 1 - FREE_PART
 
     @property
     def speed(self) -> float:
@@ -204,33 +216,42 @@ def outlook(candidate: Candidate, machine: Machine, length: int, documents: RowL
     if padded <= candidate.max_length:
         lengths = [*documents(length), *([padded - length] if padded > length else [])]
         time = step_time(candidate.setup, padded, machine.speeds, documents=lengths)
-    return Outlook(candidate=candidate, length=length, memory=predict(candidate.setup, padded), time=time)
+    memory = predict(candidate.setup, padded)
+    used = max(memory.device_bytes / machine.device_bytes, memory.host_bytes / machine.host_bytes)
+    return Outlook(candidate=candidate, length=length, memory=memory, time=time, used=used)
+
+
+def ranked(outlooks: Sequence[Outlook]) -> list[Outlook]:
+    """Return what fits, the best first: by speed, and what leaves less than FREE_PART of a memory free at the end."""
+    fitting = [outlook for outlook in outlooks if outlook.time is not None]
+    return sorted(fitting, key=lambda outlook: (not outlook.has_room, -outlook.speed))
 
 
 def recommend(outlooks: Sequence[Outlook]) -> Outlook | None:
-    """Return the fastest outlook of those with the smallest sp that fits; None if none fits."""
-    return max(_of_smallest_sp(outlooks), key=lambda o: o.speed, default=None)
+    """Return the first outlook of those that are as good as the best; None if nothing fits."""
+    order = ranked(outlooks)
+    if not order:
+        return None
+    as_room = [outlook for outlook in outlooks if outlook.time is not None and outlook.has_room == order[0].has_room]
+    return next(outlook for outlook in as_room if outlook.speed >= order[0].speed / A_TIE)
+
+
+def next_best(outlooks: Sequence[Outlook]) -> Outlook | None:
+    """Return what is recommended without the sp and the preset of the recommended outlook; None if nothing is left."""
+    best = recommend(outlooks)
+    if best is None:
+        return None
+    same = best.candidate.dims.sp, best.candidate.memory
+    return recommend([one for one in outlooks if (one.candidate.dims.sp, one.candidate.memory) != same])
 
 
 def why(best: Outlook, outlooks: Sequence[Outlook]) -> str:
-    """Return the reason for a recommendation, and a much faster candidate if there is one."""
-    sp = best.candidate.dims.sp
-    shorter = [o.candidate for o in outlooks if o.candidate.dims.sp < sp]
-    text = f"sp {sp} is the smallest that takes {best.length:,} tokens"
-    if shorter:
-        least = max(shorter, key=lambda candidate: candidate.max_length)
-        text += f" (sp {least.dims.sp}: {least.max_length:,} at most)"
-    others = [o for o in _of_smallest_sp(outlooks) if o is not best]
-    if others:
-        second = max(others, key=lambda o: o.speed)
-        text += f", {best.candidate.label} the fastest there ({second.candidate.label}: {second.speed:,.0f} tokens/s)"
-    fastest = max((o for o in outlooks if o.time is not None), key=lambda o: o.speed)
+    """Return the reason for a recommendation."""
+    free = f"{FREE_PART:.0%} of memory free"
+    if not best.has_room:
+        return f"the fastest that fits; nothing leaves {free}"
+    fastest = max((outlook for outlook in outlooks if outlook.time is not None), key=lambda outlook: outlook.speed)
+    text = f"the fastest that leaves {free}"
     if fastest.speed > WORTH_NAMING * best.speed:
-        text += f"; fastest of all is {fastest.candidate.label} with {fastest.speed:,.0f} tokens/s a device"
+        text += f" ({fastest.candidate.label}: {fastest.speed:,.0f} tokens/s a device, and {fastest.used:.0%} full)"
     return text
-
-
-def _of_smallest_sp(outlooks: Sequence[Outlook]) -> list[Outlook]:
-    fitting = [outlook for outlook in outlooks if outlook.time is not None]
-    smallest = min((outlook.candidate.dims.sp for outlook in fitting), default=0)
-    return [outlook for outlook in fitting if outlook.candidate.dims.sp == smallest]

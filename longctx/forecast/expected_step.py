@@ -15,6 +15,9 @@ from longctx.forecast.step_time import Speeds, StepTime, step_time
 
 GIB = 2**30
 
+FREE_PART = 0.1
+"""The part of the memory that a recommended set-up leaves free, since a forecast errs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedStep:

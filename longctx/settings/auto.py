@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.forecast.expected_step import ExpectedStep
+from longctx.forecast.expected_step import FREE_PART, ExpectedStep
 from longctx.forecast.memory_options import AUTO, PRESETS
 from longctx.settings.checks import check
 from longctx.settings.run import Run
 from longctx.settings.values import Values
-
-FREE_PART = 0.1
-"""The part of the memory that auto leaves free."""
 
 AUTO_FLAGS = ("sp", "memory")
 """Flags that can be auto."""

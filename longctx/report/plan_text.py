@@ -1,0 +1,168 @@
+"""A plan in print: the recommendation, the next best, and a table of all backends and degrees."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from longctx.forecast.token_label import token_label
+
+WIDTH = 120
+"""Width of printed lines."""
+
+
+def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
+    """Return the plan as text: the recommendation, the next best, and a table of all backends and degrees."""
+    rows = _rows(result)
+    table = _markdown(rows) if markdown else _aligned(rows)
+    lines = [*_answer(result, markdown), _traced(result), table, _legend(result), _calibrated(result)]
+    return _wrapped(lines, markdown, kept=(table,))
+
+
+def first_answer(result: dict[str, Any]) -> str:
+    """Return the recommendation alone, before traces of the model correct it."""
+    note = "This is by the closed form. Traces of the model follow, which correct it; --no_calibration leaves them out."
+    return _wrapped([*_answer(result, False), note, "-" * WIDTH], False, kept=())
+
+
+def _wrapped(lines: Sequence[str], markdown: bool, kept: Sequence[str]) -> str:
+    """Return paragraphs of at most WIDTH characters a line; tables and commands are not wrapped."""
+    whole = [text for text in lines if text]
+    return "\n\n".join(
+        text if markdown or text in kept or text.startswith("accelerate launch") else textwrap.fill(text, WIDTH)
+        for text in whole
+    )
+
+
+def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
+    """Return the machine, the recommendation and the next best with their commands, in paragraphs."""
+    machine, best, second = result["machine"], result["recommendation"], result["next_best"]
+    head = (
+        f"{result['model']} on {machine['gpus']} x {machine['device']}, {machine['device_bytes'] / 2**30:.0f} GiB "
+        f"each, {machine['host_bytes'] / 2**30:,.0f} GiB of host memory a node, {machine['kernel']}, bf16; predicted"
+    )
+    if best is None:
+        longest = max(c["max_length"] for c in result["candidates"])
+        return [head, f"No set-up takes that; the longest is {longest:,} tokens."]
+    lines = [head, *_about(best), _beyond(result["context"]), _command(best, markdown)]
+    if second is not None:
+        at = second["at"][0]
+        lines += [
+            f"Next best: {second['name']}, {_seconds(at['seconds_per_step'])} s a step, "
+            f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.",
+            _command(second, markdown),
+        ]
+    if "RANK" in best["command"]:
+        lines.append("Start the command on every node, with RANK 0 on the first and HOST the first one's address.")
+    return lines
+
+
+def _command(plan: dict[str, Any], markdown: bool) -> str:
+    return f"```bash\n{plan['command']}\n```" if markdown else plan["command"]
+
+
+def _beyond(context: dict[str, Any]) -> str:
+    """Return a warning if the sequence is longer than the model's context, else an empty text."""
+    if context["length"] <= context["tokens"]:
+        return ""
+    text = f"The model's context is {context['tokens']:,} tokens, and {context['length']:,} are beyond it. "
+    if context["problem"]:
+        return text + f"No --rope_scaling is known for it: {context['problem']}"
+    return text + f"The commands extend it with --rope_scaling {context['rope_scaling']}."
+
+
+def _rows(result: dict[str, Any]) -> list[list[str]]:
+    """Return the table's rows, with presets beside each other, and seconds of the fastest that fits."""
+    presets, lengths = result["presets"], result["lengths"]
+    rows = [["backend", "sp", "dp", *(f"longest, {p}" for p in presets), *(f"s at {token_label(n)}" for n in lengths)]]
+    for same in _by_degrees(result["candidates"]):
+        first = next(iter(same.values()))
+        degrees = f" {first['ulysses']} x {first['ring']}" if min(first["ulysses"], first["ring"]) > 1 else ""
+        name = first["backend"] + degrees
+        longest = [f"{same[p]['max_length']:,}{HOST_FULL if same[p]['binds'] == 'host' else ''}" for p in presets]
+        rows.append([name, str(first["sp"]), str(first["dp"]), *longest])
+        for i in range(len(lengths)):
+            seconds = [(same[p]["at"][i]["seconds_per_step"], mark) for p, mark in zip(presets, MARKS, strict=False)]
+            least, mark = min(((s, mark) for s, mark in seconds if s is not None), default=(None, ""))
+            rows[-1].append("OOM" if least is None else f"{_seconds(least)}{mark}")
+    return rows
+
+
+HOST_FULL = " h"
+MARKS = ("", "*", "+")
+"""Marks of seconds, by preset."""
+
+
+def _by_degrees(candidates: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """Group the candidates that differ in --memory alone, each by its --memory."""
+    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for c in candidates:
+        groups.setdefault((c["backend"], c["ring"], c["ulysses"]), {})[c["memory"]] = c
+    return list(groups.values())
+
+
+def _legend(result: dict[str, Any]) -> str:
+    marked = ", ".join(f"{mark} --memory {p}" for p, mark in zip(result["presets"], MARKS, strict=False) if mark)
+    return "hybrid: Ulysses x ring. h: host memory is full first. s: of the fastest preset that fits" + (
+        f"; {marked}." if marked else "."
+    )
+
+
+def _calibrated(result: dict[str, Any]) -> str:
+    if not (calibrations := result["calibration"]):
+        return "Layers by the closed form alone."
+    factors: dict[str, list[str]] = {}
+    for c in calibrations:
+        name = f"{c['backend']} {c['ulysses']} x" if c["ulysses"] else c["backend"]
+        factors.setdefault(name, []).append("-" if c["problem"] else f"{c['factor']:.2f}")
+    text = "Layers as traces of this model have them, of the closed form's bytes: "
+    text += ", ".join(f"{backend} {' '.join(of)}" for backend, of in factors.items()) + "."
+    if problem := next((c["problem"] for c in calibrations if c["problem"]), ""):
+        text += f" Untraced (-), since {problem}."
+    return text
+
+
+def _about(best: dict[str, Any]) -> list[str]:
+    at = best["at"][0]
+    seconds = ", ".join(f"{name} {_seconds(value)}" for name, value in at["seconds"].items())
+    return [
+        f"Recommended for {at['length']:,} tokens: {best['name']}, on {best['engine']}: {best['why']}.",
+        f"A step takes {_seconds(at['seconds_per_step'])} s ({seconds}): "
+        f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.",
+        *(
+            f"{what}: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in at[key].items() if size >= 2**26)
+            for what, key in (("GiB of a device", "device_bytes"), ("GiB of a node's host memory", "host_bytes"))
+            if at[key]
+        ),
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def _traced(result: dict[str, Any]) -> str:
+    if not (trace := result["trace"]):
+        return ""
+    stands_in = " of its twin on FSDP2 (DeepSpeed runs on no fake tensors; ZeRO's states by formula)"
+    traced, predicted = trace["traced_bytes"] / 2**30, trace["predicted_bytes"] / 2**30
+    length, binds = trace["longest"]
+    return (
+        f"Traced{stands_in if trace['stands_in'] else ''}: {traced:.2f} GiB allocated at the device's peak, by the "
+        f"closed form {predicted:.2f} ({predicted / traced - 1:+.1%}). The longest row with that: {length:,} tokens, "
+        f"then the {binds} is full."
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "| --- " + "| ---: " * (len(rows[0]) - 1) + "|", *lines[1:]])
