@@ -356,16 +356,10 @@ def launch(arguments, *, timeout=300):
     return done.stdout
 
 
-LAUNCHES = [("ulysses", 2, "packed")]
-ALL_LAUNCHES = [
-    pytest.param(backend, sp, shape, marks=() if (backend, sp, shape) in LAUNCHES else pytest.mark.long)
-    for backend in ("ring", "ulysses")
-    for sp in (1, 2, 4)
-    for shape in SHAPES
-]
-
-
-@pytest.mark.parametrize(("backend", "sp", "shape"), ALL_LAUNCHES)
+@pytest.mark.long  # tests/settings/test_profiles.py has a launch in a plain run
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sp", [1, 2, 4])
+@pytest.mark.parametrize("backend", ["ring", "ulysses"])
 def test_accelerate_launch_equals_one_process(backend, sp, shape, models, tmp_path, parity_table):
     lengths, flags = SHAPES[shape]
     documents = make_documents(lengths)
