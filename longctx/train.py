@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, and return the exit code. Input that cannot be trained on exactly ends with a one-line error."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
+    from longctx.launch.imports import without_collections
     from longctx.launch.terminal import quieten, refuse
     from longctx.settings.help import check_names, short_help
 
@@ -36,15 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
     quieten()
     prefer_huge_pages()
     set_up_allocators()
-    from longctx.launch.failures import failures_told
-    from longctx.launch.restarts import check_restarts
-    from longctx.launch.slurm import join_step
-    from longctx.launch.spawn import spawn
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.launcher import relaunch, who_starts
-    from longctx.settings.profile import read_profile
-    from longctx.settings.resolve import resolve
-    from longctx.training.checkpoint.files import how_to_resume
+    with without_collections():
+        from longctx.launch.failures import failures_told
+        from longctx.launch.restarts import check_restarts
+        from longctx.launch.slurm import join_step
+        from longctx.launch.spawn import spawn
+        from longctx.settings.flags import parse_flags
+        from longctx.settings.launcher import relaunch, who_starts
+        from longctx.settings.profile import read_profile
+        from longctx.settings.resolve import resolve
+        from longctx.training.checkpoint.files import how_to_resume
 
     try:
         check_restarts()
@@ -75,14 +77,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(run: Run) -> int:
     """Prepare processes and data, train the model, and return the exit code."""
-    from longctx.data import DataError
-    from longctx.launch.terminal import refuse
-    from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
-    from longctx.ranks.watchdog import FAILED, watch
-    from longctx.report.memory_advice import describe_memory
-    from longctx.run import finish, fit, load, prepare
-    from longctx.training.checkpoint import RESUMABLE, CheckpointError, NotSavedError
-    from longctx.training.nonfinite import NonFiniteError
+    from longctx.launch.imports import without_collections
+
+    with without_collections():
+        from longctx.data import DataError
+        from longctx.launch.terminal import refuse
+        from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
+        from longctx.ranks.watchdog import FAILED, watch
+        from longctx.report.memory_advice import describe_memory
+        from longctx.run import finish, fit, load, prepare
+        from longctx.training.checkpoint import RESUMABLE, CheckpointError, NotSavedError
+        from longctx.training.nonfinite import NonFiniteError
 
     try:
         prepared = prepare(run)

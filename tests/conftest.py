@@ -9,6 +9,7 @@ tests that need one.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -23,6 +24,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # forked ranks can 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 refusals.install()  # before anything imports longctx
+gc.disable()  # until all tests are collected: what is imported stays, and collections would take a quarter of the time
+# Several hundred processes import longctx. Python keeps their bytecode in __pycache__ unless it is told not to.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 from benchmarks.ranks import start_server  # noqa: E402
 from tests.small_model import HEADS, save_small_model  # noqa: E402
@@ -158,6 +163,15 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         places = {config.rootpath / "tests" / file: place for place, file in enumerate(SLOWEST_FIRST)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # no collection in a test walks through what is imported
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 def pytest_sessionstart(session):

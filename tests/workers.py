@@ -59,6 +59,26 @@ def run_script(world_size: int, path: Path, folder: Path, timeout: float = 300) 
     return run_ranks(world_size, target, str(path), str(folder), port, timeout=timeout, backend=None)[0]
 
 
+def run_main(world_size: int, module: str, arguments: list[str], timeout: float = 300) -> list[tuple[int, str, str]]:
+    """Call `main(arguments)` of a module on ranks that a launcher has started; returns what each rank ended with.
+
+    That is its exit code and what it printed on stdout and stderr. What is not about launchers runs in this way, since
+    `python -m longctx.train` costs three times as much.
+
+    Args:
+        timeout: seconds.
+    """
+    return run_ranks(world_size, f"{__name__}:_call_main", module, arguments, timeout=timeout)
+
+
+def _call_main(module, arguments):
+    printed, errors = io.StringIO(), io.StringIO()
+    sys.__stdout__ = printed
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        code = importlib.import_module(module).main(arguments)
+    return code, printed.getvalue(), errors.getvalue()
+
+
 def _run_file(path, folder, port):
     del os.environ[STORE_FILE]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
@@ -94,6 +94,17 @@ def attend(backend, groups, cu_seqlens, window=None, stride=None):
     return plan.permutation, scheduled_attention(schedule, exchanged, stride, split_queries=False)
 
 
+@lru_cache(maxsize=32)  # the cases of a plain pytest, which every backend has
+def dense_results(lengths, heads, dtype, window, has_sinks):
+    """out, dq, dk, dv (and dsinks) of the dense reference on `make_inputs`."""
+    *inputs, grad = make_inputs(lengths, heads, dtype)
+    reference = [x.requires_grad_() for x in inputs]
+    sinks = torch.linspace(-2, 3, heads[0], dtype=dtype).requires_grad_() if has_sinks else None
+    out = dense_attention(*reference, lengths, window, sinks)
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in reference), *([sinks.grad] if has_sinks else [])]
+
+
 def sharded_case(backend, groups, lengths, heads, dtype, kind="full", stride=None):
     """Errors of out, dq, dk, dv (and dsinks) on this rank, relative to the dense reference."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -102,20 +113,15 @@ def sharded_case(backend, groups, lengths, heads, dtype, kind="full", stride=Non
     order, attention = attend(backend, groups, np.cumsum([0, *lengths]), window, stride)
     mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
     local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
-    reference = [x.clone().requires_grad_() for x in inputs]
-    sinks, expected_sinks = (
-        torch.linspace(-2, 3, heads[0], dtype=dtype).requires_grad_() if has_sinks else None for _ in range(2)
-    )
+    sinks = torch.linspace(-2, 3, heads[0], dtype=dtype).requires_grad_() if has_sinks else None
     out = attention(*local, sinks=sinks)
     out.backward(grad[:, mine][None])
-    expected = dense_attention(*reference, lengths, window, expected_sinks)
-    expected.backward(grad)
+    expected = dense_results(tuple(lengths), heads, dtype, window, has_sinks)
     results = [out, *(x.grad for x in local)]
-    references = [expected, *(x.grad for x in reference)]
-    errors = [relative_error(r[0], e[:, mine]) for r, e in zip(results, references, strict=True)]
+    errors = [relative_error(r[0], e[:, mine]) for r, e in zip(results, expected[:4], strict=True)]
     if has_sinks:
         dist.all_reduce(sinks.grad)  # every rank has the part of its own queries or heads
-        errors.append(relative_error(sinks.grad, expected_sinks.grad))
+        errors.append(relative_error(sinks.grad, expected[4]))
     return errors
 
 

@@ -197,8 +197,16 @@ STAND_INS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("queries_per_key", [1, 4])
+@pytest.mark.parametrize(
+    ("queries_per_key", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (4, torch.float16),
+        pytest.param(1, torch.float16, marks=pytest.mark.long),
+        pytest.param(4, torch.bfloat16, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kernel", STAND_INS)
 def test_flash_attention_adapters_are_exact(kernel, queries_per_key, dtype):
     adapter = kernel("stand-in", STAND_INS[kernel])

@@ -63,36 +63,38 @@ def torchrun(hosts, *arguments, per_host=2, **options):
     return [[*command, *arguments]] * len(hosts)
 
 
-def make_cases(models, tmp_path, layouts=LAYOUTS, heads="GQA 4:2"):
+def make_cases(models, tmp_path, layouts=LAYOUTS, heads="GQA 4:2", sp=4):
     """A JSON file of cases, and what one process makes of them."""
     documents = make_documents(LENGTHS)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
-    common = [*COMMON, "--sp", "4", "--dataset_name", data, "--model_name_or_path", str(models[heads])]
+    common = [*COMMON, "--sp", str(sp), "--dataset_name", data, "--model_name_or_path", str(models[heads])]
     cases = {name: [*common, *flags, "--output_dir", str(tmp_path / name)] for name, flags in layouts.items()}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     return train_reference(models[heads], documents, steps=STEPS, learning_rate=LEARNING_RATE)
 
 
-def check_cases(folder, reference, start, parity_table, layouts=LAYOUTS):
+def check_cases(folder, reference, start, parity_table, layouts=LAYOUTS, sp=4):
     results = json.loads((folder / "results.json").read_text())
     assert set(results) == set(layouts)
     for case, result in results.items():
-        check(result, reference, f"{case} sp 4, packed, on two hosts", start, parity_table)
+        check(result, reference, f"{case} sp {sp}, packed, on two hosts", start, parity_table)
 
 
 @pytest.mark.parametrize(
-    ("own_name", "layouts"),
+    ("own_name", "layouts", "per_host"),
     [
-        pytest.param("", LAYOUTS, id="every layout", marks=pytest.mark.long),
-        pytest.param("127.0.1.1", {"hybrid": [*LAYOUTS["hybrid"], *SAVING]}, id="127.0.1.1"),
+        pytest.param("", LAYOUTS, 2, id="every layout", marks=pytest.mark.long),
+        pytest.param("127.0.1.1", {"hybrid": [*LAYOUTS["hybrid"], *SAVING]}, 2, id="127.0.1.1", marks=pytest.mark.long),
+        pytest.param("127.0.1.1", {"ring": LAYOUTS["ring"]}, 1, id="127.0.1.1, a rank on each"),
     ],
 )
-def test_two_hosts_equal_one_process(own_name, layouts, models, tmp_path, parity_table):
-    reference = make_cases(models, tmp_path, layouts)
+def test_two_hosts_equal_one_process(own_name, layouts, per_host, models, tmp_path, parity_table):
+    reference = make_cases(models, tmp_path, layouts, sp=2 * per_host)
+    train = ("-m", "tests.train_cases", "cases.json", "results.json")
     with two_hosts(tmp_path, own_name=own_name) as hosts:
-        codes, outputs = run(hosts, torchrun(hosts, "-m", "tests.train_cases", "cases.json", "results.json"), tmp_path)
+        codes, outputs = run(hosts, torchrun(hosts, *train, per_host=per_host), tmp_path)
     assert codes == [0, 0], outputs
-    check_cases(tmp_path, reference, "torchrun", parity_table, layouts)
+    check_cases(tmp_path, reference, "torchrun", parity_table, layouts, sp=2 * per_host)
     (saved,) = tmp_path.glob("*/checkpoint-4")  # in a folder that both see, and so one has written
     check_files(saved, read_manifest(saved))
     assert not list(tmp_path.glob("*/*.partial"))

@@ -47,13 +47,16 @@ def listening(process: psutil.Process) -> set[str]:
 
 
 def test_a_run_is_reached_from_nowhere_else_and_runs_nothing_of_its_folder(planted, tmp_path):
-    """One run for both: two ranks, a data loader worker each, started from inside a folder with planted modules."""
+    """One run for both: two ranks, a data loader worker each, started from inside a folder with planted modules.
+
+    `accelerate launch` without a config file starts one process, which starts the ranks.
+    """
     temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # sockets have short paths
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "a document of few words"}\n' * 20)
     flags = "--sp 2 --sp_backend ring --use_cpu True --max_steps 3 --max_length 64 --dataloader_num_workers 1"
-    command = [sys.executable, "-m", "longctx.train", *flags.split(), "--output_dir", str(tmp_path / "out")]
-    command += ["--model_name_or_path", "tiny", "--dataset_name", str(data)]
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "-m", "longctx.train", *flags.split()]
+    command += ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", "tiny", "--dataset_name", str(data)]
     env = os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     addresses, modes = set(), set()
     with (tmp_path / "log").open("w") as log:

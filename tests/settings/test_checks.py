@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 from longctx.settings.checks import table
@@ -53,9 +52,8 @@ def test_rows_name_settings_that_there_are_and_say_what_is_checked():
         assert row.what[:6] + row.what[-1] == "Check .", f"{row.place} says {row.what!r}"
 
 
-def test_the_table_is_printed():
-    printed = subprocess.run(
-        [sys.executable, "-m", "longctx.settings"], capture_output=True, text=True, check=True, cwd=FOLDER
-    ).stdout
+def test_the_table_is_printed(capsys):
+    runpy.run_module("longctx.settings", run_name="__main__")
+    printed = capsys.readouterr().out
     for row in table():
         assert f"{row.place}: {row.what}\n    {' '.join(row.settings)}\n" in printed

@@ -24,7 +24,7 @@ from longctx.settings.flags import parse_flags
 from longctx.settings.launcher import find_profile, relaunch, shipped_configs
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
-from tests.workers import run_ranks
+from tests.workers import run_main, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
@@ -476,22 +476,29 @@ def test_processes_that_nobody_connects_are_refused(env, named):
 ROWS = [20, 60, 90, 200, 256, 31, 77, 150, 64, 12, 240, 180]
 
 
+def common(output, data):
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", data, "--max_length", "256", "--max_steps", "2"]
+    flags += ["--logging_steps", "1", "--save_strategy", "no", "--gradient_checkpointing", "False"]
+    return [*flags, "--disable_tqdm", "True", "--report_to", "none", "--output_dir", str(output), "--use_cpu"]
+
+
+def logged(output):
+    state = output / "trainer_state.json"
+    history = json.loads(state.read_text())["log_history"] if state.is_file() else []
+    return [entry for entry in history if "loss" in entry]
+
+
 def start(command, tmp_path, *arguments, data, output="out", env=None):
     """Run a training of two steps; returns (exit code, everything printed, {step: log entry})."""
-    common = ["--model_name_or_path", "tiny", "--dataset_name", data, "--max_length", "256", "--max_steps", "2"]
-    common += ["--logging_steps", "1", "--save_strategy", "no", "--gradient_checkpointing", "False"]
-    common += ["--disable_tqdm", "True", "--report_to", "none", "--output_dir", str(tmp_path / output), "--use_cpu"]
     done = subprocess.run(
-        [*command, *common, *arguments],
+        [*command, *common(tmp_path / output, data), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
     )
-    printed, state = done.stdout + done.stderr, tmp_path / output / "trainer_state.json"
-    history = json.loads(state.read_text())["log_history"] if state.is_file() else []
-    return done.returncode, printed, [entry for entry in history if "loss" in entry]
+    return done.returncode, done.stdout + done.stderr, logged(tmp_path / output)
 
 
 def profile_command(name, *launcher_flags):
@@ -510,11 +517,12 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_device(data, tmp_path_factory):
-    """`python -m longctx.train --sp 1` with two sequences a step: (printed, log)."""
+    """`longctx train --sp 1` with two sequences a step: (printed, log)."""
     arguments = ["--sp", "1", "--per_device_train_batch_size", "2", "--attn_implementation", "flash_attention_2"]
-    code, printed, log = start([sys.executable, *TRAIN], tmp_path_factory.mktemp("one"), *arguments, data=data)
-    assert code == 0, printed
-    return printed, log
+    folder = tmp_path_factory.mktemp("one")
+    [(code, printed, errors)] = run_main(1, "longctx.train", [*common(folder / "out", data), *arguments])
+    assert code == 0, errors
+    return printed, logged(folder / "out")
 
 
 def check_first_step(outcome, one_device):

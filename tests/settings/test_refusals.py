@@ -20,6 +20,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.model.allow_list import check_model
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.train import main
+from tests.workers import run_main
 
 OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
 
@@ -610,6 +611,20 @@ def test_a_wrong_flag_ends_at_once_with_one_line():
     assert float(done.stdout.split()[-1]) < 10  # seconds after imports
 
 
+def test_an_error_in_the_data_is_shown_once_and_ends_every_rank(tmp_path, folder_without_weights):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(lines(*TEXT) + "{\n")
+    arguments = ["--sp", "2", "--sp_backend", "ring", "--dataset_name", str(path), "--use_cpu", "True"]
+    arguments += ["--model_name_or_path", folder_without_weights, "--output_dir", str(tmp_path / "out")]
+    ranks = run_main(2, "longctx.train", arguments, timeout=120)
+    assert [code for code, *_ in ranks] == [2, 2]
+    shown = "".join(text for _, *printed in ranks for text in printed)
+    assert shown.count("longctx: error: ") == 1, shown
+    assert f"{path}:4: malformed JSON" in shown
+    assert "Traceback" not in shown, shown
+
+
+@pytest.mark.long
 def test_an_error_in_the_data_is_shown_once_and_ends_every_process(tmp_path, folder_without_weights):
     path = tmp_path / "bad.jsonl"
     path.write_text(lines(*TEXT) + "{\n")

@@ -24,7 +24,7 @@ from longctx.verify.machine import check_settings, check_shared_memory, check_ve
 from longctx.verify.parity import gradient_errors, worst_gradient
 from longctx.verify.report import Check, as_advice, as_json, as_table, culprit, error_check
 from longctx.verify.setup import few_layers, with_defaults
-from tests.workers import run_ranks
+from tests.workers import run_main, run_ranks
 
 ROOT = Path(__file__).parents[2]
 CHECKS = [
@@ -45,6 +45,14 @@ def verify(*arguments, module="longctx.verify", launcher=("-m",), broken=None, e
     command = [sys.executable, *launcher, module, "--json", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=ROOT)
     return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+def verify_on_ranks(*arguments):
+    """The same on two ranks that a launcher has started."""
+    ranks = run_main(2, "longctx.verify.__main__", ["--json", *arguments])
+    assert [code for code, *_ in ranks] == [ranks[0][0]] * 2
+    code, printed, errors = ranks[0]
+    return code, json.loads(printed) if printed else None, errors
 
 
 def folder_with(config, folder):
@@ -70,20 +78,26 @@ LARGE = Qwen3Config(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "start"),
     [
-        ["--sp_backend", "ulysses"],  # ZeRO-3
-        pytest.param(["--sp_backend", "ring"], marks=pytest.mark.long),
-        pytest.param(["--sp_backend", "ulysses", "--num_processes", "4"], marks=pytest.mark.long),  # dp 2
-        pytest.param(["--sp_backend", "gather", "--bf16", "True"], marks=pytest.mark.long),
+        (["--sp_backend", "ulysses"], verify_on_ranks),  # ZeRO-3
+        *(
+            pytest.param(arguments, verify, marks=pytest.mark.long)
+            for arguments in (
+                ["--sp_backend", "ulysses"],
+                ["--sp_backend", "ring"],
+                ["--sp_backend", "ulysses", "--num_processes", "4"],  # dp 2
+                ["--sp_backend", "gather", "--bf16", "True"],
+            )
+        ),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
 )
-def test_what_is_exact_passes(arguments, tmp_path):
+def test_what_is_exact_passes(arguments, start, tmp_path):
     """A folder with weights of a user's own."""
     tiny_model().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    code, result, stderr = verify(*QUICK, "--model_name_or_path", str(tmp_path), *arguments)
+    code, result, stderr = start(*QUICK, "--model_name_or_path", str(tmp_path), *arguments)
     assert code == 0, (result, stderr)
     assert result["ok"] is True
     assert result["culprit"] is None
