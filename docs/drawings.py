@@ -1,11 +1,13 @@
-"""The drawings of concepts.md, made of real plans: `python docs/drawings.py` writes docs/images/*.svg.
+"""The drawings of README.md and docs/: `python docs/drawings.py` writes docs/images/*.svg.
 
-Tokens are cells, documents are colours, and every number in a drawing is computed here from the plan. Drawings have a
-light card of their own, so that they can be read on light and dark pages.
+Drawings of plans show tokens as cells and documents as colours, and compute every number from the plan. The chart of
+errors elsewhere reads its numbers from the page in benchmarks/results. Each drawing has a light background of its own,
+so that it is readable on light and dark pages.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy.typing as npt
 from longctx.ring import plan_ring
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
-"""Numbers of tokens in the packed row."""
+"""Indices of tokens in the packed sequence."""
 
 IMAGES = Path(__file__).parent / "images"
 LENGTHS = (32, 16, 8, 8)
@@ -59,7 +61,7 @@ def svg(width: float, height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def runs(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
-    """(place in the row, first token, tokens) of stretches that follow each other within one document."""
+    """(place, first token, number of tokens) of each stretch of consecutive tokens of one document."""
     numbered = enumerate(int(token) for token in tokens)
     for _, stretch in groupby(numbered, lambda pair: (pair[1] - pair[0], DOCUMENT[pair[1]])):
         places = list(stretch)
@@ -67,7 +69,7 @@ def runs(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
 
 
 def row(x: float, y: float, tokens: Tokens, *, cell: float = CELL, height: float = 24) -> Iterator[str]:
-    """Tokens beside each other, each stretch with its document and positions."""
+    """Tokens side by side; each stretch is labelled with its document and positions."""
     for place, first, count in runs(tokens):
         colour, start = COLOURS[DOCUMENT[first]], POSITION[first]
         yield box(x + place * cell, y, count * cell, height, colour)
@@ -87,11 +89,11 @@ def work(tokens: Tokens) -> int:
 
 
 def cut() -> str:
-    """How a packed row is cut: contiguous for Ulysses, by the plan for a ring."""
+    """How a packed sequence is cut: contiguous for Ulysses, by the plan for a ring."""
     left, everything = 20.0, np.arange(TOKENS)
-    parts = [text(left, 30, f"One row of {TOKENS} tokens with four packed documents, on {RANKS} ranks", size=15)]
+    parts = [text(left, 30, f"One sequence of {TOKENS} tokens: four packed documents on {RANKS} ranks", size=15)]
     parts += row(left, 44, everything)
-    parts += [text(left, 104, "Ulysses: contiguous slices"), text(left + 380, 104, "ring, gather: as planned")]
+    parts += [text(left, 104, "Ulysses: contiguous slices"), text(left + 380, 104, "Ring and gather: by the plan")]
     for rank in range(RANKS):
         y = 118 + rank * 40
         contiguous, planned = everything[share(rank)], PLAN.permutation[share(rank)]
@@ -101,24 +103,24 @@ def cut() -> str:
     mean = work(everything) / RANKS
     worst = max(work(everything[share(rank)]) for rank in range(RANKS))
     said = (
-        (f"largest over mean {worst / mean:.2f}, if heads were not exchanged;", "with them, every rank has equal work"),
+        (f"largest over mean {worst / mean:.2f} without the exchange of heads;", "with it, every rank has equal work"),
         (
             f"largest over mean {PLAN.imbalance:.2f}",
-            f"{PLAN.kv_tokens_sent} keys travel, {TOKENS * (RANKS - 1)} in a full gather",
+            f"{PLAN.kv_tokens_sent} keys are sent; a full gather sends {TOKENS * (RANKS - 1)}",
         ),
     )
     for x, lines in zip((left, left + 380), said, strict=True):
         parts += [text(x, 292 + 18 * i, line, size=12) for i, line in enumerate(lines)]
-    return svg(760, 326, "How a packed row is cut over four ranks", parts)
+    return svg(760, 326, "How a packed sequence is cut over four ranks", parts)
 
 
 def held() -> str:
-    """What a rank holds around attention under Ulysses, and what reaches it hop by hop in a ring."""
+    """What a rank holds around attention under Ulysses, and what arrives hop by hop in a ring."""
     heads, cell, left, top = 8, 6.0, 20.0, 88.0
     parts = [text(left, 30, "What rank 1 holds while a layer attends (8 heads, 4 ranks)", size=15)]
     parts += [
-        text(left, 56, "Ulysses: before, its tokens with all heads;"),
-        text(left, 74, "in between, all tokens, 2 heads"),
+        text(left, 56, "Ulysses: its own tokens with all heads before"),
+        text(left, 74, "the exchange, all tokens with 2 heads after it"),
     ]
     for x, tokens, mine in ((left, range(TOKENS)[share(1)], range(heads)), (left + 150, range(TOKENS), range(2, 4))):
         for place, first, count in runs(tokens):
@@ -129,7 +131,7 @@ def held() -> str:
         parts.append(text(x, top + heads * 14 + 18, f"{len(tokens)} tokens × {len(mine)} heads", size=12))
     parts += [text(left + 110, top + 62, "⇄", size=24)]
     y = top + heads * 14 + 60
-    said = "ring: its own tokens with all heads, and keys and values that its queries need, hop by hop"
+    said = "Ring: its own tokens with all heads; keys and values that its queries need arrive hop by hop"
     parts.append(text(left, y - 12, said))
     held_tokens = [("its own", PLAN.permutation[share(1)], "")]
     for step in PLAN.shard(1).steps:
@@ -142,11 +144,11 @@ def held() -> str:
 
 
 def balance() -> str:
-    """One document over four ranks: whose queries meet which keys, contiguous and zigzag."""
+    """One document over four ranks: which rank computes which query-key pairs, contiguous and zigzag."""
     tokens, size, left, top = 32, 8.0, 20.0, 84.0
     plan = plan_ring([0, tokens], RANKS)
     owners = {"contiguous": np.repeat(np.arange(RANKS), tokens // RANKS), "planned (zigzag)": plan.rank_of_token}
-    parts = [text(left, 30, "One document, causal: each query (row) meets the keys (columns) up to itself", size=15)]
+    parts = [text(left, 30, "One document: each query (row) attends to the keys (columns) up to itself", size=15)]
     for i, (name, owner) in enumerate(owners.items()):
         x = left + i * 370
         pairs = np.bincount(owner, weights=np.arange(1, tokens + 1), minlength=RANKS).astype(int)
@@ -162,7 +164,61 @@ def balance() -> str:
     return svg(760, top + tokens * size + 20, "Causal balance over four ranks", parts)
 
 
-DRAWINGS = {"cut.svg": cut, "held.svg": held, "balance.svg": balance}
+ELSEWHERE = Path(__file__).parent.parent / "benchmarks" / "results" / "elsewhere_cpu_2026-11-21.md"
+SITUATIONS = {
+    "Trainer, Ulysses sp_size 2, ZeRO-1, one document": "Ulysses on ZeRO-1 or ZeRO-2",
+    "Trainer, Ulysses sp_size 2, ZeRO-3, 2 accumulation steps with 511 and 64 label tokens": (
+        "Ulysses, accumulation, unequal labels"
+    ),
+    "Trainer, Ulysses sp_size 2, sdpa, sliding window of 64, one document of 512": "Ulysses, sliding window (sdpa)",
+    "Trainer, packed row, cp_size 2 (FSDP2)": "Ring attention, packed documents",
+    "Trainer, packed row, Ulysses sp_size 2 (ZeRO-3), sdpa": "Ulysses, packed documents (sdpa)",
+    "SFTTrainer with packing, cp_size 2 (FSDP2)": "Ring attention, SFTTrainer's packing",
+    "SFTTrainer with packing, Ulysses sp_size 2 (ZeRO-3)": "Ulysses, SFTTrainer's packing",
+}
+"""Rows of the page, and what the chart calls them."""
+STOCK, OURS = "#b5560f", "#3c7d35"
+
+
+def loss_and_norm(cell: str) -> tuple[float, float] | None:
+    """(loss, gradient norm) of a cell; None where it holds an error."""
+    found = re.fullmatch(r"loss ([\d.]+), norm ([\d.]+)", cell)
+    return (float(found[1]), float(found[2])) if found else None
+
+
+def elsewhere() -> str:
+    """The errors of the stock stack in the first step, with those of longctx beside them."""
+    lines = ELSEWHERE.read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    table = {situation: rest for situation, *rest in cells}
+    left, bars, top, scale, ours = 20.0, 310.0, 84.0, 1.8, 690.0
+    parts = [
+        text(left, 30, "Error in the gradient norm of the first step, on two processes", size=15),
+        text(bars, 62, "stock stack", fill=STOCK),
+        text(ours, 62, "longctx", fill=OURS),
+    ]
+    for i, (situation, name) in enumerate(SITUATIONS.items()):
+        y = top + i * 34
+        exact, stock, longctx = (loss_and_norm(cell) for cell in table[situation])
+        assert exact is not None
+        assert longctx == exact
+        parts += [text(left, y + 15, name), text(ours, y + 15, "exact", fill=OURS)]
+        if stock is None:
+            error = table[situation][1].partition(":")[0]
+            parts.append(text(bars, y + 15, f"no step: {error}", fill=STOCK))
+            continue
+        loss, norm = (got / want - 1 for got, want in zip(stock, exact, strict=True))
+        length = abs(norm) * 100 * scale
+        parts.append(box(bars, y, length, 20, STOCK))
+        said = f"{norm:+.0%}, loss {loss:+.1%}" if abs(loss) > 1e-4 else f"{norm:+.0%}, loss exact"
+        parts.append(text(bars + length + 8, y + 15, said.replace("-", "−"), size=12))
+    y = top + len(SITUATIONS) * 34 + 18
+    said = "2-core CPU, gloo, 2026-11-21. “exact” means equal to one process in all four printed decimals."
+    parts.append(text(left, y, said, size=12, fill="#57606a"))
+    return svg(760, y + 18, "Errors of the stock stack in loss and gradient norm", parts)
+
+
+DRAWINGS = {"cut.svg": cut, "held.svg": held, "balance.svg": balance, "elsewhere.svg": elsewhere}
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():

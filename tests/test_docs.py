@@ -341,12 +341,12 @@ def test_a_message_that_the_code_does_not_have_is_seen():
 
 
 def test_every_backend_is_explained():
-    """In the head of README's table, and in a line of docs/concepts.md, section "What a rank holds"."""
-    head = re.search(r"^## Which backend\n\n\|(.+)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    """In docs/concepts.md: the head of the table "Which backend", and a line of "What a rank holds"."""
     concepts = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    head = re.search(r"^## Which backend\n\n\|(.+)\|$", concepts, re.MULTILINE)
     assert head is not None
     for name in BACKENDS.spread:
-        assert name in re.findall(r"\w+", head[1].lower()), f"README.md, Which backend, has no column for {name}"
+        assert name in re.findall(r"\w+", head[1].lower()), f"docs/concepts.md, Which backend, has no column for {name}"
         assert re.search(rf"^- \*\*{name}\*\* ", concepts, re.MULTILINE | re.IGNORECASE), (
             f"docs/concepts.md does not say what a rank holds under {name}"
         )

@@ -80,7 +80,7 @@ def write_pictures(folder: Path, lines: Sequence[Line], kind: str) -> None:
         ]
         if bars:
             path = folder / LENGTHS_PICTURE
-            max_length_picture(_new(path), bars, title=f"Longest rows: {subject}", note=note)
+            max_length_picture(_new(path), bars, title=f"Longest sequences: {subject}", note=note)
             os.replace(_new(path), path)
         return
     points = []
@@ -92,7 +92,7 @@ def write_pictures(folder: Path, lines: Sequence[Line], kind: str) -> None:
     if points:
         path = folder / SECONDS_PICTURE
         note = "Seconds of an optimizer step: median, bars from p10 to p90"
-        seconds_per_step_picture(_new(path), points, title=f"Seconds a step: {subject}", note=note)
+        seconds_per_step_picture(_new(path), points, title=f"Seconds per step: {subject}", note=note)
         os.replace(_new(path), path)
 
 

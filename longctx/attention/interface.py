@@ -62,7 +62,7 @@ def longctx_attention(
     if refused or attention_mask is not None:
         what = ", ".join([*refused, *(["a mask"] if attention_mask is not None else [])])
         raise ValueError(
-            f"{type(module).__name__} asks for {what}, which is not supported exactly; see the limits in the README."
+            f"{type(module).__name__} asks for {what}, which is not supported exactly; see docs/limits.md."
         )
     assert query.shape[2] == sequence.local_length, (
         f"attention sees {query.shape[2]} tokens where this rank's shard has {sequence.local_length}: "
