@@ -16,13 +16,17 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 
+import longctx.settings.machine_checks
 import longctx.settings.model_config
 import longctx.settings.resolve
 from benchmarks.differential.__main__ import _parser as differential_parser
@@ -30,6 +34,9 @@ from benchmarks.gpu.__main__ import _parser as gpu_parser
 from benchmarks.max_length.__main__ import _parser as bench_parser
 from benchmarks.published import CONFIGS
 from longctx.attention.backends import BACKENDS
+from longctx.forecast.candidates import DEVICE_BYTES, HOST_BYTES_PER_DEVICE
+from longctx.forecast.hardware import Hardware
+from longctx.forecast.machine_memory import host_bytes
 from longctx.plan import _parser as plan_parser
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile
@@ -203,8 +210,28 @@ def resolve_launched(run: Started, flags: list[str]) -> None:
         local = world // run.nodes
         env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
         env |= {"GROUP_RANK": "0", "ROLE_RANK": "0"}
-    resolved = resolve(parse_flags(flags), read_profile(env), env)
+    given = parse_flags(flags)
+    gpus = max(8, world // run.nodes) if given.model_name_or_path in CONFIGS else 0
+    with machine_of(gpus):
+        resolved = resolve(given, read_profile(env), env)
     assert resolved.dims.world_size == max(world, resolved.dims.sp)
+    if given.model_name_or_path in CONFIGS:
+        assert resolved.forecast is not None
+        assert resolved.forecast.fits, resolved.forecast.describe()
+
+
+@contextmanager
+def machine_of(gpus: int) -> Iterator[None]:
+    """Let settings be resolved on a machine with so many H100s of 80 GB, which the pages mean by a GPU."""
+    name, host = ("NVIDIA H100 80GB HBM3", HOST_BYTES_PER_DEVICE * gpus) if gpus else ("CPU", host_bytes())
+    here = Hardware(gpus=gpus, gpu_name=name, gpu_bytes=int(DEVICE_BYTES["H100"]) if gpus else 0, host_bytes=int(host))
+    with (
+        patch.object(longctx.settings.resolve, "device_count", return_value=gpus),
+        patch.object(longctx.settings.resolve, "check_liger_device"),
+        patch.object(longctx.settings.machine_checks, "available_host_memory", return_value=here.host_bytes),
+        patch.object(Hardware, "here", return_value=here),
+    ):
+        yield
 
 
 def launcher_environment(config_file: Path | None) -> dict[str, str]:
@@ -238,6 +265,8 @@ def test_a_command_that_nobody_runs_is_seen(folder):
         check(shlex.split("longctx plan --gpu none --model_name_or_path tiny"))
     with pytest.raises(AssertionError):
         check(["pip", "install", "-e", ".[no_such_extra]"])
+    with pytest.raises(AssertionError, match=r"of 79\.2 GiB of GPU memory"):
+        check(shlex.split("longctx train --model_name_or_path Qwen/Qwen3-8B --dataset_name my.jsonl --max_length 8192"))
     with pytest.raises(AssertionError, match="another project"):
         check(["pip", "install", "longctx"])
 
