@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from longctx.data.columns import IGNORE_INDEX, document_lengths
+from longctx.data.columns import IGNORE_INDEX, document_lengths, target_counts
 from longctx.data.errors import DataError, with_place
 from longctx.data.mixture import Mixture, name_data
 
@@ -41,6 +41,7 @@ __all__ = [
     "record_place",
     "stdlib_files",
     "stream_records",
+    "target_counts",
     "tokenize_records",
     "tokenize_stream",
     "with_place",

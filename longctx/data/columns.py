@@ -185,6 +185,17 @@ def document_lengths(source: Any, columns: list[str] | None = None) -> NDArray[n
     return agreed_lengths(token_columns(table, columns), rows)
 
 
+def target_counts(source: Any) -> NDArray[np.int64]:
+    """Return the tokens of each document that the loss counts, int64 [n_documents].
+
+    These are the tokens with a label, but for the first one of each document, which is not a target.
+    """
+    table, rows = arrow_table(source)
+    labels = token_columns(table, ["labels"])["labels"].rows()
+    counts = np.fromiter((np.count_nonzero(document[1:] != IGNORE_INDEX) for document in labels), dtype=np.int64)
+    return counts if rows is None else counts[rows]
+
+
 def agreed_lengths(columns: dict[str, TokenColumn], rows: NDArray[np.integer] | None) -> NDArray[np.int64]:
     """Return the tokens of each selected document, int64 [n_documents], and check that every column agrees on them.
 

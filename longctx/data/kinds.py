@@ -59,8 +59,8 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
         )
     if "prompt" in columns:
         raise DataError(
-            f"{where}: a 'prompt' alone is for methods that generate, such as GRPO: use TRL's own trainers. To "
-            "learn answers, add 'completion'."
+            f"{where}: a 'prompt' alone is for methods that generate, such as GRPO, which longctx train does not do. "
+            "To learn answers, add 'completion'."
         )
     raise DataError(
         f"{where}: no known kind of record in the columns {sorted(columns)}; expected '{text_field}', 'messages' "

@@ -47,6 +47,8 @@ class Mixture:
     def __str__(self) -> str:
         shares = self.shares() or [None] * len(self.names)
         named = (f"{name} {share:.1%}" if share else name for name, share in zip(self.names, shares, strict=True))
+        if len(self.names) == 1:
+            return self.names[0]
         return f"a mixture of {', '.join(named)}{f', until {self.stopping_strategy}' if self.weights else ''}"
 
 

@@ -17,6 +17,7 @@ from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
 from longctx.training.callbacks import CompareForecast
+from longctx.training.dataset import TrainingRows
 from longctx.training.profiling import ProfileSteps
 from longctx.training.reference import single_device_step
 from longctx.training.trainer import SequenceTrainer
@@ -85,8 +86,10 @@ def _sizes(prepared: PreparedRun, model) -> list[str]:
     kernel = attention_kernel(prepared, model)
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
+    targets = prepared.data.describe_targets() if isinstance(prepared.data, TrainingRows) else None
     return [
         f"packing   {prepared.data.report or 'as the stream is read; the counts come at the end of the run'}",
+        *([f"targets   {targets}"] if targets else []),
         *(f"mixture   {source}" for source in prepared.data.mixture),
         *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
         *([f"resume    from {prepared.resume_from}"] if prepared.resume_from else []),

@@ -170,7 +170,7 @@ def _flags_among(arguments: Sequence[str]) -> Iterator[str]:
 def advice(name: str, known: Iterable[str]) -> str:
     """Return what to do about a flag that does not exist."""
     if methods := methods_with(name):
-        return f" It is of {', '.join(methods)}, and {POINTER}."
+        return f" It belongs to {' and '.join(methods)}: {POINTER}."
     close = difflib.get_close_matches(name, sorted(known), n=1)
     meant = f" Did you mean --{close[0]}?" if close else ""
     return f"{meant} All flags: longctx train --help-all"

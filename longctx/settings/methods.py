@@ -8,8 +8,9 @@ METHODS = ("dpo", "grpo", "kto", "orpo", "ppo", "reward", "rloo")
 """Methods that users may name as a command, as in `trl dpo`."""
 
 POINTER = (
-    "longctx train does supervised fine-tuning (SFT). DPO at --sp N is examples/dpo.py, on "
-    "sequence.document_log_probs; for other methods use TRL's own trainers"
+    "longctx train does supervised fine-tuning (SFT). DPO at --sp N is examples/dpo.py; for other methods, compute "
+    "log-probabilities and their gradients at --sp N in a loop of your own (docs/howto/preference.md), or use TRL's "
+    "trainers where one device holds a sequence"
 )
 
 

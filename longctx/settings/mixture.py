@@ -15,7 +15,7 @@ from longctx.settings.values import Values
 _OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
 """Flags of a single data set, which TRL ignores beside `datasets`."""
 
-_NEEDS_DATASETS = ("streaming", "test_split_size", "dataset_weights", "dataset_stopping_strategy")
+_NEEDS_DATASETS = ("streaming", "dataset_weights", "dataset_stopping_strategy")
 
 
 @check("datasets", "dataset_name", "streaming")
@@ -28,11 +28,12 @@ def take_mixture(values: Values) -> Values:
         ValueError: for flags that conflict or are not implemented.
     """
     sources = [_source(entry) for entry in values["datasets"] or []]
-    values = values.set(datasets=sources)
     if not sources:
-        return values.note(
+        values = values.note(
             *(f"--{name} has no effect without --datasets" for name in _NEEDS_DATASETS if values.is_given(name))
         )
+        return values.set(datasets=[]) if values["test_split_size"] is None else _split_one(values)
+    values = values.set(datasets=sources)
     if values["dataset_name"] is not None:
         paths = " ".join(source.path for source in sources)
         raise ValueError(f"--dataset_name {values['dataset_name']} beside --datasets {paths}: keep one of the two.")
@@ -45,7 +46,26 @@ def take_mixture(values: Values) -> Values:
     reasons = dict.fromkeys(_OF_ONE, "with --datasets: each names its own") | {
         "dataset_stopping_strategy": "without --dataset_weights"
     }
-    return values.note(*(f"--{name} has no effect {reasons[name]}" for name in idle))
+    return _note_test_split(values.note(*(f"--{name} has no effect {reasons[name]}" for name in idle)))
+
+
+def _split_one(values: Values) -> Values:
+    """Return values that split the single data set, as a mixture of one. TRL would ignore --test_split_size here."""
+    name, config, split = (values[flag] for flag in _OF_ONE)
+    values = values.set(datasets=[DatasetConfig(path=name, name=config, split=split)])
+    _check_test_split(values)
+    size = values["test_split_size"]
+    values = values.note(
+        f"--test_split_size {size} of --dataset_name {name} is kept for evaluation; TRL ignores it here"
+    )
+    return _note_test_split(values)
+
+
+def _note_test_split(values: Values) -> Values:
+    """Note that no split is read where a part of the training split is kept."""
+    if values["test_split_size"] is not None and values.is_given("dataset_test_split"):
+        return values.note("--dataset_test_split has no effect with --test_split_size")
+    return values
 
 
 @check("datasets")

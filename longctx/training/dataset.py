@@ -29,6 +29,7 @@ from longctx.data import (
     name_data,
     record_place,
     stream_records,
+    target_counts,
     tokenize_records,
     tokenize_stream,
     with_place,
@@ -61,6 +62,13 @@ class TrainingRows:
     """Share of each of --datasets in the documents."""
     evaluation: TrainingRows | None = None
     """The rows of the evaluation split, in data set order; None without --eval_strategy."""
+
+    def describe_targets(self) -> str | None:
+        """Return how many of the documents' tokens are trained on, or None if all are."""
+        if "labels" not in self.documents.column_names:
+            return None
+        targets, tokens = int(target_counts(self.documents).sum()), self.report.tokens
+        return f"{targets:,} of the {tokens:,} tokens in the documents ({targets / tokens:.1%}) are trained on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +175,8 @@ def _rows_of_split(
     mixture: tuple[SourceReport, ...] = ()
     sources = [read(one, tokenizer, model_config) for one in _of_each(settings)]
     if settings["datasets"]:
-        documents, mixture = mix(sources, Mixture.of_settings(settings), settings.get("part", "train"))
+        documents, shares = mix(sources, Mixture.of_settings(settings), settings.get("part", "train"))
+        mixture = shares if len(sources) > 1 else ()
     else:
         (documents,) = sources
     if settings["shuffle_dataset"]:

@@ -16,10 +16,25 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from longctx.data import MixedStream, Mixture, load_records, mix, stream_records, tokenize_records, tokenize_stream
+from longctx.data import (
+    MixedStream,
+    Mixture,
+    load_records,
+    mix,
+    name_data,
+    stream_records,
+    target_counts,
+    tokenize_records,
+    tokenize_stream,
+)
 from longctx.model.tiny import tiny_tokenizer
 from longctx.packing import PackedStream
+from longctx.run.preparation import prepare_data
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from longctx.train import main
+from longctx.training.dataset import TrainingRows
 from tests.training.test_resume import run_all, values, weights
 from tests.training.test_training import COMMON, make_documents, relative
 from tests.workers import run_ranks
@@ -264,7 +279,7 @@ def test_other_weights_or_data_sets_are_not_gone_on_with(corpora, models, tmp_pa
 def test_a_mixture_is_prepared_evaluated_and_printed(corpora, tmp_path, capsys):
     """From a file in TRL's form."""
     config = tmp_path / "run.yaml"
-    entries = "".join(f"  - path: {path}\n    columns: [input_ids]\n" for path in (corpora.a, corpora.b))
+    entries = "".join(f"  - path: {path}\n    columns: [input_ids, labels]\n" for path in (corpora.a, corpora.b))
     config.write_text(f"model_name_or_path: tiny\nmax_length: 160\ndatasets:\n{entries}test_split_size: 0.2\n")
     given = ["--config", str(config), "--eval_strategy", "steps", "--eval_steps", "1", "--output_dir", str(tmp_path)]
     assert main([*given, "--prepare_only", "True"]) == 0
@@ -274,6 +289,8 @@ def test_a_mixture_is_prepared_evaluated_and_printed(corpora, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"data      a mixture of {corpora.a}, {corpora.b}, packed" in printed
     assert "evaluate  3 documents with" in printed
+    targets, tokens = re.search(r"targets   ([\d,]+) of the ([\d,]+) tokens in the documents \(", printed).groups()
+    assert 0 < int(targets.replace(",", "")) < int(tokens.replace(",", ""))
     assert "eval_loss" in printed
 
 
@@ -284,6 +301,46 @@ def test_a_mixture_is_verified(corpora, capfd):
     mixture = ["--datasets", corpora.a, corpora.b, "--dataset_weights", "0.5", "0.5", "--max_length", "160"]
     assert verify(["--sp", "1", *mixture, "--per_device_train_batch_size", "1"]) == 0
     assert f"a mixture of {corpora.a} 50.0%" in capfd.readouterr().out
+
+
+def test_a_part_of_a_single_data_set_is_kept_for_evaluation(files, monkeypatch):
+    """The parts are those of datasets' train_test_split; TRL would ignore the flag without --datasets."""
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
+    split = ["--test_split_size", "0.25", "--eval_strategy", "steps", "--dataset_test_split", "none"]
+
+    def prepared(*flags):
+        flags = ["--model_name_or_path", "tiny", "--dataset_name", files[2], "--max_length", "160", *flags]
+        run = resolve(parse_flags(flags), read_profile({}), {})
+        return run, prepare_data(run)
+
+    run, data = prepared(*split)
+    assert data.mixture == ()
+    assert name_data(run.settings) == files[2]
+    assert f"--test_split_size 0.25 of --dataset_name {files[2]} is kept for evaluation; TRL ignores it" in run.notes[0]
+    assert "--dataset_test_split has no effect with --test_split_size" in run.notes
+    expected = prepared()[1].documents.train_test_split(0.25, seed=run.settings["seed"])
+    assert (len(expected["train"]), len(expected["test"])) == (225, 75)
+    assert data.documents[:] == expected["train"][:]
+    assert data.evaluation.documents[:] == expected["test"][:]
+    with pytest.raises(ValueError, match=r"--test_split_size 0\.25 of a stream"):
+        prepared(*split, "--dataset_streaming", "True", "--max_steps", "2")
+
+
+def test_the_tokens_that_are_trained_on_are_counted(files, tokenizer):
+    """Every label counts but that of a document's first token, also in documents that are selected."""
+    text, completion, tokens = (tokenize_records(load_records(path), tokenizer) for path in files)
+    assert target_counts(tokens).tolist() == [1] * SIZES[2]  # [3, -100, 5]
+    chosen = completion.select([4, 1, 4])
+    expected = [sum(label != -100 for label in labels[1:]) for labels in chosen["labels"][:]]
+    assert target_counts(chosen).tolist() == expected
+    assert len({*expected}) > 1 or sum(expected) > 3
+
+    def described(documents, tokens):
+        report = SimpleNamespace(tokens=tokens)
+        return TrainingRows(documents=documents, rows=None, report=report, costs=None).describe_targets()
+
+    assert described(tokens, 900) == "300 of the 900 tokens in the documents (33.3%) are trained on"
+    assert described(text, 900) is None
 
 
 TWO = ["--datasets", "a.jsonl", "b.jsonl"]
@@ -336,7 +393,6 @@ def test_a_column_that_is_not_there_and_flags_that_do_nothing(corpora, tmp_path,
     assert main([*common, "--dataset_name", "stdlib", *REPEATS, "--test_split_size", "0.1"]) == 0
     printed = capsys.readouterr().out
     assert "--dataset_stopping_strategy has no effect without --datasets" in printed
-    assert "--test_split_size has no effect without --datasets" in printed
     assert main([*common, *TWO, *REPEATS, "--dataset_train_split", "x"]) == 0
     printed = capsys.readouterr().out
     assert "--dataset_stopping_strategy has no effect without --dataset_weights" in printed
