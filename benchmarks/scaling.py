@@ -433,8 +433,8 @@ def time_picture(path: Path, results: Mapping[str, Sequence[Run]], title: str) -
 HEAD = f"""\
 # How far each backend scales
 
-**All numbers on this page are simulated; nothing is measured.** `python -m benchmarks.scaling --output docs` printed them
-on {{date}}. `longctx.forecast.simulate` builds each training step from these parts:
+**All numbers on this page are simulated; nothing is measured.** `python -m benchmarks.scaling --output docs` printed
+them on {{date}}. `longctx.forecast.simulate` builds each training step from these parts:
 
 - the plan of the documents that the ranks hold: the query–key pairs of every hop, and the tokens that arrive;
 - the published speeds of an {DEVICE} with {KERNEL} (`longctx.forecast.step_time`);
@@ -449,13 +449,16 @@ How to read the tables:
   best-fit-decreasing. Steps and sequences are those of median cost in a window of {STEPS}. Where the batch grows, every
   fourth step is taken.
 - *Efficiency* is an ideal time divided by the time of the step. The ideal time is that of layers and attention at the
-  speed of the kernels, spread evenly. The rest of the step is spent on exchanges, on waiting, and on merging small blocks.
-- A backend *pays* up to the last doubling of the devices that increases the work per second by a factor of {PAYS} or more.
+  speed of the kernels, spread evenly. The rest of the step is spent on exchanges, on waiting, and on merging small
+  blocks.
+- A backend *pays* up to the last doubling of the devices that increases the work per second by a factor of {PAYS} or
+  more.
 - The hybrid is Ulysses over the {NODE} devices of a node, and a ring over nodes.
 - Rings use `plan_ring` without changes. Where balance needs it, the plan distributes documents to all ranks, and their
   keys and values then travel round the whole ring. Rings lose efficiency from that point on. The section on the cost of
   balance shows how much.
-- The simulation leaves out other jobs on the network, differences between devices, failures, and congestion in switches.
+- The simulation leaves out other jobs on the network, differences between devices, failures, and congestion in
+  switches.
 """
 
 STUDIES = ("more devices, same sequences", "longer sequences", "larger batch")
@@ -499,8 +502,8 @@ def page(folder: Path | None) -> str:
             "",
             "## The same sequences on more devices",
             "",
-            f"A step has {STRONG_ROWS} sequences of {STRONG_LENGTH:,} tokens. As many devices as a backend can use share "
-            "each sequence, one sequence after the other. Beyond its number of heads, Ulysses trains several at a time.",
+            f"A step has {STRONG_ROWS} sequences of {STRONG_LENGTH:,} tokens. As many devices as a backend can use "
+            "share each sequence, one after the other. Beyond its number of heads, Ulysses trains several at a time.",
             "",
             "![efficiency over devices](images/scaling_strong.png)",
             "",
