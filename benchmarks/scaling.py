@@ -40,7 +40,7 @@ DEVICE, KERNEL, NODE = "H100", "flash-attn 3", 8
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 NAMES = ("ulysses", "hybrid", "ring", "gather")
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B"
-PACKED, ONE = "packed documents", "one document a row"
+PACKED, ONE = "packed documents", "one document per sequence"
 
 STRONG_ROWS, STRONG_LENGTH = 8, 1 << 20
 WEAK_TOKENS = 1 << 14
@@ -292,24 +292,27 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
         return ", ".join(f"{name} {at(results, case, name, devices).efficiency:.0%}" for name in names)
 
     yield (
-        "**On one node** take any: 8 devices on a packed row lose little "
+        "**On one node**, use any backend. A packed sequence on 8 devices loses little "
         f"({kept(fixed, packed, 8, ('ulysses', 'ring', 'gather'))})."
     )
     yield (
-        "**Ulysses** ends at the number of query heads, and pays its price before: once its exchange leaves the node, "
-        f"nothing hides it. On 32 devices a packed row spends {at(fixed, packed, 'ulysses', 32).share('exchange'):.0%} "
-        f"of the step in it, at 100 Gb/s {at(fixed, slow, 'ulysses', 32).share('exchange'):.0%}."
+        "**Ulysses** ends at the number of query heads. It becomes expensive earlier, because nothing hides its "
+        "exchange once it leaves the node. On 32 devices, a packed sequence spends "
+        f"{at(fixed, packed, 'ulysses', 32).share('exchange'):.0%} of the step in the exchange, and "
+        f"{at(fixed, slow, 'ulysses', 32).share('exchange'):.0%} at 100 Gb/s."
     )
     yield (
-        "**Ring and gather** over nodes suit few long documents: a row of one document hides their messages "
-        f"(128 devices a row: {kept(fixed, one, 128, ('ring', 'gather'))}), a packed one has less to hide them behind "
-        f"({kept(fixed, packed, 128, ('ring', 'gather'))}; below, what part of it is the plan's own choice)."
+        "**Ring and gather** over nodes suit a few long documents. A sequence of one document hides their messages "
+        f"(on 128 devices per sequence: {kept(fixed, one, 128, ('ring', 'gather'))}). A packed sequence has less work "
+        f"to hide them behind ({kept(fixed, packed, 128, ('ring', 'gather'))}). Part of this loss is the plan's own "
+        "choice, as shown below."
     )
     yield (
-        f"**The hybrid**, Ulysses inside the node and a ring between nodes, is the way to give a row more than a node: "
-        f"at 256 devices a row it keeps {at(fixed, packed, 'hybrid', 256).efficiency:.0%} packed and "
-        f"{at(fixed, one, 'hybrid', 256).efficiency:.0%} with one document, at 100 Gb/s "
-        f"{at(fixed, slow, 'hybrid', 256).efficiency:.0%} packed."
+        "**The hybrid** uses Ulysses inside a node and a ring between nodes. It is the best choice for sequences over "
+        "more than one node. On 256 devices per sequence, its efficiency is "
+        f"{at(fixed, packed, 'hybrid', 256).efficiency:.0%} with packed documents and "
+        f"{at(fixed, one, 'hybrid', 256).efficiency:.0%} with one document. At 100 Gb/s, it is "
+        f"{at(fixed, slow, 'hybrid', 256).efficiency:.0%} with packed documents."
     )
     before, after = (
         at(more, packed, "ulysses", 1024),
@@ -317,11 +320,11 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
     )
     worst = min(run.efficiency for run in more[packed] if run.backend == "ulysses")
     yield (
-        "**More rows come before more devices a row**, while there are rows: groups of eight keep "
-        f"{before.efficiency:.0%} on 1,024 devices ({worst:.0%} in the worst case of the table), if the packs of a "
-        "step are alike, as training orders them by default. In a plain shuffle, 1,024 devices keep "
-        f"{after.efficiency:.0%}: {after.share('wait'):.0%} of the time is spent waiting for the group with the "
-        "longest documents."
+        "**Add sequences before you add devices to a sequence**, as long as the batch can grow. Groups of eight have "
+        f"an efficiency of {before.efficiency:.0%} on 1,024 devices ({worst:.0%} in the worst case of the table). This "
+        "needs packs of similar cost within a step, which is the default order of training. With a plain shuffle, "
+        f"the efficiency on 1,024 devices is {after.efficiency:.0%}: {after.share('wait'):.0%} of the time is spent "
+        "waiting for the group with the longest documents."
     )
 
 
@@ -430,24 +433,35 @@ def time_picture(path: Path, results: Mapping[str, Sequence[Run]], title: str) -
 HEAD = f"""\
 # How far each backend scales
 
-`python -m benchmarks.scaling --output docs`, {{date}}. **All simulated, nothing measured**: `longctx.forecast.simulate`
-puts steps together from the plan of the documents that ranks get (pairs of query and key at every hop, tokens that
-arrive), the published speeds of an {DEVICE} with {KERNEL} (`longctx.forecast.step_time`), nodes of {NODE} devices with
-450 GB/s between them, and one adapter a device of 400 or 100 Gb/s between nodes.
+**All numbers on this page are simulated; nothing is measured.** `python -m benchmarks.scaling --output docs` printed
+them on {{date}}. `longctx.forecast.simulate` builds each training step from these parts:
 
-- Models train in bf16 on FSDP2 over all devices, with checkpoints that keep attention's output and wait in host memory.
-- *Packed* rows hold documents of benchmarks/data/document_lengths.csv, best-fit-decreasing. Steps and rows are those of
-  median cost of a window of {STEPS}; where the batch grows, every fourth step.
-- *Efficiency* is the time that layers and attention take at the kernels' speed, spread evenly, over the time of the
-  step. The rest goes into exchanges, waiting, and small blocks that have to be merged.
-- A backend *pays* up to the last doubling of the devices that makes {PAYS} times as much of the work a second.
+- the plan of the documents that the ranks hold: the query–key pairs of every hop, and the tokens that arrive;
+- the published speeds of an {DEVICE} with {KERNEL} (`longctx.forecast.step_time`);
+- nodes of {NODE} devices with 450 GB/s between them;
+- one network adapter per device, with 400 or 100 Gb/s between nodes.
+
+How to read the tables:
+
+- Models train in bf16 on FSDP2 over all devices. Their checkpoints keep the output of attention and are stored in host
+  memory.
+- *Packed* sequences hold documents with the lengths of benchmarks/data/document_lengths.csv, packed
+  best-fit-decreasing. Steps and sequences are those of median cost in a window of {STEPS}. Where the batch grows, every
+  fourth step is taken.
+- *Efficiency* is an ideal time divided by the time of the step. The ideal time is that of layers and attention at the
+  speed of the kernels, spread evenly. The rest of the step is spent on exchanges, on waiting, and on merging small
+  blocks.
+- A backend *pays* up to the last doubling of the devices that increases the work per second by a factor of {PAYS} or
+  more.
 - The hybrid is Ulysses over the {NODE} devices of a node, and a ring over nodes.
-- Rings follow `plan_ring` as it is: where balance needs it, it deals documents to all ranks, whose keys and values then
-  travel all the way round. Rings fall off where that begins, see below what its balance costs.
-- Left out: what other jobs do to the network, devices that differ, failures, congestion in switches.
+- Rings use `plan_ring` without changes. Where balance needs it, the plan distributes documents to all ranks, and their
+  keys and values then travel round the whole ring. Rings lose efficiency from that point on. The section on the cost of
+  balance shows how much.
+- The simulation leaves out other jobs on the network, differences between devices, failures, and congestion in
+  switches.
 """
 
-STUDIES = ("devices, for the same rows", "rows, with the devices", "batch, with the devices")
+STUDIES = ("more devices, same sequences", "longer sequences", "larger batch")
 
 
 def cases(*documents: str) -> list[Case]:
@@ -467,63 +481,63 @@ def page(folder: Path | None) -> str:
         images = folder / "images"
         images.mkdir(parents=True, exist_ok=True)
         of = {kind: {case: fixed[case] for case in cases(kind)} for kind in (PACKED, ONE)}
-        curves_picture(images / "scaling_strong.png", of, "Simulated: the same rows on more devices")
+        curves_picture(images / "scaling_strong.png", of, "Simulated: the same sequences on more devices")
         growing: dict[str, Results] = {
-            f"longer rows: {kind}": {case: longer[case] for case in cases(kind)} for kind in (PACKED, ONE)
+            f"longer sequences: {kind}": {case: longer[case] for case in cases(kind)} for kind in (PACKED, ONE)
         }
-        growing["more rows: packed documents"] = more
+        growing["more sequences: packed documents"] = more
         curves_picture(images / "scaling_weak.png", growing, "Simulated: more work on more devices")
         spent = {f"{case.documents}, {case.title}": fixed[case] for case in (packed, Case(LLAMA, PACKED, 100), one)}
-        time_picture(images / "scaling_time.png", spent, "Simulated: what ranks spend a step with, the same rows")
+        time_picture(images / "scaling_time.png", spent, "Simulated: how ranks spend a step, the same sequences")
     return "\n".join(
         [
             HEAD.format(date=f"{datetime.now(UTC):%Y-%m-%d}"),
-            "## What to conclude",
+            "## Conclusions",
             "",
             *(f"- {sentence}" for sentence in conclusions(fixed, more, shuffled)),
             "",
-            "Up to how many devices each pays († it can use no more: heads, rows or memory end there):",
+            "Each backend pays up to this number of devices. († marks a limit of heads, sequences or memory.)",
             "",
             *paying_table(studies),
             "",
-            "## The same rows on more devices",
+            "## The same sequences on more devices",
             "",
-            f"A step of {STRONG_ROWS} rows of {STRONG_LENGTH:,} tokens. As many devices as a backend can use share a "
-            "row, one row after the other; Ulysses takes more rows at a time where its heads end.",
+            f"A step has {STRONG_ROWS} sequences of {STRONG_LENGTH:,} tokens. As many devices as a backend can use "
+            "share each sequence, one after the other. Beyond its number of heads, Ulysses trains several at a time.",
             "",
             "![efficiency over devices](images/scaling_strong.png)",
             "",
-            f"{packed.documents}, {packed.title}: efficiency and seconds of a step",
+            f"Efficiency and seconds per step ({packed.documents}, {packed.title}):",
             "",
             *efficiency_table(fixed[packed]),
             "",
             "![compute, exchange and waiting](images/scaling_time.png)",
             "",
-            "The fastest of all backends and splits into groups (dp) with at least eight devices a row:",
+            "The fastest backend and split into groups (dp), with at least eight devices per sequence:",
             "",
             *fastest_table(shown),
             "",
-            "### What the plan's balance costs",
+            "### The cost of balance",
             "",
             f"`plan_ring` takes the first arrangement in which no rank has more than {MAX_IMBALANCE} times the mean "
-            "attention work (`max_imbalance`). Where that needs zigzags, a ring over many nodes pays for the last "
-            "percents of balance with messages that nothing hides. The same rows "
-            f"({packed.documents}, {packed.title}) under looser limits:",
+            "attention work (`max_imbalance`). Some sequences need zigzags for this. A ring over many nodes then pays "
+            "for the last percents of balance with messages that nothing hides. These are the same sequences "
+            f"({packed.documents}, {packed.title}) with looser limits:",
             "",
             *looser_table(packed, fixed[packed]),
             "",
             "## More work for more devices",
             "",
-            f"Longer rows: all devices share one of {WEAK_TOKENS:,} tokens a device. More rows: each group of {NODE} "
-            f"devices has one of {WEAK_TOKENS * NODE:,} tokens.",
+            f"With longer sequences, all devices share one sequence with {WEAK_TOKENS:,} tokens per device. With more "
+            f"sequences, each group of {NODE} devices has one of {WEAK_TOKENS * NODE:,} tokens.",
             "",
             "![efficiency over devices](images/scaling_weak.png)",
             "",
-            f"Longer rows, {packed.documents}, {packed.title}",
+            f"Longer sequences, {packed.documents}, {packed.title}",
             "",
             *efficiency_table(longer[packed]),
             "",
-            f"More rows, {packed.documents}, {packed.title}",
+            f"More sequences, {packed.documents}, {packed.title}",
             "",
             *efficiency_table(more[packed]),
             "",
