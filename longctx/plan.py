@@ -99,7 +99,6 @@ _KERNELS = {"A100": "flash-attn 2", "H100": "flash-attn 2", "H200": "flash-attn 
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from longctx.forecast.calibrate import calibrate, corrected
     from longctx.forecast.candidates import candidates
     from longctx.model.allow_list import check_model
     from longctx.model.load import load_config
@@ -120,8 +119,12 @@ def _plan(options: argparse.Namespace) -> int:
     if not options.no_calibration:
         if not options.json:
             print(first_answer(plan.result), flush=True)
+        from longctx.forecast.calibrate import calibrate, corrected
+
+        first = plan.best
         calibrations = calibrate(config, found)
         plan = _planned(options, config, machine, presets, corrected(found, machine, calibrations), calibrations)
+        plan.result["changed"] = _label(first) != _label(plan.best)
     if options.trace and plan.best is not None:
         plan.result["trace"] = _retraced(config, plan.best, machine)
     print(json.dumps(plan.result, indent=1) if options.json else as_text(plan.result))
@@ -129,7 +132,7 @@ def _plan(options: argparse.Namespace) -> int:
         _write(options.output, plan, machine)
     if options.html is not None:
         options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(plan.page.html(), encoding="utf-8")
+        options.html.write_text(plan.html(), encoding="utf-8")
     return 0 if plan.best is not None else 1
 
 
@@ -140,8 +143,18 @@ class _Planned(NamedTuple):
     table: dict[Any, list[Any]]
     """The outlooks of each candidate, by length."""
     best: Any
-    page: Any
-    """A `longctx.report.plan_page.PlanPage`."""
+    page: dict[str, Any]
+    """The fields of a `longctx.report.plan_page.PlanPage`."""
+
+    def html(self) -> str:
+        """Return the page."""
+        from longctx.report.plan_page import PlanPage
+
+        return PlanPage(**self.page).html()
+
+
+def _label(best: Any) -> str | None:
+    return None if best is None else best.candidate.label
 
 
 def _planned(
@@ -156,7 +169,6 @@ def _planned(
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document
     from longctx.report.plan_command import Commands
-    from longctx.report.plan_page import PlanPage
 
     documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
@@ -185,17 +197,18 @@ def _planned(
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
         "recommendation": None if best is None else _recommendation(best, there, commands),
         "next_best": None if second is None else _recommendation(second, there, commands),
+        "changed": None,
         "trace": None,
     }
-    page = PlanPage(
-        machine=machine,
-        commands=commands,
-        presets=presets,
-        calibrations=calibrations,
-        documents=documents,
-        lengths=lengths,
-        length=wanted,
-    )
+    page = {
+        "machine": machine,
+        "commands": commands,
+        "presets": presets,
+        "calibrations": calibrations,
+        "documents": documents,
+        "lengths": lengths,
+        "length": wanted,
+    }
     return _Planned(result, table, best, page)
 
 
@@ -221,7 +234,7 @@ def _write(folder: Path, plan: _Planned, machine: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan.result, indent=1) + "\n")
     (folder / "plan.md").write_text(as_text(plan.result, markdown=True) + "\n")
-    (folder / "plan.html").write_text(plan.page.html(), encoding="utf-8")
+    (folder / "plan.html").write_text(plan.html(), encoding="utf-8")
     name = f"{model_folder(plan.result['model']).name} on {machine.gpus} x {machine.device}"
     draw_lengths(folder, plan.table, devices=lambda c: c.dims.sp, title=f"{name}, by sp", note="predicted")
     draw_speeds(folder / "tokens_per_second.png", plan.table, title=name, note="predicted")

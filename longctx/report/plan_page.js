@@ -17,11 +17,14 @@ const total = (sizes) => Object.values(sizes).reduce((sum, size) => sum + size, 
 const chosen = { machine: plan.machines.length - 1, length: plan.lengths.indexOf(plan.length), name: null };
 
 function ranked() {
-  const options = plan.machines[chosen.machine].candidates.map((candidate) => {
+  const machine = plan.machines[chosen.machine], best = machine.recommended[chosen.length];
+  const options = machine.candidates.map((candidate) => {
     const at = candidate.at[chosen.length];
     return { ...candidate, ...at, level: at.seconds === null ? 2 : Number(at.used > 1 - plan.free_part) };
   });
-  return options.sort((a, b) => a.level - b.level || (a.level === 2 ? a.used - b.used : b.speed - a.speed));
+  const isBest = (option) => Number(option.name === best);
+  return options.sort((a, b) => isBest(b) - isBest(a) || a.level - b.level
+    || (a.level === 2 ? a.used - b.used : b.speed - a.speed));
 }
 
 function draw() {
@@ -31,7 +34,8 @@ function draw() {
   const option = picked || options[0];
   byId("length-shown").textContent = `${number(length)} tokens`;
   byId("arrangement").replaceChildren(
-    element("option", `fastest: ${options[0].name}`, { value: "" }),
+    element("option", `${machine.recommended[chosen.length] ? "recommended" : "least memory"}: ${options[0].name}`,
+      { value: "" }),
     ...options.map((one) => element("option", one.name, { value: one.name })),
   );
   byId("arrangement").value = chosen.name ?? "";

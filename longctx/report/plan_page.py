@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from longctx.forecast.calibrate import Calibration, corrected
-from longctx.forecast.candidates import Candidate, Machine, Outlook, candidates, outlook
+from longctx.forecast.candidates import Candidate, Machine, Outlook, candidates, outlook, recommend
 from longctx.forecast.documents import RowLengths
 from longctx.forecast.expected_step import FREE_PART
 from longctx.report.page_elements import escaped
@@ -53,8 +53,9 @@ PAGE = """<!DOCTYPE html>
 <pre id="command" tabindex="0"></pre>
 <p class="when" id="nodes">Start it on every node, with RANK 0 on the first and HOST the first one's address.</p>
 </section>
-<section><h2>All arrangements</h2><p class="when">The fastest that leaves {free:.0%} of memory free comes first.
-Arrangements that leave less, or do not fit, are grey and come last. Click one to see its memory and its command.</p>
+<section><h2>All arrangements</h2><p class="when">The recommended one comes first: the simplest of the fastest that
+leave {free:.0%} of memory free. Arrangements that leave less, or do not fit, are grey and come last. Click one to see its
+memory and its command.</p>
 <div class="wide" tabindex="0"><table class="numbers choices"><thead><tr><th>arrangement</th><th>tokens/s a device</th>
 <th>seconds a step</th><th>GiB of a device</th><th>used</th><th>longest that fits</th></tr></thead>
 <tbody id="choices"></tbody></table></div></section>
@@ -129,17 +130,24 @@ class PlanPage:
         found = candidates(self.commands.config, machine, presets=self.presets, settings=settings)
         if self.calibrations:
             found = corrected(found, machine, self.calibrations)
-        choices = [self._choice(candidate, machine, lengths) for candidate in found]
-        return {"gpus": gpus, "launcher": self.commands.launcher(gpus), "candidates": choices}
-
-    def _choice(self, candidate: Candidate, machine: Machine, lengths: Sequence[int]) -> dict[str, Any]:
+        table = {c: [outlook(c, machine, length, self.documents) for length in lengths] for c in found}
+        best = [recommend(outlooks) for outlooks in zip(*table.values(), strict=True)]
         return {
-            "name": candidate.label,
-            "flags": shlex.join(candidate.flags()),
-            "longest": candidate.max_length,
-            "dp": candidate.dims.dp,
-            "at": [_at(outlook(candidate, machine, length, self.documents)) for length in lengths],
+            "gpus": gpus,
+            "launcher": self.commands.launcher(gpus),
+            "recommended": [one.candidate.label if one else None for one in best],
+            "candidates": [_choice(candidate, outlooks) for candidate, outlooks in table.items()],
         }
+
+
+def _choice(candidate: Candidate, outlooks: Sequence[Outlook]) -> dict[str, Any]:
+    return {
+        "name": candidate.label,
+        "flags": shlex.join(candidate.flags()),
+        "longest": candidate.max_length,
+        "dp": candidate.dims.dp,
+        "at": [_at(found) for found in outlooks],
+    }
 
 
 def _at(found: Outlook) -> dict[str, Any]:

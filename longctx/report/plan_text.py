@@ -16,7 +16,7 @@ def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
     """Return the plan as text: the recommendation, the next best, and a table of all backends and degrees."""
     rows = _rows(result)
     table = _markdown(rows) if markdown else _aligned(rows)
-    lines = [*_answer(result, markdown), _traced(result), table, _legend(result), _calibrated(result)]
+    lines = [_refined(result), *_answer(result, markdown), _traced(result), table, _legend(result), _calibrated(result)]
     return _wrapped(lines, markdown, kept=(table,))
 
 
@@ -121,6 +121,13 @@ def _calibrated(result: dict[str, Any]) -> str:
     if problem := next((c["problem"] for c in calibrations if c["problem"]), ""):
         text += f" Untraced (-), since {problem}."
     return text
+
+
+def _refined(result: dict[str, Any]) -> str:
+    """Return whether traces of the model changed the recommendation; empty without traces."""
+    if result["changed"] is None:
+        return ""
+    return f"Traces of the model {'change' if result['changed'] else 'keep'} the recommendation of the closed form."
 
 
 def _about(best: dict[str, Any]) -> list[str]:
