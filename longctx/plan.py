@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -60,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kernel", help="flash-attn 2, 3 or 4, or cuDNN. Default: what is common on --gpu.")
     parser.add_argument(
-        "--memory", nargs="+", choices=tuple(PRESETS), help="Default: balanced longest; balanced with --load_in_4bit."
+        "--memory", nargs="+", choices=tuple(PRESETS), help="Default: all; balanced with --load_in_4bit."
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="Rows to give step times for.")
     parser.add_argument(
@@ -82,7 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", action="store_true", help="Trace the recommended step, too; takes a minute or so.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
-    parser.add_argument("--output", type=Path, help="Folder for plan.json, plan.md and pictures (matplotlib).")
+    parser.add_argument("--output", type=Path, help="Folder for plan.json, plan.md, plan.html and pictures.")
+    parser.add_argument(
+        "--html", type=Path, help="File for a page in which to choose devices, length and arrangement; fetches nothing."
+    )
     return parser
 
 
@@ -97,7 +99,6 @@ _KERNELS = {"A100": "flash-attn 2", "H100": "flash-attn 2", "H200": "flash-attn 
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from longctx.forecast.calibrate import calibrate, corrected
     from longctx.forecast.candidates import candidates
     from longctx.model.allow_list import check_model
     from longctx.model.load import load_config
@@ -118,13 +119,20 @@ def _plan(options: argparse.Namespace) -> int:
     if not options.no_calibration:
         if not options.json:
             print(first_answer(plan.result), flush=True)
+        from longctx.forecast.calibrate import calibrate, corrected
+
+        first = plan.best
         calibrations = calibrate(config, found)
         plan = _planned(options, config, machine, presets, corrected(found, machine, calibrations), calibrations)
+        plan.result["changed"] = _label(first) != _label(plan.best)
     if options.trace and plan.best is not None:
         plan.result["trace"] = _retraced(config, plan.best, machine)
     print(json.dumps(plan.result, indent=1) if options.json else as_text(plan.result))
     if options.output is not None:
-        _write(options.output, plan.result, plan.table, plan.best, machine)
+        _write(options.output, plan, machine)
+    if options.html is not None:
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        options.html.write_text(plan.html(), encoding="utf-8")
     return 0 if plan.best is not None else 1
 
 
@@ -135,6 +143,18 @@ class _Planned(NamedTuple):
     table: dict[Any, list[Any]]
     """The outlooks of each candidate, by length."""
     best: Any
+    page: dict[str, Any]
+    """The fields of a `longctx.report.plan_page.PlanPage`."""
+
+    def html(self) -> str:
+        """Return the page."""
+        from longctx.report.plan_page import PlanPage
+
+        return PlanPage(**self.page).html()
+
+
+def _label(best: Any) -> str | None:
+    return None if best is None else best.candidate.label
 
 
 def _planned(
@@ -148,6 +168,7 @@ def _planned(
     """Return the plan for these candidates."""
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document
+    from longctx.report.plan_command import Commands
 
     documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
@@ -157,36 +178,38 @@ def _planned(
     there = [outlooks[lengths.index(wanted)] for outlooks in table.values()]
     best = recommend(there)
     second = None if best is None else next_best(there)
-    context = _context(config, wanted)
+    commands = Commands(
+        config=config,
+        model=options.model_name_or_path,
+        revision=options.model_revision,
+        rope_scaling=options.rope_scaling,
+        adapter=_adapter(options),
+        gpus_per_node=options.gpus_per_node,
+    )
     result = {
         "model": options.model_name_or_path,
         "machine": asdict(machine),
         "predicted": True,
         "presets": presets,
         "lengths": lengths,
-        "context": context,
+        "context": commands.context(wanted),
         "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
-        "recommendation": None if best is None else _recommendation(best, there, options, context),
-        "next_best": None if second is None else _recommendation(second, there, options, context),
+        "recommendation": None if best is None else _recommendation(best, there, commands),
+        "next_best": None if second is None else _recommendation(second, there, commands),
+        "changed": None,
         "trace": None,
     }
-    return _Planned(result, table, best)
-
-
-def _context(config: Any, length: int) -> dict[str, Any]:
-    """Return the model's context, and the --rope_scaling that a longer sequence needs; None if there is none."""
-    from longctx.model.rope import extended, factor_for, parse_rope_scaling
-
-    context = config.get_text_config().max_position_embeddings
-    wanted = f"yarn:{factor_for(length, context)}" if length > context else None
-    problem = None
-    if (scaling := parse_rope_scaling(wanted)) is not None:
-        try:
-            extended(config, scaling)
-        except ValueError as error:
-            wanted, problem = None, str(error)
-    return {"tokens": context, "length": length, "rope_scaling": wanted, "problem": problem}
+    page = {
+        "machine": machine,
+        "commands": commands,
+        "presets": presets,
+        "calibrations": calibrations,
+        "documents": documents,
+        "lengths": lengths,
+        "length": wanted,
+    }
+    return _Planned(result, table, best, page)
 
 
 def _adapter(options: argparse.Namespace) -> dict[str, Any]:
@@ -204,17 +227,18 @@ def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
         raise ValueError(f"--trace: this model's step does not run on fake tensors. Leave it out. {error}") from error
 
 
-def _write(folder: Path, result: dict[str, Any], table: Any, best: Any, machine: Any) -> None:
-    from longctx.report.forecast import draw_lengths_and_seconds, draw_memory
+def _write(folder: Path, plan: _Planned, machine: Any) -> None:
+    from longctx.report.forecast import draw_lengths, draw_memory, draw_speeds
+    from longctx.report.plan_command import model_folder
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "plan.md").write_text(as_text(result, markdown=True) + "\n")
-    name = f"{_folder(result['model']).name} on {machine.gpus} x {machine.device}"
-    draw_lengths_and_seconds(
-        folder, table, devices=lambda c: c.dims.sp, title=f"{name}, by devices a row", note="predicted"
-    )
-    if best is not None:
+    (folder / "plan.json").write_text(json.dumps(plan.result, indent=1) + "\n")
+    (folder / "plan.md").write_text(as_text(plan.result, markdown=True) + "\n")
+    (folder / "plan.html").write_text(plan.html(), encoding="utf-8")
+    name = f"{model_folder(plan.result['model']).name} on {machine.gpus} x {machine.device}"
+    draw_lengths(folder, plan.table, devices=lambda c: c.dims.sp, title=f"{name}, by sp", note="predicted")
+    draw_speeds(folder / "tokens_per_second.png", plan.table, title=name, note="predicted")
+    if (best := plan.best) is not None:
         title = f"{name}: {best.candidate.label}, {best.length:,} tokens"
         draw_memory(folder / "memory.png", best, machine, title=title, note="predicted")
 
@@ -290,32 +314,11 @@ def _as_dict(candidate: Any, outlooks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _recommendation(
-    best: Any, there: Sequence[Any], options: argparse.Namespace, context: dict[str, Any]
-) -> dict[str, Any]:
+def _recommendation(best: Any, there: Sequence[Any], commands: Any) -> dict[str, Any]:
     from longctx.forecast.candidates import why
 
-    command = ["accelerate", "launch", *(["--multi_gpu"] if options.gpus > 1 else [])]
-    command += ["--num_processes", str(options.gpus)]
-    if options.gpus > options.gpus_per_node:
-        command += ["--num_machines", str(options.gpus // options.gpus_per_node), "--machine_rank", "RANK"]
-        command += ["--main_process_ip", "HOST", "--main_process_port", "29500"]
-    command += ["-m", "longctx.train", "--model_name_or_path", str(_folder(options.model_name_or_path))]
-    command += ["--dataset_name", "DATA", "--max_length", str(best.length), *best.candidate.flags()]
-    if scaling := options.rope_scaling or context["rope_scaling"]:
-        command += ["--rope_scaling", scaling]
-    if options.use_peft:
-        command += ["--use_peft", "True", "--lora_r", str(options.lora_r)]
-    for name in ("load_in_4bit", "use_bnb_nested_quant"):
-        command += [f"--{name}", "True"] if getattr(options, name) else []
-    command += ["--per_device_train_batch_size", "1"]
-    facts = {"name": best.candidate.label, "why": why(best, there), "command": shlex.join(command)}
-    return _as_dict(best.candidate, [best]) | facts
-
-
-def _folder(model: str) -> Path:
-    """Return the model's folder if the name is that of its config.json, else the name."""
-    return Path(model).parent if Path(model).is_file() else Path(model)
+    facts = {"name": best.candidate.label, "why": why(best, there)}
+    return _as_dict(best.candidate, [best]) | facts | {"command": commands.command(best.candidate, best.length)}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.forecast.calibrate import calibrate, corrected, trace_parts, traceable
 from longctx.forecast.candidates import Machine, candidates, next_best, outlook, recommend, why
 from longctx.forecast.closed_form import predict
+from longctx.forecast.hardware import Hardware
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds
 from longctx.forecast.traced_step import StepSettings, trace_training_step
@@ -146,6 +148,7 @@ def test_the_first_answer_comes_before_the_traces(capsys, monkeypatch) -> None:
     assert "Recommended for 4,096 tokens" in printed_before[0]
     assert "accelerate launch" in printed_before[0]
     after = capsys.readouterr().out
+    assert after.startswith("Traces of the model keep the recommendation of the closed form.")
     assert after.index("Recommended for") < after.index("Next best: ") < after.index("backend ")
 
 
@@ -180,7 +183,8 @@ def test_a_folder_gets_the_plan_and_its_pictures(tmp_path, capsys) -> None:
     assert main([*TINY, "--gpus", "4", "--output", str(tmp_path / "plan")]) == 0
     capsys.readouterr()
     files = {path.name for path in (tmp_path / "plan").iterdir()}
-    assert files == {"plan.json", "plan.md", "max_length.png", "seconds_per_step.png", "memory.png"}
+    pictures = {"max_length.png", "tokens_per_second.png", "memory.png"}
+    assert files == {"plan.json", "plan.md", "plan.html", *pictures}
     assert "| backend | sp | dp |" in (tmp_path / "plan" / "plan.md").read_text()
     assert json.loads((tmp_path / "plan" / "plan.json").read_text())["recommendation"]["sp"] == 1
 
@@ -259,6 +263,84 @@ def test_the_command_it_prints_resolves(tmp_path, capsys) -> None:
     run = resolve(parse_flags([*arguments, "--use_cpu"]), read_profile({}), {})
     assert run.dims.sp == plan["recommendation"]["sp"]
     assert run.settings["max_length"] == 4096
+
+
+def data_of_page(path):
+    return json.loads(
+        path.read_text().partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    )
+
+
+def test_the_page_has_every_choice_with_the_plan_s_own_forecasts(tmp_path, capsys) -> None:
+    """On fewer devices, too; and what the page's script joins to a command is the command that is printed."""
+    page = tmp_path / "new" / "plan.html"
+    flags = ["--gpus", "4", "--max_length", "50000", "--html", str(page), "--json"]
+    assert main([*TINY, *flags]) == 0
+    plan, data = json.loads(capsys.readouterr().out), data_of_page(page)
+    assert [machine["gpus"] for machine in data["machines"]] == [1, 2, 4]
+    here, at = data["machines"][-1], data["lengths"].index(data["length"])
+    assert data["length"] == 50000
+    assert here["recommended"][at] == plan["recommendation"]["name"]
+    choice = next(c for c in here["candidates"] if c["name"] == here["recommended"][at])
+    parts = [here["launcher"], data["run_flags"], data["rope_flags"][at], "--max_length 50000", choice["flags"]]
+    assert " ".join(part for part in parts if part) == plan["recommendation"]["command"]
+    assert {c["name"] for c in here["candidates"]} == {name_of(c) for c in plan["candidates"]}
+    forecast = plan["recommendation"]["at"][0]
+    assert choice["at"][at]["device"] == {name: round(size) for name, size in forecast["device_bytes"].items()}
+    assert choice["at"][at]["seconds"] == pytest.approx(forecast["seconds_per_step"], abs=1e-4)
+    too_long = next(c for c in here["candidates"] if c["longest"] < data["lengths"][-1])
+    assert too_long["at"][-1]["seconds"] is None
+
+
+def name_of(candidate):
+    both = min(candidate["ring"], candidate["ulysses"]) > 1
+    ways = f"{candidate['ulysses']} x ring {candidate['ring']}" if both else str(candidate["sp"])
+    return f"{candidate['backend']} {ways}".replace("local 1", "one device") + f" --memory {candidate['memory']}"
+
+
+def test_the_page_fetches_nothing_and_shows_names_as_text(tmp_path, capsys) -> None:
+    folder = tmp_path / "<b>model"
+    tiny_config().save_pretrained(folder)
+    page = tmp_path / "plan.html"
+    assert main(["--model_name_or_path", str(folder), *TINY[2:], "--gpus", "1", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "default-src 'none'" in text
+    assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\(|fetch\(|https?:", text)
+    assert "<b>" not in text
+    assert str(folder) in data_of_page(page)["run_flags"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "length"), [(1, 4096), (1, 65536), (8, 4096), (8, 131072), (8, 1048576), (16, 2097152)]
+)
+def test_the_commands_that_it_prints_fit_their_machine(gpus, length, tmp_path, monkeypatch, capsys) -> None:
+    """As training predicts it from their flags: nothing that a plan assumes is left out of its command."""
+    LLAMA_8B.save_pretrained(tmp_path)
+    flags = ["--gpus", str(gpus), "--max_length", str(length), "--lengths", str(length), "--json", "--no_calibration"]
+    assert main(["--model_name_or_path", str(tmp_path), *flags]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    machine = plan["machine"]
+    here = Hardware(
+        gpus=machine["gpus_per_node"],
+        gpu_name="NVIDIA H100 80GB HBM3",
+        gpu_bytes=int(machine["device_bytes"]),
+        host_bytes=int(machine["host_bytes"]),
+    )
+    monkeypatch.setattr(Hardware, "here", lambda gpus: here)
+    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: here.gpus)
+    monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: here.host_bytes)
+    for one in (plan["recommendation"], plan["next_best"]):
+        words = shlex.split(one["command"])
+        arguments = words[words.index("longctx.train") + 1 :]
+        arguments[arguments.index("DATA")] = "stdlib"
+        env = {"RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(here.gpus)}
+        run = resolve(parse_flags(arguments), read_profile(env), env)
+        assert (run.dims.sp, run.backend.name, run.engine) == (one["sp"], one["backend"], one["engine"])
+        predicted = run.forecast_for()
+        assert predicted.memory.device_bytes == pytest.approx(sum(one["at"][0]["device_bytes"].values()), rel=0.02)
+        assert predicted.memory.host_bytes == pytest.approx(sum(one["at"][0]["host_bytes"].values()), rel=0.02)
+        assert predicted.fits
+        assert not any("beyond the model's context" in note for note in run.notes)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ steps, and with real ones on this machine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,7 +126,7 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     Args:
         documents: lengths of a row's documents, `length` in all; None means one document.
     """
-    work = RingWork.of(np.asarray(documents or [length]), setup.ring)
+    work = _ring_work(tuple(documents or [length]), setup.ring)
     pairs = setup.num_rows * work.pairs.sum() / setup.sp
     linear, recomputed, elementwise = tokenwise_seconds(setup, length, speeds)
     of_layer = modelled_seconds(*attention_setup(setup, speeds.device), work)
@@ -141,6 +142,12 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     parts["optimizer"] = optimizer_seconds(setup, speeds)
     tokens = length * setup.num_rows * setup.world_size // setup.sp
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, tokens, setup.world_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _ring_work(documents: tuple[int, ...], ring: int) -> RingWork:
+    """Return `RingWork.of` the documents, which presets and backends with the same ring share."""
+    return RingWork.of(np.asarray(documents), ring)
 
 
 def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[float, float, float]:

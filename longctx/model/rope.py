@@ -103,6 +103,31 @@ def factor_for(length: int, context: int) -> int:
     return math.ceil(length / context)
 
 
+def scaling_for(config: PretrainedConfig, length: int) -> str | None:
+    """Return the value of --rope_scaling that extends the model's context to sequences of this length.
+
+    It is None if the context suffices. A scaling that the configuration has already is replaced by one of the same type
+    and from the same original context.
+
+    Raises:
+        ValueError: for a model whose context is not extended, as `extended` raises it.
+    """
+    text: Any = config.get_text_config()
+    context = text.max_position_embeddings
+    if length <= context:
+        return None
+    own = getattr(text, "rope_parameters", None) or {}
+    original, kind = own.get("original_max_position_embeddings"), own.get("rope_type")
+    if original is None or kind not in KEYS:
+        scaling = f"yarn:{factor_for(length, context)}"
+    else:
+        kept = {name: own[name] for name in KEYS[kind] if own.get(name) is not None}
+        of_type = {"rope_type": kind, "factor": factor_for(length, original)}
+        scaling = json.dumps(of_type | {"original_max_position_embeddings": original} | kept)
+    extended(config, parse_rope_scaling(scaling) or {})
+    return scaling
+
+
 _SCALING = {
     "type",
     "rope_type",

@@ -163,6 +163,42 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
     _save(figure, path, title, note)
 
 
+def speed_picture(path: Path, lines: Mapping[str, Mapping[int, float]], *, title: str, note: str = "") -> None:
+    """Draw tokens per second and device over the length of a sequence, with a line for each name.
+
+    Args:
+        lines: name -> length in tokens -> speed. A line ends with the longest sequence that fits.
+
+    Raises:
+        ValueError: without a speed, without matplotlib.
+    """
+    drawn = {name: sorted(speeds.items()) for name, speeds in lines.items() if speeds}
+    if not drawn:
+        raise ValueError("There is no speed to draw: give at least one sequence that fits.")
+    figure = _figure(width=7.5, height=4.6)
+    axes = figure.subplots()
+    shades = [0.15 + 0.7 * at / max(1, len(drawn) - 1) for at in range(len(drawn))]
+    for (name, points), shade in zip(drawn.items(), shades, strict=True):
+        color = _along_viridis(shade)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=5, color=color, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("sequence, tokens")
+    axes.set_ylabel("tokens/s a device")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _token_axis(axes.xaxis, sorted({length for points in drawn.values() for length, _ in points}))
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    _save(figure, path, title, note)
+
+
+def _along_viridis(at: float) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](at)
+
+
 def memory_picture(path: Path, stacks: Sequence[Stack], *, title: str, note: str = "") -> None:
     """Draw memories as horizontal bars, each on its own scale, with their categories and their size.
 

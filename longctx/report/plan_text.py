@@ -16,7 +16,7 @@ def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
     """Return the plan as text: the recommendation, the next best, and a table of all backends and degrees."""
     rows = _rows(result)
     table = _markdown(rows) if markdown else _aligned(rows)
-    lines = [*_answer(result, markdown), _traced(result), table, _legend(result), _calibrated(result)]
+    lines = [_refined(result), *_answer(result, markdown), _traced(result), table, _legend(result), _calibrated(result)]
     return _wrapped(lines, markdown, kept=(table,))
 
 
@@ -45,7 +45,7 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
     if best is None:
         longest = max(c["max_length"] for c in result["candidates"])
         return [head, f"No set-up takes that; the longest is {longest:,} tokens."]
-    lines = [head, *_about(best), _beyond(result["context"]), _command(best, markdown)]
+    lines = [head, *_about(best), beyond_context(result["context"]), _command(best, markdown)]
     if second is not None:
         at = second["at"][0]
         lines += [
@@ -62,14 +62,14 @@ def _command(plan: dict[str, Any], markdown: bool) -> str:
     return f"```bash\n{plan['command']}\n```" if markdown else plan["command"]
 
 
-def _beyond(context: dict[str, Any]) -> str:
+def beyond_context(context: dict[str, Any]) -> str:
     """Return a warning if the sequence is longer than the model's context, else an empty text."""
     if context["length"] <= context["tokens"]:
         return ""
     text = f"The model's context is {context['tokens']:,} tokens, and {context['length']:,} are beyond it. "
     if context["problem"]:
         return text + f"No --rope_scaling is known for it: {context['problem']}"
-    return text + f"The commands extend it with --rope_scaling {context['rope_scaling']}."
+    return text + f"The command extends it with --rope_scaling {context['rope_scaling']}."
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
@@ -121,6 +121,13 @@ def _calibrated(result: dict[str, Any]) -> str:
     if problem := next((c["problem"] for c in calibrations if c["problem"]), ""):
         text += f" Untraced (-), since {problem}."
     return text
+
+
+def _refined(result: dict[str, Any]) -> str:
+    """Return whether traces of the model changed the recommendation; empty without traces."""
+    if result["changed"] is None:
+        return ""
+    return f"Traces of the model {'change' if result['changed'] else 'keep'} the recommendation of the closed form."
 
 
 def _about(best: dict[str, Any]) -> list[str]:
