@@ -19,10 +19,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("longctx.train", "train, exactly, or say before the first step why not"),
-    "plan": Command("longctx.plan", "predict what fits, how fast, and how to start it"),
+    "train": Command("longctx.train", "fine-tune a model on long sequences"),
+    "plan": Command("longctx.plan", "predict what fits, how fast it trains, and how to launch it"),
     "verify": Command("longctx.verify.__main__", "compare one step at --sp N with one device"),
-    "bench": Command("longctx.benchmarks.max_length.__main__", "find every backend's longest row by training it"),
+    "bench": Command("longctx.benchmarks.max_length.__main__", "measure the longest sequence that each backend trains"),
+    "completion": Command("longctx.completion", "print a completion script for bash, zsh or fish"),
 }
 
 
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def usage() -> str:
     """Return what `longctx --help` prints."""
-    lines = [f"  {name:8}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines = [f"  {name:12}{purpose}" for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: longctx [-h] [--version] COMMAND ...",
