@@ -29,10 +29,10 @@ gc.disable()  # until all tests are collected: what is imported stays, and colle
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-from benchmarks.ranks import start_server  # noqa: E402
 from tests.small_model import HEADS, save_small_model  # noqa: E402
 from tests.softcuda.build import unavailable  # noqa: E402
 from tests.softcuda.ranks import SoftGPUs  # noqa: E402
+from tests.workers import start_warm_server  # noqa: E402
 
 _PARITY = pytest.StashKey[list[tuple[str, str, float, float, float]]]()
 _rows: list[tuple[str, str, float, float, float]] = []
@@ -180,7 +180,7 @@ def pytest_sessionstart(session):
     Without workers, files come in the order of their names, and the first that forks ranks changes nothing.
     """
     if hasattr(session.config, "workerinput"):
-        start_server()
+        start_warm_server()
 
 
 def pytest_sessionfinish(session):

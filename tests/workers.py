@@ -16,6 +16,11 @@ from longctx.launch.network import choose_interface
 from longctx.launch.store import STORE_FILE, meeting_point, private_folder, store_file
 
 
+def start_warm_server():
+    """Begin to import what ranks of tests need, in the process that they are forked from."""
+    start_server("tests.warm")
+
+
 def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300, backend: str | None = "gloo"):
     """Call `module:function(*arguments)` on every rank of a group; returns the results by rank.
 
@@ -28,7 +33,7 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300, ba
     """
     module, function = target.split(":")
     call = getattr(importlib.import_module(module), function)
-    start_server()
+    start_warm_server()
     with private_folder() as private:
         folder, environment = Path(private, "ranks"), os.environ | store_file(private) | {"OMP_NUM_THREADS": "1"}
         argument = call, arguments, environment, backend
