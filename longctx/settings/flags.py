@@ -133,6 +133,7 @@ class SequenceArguments:
     profile_steps: int = field(default=3, metadata={"help": "Steps of --profile, from the third of the run on."})
     prepare_only: bool = field(default=False, metadata={"help": "Tokenise and plan the packs, then stop."})
     dry_run: bool = field(default=False, metadata={"help": "Print the resolved run and stop."})
+    explain: bool = field(default=False, metadata={"help": "Print the reasons for what was decided, too."})
 
 
 @dataclass(frozen=True)
