@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
     from longctx.launch.imports import without_collections
-    from longctx.launch.terminal import quieten, refuse
+    from longctx.launch.terminal import quieten, refuse, say_hello
     from longctx.settings.help import check_names, short_help
 
     if {"-h", "--help"} & set(arguments) and (text := short_help()):
@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR
+    if is_first_rank():
+        say_hello()
+    from longctx.launch.console import say
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
 
     quieten()
@@ -66,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         return prepare_only(run)
     resume = partial(how_to_resume, run.settings["output_dir"])
     if run.must_spawn:
-        print(f"longctx: {who_starts(profile, run.dims.world_size)}", flush=True)
+        say(who_starts(profile, run.dims.world_size))
         return spawn(run.dims.world_size, arguments, advice=resume)
 
     from longctx.report.memory_advice import out_of_memory_explained
@@ -84,7 +87,6 @@ def _train(run: Run) -> int:
         from longctx.launch.terminal import refuse
         from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
         from longctx.ranks.watchdog import FAILED, watch
-        from longctx.report.memory_advice import describe_memory
         from longctx.run import finish, fit, load, prepare
         from longctx.training.checkpoint import RESUMABLE, CheckpointError, NotSavedError
         from longctx.training.nonfinite import NonFiniteError
@@ -114,41 +116,32 @@ def _train(run: Run) -> int:
             refuse(error)
         exit_with_others()
         return USAGE_ERROR if isinstance(error, CheckpointError) else FAILED
-    if trainer.sequence.rank == 0:
-        metrics = trainer.step_metrics
-        assert metrics.peak_memory is not None, "read at the end of training"
-        lines = describe_memory(prepared.run, metrics.peak_memory, metrics.longest_row, trainer.model)
-        print("\n".join(f"longctx: {line}" for line in lines), flush=True)
-        if stopped_by := trainer.stop_on_signal.stopped_by:
-            print(
-                f"longctx: stopped by {stopped_by.name} after step {trainer.state.global_step}, whose checkpoint is in "
-                f"{trainer.args.output_dir}: --resume_from_checkpoint auto goes on from it",
-                flush=True,
-            )
     finish()
     return 0 if trainer.stop_on_signal.stopped_by is None else RESUMABLE
 
 
 def dry_run(run: Run) -> int:
     """Print the resolved run and what it finds on this machine, and return the exit code."""
+    from longctx.launch.console import show_summary
     from longctx.launch.terminal import refuse
     from longctx.training.engines import stay_on_cpu
 
-    print("\n".join(f"longctx: {line}" for line in run.describe()), flush=True)
     stay_on_cpu()
     from longctx.run.preflight import preflight
 
     try:
-        lines = preflight(run)
+        found = preflight(run)
     except ValueError as error:
+        show_summary(run.summary(), explain=run.settings["explain"])
         refuse(error)
         return USAGE_ERROR
-    print("\n".join(f"longctx: {line}" for line in lines), flush=True)
+    show_summary([*run.summary(), *found], explain=run.settings["explain"])
     return 0
 
 
 def prepare_only(run: Run) -> int:
     """Tokenise and plan for later runs, once on each machine, and return the exit code."""
+    from longctx.launch.console import Line, show
     from longctx.launch.terminal import refuse
     from longctx.training.engines import stay_on_cpu
 
@@ -163,9 +156,9 @@ def prepare_only(run: Run) -> int:
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR
-    print(f"longctx: packing   {data.report}")
-    print("".join(f"longctx: mixture   {source}\n" for source in data.mixture), end="")
-    print(f"longctx: prepared  {cache_folder()} keeps the plan; a run with the same flags starts from it", flush=True)
+    show([Line("packing", str(data.report))])
+    show(Line("mixture", str(source)) for source in data.mixture)
+    show([Line("prepared", f"{cache_folder()} keeps the plan; a run with the same flags starts from it")])
     return 0
 
 

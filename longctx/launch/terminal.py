@@ -9,12 +9,24 @@ import time
 import warnings
 from pathlib import Path
 
+import longctx
 from longctx.ranks.first import is_first_on_node, is_first_rank
 
 DEPRECATIONS_BETWEEN_LIBRARIES = (
     r"`(is_)?gradient_checkpointing` is deprecated",  # transformers, about a name that TRL, peft and users use
     r"`torch\.distributed\.\w+` is deprecated",  # torch, about DeepSpeed's calls in every step
+    r"Slicing a flattened dim from root mesh will be deprecated",  # torch, about accelerate's mesh
 )
+
+HAS_STARTED = "LONGCTX_HAS_STARTED"
+"""Environment variable that tells the processes that a run starts that the terminal shows it already."""
+
+
+def say_hello() -> None:
+    """Print that the run starts, before the imports that take seconds, and once for all of its processes."""
+    if HAS_STARTED not in os.environ:
+        os.environ[HAS_STARTED] = "1"
+        print(f"longctx {longctx.__version__} is starting: PyTorch and transformers are being loaded", flush=True)
 
 
 def quieten() -> None:
@@ -22,7 +34,8 @@ def quieten() -> None:
     if not is_first_rank():
         warnings.simplefilter("ignore")
     for message in DEPRECATIONS_BETWEEN_LIBRARIES:
-        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+        for category in (FutureWarning, UserWarning):
+            warnings.filterwarnings("ignore", message=message, category=category)
 
 
 def refuse(error: Exception) -> None:

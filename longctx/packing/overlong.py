@@ -56,6 +56,20 @@ class PackingReport:
         """Plain values for trainer_state.json."""
         return asdict(self) | {"fill": self.fill}
 
+    def short(self) -> str:
+        """Return the counts that matter most: documents, tokens, packs, and what became of overlong documents."""
+        text = (
+            f"{self.documents:,} documents with {self.tokens:,} tokens in {self.packs:,} sequences, {self.fill:.1%} "
+            "full"
+        )
+        if self.tokens_cut:
+            text += f"; {self.tokens_cut:,} tokens cut off"
+        if self.documents_dropped:
+            text += f"; {self.documents_dropped:,} documents dropped"
+        elif self.too_long_documents and not self.tokens_cut:
+            text += f"; {self.too_long_documents:,} split"
+        return text
+
     def __str__(self) -> str:
         parts = [
             f"{self.documents:,} documents with {self.tokens:,} tokens in {self.packs:,} packs of up to "

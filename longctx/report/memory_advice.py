@@ -47,8 +47,7 @@ def describe_memory(run: Run, peak: PeakMemory, longest_row: int, model: torch.n
         longest_row: tokens of the longest micro-batch, padding included.
     """
     setup = replace(_setup(run), model=ModelSizes.of_model(model))
-    lines = [*peak.describe(), describe_reach(setup, peak, longest_row // setup.num_rows)]
-    return [f"memory    {line}" for line in lines]
+    return [*peak.describe(), describe_reach(setup, peak, longest_row // setup.num_rows)]
 
 
 @contextmanager

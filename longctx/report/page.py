@@ -21,6 +21,7 @@ import psutil
 import torch
 
 import longctx
+from longctx.launch.console import Line, show
 from longctx.launch.failures import reason
 from longctx.report.charts import all_charts, key_numbers, numbers_table
 from longctx.report.page_elements import PAGE, bullet_list, escaped, table, tile, words
@@ -86,7 +87,7 @@ def _write(run: Run, trainer: SequenceTrainer, ended: str, is_complete: bool) ->
     except Exception:  # the run has ended, and is not to fail for its page
         logger.warning("%s is not written", folder / REPORT_FILE, exc_info=True)
     else:
-        print(f"longctx: report    {path}", flush=True)
+        show([Line("report", str(path))])
 
 
 def launch_command() -> list[str]:

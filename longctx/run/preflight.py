@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.data import IGNORE_INDEX, DataError
 from longctx.forecast.model_sizes import ModelSizes, adapter_rows
+from longctx.launch.console import Line
 from longctx.model.files import weight_files
 from longctx.model.tiny import TINY
 from longctx.run.preparation import read_tokenizer
@@ -35,8 +36,8 @@ STATE_BYTES = 12
 """Bytes of its states in a checkpoint, besides: the optimizer's copy in fp32, and AdamW's two moments."""
 
 
-def preflight(run: Run) -> list[str]:
-    """Return what was found, in lines.
+def preflight(run: Run) -> list[Line]:
+    """Return what was found.
 
     Raises:
         ValueError: for data or a model that cannot be read as asked.
@@ -45,15 +46,15 @@ def preflight(run: Run) -> list[str]:
     documents = first_documents(run.settings, tokenizer, run.model_config, SAMPLED)
     return [
         *_describe_data(documents, run.settings),
-        f"sample    {_decoded(documents[0], tokenizer)}",
-        f"files     {_describe_files(run)}",
-        f"disk      {_describe_disk(run)}",
+        Line("sample", _decoded(documents[0], tokenizer)),
+        Line("files", _describe_files(run)),
+        Line("disk", _describe_disk(run)),
         *run.describe_batch(),
         *_describe_time(run),
     ]
 
 
-def _describe_data(documents: Sequence[Mapping[str, NDArray[Any]]], settings: Mapping[str, Any]) -> Iterator[str]:
+def _describe_data(documents: Sequence[Mapping[str, NDArray[Any]]], settings: Mapping[str, Any]) -> Iterator[Line]:
     """Yield how many tokens the documents have, and how many of them are trained on.
 
     Raises:
@@ -62,9 +63,10 @@ def _describe_data(documents: Sequence[Mapping[str, NDArray[Any]]], settings: Ma
     lengths = [len(document["input_ids"]) for document in documents]
     learnt = sum(int((_labels(document)[1:] != IGNORE_INDEX).sum()) for document in documents)
     share = learnt / sum(lengths)
-    yield (
-        f"records   {len(lengths):,} documents were read: {sum(lengths):,} tokens, {learnt:,} of them ({share:.0%}) "
-        f"trained on, {max(lengths):,} in the longest document"
+    yield Line(
+        "records",
+        f"{len(lengths):,} documents were read: {sum(lengths):,} tokens, {learnt:,} of them ({share:.0%}) trained on, "
+        f"{max(lengths):,} in the longest document",
     )
     if not (too_long := sum(length > settings["max_length"] for length in lengths)):
         return
@@ -74,7 +76,7 @@ def _describe_data(documents: Sequence[Mapping[str, NDArray[Any]]], settings: Ma
             f"{longer}, and --overlong raise refuses them. The longest has {max(lengths):,}. Use a longer "
             "--max_length, or --overlong truncate, drop or split."
         )
-    yield f"overlong  {longer}: {_OVERLONG[settings['overlong']]}"
+    yield Line("overlong", f"{longer}: {_OVERLONG[settings['overlong']]}")
 
 
 _OVERLONG = {"truncate": "they are cut", "drop": "they are left out", "split": "they are split"}
@@ -145,14 +147,14 @@ def _gb(size: float) -> str:
     return f"{size / GB:,.1f} GB" if size >= GB / 10 else f"{size / 10**6:,.1f} MB"
 
 
-def _describe_time(run: Run) -> Iterator[str]:
+def _describe_time(run: Run) -> Iterator[Line]:
     """Yield the predicted time of the whole run, if both the speed and the number of steps are known."""
     steps = run.settings["max_steps"]
     seconds = None if run.forecast is None else run.forecast.seconds
     if seconds is not None and steps > 0:
-        yield f"time      {steps:,} steps × {seconds:.3g} s = {_duration(steps * seconds)} (predicted)"
+        yield Line("time", f"{steps:,} steps × {seconds:.3g} s = {_duration(steps * seconds)} (predicted)")
     elif seconds is not None:
-        yield f"time      {seconds:.3g} s a step (predicted); --prepare_only counts the steps of an epoch"
+        yield Line("time", f"{seconds:.3g} s a step (predicted); --prepare_only counts the steps of an epoch")
 
 
 def _duration(seconds: float) -> str:

@@ -9,9 +9,11 @@ from transformers import EarlyStoppingCallback, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from longctx.data import DataError, name_data
+from longctx.launch.console import Line, say, show, show_result, show_summary
 from longctx.launch.failures import FollowSteps
 from longctx.model.adapter import add_adapter
 from longctx.model.load import count_parameters, count_trained_parameters, load_model
+from longctx.report.memory_advice import describe_memory
 from longctx.report.page import reported
 from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
@@ -39,25 +41,45 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     disable_progress_bar()  # transformers' bar for every saved file
     is_first = trainer.sequence.rank == 0
     if is_first:
-        print("\n".join(f"longctx: {line}" for line in [*run.describe(), *_sizes(prepared, model)]), flush=True)
+        show_summary([*run.summary(), *_sizes(prepared, model)], explain=run.settings["explain"])
     with reported(run, trainer):
         trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
         if is_first and trainer.stream_read is not None:
             read = trainer.stream_read
-            print(f"longctx: packing   {read.report}; the data set was begun {read.passes} times", flush=True)
-            print("".join(f"longctx: mixture   {source}\n" for source in trainer.mixture_read()), end="", flush=True)
+            show([Line("packing", f"{read.report}; the data set was begun {read.passes} times")])
+            show(Line("mixture", str(source)) for source in trainer.mixture_read())
         if trainer.stop_on_signal.stopped_by is None:
             _check_labels_seen(trainer, run)
             if is_first and trainer.has_stopped_early:
-                print(f"longctx: {_stopped_early(trainer, run.settings['early_stopping_patience'])}", flush=True)
+                say(_stopped_early(trainer, run.settings["early_stopping_patience"]))
             trainer.save_results()
-    if trainer.stop_on_signal.stopped_by is not None:
-        return trainer
-    if trainer.args.push_to_hub:  # includes the page that `reported` wrote
+    is_stopped = trainer.stop_on_signal.stopped_by is not None
+    if trainer.args.push_to_hub and not is_stopped:  # includes the page that `reported` wrote
         trainer.push_results()
-    if run.is_demo and is_first and trainer.state.log_history[1].get("step") == 1:
-        print(f"longctx: {_first_step_report(trainer, run)}", flush=True)
+    if is_first:
+        _show_memory(trainer, run)
+        if is_stopped:
+            say(_stopped_by_signal(trainer))
+        elif run.is_demo and trainer.state.log_history[1].get("step") == 1:
+            show_result(*_first_step_report(trainer, run))
     return trainer
+
+
+def _show_memory(trainer: SequenceTrainer, run: Run) -> None:
+    """Print the peak of memory and how long sequences can be; --explain adds every kind of memory."""
+    metrics = trainer.step_metrics
+    assert metrics.peak_memory is not None, "read at the end of training"
+    lines = describe_memory(run, metrics.peak_memory, metrics.longest_row, trainer.model)
+    show(Line("memory", line) for line in (lines if run.settings["explain"] else lines[-1:]))
+
+
+def _stopped_by_signal(trainer: SequenceTrainer) -> str:
+    stopped_by = trainer.stop_on_signal.stopped_by
+    assert stopped_by is not None, "a signal has stopped the run"
+    return (
+        f"stopped by {stopped_by.name} after step {trainer.state.global_step}, whose checkpoint is in "
+        f"{trainer.args.output_dir}: --resume_from_checkpoint auto goes on from it"
+    )
 
 
 def _check_labels_seen(trainer: SequenceTrainer, run: Run) -> None:
@@ -80,22 +102,25 @@ def _stopped_early(trainer: SequenceTrainer, patience: int) -> str:
     return f"stopped early after step {state.global_step}: {patience} evaluations in a row were no better than {best}"
 
 
-def _sizes(prepared: PreparedRun, model) -> list[str]:
+def _sizes(prepared: PreparedRun, model) -> list[Line]:
     """Return the lines that need the data and the model: batch equation, tokens, kernel."""
     settings = prepared.run.settings
     kernel = attention_kernel(prepared, model)
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
     targets = prepared.data.describe_targets() if isinstance(prepared.data, TrainingRows) else None
+    report, evaluation = prepared.data.report, prepared.data.evaluation
     return [
-        f"packing   {prepared.data.report or 'as the stream is read; the counts come at the end of the run'}",
-        *([f"targets   {targets}"] if targets else []),
-        *(f"mixture   {source}" for source in prepared.data.mixture),
-        *([f"evaluate  {prepared.data.evaluation.report}"] if prepared.data.evaluation else []),
-        *([f"resume    from {prepared.resume_from}"] if prepared.resume_from else []),
+        Line("packing", report.short(), str(report))
+        if report
+        else Line("packing", "as the stream is read; the counts come at the end of the run"),
+        *([Line("targets", targets)] if targets else []),
+        *(Line("mixture", str(source)) for source in prepared.data.mixture),
+        *([Line("evaluate", evaluation.report.short(), str(evaluation.report))] if evaluation else []),
+        *([Line("resume", f"from {prepared.resume_from}")] if prepared.resume_from else []),
         *prepared.run.describe_batch(),
-        f"model     {count_parameters(model):,} parameters{adapter}, attention kernel {kernel.name} "
-        f"(packed-exact{asked})",
+        Line("weights", f"{count_parameters(model):,} parameters{adapter}"),
+        Line("kernel", kernel.name, f"attention kernel {kernel.name} (packed-exact{asked})"),
     ]
 
 
@@ -105,8 +130,11 @@ def first_step_batches(trainer: SequenceTrainer, dp_rank: int) -> list[dict[str,
     return [trainer.data_collator(rows) for rows in step if rows]
 
 
-def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
-    """Compare the first logged step with the same step on one device, from the same weights."""
+def _first_step_report(trainer: SequenceTrainer, run: Run) -> tuple[str, str]:
+    """Compare the first logged step with the same step on one device, from the same weights.
+
+    Return the result, and the numbers of both.
+    """
     batches = [batch for dp_rank in range(run.dims.dp) for batch in first_step_batches(trainer, dp_rank)]
     model = load_model(run.settings["model_name_or_path"], run.model_config)
     if run.settings["use_peft"]:
@@ -116,6 +144,6 @@ def _first_step_report(trainer: SequenceTrainer, run: Run) -> str:
     difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
     precisions = ("in bf16 ", "in fp32 ") if trainer.args.bf16 else ("", "")
     return (
-        f"step 1 {precisions[0]}matched one device {precisions[1]}to {difference:.0e} "
-        f"(loss {logged['loss']:.6f} and {loss:.6f}, gradient norm {logged['grad_norm']:.6f} and {grad_norm:.6f})"
+        f"step 1 {precisions[0]}matched one device {precisions[1]}to {difference:.0e}",
+        f"loss {logged['loss']:.6f} and {loss:.6f}, gradient norm {logged['grad_norm']:.6f} and {grad_norm:.6f}",
     )

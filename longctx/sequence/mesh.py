@@ -74,6 +74,12 @@ class ParallelDims:
         """Return which shard of its sequence global rank `rank` holds."""
         return rank % self.sp
 
+    def short(self) -> str:
+        """Return the degrees above 1: `8 processes = dp_shard 2 × sp 4`."""
+        degrees = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "sp": self.sp}
+        split = " × ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+        return f"{self.world_size} processes = {split}" if split else "1 process"
+
     def __str__(self) -> str:
         return (
             f"world {self.world_size} = dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} "

@@ -168,6 +168,7 @@ class SequenceArguments:
         default=False,
         metadata={"help": "Check data, model files and disk, print the resolved run, then stop."},
     )
+    explain: bool = field(default=False, metadata={"help": "Also print the reasons for what was decided."})
 
 
 @dataclass(frozen=True)

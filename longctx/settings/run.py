@@ -20,6 +20,7 @@ from longctx.forecast.hardware import Hardware
 from longctx.forecast.memory_options import Levers, RunTraits, resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
 from longctx.model.allow_list import num_linear_heads
 from longctx.sequence.mesh import ParallelDims
@@ -175,43 +176,57 @@ class Run:
             engine_reason=f"chosen before the data was known, for {self.backend.arrangement}",
         ).with_levers()
 
-    def describe(self) -> list[str]:
-        """Return a description of the run, in lines."""
-        precision = "bf16" if self.settings["bf16"] else "fp32"
-        stage = f" ZeRO-{self.zero_stage}" if self.zero_stage is not None else ""
+    def summary(self) -> list[Line]:
+        """Return what was decided, each line with and without its reasons."""
+        settings = self.settings
+        precision = "bf16" if settings["bf16"] else "fp32"
+        engine = f"{self.engine} ZeRO-{self.zero_stage}" if self.zero_stage is not None else self.engine
+        layout = "packed" if settings["packing"] else "padding-free" if settings["padding_free"] else "padded"
+        data = f"{name_data(settings)}, {layout}, max_length {settings['max_length']:,}"
+        multiple = f"padded to a multiple of {settings['pad_to_multiple_of']}"
+        is_chosen = self.wanted_backend == "auto" and self.dims.sp > 1
         lines = [
-            f"mesh      {self.dims}",
-            f"backend   {self.backend.describe()}",
-            f"engine    {self.engine}{stage} ({self.engine_reason})",
-            f"device    {'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}",
-            f"memory    {self.levers.describe()}",
-            f"model     {self.settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})",
-            f"data      {name_data(self.settings)}, "
-            + ("packed" if self.settings["packing"] else "padding-free" if self.settings["padding_free"] else "padded")
-            + f", max_length {self.settings['max_length']:,}, overlong {self.settings['overlong']}, "
-            f"padded to a multiple of {self.settings['pad_to_multiple_of']}",
+            Line("mesh", self.dims.short(), str(self.dims)),
+            Line("backend", f"{self.backend.arrangement}{' (auto)' * is_chosen}", self.backend.describe()),
+            Line("engine", engine, f"{engine} ({self.engine_reason})"),
+            Line("device", f"{'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}"),
+            Line("memory", self.levers.describe()),
+            Line("model", f"{settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})"),
+            Line("data", data, f"{data}, overlong {settings['overlong']}, {multiple}"),
         ]
         if self.layout_reason:
-            lines.append(f"auto      {self.layout_reason}")
+            lines.append(Line("auto", self.layout_reason))
         if self.forecast is not None and not self.use_cpu:
-            lines.append(f"forecast  {self.forecast.describe()} (predicted)")
+            lines.append(Line("forecast", f"{self.forecast.describe()} (predicted)"))
         if self.liger_parts is not None:
-            lines.append(f"liger     {describe_liger(self.liger_parts)}")
-        if changes := self._changes():
-            lines.append(f"{'preset   ' if self.is_demo else 'defaults '} {changes}")
-        return lines + [f"note      {note}" for note in self.notes]
+            lines.append(Line("liger", describe_liger(self.liger_parts)))
+        if self.is_demo and self.changed:
+            lines.append(Line("preset", f"{len(self.changed)} flags have the demo's values", self._changes()))
+        elif self.changed:
+            lines.append(Line("defaults", self._changes()))
+        return lines + [Line("note", note) for note in self.notes]
 
-    def describe_batch(self) -> list[str]:
-        """Return the sequences and tokens of an optimizer step, in lines."""
+    def describe(self) -> list[str]:
+        """Return `summary` with its reasons, as text."""
+        return [str(line) for line in self.summary()]
+
+    def describe_batch(self) -> list[Line]:
+        """Return the sequences and tokens of an optimizer step."""
         dims, length = self.dims, self.settings["max_length"]
         micro, accumulation = (
             self.settings[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
         )
         sequences = micro * dims.dp * accumulation
+        batch = f"{sequences} {'sequence' if sequences == 1 else 'sequences'} a step"
+        equation = (
+            f"per_device_train_batch_size {micro} × (world {dims.world_size} / sp {dims.sp}) × "
+            f"gradient_accumulation_steps {accumulation}"
+        )
         return [
-            f"batch     {sequences} sequences a step = per_device_train_batch_size {micro} × "
-            f"(world {dims.world_size} / sp {dims.sp}) × gradient_accumulation_steps {accumulation}",
-            f"tokens    up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch",
+            Line("batch", batch, f"{batch} = {equation}"),
+            Line(
+                "tokens", f"up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch"
+            ),
         ]
 
     @property

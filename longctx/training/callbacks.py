@@ -10,6 +10,7 @@ from trl import SFTConfig
 
 from longctx.data import SourceReport
 from longctx.forecast.expected_step import ExpectedStep
+from longctx.launch.console import say
 from longctx.packing import PackingReport
 from longctx.training.data_order import MicroBatch, StepSampler
 from longctx.training.peak_memory import GIB
@@ -57,7 +58,7 @@ class CompareForecast(TrainerCallback):
             return
         self.is_done = True
         if line := self.describe(logs["tokens_per_second_per_device"], logs["peak_memory_gib_max"]):
-            print(f"longctx: measured  {line}", flush=True)
+            say(f"measured {line}")
 
     def describe(self, speed: float, peak_gib: float | None) -> str:
         """Return measured and predicted values in one line, without those that are not predicted.

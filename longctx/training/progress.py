@@ -1,34 +1,110 @@
-"""One progress bar for a run, on rank 0, with the numbers of the last logged step."""
+"""The lines of a run's steps, evaluations and end, printed by rank 0."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
-from transformers import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
+from rich.status import Status
+from rich.text import Text
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
+from longctx.launch.console import Line, row_width, say, show, show_row, waiting
 from longctx.launch.terminal import number
+from longctx.training.metrics import StepMetrics
+from longctx.training.peak_memory import GIB, PeakMemory
+
+ROWS_PER_HEADER = 20
+WIDE = 120
+"""Characters of a row in a file or pipe."""
+NEARLY_FULL, FULL = 0.9, 0.97
+"""Shares of the memory above which the used memory is coloured."""
 
 
-class ProgressBar(ProgressCallback):
-    """Replaces the Trainer's bar: a step's numbers stand in the bar instead of a line above it.
+class Column(NamedTuple):
+    """A column of the table of steps."""
 
-    Other lines, such as an evaluation's, stand above the bar. Without a terminal there is no bar, and every line is
-    printed.
+    title: str
+    short: str
+    """The title in a terminal that is too narrow for the long titles."""
+    width: int
+    """Characters of the widest usual value."""
+    style: str = ""
+
+
+COLUMNS = {
+    "step": Column("step", "step", 4),
+    "loss": Column("loss", "loss", 6, "bold"),
+    "grad_norm": Column("grad norm", "grad", 5),
+    "learning_rate": Column("learn. rate", "lr", 7),
+    "tokens_per_second": Column("tokens/s", "tok/s", 5, "green"),
+    "tokens_per_second_per_device": Column("per device", "/dev", 5, "green"),
+    "mfu": Column("MFU", "MFU", 4),
+    "memory": Column("memory GiB", "mem GiB", 9),
+    "attention_imbalance": Column("imbalance", "imbal", 5),
+    "time_left": Column("time left", "left", 7, "cyan"),
+}
+
+
+class StepTable:
+    """A table whose rows are printed one at a time, with a header above every ROWS_PER_HEADER of them."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def show(self, cells: Mapping[str, str], styles: Mapping[str, str]) -> None:
+        """Print a row. The first row after a header decides which columns there are."""
+        if self._rows % ROWS_PER_HEADER == 0:
+            self._names = [name for name in COLUMNS if name in cells]
+            titles = self._fit({name: max(COLUMNS[name].width, len(cells[name])) for name in self._names})
+            show_row(Text(self._gap.join(titles), "dim"))
+        self._rows += 1
+        row = Text(self._gap).join(
+            Text(cells.get(name, "").rjust(self._widths[name]), styles.get(name, COLUMNS[name].style))
+            for name in self._names
+        )
+        show_row(row)
+
+    def _fit(self, values: Mapping[str, int]) -> list[str]:
+        """Choose titles and a gap that the terminal is wide enough for, given the values' widths."""
+        room = row_width() or WIDE
+        for is_long, gap in ((True, "  "), (False, "  "), (False, " ")):
+            titles = {name: COLUMNS[name].title if is_long else COLUMNS[name].short for name in self._names}
+            self._widths, self._gap = {name: max(values[name], len(titles[name])) for name in self._names}, gap
+            if sum(self._widths.values()) + len(gap) * (len(self._names) - 1) <= room:
+                break
+        return [titles[name].rjust(self._widths[name]) for name in self._names]
+
+
+class StepLines(TrainerCallback):
+    """Prints a row for each logged step, and a line for each other entry of the log.
+
+    Args:
+        metrics: those of the steps, whose last reading is printed.
+        ranks_per_node: ranks that share a machine's memory.
     """
 
-    _evaluated = 0
-    """Batches so far in the current evaluation."""
+    def __init__(self, metrics: StepMetrics, ranks_per_node: int):
+        self.metrics, self.ranks_per_node, self._table = metrics, ranks_per_node, StepTable()
+        self._status: Status | None = None
+        self._evaluated = 0
+        """Batches so far in the current evaluation."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.current_step = state.global_step  # estimates the remaining time from this run's own steps
-        if state.is_world_process_zero:
-            self.training_bar = tqdm(
-                total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True, disable=None
-            )
+        self._first_step = state.global_step
+        self._since = (state.global_step, time.monotonic())
+        """The step and the time from which the remaining time is estimated."""
 
     def on_log(
         self,
@@ -38,11 +114,36 @@ class ProgressBar(ProgressCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        bar: Any = self.training_bar
-        if bar is None or bar.disable or logs is None or "loss" not in logs:
-            super().on_log(args, state, control, logs=logs, **kwargs)
+        if logs is None or not state.is_world_process_zero:
+            return
+        if "loss" in logs:
+            self._show_step(logs, state)
+        elif "train_runtime" in logs:
+            steps, took = state.global_step - self._first_step, duration(logs["train_runtime"])
+            show_row(Text())
+            steps_taken = f"{steps:,} {'step' if steps == 1 else 'steps'} in {took}"
+            show([Line("trained", f"{steps_taken}, mean loss {logs['train_loss']:.4g}")])
+        elif "eval_loss" in logs:
+            show([Line("evaluated", f"after step {state.global_step:,}: {describe_evaluation(logs)}")])
         else:
-            bar.set_postfix_str(describe(logs))
+            say(", ".join(f"{name} {value:.4g}" for name, value in logs.items() if isinstance(value, int | float)))
+
+    def _show_step(self, logs: Mapping[str, Any], state: TrainerState) -> None:
+        cells, styles = describe_step(logs), {}
+        if self.metrics.peak_memory is not None:
+            cells["memory"], share = describe_memory(self.metrics.peak_memory, self.ranks_per_node)
+            styles["memory"] = "red" if share > FULL else "yellow" if share > NEARLY_FULL else ""
+        cells["step"] = f"{state.global_step}/{state.max_steps}".rjust(2 * len(str(state.max_steps)) + 1)
+        cells["time_left"] = duration(self._seconds_left(state))
+        self._table.show(cells, styles)
+
+    def _seconds_left(self, state: TrainerState) -> float:
+        step, since = self._since
+        now = time.monotonic()
+        seconds = (now - since) / max(state.global_step - step, 1) * (state.max_steps - state.global_step)
+        if step == self._first_step:  # the first steps are slower: kernels are compiled, and memory is taken
+            self._since = (state.global_step, now)
+        return seconds
 
     def on_prediction_step(
         self,
@@ -52,36 +153,65 @@ class ProgressBar(ProgressCallback):
         eval_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        bar: Any = self.training_bar
-        if bar is None:
-            super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
+        if not state.is_world_process_zero:
             return
         self._evaluated += 1
-        bar.set_description_str(f"evaluation {self._evaluated}/{len(eval_dataloader)}")
-
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        super().on_evaluate(args, state, control, **kwargs)
-        self._evaluated = 0
-        bar: Any = self.training_bar
-        if bar is not None:
-            bar.set_description_str("")
-
-
-def use_one_bar(trainer: Trainer) -> None:
-    """Replace the Trainer's bar, which is missing in a notebook and with --disable_tqdm."""
-    if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(ProgressBar())
+        text = f"evaluation, batch {self._evaluated} of {len(eval_dataloader)}"
+        if self._status is None:
+            self._status = waiting(text)
+            self._status.start()
+        self._status.update(text)
+        if self._evaluated == len(eval_dataloader):  # before its line is logged
+            self._status.stop()
+            self._status, self._evaluated = None, 0
 
 
-def describe(logs: Mapping[str, Any]) -> str:
-    """Return a step's numbers, the most important first: a narrow terminal cuts off the last."""
-    parts = [f"loss {logs['loss']:.4g}"]
-    if "tokens_per_second" in logs:
-        parts += [f"{number(logs['tokens_per_second'])} tok/s"]
-        parts += [f"{number(logs['tokens_per_second_per_device'])} tok/s/device"]
-    if logs.get("mfu") is not None:
-        parts += [f"MFU {logs['mfu']:.0%}"]
-    for name, where in (("peak_memory_gib_max", ""), ("peak_host_memory_gib_max", " host")):
-        if logs.get(name) is not None:
-            return ", ".join([*parts, f"{logs[name]:.1f} GiB{where}"])
+def print_lines(trainer: Trainer, metrics: StepMetrics, ranks_per_node: int) -> None:
+    """Replace the Trainer's progress bar or its printed dictionaries; a notebook keeps its own table."""
+    for callback in (ProgressCallback, PrinterCallback):
+        if trainer.pop_callback(callback) is not None:
+            trainer.add_callback(StepLines(metrics, ranks_per_node))
+
+
+def describe_step(logs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells of a step's row, without those of unknown values."""
+    written = {
+        "loss": lambda loss: f"{loss:#.4g}",
+        "grad_norm": lambda norm: number(norm) if norm >= 1000 else f"{norm:#.3g}",
+        "learning_rate": lambda rate: f"{rate:.1e}" if rate else "0",
+        "tokens_per_second": number,
+        "tokens_per_second_per_device": number,
+        "mfu": lambda share: f"{share:.0%}",
+        "attention_imbalance": lambda ratio: f"{ratio:.2f}",
+    }
+    return {name: write(logs[name]) for name, write in written.items() if logs.get(name) is not None}
+
+
+def describe_memory(peak: PeakMemory, ranks_per_node: int) -> tuple[str, float]:
+    """Return `61.2/79.6`: the fullest GPU's peak and total, or the fullest machine's without GPUs; and the share."""
+    if peak.has_devices:
+        used, total = max(peak.allocated), min(peak.device_total)
+    else:
+        used, total = peak.of_fullest_node(ranks_per_node), min(peak.host_total)
+    return f"{used / GIB:.1f}/{total / GIB:.1f}", used / total
+
+
+def describe_evaluation(logs: Mapping[str, Any]) -> str:
+    """Return an evaluation's numbers in one line: `loss 2.135, token accuracy 51.2%, in 12 s`."""
+    parts = [f"loss {logs['eval_loss']:.4g}"]
+    if "eval_mean_token_accuracy" in logs:
+        parts.append(f"token accuracy {logs['eval_mean_token_accuracy']:.1%}")
+    if "eval_runtime" in logs:
+        parts.append(f"in {duration(logs['eval_runtime'])}")
     return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: 8.3 -> 8 s, 754 -> 12:34, 5000 -> 1:23:20, 200000 -> 2d 07h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02}h"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"

@@ -7,6 +7,7 @@ Rows are collated and their cut is planned in `longctx.training.collators`. The 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -53,7 +54,7 @@ from longctx.training.evaluation import EvaluatingTrainer
 from longctx.training.metrics import StepMetrics
 from longctx.training.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
 from longctx.training.peak_memory import MemoryWarnings
-from longctx.training.progress import use_one_bar
+from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
 from longctx.training.trl_arguments import without_data_preparation
 
@@ -133,7 +134,8 @@ class SequenceTrainer(EvaluatingTrainer):
         keep_sums_in_fp32(self.accelerator)
         if self.is_fsdp_enabled:
             save_whole_models(self.accelerator)
-        use_one_bar(self)
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", sequence.dims.world_size))
+        print_lines(self, self.step_metrics, ranks_per_node)
         self.stream_read: MicroBatch | None = None
         if isinstance(rows, PackedStream):
             # Here `epoch` stays the Trainer's: steps / max_steps.

@@ -34,11 +34,14 @@ def chats(tmp_path):
 
 
 def found(data: str, *flags: str, model: str = "tiny") -> dict[str, str]:
-    """Return what the preflight says, by the first word of the line."""
+    """Return what the preflight says, by its label."""
     arguments = ["--model_name_or_path", model, "--dataset_name", data, *flags]
-    lines = preflight(resolve(parse_flags(arguments), read_profile({}), {}))
-    assert len({line.split()[0] for line in lines}) == len(lines)
-    return {line.split()[0]: line[10:] for line in lines}
+    lines = [
+        (line.label, line.text(explain=True))
+        for line in preflight(resolve(parse_flags(arguments), read_profile({}), {}))
+    ]
+    assert len(dict(lines)) == len(lines)
+    return dict(lines)
 
 
 def test_the_first_records_are_read_and_their_mask_is_shown(chats):

@@ -33,7 +33,7 @@ def printed(capsys, expected, logs, *, steps, max_steps=20):
 
 
 LINE = (
-    "longctx: measured  1,702 tokens/s a device, and 1,766 were predicted; 48.1 GiB of tensors on the fullest GPU, and "
+    "longctx: measured 1,702 tokens/s a device, and 1,766 were predicted; 48.1 GiB of tensors on the fullest GPU, and "
     "50.0 were predicted\n"
 )
 
@@ -57,6 +57,6 @@ def test_other_entries_of_the_log_are_passed_over(capsys):
 def test_only_what_is_predicted_is_compared(capsys):
     unknown = replace(EXPECTED, seconds=None, tokens_per_second_per_device=None)
     assert printed(capsys, unknown, LOGS, steps=[3]) == [
-        "longctx: measured  48.1 GiB of tensors on the fullest GPU, and 50.0 were predicted\n"
+        "longctx: measured 48.1 GiB of tensors on the fullest GPU, and 50.0 were predicted\n"
     ]
     assert printed(capsys, unknown, LOGS | {"peak_memory_gib_max": None}, steps=[3]) == [""]
