@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+import longctx
 from longctx.ranks.first import is_first_on_node, is_first_rank
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         refuse(error)
         return USAGE_ERROR
     if is_first_rank():
-        say_hello()
+        say_hello(longctx.__version__)
     from longctx.launch.console import say
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
 

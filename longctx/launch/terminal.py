@@ -9,7 +9,6 @@ import time
 import warnings
 from pathlib import Path
 
-import longctx
 from longctx.ranks.first import is_first_on_node, is_first_rank
 
 DEPRECATIONS_BETWEEN_LIBRARIES = (
@@ -22,11 +21,11 @@ HAS_STARTED = "LONGCTX_HAS_STARTED"
 """Environment variable that tells the processes that a run starts that the terminal shows it already."""
 
 
-def say_hello() -> None:
+def say_hello(version: str) -> None:
     """Print that the run starts, before the imports that take seconds, and once for all of its processes."""
     if HAS_STARTED not in os.environ:
         os.environ[HAS_STARTED] = "1"
-        print(f"longctx {longctx.__version__} is starting: PyTorch and transformers are being loaded", flush=True)
+        print(f"longctx {version} is starting: PyTorch and transformers are being loaded", flush=True)
 
 
 def quieten() -> None:

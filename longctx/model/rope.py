@@ -117,7 +117,7 @@ def scaling_for(config: PretrainedConfig, length: int) -> str | None:
     if length <= context:
         return None
     own = getattr(text, "rope_parameters", None) or {}
-    original, kind = own.get("original_max_position_embeddings"), own.get("rope_type")
+    original, kind = own.get("original_max_position_embeddings"), str(own.get("rope_type"))
     if original is None or kind not in KEYS:
         scaling = f"yarn:{factor_for(length, context)}"
     else:

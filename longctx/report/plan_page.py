@@ -54,8 +54,8 @@ PAGE = """<!DOCTYPE html>
 <p class="when" id="nodes">Start it on every node, with RANK 0 on the first and HOST the first one's address.</p>
 </section>
 <section><h2>All arrangements</h2><p class="when">The recommended one comes first: the simplest of the fastest that
-leave {free:.0%} of memory free. Arrangements that leave less, or do not fit, are grey and come last. Click one to see its
-memory and its command.</p>
+leave {free:.0%} of memory free. Arrangements that leave less, or do not fit, are grey and come last. Click one to see
+its memory and its command.</p>
 <div class="wide" tabindex="0"><table class="numbers choices"><thead><tr><th>arrangement</th><th>tokens/s a device</th>
 <th>seconds a step</th><th>GiB of a device</th><th>used</th><th>longest that fits</th></tr></thead>
 <tbody id="choices"></tbody></table></div></section>

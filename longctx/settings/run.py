@@ -224,9 +224,7 @@ class Run:
         )
         return [
             Line("batch", batch, f"{batch} = {equation}"),
-            Line(
-                "tokens", f"up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank and micro-batch"
-            ),
+            Line("tokens", f"up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank at a time"),
         ]
 
     @property
