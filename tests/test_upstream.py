@@ -159,8 +159,8 @@ def _of_others() -> tuple[set[str], set[str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr[:1] == "_" and node.attr[:2] != "__":
                 attributes.add(node.attr)
-            if isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
-                modules |= {node.module} if "._" in f".{node.module}" else set()
+            if isinstance(node, ast.ImportFrom) and not node.level and "._" in f".{node.module}":
+                modules |= {node.module} - {"__future__", "longctx.__main__"}
     return attributes - _defined_here(), modules
 
 

@@ -1,15 +1,14 @@
-"""How far one can go, found by going there: `python -m benchmarks.max_length --gpus 1 2 4 8 --output DIR`.
+"""Measure the longest sequence that each backend trains: `python -m benchmarks.max_length --gpus 1 2 4 8 --output DIR`.
 
-For every backend on every number of devices: the largest row that completes two optimizer steps of the real trainer,
-the smallest that fails, and then the seconds of a step at fixed lengths. DIR gets results.jsonl, table.md,
-max_length.png and seconds_per_step.png, all of them up to date after every probe. A sweep that was interrupted, in
-whatever way, goes on where it was when the same command is given again.
+For each backend and number of devices, the sweep finds the longest sequence that completes two optimizer steps of the
+real trainer and the shortest that fails, and then measures the seconds of a step at fixed lengths. It writes
+results.jsonl, table.md, max_length.png and seconds_per_step.png to DIR, and updates them after every probe. To continue
+an interrupted sweep, run the same command again.
 
-On a machine without GPUs the ranks are processes on gloo, and --memory_budget_gib is held against the bytes that their
-real steps allocate, counted tensor by tensor (longctx.forecast.memory_trace); with GPUs it is a limit of torch's
-allocator.
+Without GPUs, the ranks are processes on gloo, and --memory_budget_gib limits the bytes that their real steps allocate,
+counted tensor by tensor. With GPUs, it limits torch's allocator.
 
-Exit code 0, 2 for what cannot be swept, 130 if interrupted.
+The exit code is 0, 2 for settings that cannot be swept, or 130 after an interruption.
 """
 
 from __future__ import annotations
@@ -88,37 +87,47 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="Numbers of devices (or gloo ranks).")
-    parser.add_argument("--output", type=Path, required=True, help="Folder; one that has results is continued.")
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="Numbers of devices or gloo ranks. Default: 1 2 4 8."
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="Folder for the results. A sweep whose results are there continues."
+    )
     parser.add_argument(
         "--backends",
         nargs="+",
-        help="Values of --sp_backend, and trl: its own context parallelism on FSDP2, and its Ulysses on DeepSpeed. "
+        help="Values of --sp_backend, or trl for TRL's own context parallelism on FSDP2 and Ulysses on DeepSpeed. "
         "Default: all but gather.",
     )
-    parser.add_argument("--model_name_or_path", help="Default: Qwen/Qwen3-8B with GPUs, else tiny.")
-    parser.add_argument("--memory", choices=("balanced", "longest", "fastest"), default="balanced")
+    parser.add_argument("--model_name_or_path", help="Model to train. Default: Qwen/Qwen3-8B with GPUs, tiny without.")
+    parser.add_argument(
+        "--memory", choices=("balanced", "longest", "fastest"), default="balanced", help="Default: balanced."
+    )
     parser.add_argument(
         "--memory_budget_gib",
         type=float,
-        help="Of a rank. Default: all of its GPU; without GPUs 0.02, a short sweep of tiny.",
+        help="Memory of a rank. Default: all of its GPU, or 0.02 without GPUs, for a short sweep of tiny.",
     )
-    parser.add_argument("--lengths", type=int, nargs="+", help="Rows to time, in tokens.")
+    parser.add_argument("--lengths", type=int, nargs="+", help="Sequence lengths to time, in tokens.")
     parser.add_argument(
         "--precision",
         type=float,
         default=0.02,
-        help="How far the smallest row that fails may be above the longest that fits. Default: 0.02.",
+        help="Largest gap between the longest sequence that fits and the shortest that fails, relative to the former. "
+        "Default: 0.02.",
     )
-    parser.add_argument("--max_length", type=int, default=1 << 26, help="No longer row is tried. Default: 67108864.")
-    parser.add_argument("--steps", type=int, help="Steps to time. Default: 10 with GPUs, else 5.")
-    parser.add_argument("--warmup", type=int, help="Steps before them. Default: 3 with GPUs, else 1.")
-    parser.add_argument("--timeout", type=float, default=1800, help="Seconds of a probe. Default: 1800.")
+    parser.add_argument("--max_length", type=int, default=1 << 26, help="Longest sequence to try. Default: 67108864.")
+    parser.add_argument("--steps", type=int, help="Number of steps to time. Default: 10 with GPUs, 5 without.")
+    parser.add_argument("--warmup", type=int, help="Number of steps before these. Default: 3 with GPUs, 1 without.")
+    parser.add_argument(
+        "--timeout", type=float, default=1800, help="Most seconds that a probe may take. Default: 1800."
+    )
     parser.add_argument("--accelerate_config", help="Profile to run on: a name from configs/ or a path to a YAML file.")
     parser.add_argument(
         "--document_lengths",
         type=Path,
-        help="CSV of low,high,documents: rows are packed with such documents. Default: one document a row.",
+        help="CSV file with the columns low,high,documents: the distribution of lengths of the packed documents. "
+        "Default: one document fills a sequence.",
     )
     return parser
 
