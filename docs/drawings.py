@@ -103,9 +103,9 @@ def cut() -> str:
     mean = work(everything) / RANKS
     worst = max(work(everything[share(rank)]) for rank in range(RANKS))
     said = (
-        (f"largest over mean {worst / mean:.2f} without the exchange of heads;", "with it, every rank has equal work"),
+        (f"busiest rank: {worst / mean:.2f} × the mean work as cut,", "1.00 × after the exchange of heads"),
         (
-            f"largest over mean {PLAN.imbalance:.2f}",
+            f"busiest rank: {PLAN.imbalance:.2f} × the mean work",
             f"{PLAN.kv_tokens_sent} keys are sent; a full gather sends {TOKENS * (RANKS - 1)}",
         ),
     )
@@ -152,7 +152,7 @@ def balance() -> str:
     for i, (name, owner) in enumerate(owners.items()):
         x = left + i * 370
         pairs = np.bincount(owner, weights=np.arange(1, tokens + 1), minlength=RANKS).astype(int)
-        parts.append(text(x, 58, f"{name}: largest over mean {pairs.max() / pairs.mean():.2f}"))
+        parts.append(text(x, 58, f"{name}: busiest rank {pairs.max() / pairs.mean():.2f} × the mean work"))
         for query in range(tokens):
             parts.append(box(x, top + query * size, (query + 1) * size, size, COLOURS[owner[query]], stroke="none"))
         for rank in range(RANKS):

@@ -2,8 +2,8 @@
 
 torchrun --nproc_per_node 2 examples/accelerate_loop.py
 
-Plain, this replicates the model (DDP). To shard it on GPUs, start it with a profile that has an engine and no
-sequence parallelism of accelerate's own: accelerate launch --config_file configs/fsdp2.yaml examples/accelerate_loop.py
+This script replicates the model (DDP). To shard it on GPUs, start it with a profile that has an engine, but not
+accelerate's own sequence parallelism: accelerate launch --config_file configs/fsdp2.yaml examples/accelerate_loop.py
 """
 
 import torch
@@ -19,7 +19,7 @@ SP, STEPS, BATCH_SIZE = 2, 4, 4
 
 
 def load_documents(tokenizer):
-    """Tokenised documents, `input_ids` each; here short files of Python's own standard library."""
+    """Return tokenised documents with `input_ids`. Here these are short files of Python's standard library."""
     documents = tokenize_records(load_records("stdlib").select(range(160)), tokenizer)
     return documents.filter(lambda document: len(document["input_ids"]) <= 1500)
 
@@ -34,8 +34,8 @@ def main():
 
     with accelerator.main_process_first():
         documents = load_documents(tokenizer)
-    # One data-parallel rank is a group of SP processes, and all of them read the same documents. The loader is not
-    # given to accelerator.prepare, which would deal its batches out to single processes.
+    # One data-parallel rank is a group of SP processes, which all read the same documents. Do not pass the loader to
+    # accelerator.prepare, which would give each process different batches.
     dims = sequence.dims
     dp_rank = dims.dp_rank(accelerator.process_index)
     sampler = DistributedSampler(documents, dims.dp, dp_rank, shuffle=False, drop_last=True)
@@ -51,7 +51,7 @@ def main():
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = accelerator.reduce(loss.detach(), "mean")  # every rank holds its own share
+        mean = accelerator.reduce(loss.detach(), "mean")  # every rank holds its share
         accelerator.print(f"step {step + 1}: loss {mean.item():.7f}", flush=True)
     accelerator.end_training()
 

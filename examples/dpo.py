@@ -1,10 +1,10 @@
-"""Direct preference optimization at sequence parallelism: log-probabilities of long answers, exact over ranks.
+"""Direct preference optimization with sequence parallelism: exact log-probabilities of long answers over ranks.
 
 torchrun --nproc_per_node 2 examples/dpo.py
 
-Sigmoid DPO (https://arxiv.org/abs/2305.18290), TRL's default. The chosen and rejected answers of a micro-batch are
-documents of one packed row, which SP processes share. What the reference model, the one that training starts from,
-makes of them is computed once, before the first step.
+This is sigmoid DPO (https://arxiv.org/abs/2305.18290), TRL's default. The chosen and rejected answers of a micro-batch
+are packed into one sequence, which SP processes share. The reference model is the model before training. Its
+log-probabilities are computed once, before the first step.
 """
 
 import os
@@ -27,14 +27,14 @@ BETA, LEARNING_RATE = 0.1, 3e-5
 
 
 def load_preferences():
-    """Records as DPOTrainer takes them; here Python's own sources, whose second half is preferred to its capitals."""
+    """Return records for DPOTrainer. Here the second half of Python sources is preferred to its upper-case copy."""
     texts = load_records("stdlib").select(range(300)).filter(lambda record: 200 < len(record["text"]) < 1500)["text"]
     prompts, answers = zip(*((text[: len(text) // 2], text[len(text) // 2 :]) for text in texts), strict=True)
     return Dataset.from_dict({"prompt": prompts, "chosen": answers, "rejected": [text.upper() for text in answers]})
 
 
 def tokenize(preferences, tokenizer):
-    """Pairs of documents, `chosen` and `rejected`, whose labels are the answers alone."""
+    """Return pairs of documents, `chosen` and `rejected`, whose labels cover only the answers."""
     answers = {
         name: tokenize_records(
             preferences.select_columns(["prompt", name]).rename_column(name, "completion"), tokenizer
@@ -65,7 +65,7 @@ def main():
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
-    # One data-parallel rank is a group of SP processes, and all of them read the same pairs.
+    # One data-parallel rank is a group of SP processes, which all read the same pairs.
     pairs = tokenize(load_preferences(), tokenizer)
     dims = sequence.dims
     sampler = DistributedSampler(pairs, dims.dp, dims.dp_rank(dist.get_rank()), shuffle=False, drop_last=True)
@@ -76,13 +76,13 @@ def main():
 
     loader = DataLoader(pairs, BATCH_SIZE, sampler=sampler, collate_fn=collate, drop_last=True)
     batches = list(islice(loader, STEPS))
-    with torch.no_grad():  # a row's padding counts as a document of its own, behind the others
+    with torch.no_grad():  # padding counts as one more document, after the others
         references = [sequence.document_log_probs(model, batch)[: 2 * BATCH_SIZE] for batch in batches]
 
     for step, (batch, reference) in enumerate(zip(batches, references, strict=True)):
         policy = sequence.document_log_probs(model, batch)[: 2 * BATCH_SIZE]
         loss, accuracy = preference_loss(policy, reference)
-        loss.backward()  # the engine averages over all ranks: nothing is multiplied or divided by SP
+        loss.backward()  # the engine averages over all ranks; SP does not appear
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -2,8 +2,8 @@
 
 torchrun --nproc_per_node 2 examples/sft_trainer.py
 
-Plain, this replicates the model (DDP). To shard it on GPUs, start it with a profile that has an engine and no
-sequence parallelism of accelerate's own: accelerate launch --config_file configs/fsdp2.yaml examples/sft_trainer.py
+This script replicates the model (DDP). To shard it on GPUs, start it with a profile that has an engine, but not
+accelerate's own sequence parallelism: accelerate launch --config_file configs/fsdp2.yaml examples/sft_trainer.py
 """
 
 import torch
@@ -24,17 +24,17 @@ class SequenceTrainer(SFTTrainer):
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self):
-        # The SP processes of a data-parallel rank read the same documents; accelerate would give each its own batches.
+        # The SP processes of a data-parallel rank read the same documents. accelerate would give each different ones.
         dims, data = self.sequence.dims, self.train_dataset
         dp_rank = dims.dp_rank(self.args.process_index)
         sampler = DistributedSampler(data, dims.dp, dp_rank, shuffle=False, drop_last=True)
         return DataLoader(data, self.args.train_batch_size, sampler=sampler, collate_fn=self.data_collator)
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        return self.sequence.count_label_tokens(batch_samples)  # of all micro-batches of the step, each token once
+        return self.sequence.count_label_tokens(batch_samples)  # over all micro-batches of the step, each token once
 
     def _prepare_inputs(self, inputs):
-        return inputs  # they are cut on the CPU, and only this rank's part goes to the device
+        return inputs  # cut on the CPU, so that only this rank's part goes to the device
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         shard = self.sequence.shard(inputs)
@@ -59,13 +59,13 @@ def main():
         logging_steps=1,
         save_strategy="no",
         ddp_find_unused_parameters=False,
-        dataset_kwargs={"skip_prepare_dataset": True},  # the documents are tokenised, the collator packs them
+        dataset_kwargs={"skip_prepare_dataset": True},  # documents are tokenised; the collator packs them
         remove_unused_columns=False,
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
     )
     tokenizer = tiny_tokenizer()  # AutoTokenizer.from_pretrained(...)
-    model, sequence = longctx.parallelize(tiny_model(), sp=SP, device=args.device)  # or AutoModelForCausalLM's
+    model, sequence = longctx.parallelize(tiny_model(), sp=SP, device=args.device)  # or AutoModelForCausalLM
     with args.main_process_first():
         documents = load_documents(tokenizer)
     collator = SequenceCollator(tokenizer.pad_token_id, sequence.dims.multiple, padding_free=True)

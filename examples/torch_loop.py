@@ -19,7 +19,7 @@ SP, STEPS, BATCH_SIZE = 2, 4, 4
 
 
 def load_documents(tokenizer):
-    """Tokenised documents, `input_ids` each; here short files of Python's own standard library."""
+    """Return tokenised documents with `input_ids`. Here these are short files of Python's standard library."""
     documents = tokenize_records(load_records("stdlib").select(range(160)), tokenizer)
     return documents.filter(lambda document: len(document["input_ids"]) <= 1500)
 
@@ -40,7 +40,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
 
     documents = load_documents(tokenizer)
-    # One data-parallel rank is a group of SP processes, and all of them read the same documents.
+    # One data-parallel rank is a group of SP processes, which all read the same documents.
     dims = sequence.dims
     sampler = DistributedSampler(documents, dims.dp, dims.dp_rank(dist.get_rank()), shuffle=False, drop_last=True)
     collator = SequenceCollator(tokenizer.pad_token_id, dims.multiple, padding_free=True)
@@ -55,7 +55,7 @@ def main():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss, op=dist.ReduceOp.SUM)  # every rank holds its own share of the mean
+        dist.all_reduce(loss, op=dist.ReduceOp.SUM)  # every rank holds its share of the mean
         if dist.get_rank() == 0:
             print(f"step {step + 1}: loss {loss.item() / dims.world_size:.7f}", flush=True)
     dist.destroy_process_group()

@@ -80,9 +80,7 @@ SETUPS = {
         dp=2,
         env={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
         only_on_gpu=True,
-        without_gpu=(
-            Proof(SOFT_DEVICE, "its profile trains as that of FSDP2 does", "tests/gpu/test_soft_training.py"),
-        ),
+        without_gpu=(Proof(SOFT_DEVICE, "its profile trains like that of FSDP2", "tests/gpu/test_soft_training.py"),),
     ),
     "dp 2, FSDP2": Setup(dp=2, flags=("--engine", "fsdp2")),
     "dp_replicate 2 x dp_shard 2": Setup(processes=4, dp=4, flags=_HSDP),
@@ -212,8 +210,8 @@ FEATURES = {
         without_gpu=(
             Proof(
                 NUMBERS,
-                "our adapter over the library's Triton backend, forward and backward, equals plain attention in fp32 "
-                "and bf16, without windows, which that backend ignores; its CUDA kernels are not shown",
+                "our adapter with the library's Triton backend equals plain attention in fp32 and bf16, forward and "
+                "backward, without windows, which that backend ignores; its CUDA kernels are not tested",
                 "tests/attention/test_flash_triton.py",
             ),
         ),
@@ -225,8 +223,9 @@ FEATURES = {
         without_gpu=(
             Proof(
                 COMPILED,
-                "our adapter's forward and backward passes, with windows, for sm_90 and sm_100; the library has no "
-                "backward pass for sm_80, where it is not used; its numbers are not shown, since only a GPU runs it",
+                "our adapter's forward and backward passes, with windows, for sm_90 and sm_100; it is not used on "
+                "sm_80, for which the library has no backward pass; its numbers are not tested, because only a GPU "
+                "can run it",
                 "tests/attention/test_flash_compiled.py",
             ),
         ),
@@ -252,8 +251,8 @@ FEATURES = {
         without_gpu=(
             Proof(
                 NUMBERS,
-                "release 0.6.0, forward and backward, equals the recurrence in fp64, and models equal transformers' "
-                "own at sp 1 and 2",
+                "release 0.6.0 equals the recurrence in fp64, forward and backward, and models equal those of "
+                "transformers at sp 1 and 2",
                 "tests/model/test_gated_delta_kernel.py",
             ),
         ),
@@ -277,7 +276,7 @@ FEATURES = {
         flags=("--use_liger_kernel", "True"),
         without_gpu=(
             Proof(
-                NUMBERS, "equal to transformers' own layers at sp 1 and 2, and trained", "tests/layers/test_liger.py"
+                NUMBERS, "the layers equal those of transformers at sp 1 and 2, and train", "tests/layers/test_liger.py"
             ),
             Proof(COMPILED, "every kernel for sm_80, sm_90 and sm_100", "tests/layers/test_liger_compiled.py"),
         ),

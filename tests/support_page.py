@@ -134,7 +134,7 @@ def table(passed: Collection[str], refused: Mapping[tuple[str, str], str | None]
                 state += f" {reasons.setdefault(_first_words(reason), len(reasons) + 1)}"
             states.append(state)
         lines.append(f"| {name} | " + " | ".join(states) + f" | {_shown_by(feature)} |")
-    lines += ["", "## Refused, in the words of the error", ""]
+    lines += ["", "## Reasons for refusals", ""]
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     lines += ["", "## On GPUs", ""]
     for name, part in (FEATURES | SETUPS).items():
@@ -192,27 +192,30 @@ def shown_on(text: str) -> set[str]:
 
 _HEAD = """# Support matrix
 
-Made on {date} on a CPU with gloo ({versions}) by
+This page was written on {date} on a CPU with gloo ({versions}) by
 
     pytest {files} -m "long or not long" --support-matrix docs/support-matrix.md
 
-in one run or in parts: the last ran {run} of the {tests} tests that cells name, and left the other cells as they were.
+The page can be written in one run or in parts. The last run covered {run} of the {tests} tests that cells name, and
+left the other cells unchanged.
 
-Edit tests/matrix.py, not this page: a test fails where the two differ.
+Edit tests/matrix.py, not this page. A test fails if the two differ.
 
-- **exact**: the run named under *shown by* was trained with this set-up, five or six optimizer steps of real engines
-  on real processes in fp32, and compared with stock transformers on one process, dense attention: loss and gradient
-  norm of the first step to 1e-5, losses of all steps to 1e-4 (`bf16`: as near to fp32 as one process in bf16). The test
-  is `tests/test_support_matrix.py::test_a_run_equals_one_process[set-up: run]`; a name with `::` is another test.
-- **refused** n: the flags are refused before processes start and weights are read; reason n stands below the table.
-- **GPU**: nothing refuses it, only a machine with GPUs can run it, and it has not been run on one.
-- **numbers**, **compiled**: the same, but its kernels were compared with a reference in Triton's interpreter, which has
-  a GPU's arithmetic, or were compiled for GPUs without one. Which of them, and by which tests, stands
-  [below](#on-gpus), with what was trained on the soft device, a CUDA device in host memory.
-- **untested**: nothing refuses it, and no test has shown it in the run that made this page.
+- **exact**: the run named under *shown by* was trained with this setup, in five or six optimizer steps of real engines
+  on real processes in fp32. It was compared with stock transformers on one process with dense attention. Loss and
+  gradient norm of the first step agree to 1e-5, and the losses of all steps to 1e-4. (`bf16`: as close to fp32 as one
+  process in bf16.) The test is `tests/test_support_matrix.py::test_a_run_equals_one_process[setup: run]`. A name with
+  `::` is another test.
+- **refused** n: the flags are refused before processes start and weights are read. Reason n is below the table.
+- **GPU**: the setup is not refused, but only a machine with GPUs can run it, and no run has been made on one.
+- **numbers**, **compiled**: as **GPU**, but the kernels have been tested without a GPU. **numbers** means that they
+  were compared with a reference in Triton's interpreter, which has the arithmetic of a GPU. **compiled** means that
+  they were compiled for GPUs. The tests are listed [below](#on-gpus), together with what was trained on the soft
+  device, a CUDA device in host memory.
+- **untested**: the setup is not refused, and no test covered it in the run that wrote this page.
 
-Set-ups have the fewest ranks over which a backend spreads a sequence: sp 2, of hybrid sp 4. `data parallel` doubles the
-processes of a set-up without it.
+Each setup uses the fewest ranks over which its backend spreads a sequence: sp 2, or sp 4 for hybrid. `data parallel`
+doubles the processes of a setup without data parallelism.
 
 """
 

@@ -1,11 +1,11 @@
-"""Key retrieval: a key of three digits somewhere in 16,384 tokens of source code, and at their end the question for it.
+"""Key retrieval: a key of three digits is hidden in 16,384 tokens of source code, and the end asks for it.
 
 python examples/retrieval/retrieval.py data --output retrieval-data
 accelerate launch -m longctx.train --config examples/retrieval/train.yaml
 python examples/retrieval/retrieval.py ask --model_name_or_path retrieval-model --output retrieval-model
 
-`data` writes documents that grow from 64 tokens to 16,384; `ask` has the trained model, in stock transformers on one
-process, write the answers, and draws how many are right by length and place of the key.
+`data` writes documents that grow from 64 to 16,384 tokens. `ask` lets the trained model write the answers, with stock
+transformers on one process. It draws how many are right, by length and by place of the key.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DIGITS = 3
 QUESTION = "\nkey: "
 PLACES = [place / 10 for place in range(11)]
 STAGES = (120, 80, 80, 80, 240)
-"""Rows of each stage of training; the longest document of a stage is four times as long as that of the one before."""
+"""Sequences of each training stage. The longest document is four times as long as in the stage before."""
 
 
 class Haystack:
-    """Source code of Python's standard library, a random part of it at a time; a byte is a token of `tiny`."""
+    """Random parts of the source code of Python's standard library. One byte is one token of `tiny`."""
 
     def __init__(self, seed: int):
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
