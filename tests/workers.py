@@ -73,10 +73,11 @@ def run_main(world_size: int, module: str, arguments: list[str], timeout: float 
     Args:
         timeout: seconds.
     """
-    return run_ranks(world_size, f"{__name__}:_call_main", module, arguments, timeout=timeout)
+    return run_ranks(world_size, f"{__name__}:call_main", module, arguments, timeout=timeout)
 
 
-def _call_main(module, arguments):
+def call_main(module, arguments):
+    """What `main(arguments)` of a module ends with on this rank: exit code, stdout, stderr."""
     printed, errors = io.StringIO(), io.StringIO()
     sys.__stdout__ = printed
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):

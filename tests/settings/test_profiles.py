@@ -283,6 +283,7 @@ def test_accelerate_config_is_too_late_inside_a_launch(by):
         relaunch(parse_flags(["--accelerate_config", "zero3"]), replace(NO_PROFILE, **{by: True}))
 
 
+@pytest.mark.long  # .ci/run installs the wheel
 def test_wheel_holds_the_profiles(tmp_path):
     """Built from the sources and installed elsewhere, the package finds a profile by its name."""
     for folder in ("longctx", "configs", "benchmarks"):

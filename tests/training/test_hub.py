@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,21 +17,55 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from longctx.training.checkpoint.files import check_files, read_manifest
 from tests.hub import stand_in
 from tests.training.test_training import make_documents, write_jsonl
+from tests.workers import call_main, run_ranks
 
 NAME, TOKENS = "someone/model", ("hf_OfTheFlag", "hf_OfTheEnvironment")
 LAYOUTS = {"ring": ["--sp", "2", "--sp_backend", "ring"], "ulysses": ["--sp", "2", "--sp_backend", "ulysses"]}
 
 
+def run_flags(folder, data):
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", data, "--output_dir", str(folder / "out")]
+    flags += ["--max_length", "128", "--max_steps", "4", "--save_steps", "2"]
+    flags += ["--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1", "--use_cpu", "True"]
+    return [
+        *flags,
+        "--push_to_hub",
+        "True",
+        "--hub_model_id",
+        NAME,
+        "--hub_token",
+        TOKENS[0],
+        "--hub_always_push",
+        "True",
+    ]
+
+
 def push(url, folder, *flags):
     """A run of four steps with two checkpoints, as a command."""
     data = write_jsonl(folder / "data.jsonl", make_documents([90, 7, 41, 64]))
-    command = [sys.executable, "-m", "longctx.train", "--model_name_or_path", "tiny", "--dataset_name", data]
-    command += ["--max_length", "128", "--max_steps", "4", "--save_steps", "2", "--output_dir", str(folder / "out")]
-    command += ["--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1", "--use_cpu", "True"]
-    command += ["--push_to_hub", "True", "--hub_model_id", NAME, "--hub_token", TOKENS[0], "--hub_always_push", "True"]
+    command = [sys.executable, "-m", "longctx.train", *run_flags(folder, data)]
     env = os.environ | {"HF_ENDPOINT": url, "HF_TOKEN": TOKENS[1], "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
     env |= {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "0"}
     return subprocess.run([*command, *flags], cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+
+
+def push_from_ranks(url, folder, *flags):
+    """The same run on two ranks that a launcher has started; its exit code, stdout and stderr."""
+    data = write_jsonl(folder / "data.jsonl", make_documents([90, 7, 41, 64]))
+    ranks = run_ranks(2, f"{__name__}:push_from_rank", url, [*run_flags(folder, data), *flags])
+    codes, printed, errors = zip(*ranks, strict=True)
+    return SimpleNamespace(returncode=max(codes), stdout="".join(printed), stderr="".join(errors))
+
+
+def push_from_rank(url, arguments):
+    """`longctx train` where HF_ENDPOINT, HF_TOKEN and HF_HUB_DISABLE_XET were set before the hub's library was read."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    constants.ENDPOINT = huggingface_hub.hf_api.api.endpoint = url
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = False, True
+    os.environ["HF_TOKEN"] = TOKENS[1]
+    return call_main("longctx.train", arguments)
 
 
 def written(files, folder):
@@ -40,10 +75,11 @@ def written(files, folder):
     return folder
 
 
-def test_the_hub_has_what_the_folder_has(tmp_path):
+@pytest.mark.parametrize("start", [push_from_ranks, pytest.param(push, marks=pytest.mark.long)])
+def test_the_hub_has_what_the_folder_has(start, tmp_path):
     """Pushed by one rank, without a secret, and whole: it loads, and a checkpoint could be gone on from."""
     with stand_in() as hub:
-        done = push(hub.url, tmp_path, "--hub_strategy", "checkpoint", *LAYOUTS["ring"])
+        done = start(hub.url, tmp_path, "--hub_strategy", "checkpoint", *LAYOUTS["ring"])
     assert done.returncode == 0, done.stderr
     saved = ["step 2", "step 2, checkpoint", "step 4", "step 4, checkpoint"]
     assert sorted(hub.commits) == ["End of training", *(f"Training in progress, {what}" for what in saved)]
