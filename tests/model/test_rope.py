@@ -230,7 +230,7 @@ def test_a_dry_run_says_what_becomes_of_the_context(folder, tmp_path, capsys, wi
     flags = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--dry_run"]
     assert main([*flags, "--config", str(yaml)]) == 0
     printed = capsys.readouterr().out
-    assert "max_length 64," in printed
+    assert "max_length 64\n" in printed
     assert "positions are scaled (yarn): 64 = 4 × the original context" in printed
     assert main([*flags, "--max_length", "100"]) == 0
     assert "--rope_scaling yarn:4 would do" in capsys.readouterr().out
