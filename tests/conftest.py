@@ -23,6 +23,7 @@ if "gpu" not in sys.argv:
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # forked ranks can start no CUDA that their parent has
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["LONGCTX_HAS_STARTED"] = "1"  # a second run in the same process prints what the first one printed
 refusals.install()  # before anything imports longctx
 gc.disable()  # until all tests are collected: what is imported stays, and collections would take a quarter of the time
 # Several hundred processes import longctx. Python keeps their bytecode in __pycache__ unless it is told not to.

@@ -80,7 +80,7 @@ def test_training_started_by_the_command_starts_its_own_processes(tmp_path):
 
 @pytest.mark.long
 def test_a_profile_by_name_starts_accelerate(tmp_path):
-    flags = ["--accelerate_config", "context_parallel_2gpu", "--max_length", "256", "--dry_run"]
+    flags = ["--accelerate_config", "context_parallel_2gpu", "--max_length", "256", "--dry_run", "--explain"]
     done = run_command(["train", *flags], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sp 2 (ring 2 × ulysses 1)" in done.stdout

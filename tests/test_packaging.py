@@ -81,7 +81,7 @@ def test_a_new_environment_trains_plans_verifies_and_sweeps(built, tmp_path):
     trained = longctx_command("train", *short, "--max_steps", "2", "--report_to", "none", "--save_strategy", "no")
     assert re.search(r"step 1 matched one device to [0-9]e-0?[6-9]", trained)
     assert "sp 2 (ring 2 × ulysses 1)" in longctx_command(
-        "train", "--accelerate_config", "context_parallel_2gpu", "--max_length", "256", "--dry_run"
+        "train", "--accelerate_config", "context_parallel_2gpu", "--max_length", "256", "--dry_run", "--explain"
     )
     assert "exact: sp 2 and one device agree" in longctx_command("verify", *short)
     assert "Recommended" in longctx_command("plan", "--model_name_or_path", "tiny", "--gpus", "2", "--no_calibration")

@@ -216,7 +216,8 @@ def _ending(case: Case, ran: Ran) -> dict[str, Any] | None:
 def _refusal(case: Case, ran: Ran) -> dict[str, Any]:
     message = error_of(ran.log)
     verdict = {"detail": message, "signature": general(message)}
-    if "{'loss'" in ran.log and "stream" not in case.reading:  # a stream is read while the run goes on
+    has_trained = re.search(r"^ *1/\d+ ", ran.log, re.MULTILINE)
+    if has_trained and "stream" not in case.reading:  # a stream is read while the run goes on
         return verdict | {"status": "refused late"}
     is_one = ran.log.count("longctx: error: ") == 1 or "longctx: error: " not in ran.log
     if not message or not is_one or not NAMED.search(message) or not REMEDIES.search(message):

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.status import Status
+from rich.control import Control
+from rich.segment import ControlType
 from rich.text import Text
 
 from longctx.launch.terminal import printable
@@ -86,9 +87,12 @@ def row_width() -> int | None:
     return console.width if console.is_terminal else None
 
 
-def waiting(message: str) -> Status:
-    """Return a context that shows the message while something takes its time, in a terminal only."""
-    return _console().status(message)
+def show_for_now(message: str) -> None:
+    """Show a message until the next call, in a terminal only; an empty one leaves an empty line to print on."""
+    console = _console()
+    if console.is_terminal:
+        console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+        console.print(Text(message, "dim", no_wrap=True, overflow="crop"), end="")
 
 
 def _console() -> Console:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rich.status import Status
 from rich.text import Text
 from transformers import (
     PrinterCallback,
@@ -18,7 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from longctx.launch.console import Line, row_width, say, show, show_row, waiting
+from longctx.launch.console import Line, row_width, say, show, show_for_now, show_row
 from longctx.launch.terminal import number
 from longctx.training.metrics import StepMetrics
 from longctx.training.peak_memory import GIB, PeakMemory
@@ -95,7 +94,6 @@ class StepLines(TrainerCallback):
 
     def __init__(self, metrics: StepMetrics, ranks_per_node: int):
         self.metrics, self.ranks_per_node, self._table = metrics, ranks_per_node, StepTable()
-        self._status: Status | None = None
         self._evaluated = 0
         """Batches so far in the current evaluation."""
 
@@ -156,14 +154,11 @@ class StepLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._evaluated += 1
-        text = f"evaluation, batch {self._evaluated} of {len(eval_dataloader)}"
-        if self._status is None:
-            self._status = waiting(text)
-            self._status.start()
-        self._status.update(text)
-        if self._evaluated == len(eval_dataloader):  # before its line is logged
-            self._status.stop()
-            self._status, self._evaluated = None, 0
+        if self._evaluated < len(eval_dataloader):
+            show_for_now(f"evaluation: batch {self._evaluated} of {len(eval_dataloader)}")
+        else:  # before its line is logged
+            show_for_now("")
+            self._evaluated = 0
 
 
 def print_lines(trainer: Trainer, metrics: StepMetrics, ranks_per_node: int) -> None:

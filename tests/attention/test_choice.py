@@ -322,7 +322,7 @@ def test_parallelize_chooses_by_the_documents_it_is_given(two_ranks):
 
 def train(folder: Path, *flags: str) -> tuple[str, list[float]]:
     """What two steps print, and their losses."""
-    command = [sys.executable, "-m", "longctx.train", "--max_steps", "2", "--use_cpu", "True", *flags]
+    command = [sys.executable, "-m", "longctx.train", "--max_steps", "2", "--use_cpu", "True", "--explain", *flags]
     done = subprocess.run([*command, "--output_dir", "out"], capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     history = json.loads((folder / "out/trainer_state.json").read_text())["log_history"]

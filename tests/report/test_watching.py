@@ -19,18 +19,23 @@ import sys
 import termios
 import time
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from longctx.launch.console import Line, show_summary
+from longctx.launch.terminal import HAS_STARTED, say_hello
 from longctx.regions import PARTS, Clock
 from longctx.report import svg as charts
 from longctx.report.charts import MOST_ROWS
 from longctx.report.page import HIDDEN, RunReport, without_secrets
 from longctx.train import main
-from longctx.training.progress import ProgressBar, describe
+from longctx.training.peak_memory import GIB, PeakMemory
+from longctx.training.progress import ROWS_PER_HEADER, StepLines
 from tests.training.test_training import COMMON, make_documents, run_cases, write_jsonl
 from tests.workers import run_ranks
 
@@ -109,7 +114,7 @@ def test_on_a_gpu_events_are_read_when_they_have_come(monkeypatch):
     assert seconds["rest"] == 1 + 3  # up to 2, and from 5 to 8; the pause is not in it
 
 
-# The bar
+# The lines
 
 
 class Terminal(io.StringIO):
@@ -118,40 +123,54 @@ class Terminal(io.StringIO):
 
 
 LOGS = {"loss": 2.3456, "tokens_per_second": 12345.6, "tokens_per_second_per_device": 3086.4, "grad_norm": 1.0}
-LOGS |= {"peak_host_memory_gib_max": 3.21}
+LOGS |= {"learning_rate": 2e-5, "attention_imbalance": 1.02}
+HOST = PeakMemory(
+    allocated=(0, 0),
+    reserved=(0, 0),
+    host=(2 * GIB, 3 * GIB),
+    retries=(0, 0),
+    device_total=(0, 0),
+    host_total=(24 * GIB, 24 * GIB),
+)
+GPU = replace(HOST, allocated=(61 * GIB, 73 * GIB), device_total=(80 * GIB, 80 * GIB))
 
 
-def follow(monkeypatch, terminal, *, is_first=True):
-    """Two of ten steps, with an evaluation between them; what is in the terminal and on stdout."""
-    printed = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(sys, "stdout", printed)
-    bar, control = ProgressBar(), TrainerControl()
-    args = TrainingArguments(output_dir="unused", use_cpu=True)
-    state = TrainerState(max_steps=10, global_step=4, is_world_process_zero=is_first)
-    bar.on_train_begin(args, state, control)
-    for step in (5, 6):
-        state.global_step = step
-        bar.on_step_end(args, state, control)
-        bar.on_log(args, state, control, logs=LOGS | {"loss": 2.3456 + step})
-        bar.on_prediction_step(args, state, control, eval_dataloader=[1, 2])
-        bar.on_log(args, state, control, logs={"eval_loss": 1.5})
-        bar.on_evaluate(args, state, control)
-    shown = None if bar.training_bar is None else str(bar.training_bar)
-    bar.on_train_end(args, state, control)
-    return printed.getvalue(), shown
+def follow(output, *, is_first=True, steps=(5, 6), logs=LOGS, memory=HOST, max_steps=10):
+    """What a resumed run of these steps, with an evaluation after each, prints on `output`."""
+    with contextlib.redirect_stdout(output):
+        lines, control = StepLines(SimpleNamespace(peak_memory=memory), ranks_per_node=2), TrainerControl()
+        args = TrainingArguments(output_dir="unused", use_cpu=True)
+        state = TrainerState(max_steps=max_steps, global_step=steps[0] - 1, is_world_process_zero=is_first)
+        lines.on_train_begin(args, state, control)
+        for state.global_step in steps:
+            lines.on_log(args, state, control, logs=logs | {"loss": 2.3456 + state.global_step})
+            for _ in range(2):
+                lines.on_prediction_step(args, state, control, eval_dataloader=[1, 2])
+            lines.on_log(args, state, control, logs={"eval_loss": 1.5, "eval_runtime": 75.0})
+        lines.on_log(args, state, control, logs={"train_runtime": 5000.0, "train_loss": 2.0})
+    return output.getvalue() if isinstance(output, io.StringIO) else None
 
 
-def test_the_bar_has_the_numbers_and_lines_are_left_to_the_rest(monkeypatch):
-    terminal = Terminal()
-    printed, bar = follow(monkeypatch, terminal)
-    assert re.search(
-        r"60%\|.*\| 6/10 \[\d\d:\d\d<.*, loss 8\.346, 12\.3k tok/s, 3\.09k tok/s/device, 3\.2 GiB host", bar
-    )
-    assert "evaluation 1/2" in terminal.getvalue()
-    assert printed.count("eval_loss") == 2
-    assert "'loss'" not in printed + terminal.getvalue()
-    assert "| 4/10" in terminal.getvalue(), "a resumed run begins where it was"
+def test_a_file_has_one_plain_line_a_step_under_its_header():
+    header, *lines, empty, end = follow(io.StringIO()).splitlines()
+    titles = "step loss grad norm learn. rate tokens/s per device memory GiB imbalance time left"
+    assert header.split() == titles.split()
+    assert [len(line) for line in (lines[0], lines[2])] == [len(header)] * 2
+    assert lines[0].split() == ["5/10", "7.346", "1.00", "2.0e-05", "12.3k", "3.09k", "5.0/24.0", "1.02", "0", "s"]
+    assert lines[1::2] == [f"evaluated after step {step}: loss 1.5, in 1:15" for step in (5, 6)]
+    assert (empty, end) == ("", "trained   2 steps in 1:23:20, mean loss 2")
+    assert follow(io.StringIO(), is_first=False) == ""
+
+
+def test_a_gpu_has_its_utilisation_and_its_own_memory():
+    _, line, *_ = follow(io.StringIO(), logs=LOGS | {"mfu": 0.4167}, memory=GPU).splitlines()
+    assert line.split()[5:8] == ["3.09k", "42%", "73.0/80.0"]
+
+
+def test_the_header_comes_again():
+    printed = follow(io.StringIO(), steps=range(1, ROWS_PER_HEADER + 2), max_steps=30).splitlines()
+    headers = [index for index, line in enumerate(printed) if line.split()[:1] == ["step"]]
+    assert headers == [0, 1 + 2 * ROWS_PER_HEADER]
 
 
 def read_all(leader):
@@ -164,45 +183,64 @@ def read_all(leader):
     return seen.decode()
 
 
-@pytest.mark.parametrize(("columns", "part"), [(40, " 6/10 ["), (80, "step/s, loss 8.346, ")])
-def test_in_a_narrow_terminal_the_bar_stays_on_its_line(columns, part, monkeypatch):
+@pytest.mark.parametrize(("columns", "title"), [(80, "mem GiB"), (120, "memory GiB")])
+def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))  # rich asks the standard streams, which are pytest's here
+    monkeypatch.setenv("TERM", "xterm-256color")
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, columns))
     with open(follower, "w") as terminal:
-        follow(monkeypatch, terminal)
-    states = re.split(r"[\r\n]+|\x1b\[A", read_all(leader))
-    assert max(map(len, states)) <= columns
-    assert any(part in state for state in states), states
+        follow(terminal, logs=LOGS | {"mfu": 0.4}, memory=GPU, steps=(5, 6, 1000), max_steps=1000)
+    seen = read_all(leader)
+    assert "evaluation: batch 1 of 2" in seen
+    assert re.search(r"\x1b\[33m *73.0/80.0\x1b\[0m", seen), "memory that is nearly full is yellow"
+    lines = re.sub(r"\x1b\[[\d;]*m", "", seen).splitlines()
+    assert title in lines[0]
+    assert max(map(len, lines)) <= columns
 
 
-def test_without_a_terminal_there_are_lines_and_no_bar(monkeypatch):
-    log, terminal = io.StringIO(), Terminal()
-    printed, _ = follow(monkeypatch, log)
-    assert log.getvalue() == ""
-    assert printed.count("'loss'") == printed.count("eval_loss") == 2
-    assert follow(monkeypatch, terminal, is_first=False) == ("", None)
-    assert terminal.getvalue() == ""
+def test_a_summary_is_short_and_explained_when_asked(capsys):
+    lines = [Line("batch", "8 a step", "8 a step = 2 × 4"), Line("mesh", "4 processes"), Line("note", "evil\x1b[2J")]
+    show_summary(lines, explain=False)
+    short = capsys.readouterr().out
+    assert short.split("\n\n")[:3] == ["\nmesh      4 processes", "batch     8 a step", "note      evil\\x1b[2J"]
+    assert "--explain" in short
+    show_summary(lines, explain=True)
+    explained = capsys.readouterr().out
+    assert "batch     8 a step = 2 × 4\n" in explained
+    assert "--explain" not in explained
 
 
-def test_the_bar_names_what_is_known():
-    gpu = LOGS | {"mfu": 0.4167, "peak_memory_gib_max": 61.24}
-    assert describe(gpu) == "loss 2.346, 12.3k tok/s, 3.09k tok/s/device, MFU 42%, 61.2 GiB"
+def test_a_run_says_hello_once(monkeypatch, capsys):
+    monkeypatch.delenv(HAS_STARTED, raising=False)
+    for _ in range(2):  # the second time as a process that the first has started
+        say_hello()
+    assert capsys.readouterr().out.count("longctx 0.1.0 is starting") == 1
+
+
+def test_the_first_sign_of_life_comes_before_the_slow_imports():
+    program = "import sys, longctx.__main__, longctx.train, longctx.launch.terminal as t; t.say_hello()"
+    program += "; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    environment = {name: value for name, value in os.environ.items() if name != HAS_STARTED}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "is starting" in done.stdout
 
 
 @pytest.mark.long
-def test_a_resumed_run_of_two_ranks_has_one_bar_in_a_terminal_and_lines_elsewhere(models, tmp_path):
-    """Evaluated; the bar goes on from the step that the run is resumed from."""
+def test_a_resumed_run_of_two_ranks_has_a_line_a_step_in_a_terminal_and_elsewhere(models, tmp_path):
+    """Evaluated; steps are counted on from the one that the run is resumed from."""
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 130, 64]))
     flags = [*COMMON, "--disable_tqdm", "False", "--sp", "2", "--use_cpu", "True", "--dataset_name", data]
     flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
     flags += ["--save_strategy", "steps", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
     flags += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
     command = [sys.executable, "-m", "longctx.train", *flags, "--max_steps"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
     log = tmp_path / "log"
     with log.open("w") as file:
         subprocess.run([*command, "2"], stdout=file, stderr=file, env=environment, check=True, timeout=300)
-    assert log.read_text().count("'loss'") == 2
+    assert re.findall(r"^ *(\d)/2 ", log.read_text(), re.MULTILINE) == ["1", "2"]
     assert not re.search(r"[\r\x1b]", log.read_text())
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 120))
@@ -210,13 +248,10 @@ def test_a_resumed_run_of_two_ranks_has_one_bar_in_a_terminal_and_lines_elsewher
         os.close(follower)
         seen = read_all(leader)
     assert run.returncode == 0, seen
-    steps = re.findall(r"[ \d]+%\|[^\r\n]*?\| (\d)/4 \[", seen)
-    assert steps == sorted(steps)
-    assert (steps[0], steps[-1]) == ("2", "4")
-    assert re.search(r"4/4 \[[^\r\n]*, loss \d\.\d+, [\d.]+k? tok/s, [\d.]+k? tok/s/device, [\d.]+ GiB host", seen)
-    assert "evaluation 1/" in seen
-    assert "'loss'" not in seen
-    assert seen.count("'eval_loss'") == 1
+    assert re.findall(r"^ *(\d)/4 ", seen.replace("\r", ""), re.MULTILINE) == ["3", "4"]
+    assert "evaluation: batch 1 of" in seen
+    assert seen.count("after step 4: loss ") == 1
+    assert "{'" not in seen
 
 
 # Runs: what the trace, the log and the page have of them

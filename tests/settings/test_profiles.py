@@ -480,7 +480,17 @@ ROWS = [20, 60, 90, 200, 256, 31, 77, 150, 64, 12, 240, 180]
 def common(output, data):
     flags = ["--model_name_or_path", "tiny", "--dataset_name", data, "--max_length", "256", "--max_steps", "2"]
     flags += ["--logging_steps", "1", "--save_strategy", "no", "--gradient_checkpointing", "False"]
-    return [*flags, "--disable_tqdm", "True", "--report_to", "none", "--output_dir", str(output), "--use_cpu"]
+    return [
+        *flags,
+        "--disable_tqdm",
+        "True",
+        "--report_to",
+        "none",
+        "--output_dir",
+        str(output),
+        "--use_cpu",
+        "--explain",
+    ]
 
 
 def logged(output):
@@ -531,7 +541,7 @@ def check_first_step(outcome, one_device):
     assert code == 0, printed
     for key in ("loss", "grad_norm"):
         assert log[0][key] == pytest.approx(one_device[1][0][key], rel=1e-5), key
-    assert printed.count("longctx: mesh") == 1
+    assert printed.count("mesh  ") == 1
     assert "FutureWarning" not in printed
 
 
