@@ -219,7 +219,8 @@ def test_a_run_says_hello_once(monkeypatch, capsys):
 
 
 def test_the_first_sign_of_life_comes_before_the_slow_imports():
-    program = "import sys, longctx.__main__, longctx.train, longctx.launch.terminal as t; t.say_hello(longctx.__version__)"
+    program = "import sys, longctx.__main__, longctx.train, longctx.launch.terminal as t"
+    program += "; t.say_hello(longctx.__version__)"
     program += "; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
     environment = {name: value for name, value in os.environ.items() if name != HAS_STARTED}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
