@@ -214,12 +214,13 @@ def test_a_summary_is_short_and_explained_when_asked(capsys):
 def test_a_run_says_hello_once(monkeypatch, capsys):
     monkeypatch.delenv(HAS_STARTED, raising=False)
     for _ in range(2):  # the second time as a process that the first has started
-        say_hello()
+        say_hello("0.1.0")
     assert capsys.readouterr().out.count("longctx 0.1.0 is starting") == 1
 
 
 def test_the_first_sign_of_life_comes_before_the_slow_imports():
-    program = "import sys, longctx.__main__, longctx.train, longctx.launch.terminal as t; t.say_hello()"
+    program = "import sys, longctx.__main__, longctx.train, longctx.launch.terminal as t"
+    program += "; t.say_hello(longctx.__version__)"
     program += "; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
     environment = {name: value for name, value in os.environ.items() if name != HAS_STARTED}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
