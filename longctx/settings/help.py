@@ -77,6 +77,7 @@ SHORT_HELP: Mapping[str, Mapping[str, str]] = {
     },
     "Before a run": {
         "dry_run": "Check the whole run, then stop",
+        "explain": "Also print the reasons for what was decided",
         "prepare_only": "Tokenise and pack the data, then stop",
         "config": "Read flags from a YAML file",
         "help-all": "List every flag, with those of TRL",
