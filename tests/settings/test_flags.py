@@ -469,9 +469,9 @@ def test_the_demos_closing_line_says_what_was_computed_in_bf16(bf16, said, monke
     monkeypatch.setattr("longctx.run.training.first_step_batches", lambda *_: [])
     monkeypatch.setattr("longctx.run.training.load_model", lambda *_: None)
     monkeypatch.setattr("longctx.run.training.single_device_step", lambda *_: (2.0, 4.0))
-    line, numbers = _first_step_report(trainer, resolved())
-    assert line.startswith(said)
-    assert line.endswith("to 1e-03")
+    result, numbers = _first_step_report(trainer, resolved())
+    assert result.startswith(said)
+    assert result.endswith("to 1e-03")
     assert numbers == "loss 2.002000 and 2.000000, gradient norm 4.000000 and 4.000000"
 
 
