@@ -237,7 +237,8 @@ def _write(folder: Path, plan: _Planned, machine: Any) -> None:
     (folder / "plan.html").write_text(plan.html(), encoding="utf-8")
     name = f"{model_folder(plan.result['model']).name} on {machine.gpus} x {machine.device}"
     draw_lengths(folder, plan.table, devices=lambda c: c.dims.sp, title=f"{name}, by sp", note="predicted")
-    draw_speeds(folder / "tokens_per_second.png", plan.table, title=name, note="predicted")
+    if any(outlook.time is not None for outlooks in plan.table.values() for outlook in outlooks):
+        draw_speeds(folder / "tokens_per_second.png", plan.table, title=name, note="predicted")
     if (best := plan.best) is not None:
         title = f"{name}: {best.candidate.label}, {best.length:,} tokens"
         draw_memory(folder / "memory.png", best, machine, title=title, note="predicted")

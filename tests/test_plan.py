@@ -417,6 +417,9 @@ def test_bad_input_is_refused(flags, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
-def test_what_fits_nowhere_ends_with_1(capsys) -> None:
-    assert main([*TINY, "--gpus", "1", "--max_length", str(10**9)]) == 1
+def test_what_fits_nowhere_ends_with_1(tmp_path, capsys) -> None:
+    flags = ["--gpus", "1", "--max_length", str(10**9), "--lengths", str(10**9), "--output", str(tmp_path)]
+    assert main([*TINY, *flags]) == 1
     assert "No set-up takes that" in capsys.readouterr().out
+    assert (tmp_path / "plan.html").exists()
+    assert not (tmp_path / "tokens_per_second.png").exists()

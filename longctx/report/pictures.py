@@ -164,7 +164,7 @@ def seconds_per_step_picture(path: Path, points: Sequence[Point], *, title: str,
 
 
 def speed_picture(path: Path, lines: Mapping[str, Mapping[int, float]], *, title: str, note: str = "") -> None:
-    """Draw tokens per second and device over the length of a sequence, with a line for each name.
+    """Draw tokens per second and device over the length of a sequence, both logarithmic, with a line for each name.
 
     Args:
         lines: name -> length in tokens -> speed. A line ends with the longest sequence that fits.
@@ -177,19 +177,20 @@ def speed_picture(path: Path, lines: Mapping[str, Mapping[int, float]], *, title
         raise ValueError("There is no speed to draw: give at least one sequence that fits.")
     figure = _figure(width=7.5, height=4.6)
     axes = figure.subplots()
-    shades = [0.15 + 0.7 * at / max(1, len(drawn) - 1) for at in range(len(drawn))]
-    for (name, points), shade in zip(drawn.items(), shades, strict=True):
-        color = _along_viridis(shade)
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=5, color=color, label=name)
+    for at, (name, points) in enumerate(drawn.items()):
+        color = _along_viridis(0.1 + 0.75 * at / max(1, len(drawn) - 1))
+        lengths, speeds = zip(*points, strict=True)
+        axes.plot(lengths, speeds, marker="osD^v"[at % 5], markersize=5, color=color, alpha=0.8, label=name)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
     axes.set_xlabel("sequence, tokens")
     axes.set_ylabel("tokens/s a device")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _token_axis(axes.yaxis)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     _token_axis(axes.xaxis, sorted({length for points in drawn.values() for length, _ in points}))
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    axes.legend(loc="upper right", frameon=False, fontsize=9)
     _save(figure, path, title, note)
 
 

@@ -45,11 +45,14 @@ function draw() {
     ...[["Memory of a device", option.device, plan.device_bytes], ["Host memory of a node", option.host, plan.host_bytes]]
       .filter(([, sizes]) => total(sizes) > 0).map((row) => bar(...row)),
   );
-  const words = [
+  const fits = option.seconds !== null;
+  const command = [
     machine.launcher, plan.run_flags, plan.rope_flags[chosen.length], `--max_length ${length}`, option.flags,
-  ].filter(Boolean).join(" ").split(" ");
+  ].filter(Boolean).join(" ");
+  const words = fits ? command.split(" ") : [`${option.name} does not fit ${number(length)} tokens.`];
   byId("command").replaceChildren(...words.flatMap((word) => [element("span", word), " "]));
-  byId("nodes").hidden = !machine.launcher.includes("RANK");
+  byId("copy").hidden = !fits;
+  byId("nodes").hidden = !fits || !machine.launcher.includes("RANK");
   drawChoices(options, option);
 }
 
