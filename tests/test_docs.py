@@ -388,7 +388,7 @@ def test_flags_that_a_page_names_exist(page):
     if page.name == "coming-from.md":
         text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
     of_launchers = {
-        "accelerate": "config_file num_machines deepspeed_multinode_launcher",
+        "accelerate": "mixed_precision dynamo_backend config_file num_machines deepspeed_multinode_launcher",
         "torchrun": "nproc_per_node nnodes rdzv_backend rdzv_id rdzv_endpoint max_restarts signals_to_handle "
         "shutdown_timeout",
         "deepspeed": "no_ssh node_rank master_addr hostfile module",
