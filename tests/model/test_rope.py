@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longctx.model.rope import extended, parse_rope_scaling
+from longctx.model.rope import extended, parse_rope_scaling, scaling_for
 from longctx.model.tiny import tiny_config
 from longctx.train import main
 from tests.reference import train_reference
@@ -236,6 +236,29 @@ def test_a_dry_run_says_what_becomes_of_the_context(folder, tmp_path, capsys, wi
     assert "--rope_scaling yarn:4 would do" in capsys.readouterr().out
     assert main([*flags, "--rope_scaling", "yarn:4", "--use_peft"]) == 0
     assert "the adapter's folder gets a config.json" in capsys.readouterr().out
+
+
+SCALED_ALREADY = {
+    "none": {},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
+    "llama3": {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32, **_LLAMA},
+    "linear": {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED_ALREADY)
+def test_the_scaling_for_a_length_extends_the_context_to_it_and_keeps_the_type(kind):
+    own = {"rope_theta": 1e4, **(SCALED_ALREADY[kind] or {"rope_type": "default"})}
+    config = AutoConfig.for_model("llama", max_position_embeddings=128, rope_parameters=own)
+    assert scaling_for(config, 128) is None
+    given = parse_rope_scaling(scaling_for(config, 129))
+    longer = extended(config, given)
+    assert longer.max_position_embeddings == (256 if kind == "none" else 160)
+    assert given["rope_type"] == ("yarn" if kind == "none" else kind)
+    kept = own.keys() - {"rope_type", "factor", "original_max_position_embeddings"}
+    assert {name: longer.rope_parameters[name] for name in kept} == {name: own[name] for name in kept}
+    with pytest.raises(ValueError, match="no RoPE"):
+        scaling_for(AutoConfig.for_model("gpt2"), 2048)
 
 
 def test_a_plan_takes_it_and_hands_it_on(capsys):
