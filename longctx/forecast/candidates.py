@@ -74,7 +74,7 @@ class Candidate:
         """Return the flags of longctx.train that select it."""
         spread = ["--sp", str(self.dims.sp), *(["--sp_backend", self.backend] if self.dims.sp > 1 else [])]
         ring = ["--ring_size", str(self.dims.ring)] if BACKENDS[self.backend].has_ring_size else []
-        engine = ["--engine", self.engine] if self.engine != "none" else []
+        engine = ["--engine", self.engine] if self.dims.world_size == 1 and self.engine != "none" else []
         return [*spread, *ring, *engine, "--memory", self.memory]
 
     @property
