@@ -44,7 +44,7 @@ class SequenceTrainer(SFTTrainer):
 
 
 def load_documents(tokenizer):
-    """Tokenised documents, `input_ids` each; here short files of Python's own standard library."""
+    """Return tokenised documents with `input_ids`. Here these are short files of Python's standard library."""
     documents = tokenize_records(load_records("stdlib").select(range(160)), tokenizer)
     return documents.filter(lambda document: len(document["input_ids"]) <= 1500)
 

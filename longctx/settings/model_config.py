@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig
 from longctx.model.adapter import changes_base
 from longctx.model.allow_list import check_model
 from longctx.model.load import load_config
-from longctx.model.rope import extended, factor_for, parse_rope_scaling
+from longctx.model.rope import extended, factor_for, parse_rope_scaling, scaling_for
 from longctx.model.tied_head import untie_as_stored
 from longctx.settings.checks import check
 from longctx.settings.values import Values
@@ -88,6 +89,15 @@ def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     return kwargs
 
 
+def _remedy(config: PretrainedConfig, length: int) -> str:
+    """Return the flag that extends the context to this length; an empty text for a model that cannot be extended."""
+    try:
+        scaling = scaling_for(config, length)
+    except ValueError:
+        return ""
+    return f", which --rope_scaling {shlex.quote(str(scaling))} would do"
+
+
 @check("max_length", "rope_scaling")
 def limit_length(values: Values, config: PretrainedConfig) -> Values:
     """Check that --max_length is within the context that --rope_scaling sets; by default it is the context.
@@ -105,7 +115,7 @@ def limit_length(values: Values, config: PretrainedConfig) -> Values:
         )
     if length > context:
         values = values.note(
-            f"max_length {length:,} is beyond the model's context of {context:,}; positions are not rescaled, which "
-            f"--rope_scaling yarn:{factor_for(length, context)} would do"
+            f"max_length {length:,} is beyond the model's context of {context:,}; positions are not rescaled"
+            f"{_remedy(config, length)}"
         )
     return values.set(max_length=length)
