@@ -34,13 +34,13 @@ SHORT_HELP: Mapping[str, Mapping[str, str]] = {
         "model_name_or_path": "Hub name or local folder; tiny is built in",
         "rope_scaling": "Extend the context: yarn:4, linear:2, llama3:8",
         "use_peft": "Train a LoRA adapter instead of all weights",
-        "load_in_4bit": "Hold the model under it in 4 bits (QLoRA)",
+        "load_in_4bit": "Load the base model in 4 bits (QLoRA)",
     },
     "Data": {
         "dataset_name": "Hub name, file, folder or glob; or stdlib",
         "max_length": "Tokens in a sequence [the model's context]",
         "packing": "Pack documents, isolated from each other",
-        "overlong": "raise, truncate, drop or split longer documents",
+        "overlong": "raise, truncate, drop, split long ones",
         "assistant_only_loss": "Train on the assistant's turns of chats only",
     },
     "Sequence parallelism": {
@@ -116,7 +116,8 @@ def short_help() -> str | None:
         lines.append(f"{title}:")
         for name, summary in group.items():
             default = applied_default(name, known[name].default) if name in known else None
-            text = summary if default is None or default is False else f"{summary} [{default}]"
+            has_own = summary.endswith("]") or default is None or default is False
+            text = summary if has_own else f"{summary} [{default}]"
             lines += textwrap.wrap(
                 text, width, initial_indent=f"  --{name}".ljust(column), subsequent_indent=" " * column
             )
@@ -172,6 +173,8 @@ def advice(name: str, known: Iterable[str]) -> str:
     """Return what to do about a flag that does not exist."""
     if methods := methods_with(name):
         return f" It belongs to {' and '.join(methods)}: {POINTER}."
+    if name.startswith("no_") and (positive := todays_name(name[3:])) in known:
+        return f" Use --{positive} False."
     close = difflib.get_close_matches(name, sorted(known), n=1)
     meant = f" Did you mean --{close[0]}?" if close else ""
     return f"{meant} All flags: longctx train --help-all"

@@ -70,7 +70,7 @@ def test_only_the_first_rank_prints_the_help(capsys, monkeypatch):
     [
         (["--max_step", "5"], ["--max_step is not a flag", "Did you mean --max_steps?", "--help-all"]),
         (["--sp", "2", "--Max-Steps=5"], ["--Max-Steps is not a flag", "Did you mean --max_steps?"]),
-        (["--no_packing"], ["--no_packing", "--packing"]),
+        (["--no_packing"], ["--no_packing", "Use --packing False."]),
         (["--num_generations=3"], ["--num_generations", "It belongs to GRPO and RLOO: longctx train does"]),
         (["--qqqqqqqq"], ["--qqqqqqqq is not a flag. All flags: longctx train --help-all"]),
         (["--config"], ["--config", "expected one argument", "Give the path of a YAML file"]),
