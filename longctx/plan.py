@@ -190,6 +190,7 @@ def _planned(
         "model": options.model_name_or_path,
         "machine": asdict(machine),
         "predicted": True,
+        "documents": None if options.document_lengths is None else str(options.document_lengths),
         "presets": presets,
         "lengths": lengths,
         "context": commands.context(wanted),

@@ -46,6 +46,9 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
         longest = max(c["max_length"] for c in result["candidates"])
         return [head, f"No set-up takes that; the longest is {longest:,} tokens."]
     lines = [head, *_about(best), beyond_context(result["context"]), _command(best, markdown)]
+    if result["documents"] is None:
+        packed = "Packed documents of your lengths take less time: --document_lengths reads them."
+        lines.insert(-1, f"Seconds are those of one document that fills a sequence. {packed}")
     if second is not None:
         at = second["at"][0]
         lines += [
