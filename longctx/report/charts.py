@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from longctx.forecast.expected_step import GIB, ExpectedStep
 from longctx.launch.terminal import number
 from longctx.regions import PARTS
-from longctx.report.page_elements import escaped, figure
+from longctx.report.page_elements import escaped, figure, folded
 from longctx.report.svg import Series, area_chart, bar_chart, finite, line_chart
 
 PART_NAMES = {
@@ -18,14 +20,20 @@ PART_NAMES = {
     "rest": "rest",
 }
 PART_LOOKS = dict(zip(PARTS, ("c3", "c0", "c1", "c4", "c5"), strict=True))
+SMOOTHING = 0.8
+"""The weight of earlier steps in a moving mean."""
+SMOOTHED_FROM = 20
+"""The fewest steps that have one."""
 MOST_ROWS = 40
 """The most rows of the table of numbers."""
 MOST_RANKS = 64
 """The most ranks with a line or bar of their own."""
 
 
-def key_numbers(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the numbers that people ask for first."""
+def key_numbers(
+    history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], forecast: ExpectedStep | None = None
+) -> list[tuple[str, str]]:
+    """Return the numbers that people ask for first, with what was predicted of them."""
     evaluated = [("last evaluation", f"{entry['eval_loss']:.4g}") for entry in history if "eval_loss" in entry][-1:]
     if not steps:
         return [("steps logged", "0"), *evaluated]
@@ -42,19 +50,24 @@ def key_numbers(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[st
     for name, key in (("tokens/s", "tokens_per_second"), ("tokens/s/device", "tokens_per_second_per_device")):
         if values := _values(settled, key):
             tiles.append((name, number(_median(values))))
+    if forecast is not None and forecast.tokens_per_second_per_device is not None:
+        tiles.append(("tokens/s/device, predicted", number(forecast.tokens_per_second_per_device)))
     if values := _values(settled, "mfu"):
         tiles.append(("MFU", f"{_median(values):.0%}"))
     for name, key in (("peak GPU memory", "peak_memory_gib_max"), ("peak host memory", "peak_host_memory_gib_max")):
         if values := _values(steps, key):
             tiles.append((name, f"{max(values):.3g} GiB"))
+    if forecast is not None and forecast.gpu_bytes:
+        tiles.append(("peak GPU memory, predicted", f"{forecast.memory.allocated_bytes / GIB:.3g} GiB"))
     return tiles
 
 
 def all_charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[str]:
     evaluated = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-    loss = [Series("training", _points(steps, "loss"), "c0"), Series("evaluation", evaluated, "c1 dashed")]
+    loss = [*_smoothed("training", _points(steps, "loss")), Series("evaluation", evaluated, "c1 dashed")]
     total = [Series("all devices", _points(steps, "tokens_per_second"), "c0")]
-    charts = [
+    charts, flat = [], []
+    charts += [
         figure("Loss", line_chart("Loss over steps", loss), [s for s in loss if s.points]),
         figure("Tokens per second", line_chart("Tokens per second over steps", total, low=0)),
         _memory(steps),
@@ -66,9 +79,27 @@ def all_charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str
         ("Gradient norm", "grad_norm", {"low": 0.0}),
         ("Learning rate", "learning_rate", {"low": 0.0, "tick": number}),
     ):
-        chart = line_chart(f"{name} over steps", [Series(name.lower(), _points(steps, key), "c0")], **options)  # type: ignore[arg-type]
-        charts.append(figure(name, chart, note=_NOTES.get(name, "")))
-    return charts
+        points = finite(_points(steps, key))
+        chart = line_chart(f"{name} over steps", [Series(name.lower(), points, "c0")], **options)  # type: ignore[arg-type]
+        whole = figure(name, chart, note=_NOTES.get(name, ""))
+        write: Any = options.get("tick", "{:.4g}".format)
+        shown = {write(y) for _, y in points}
+        if len(points) > 1 and len(shown) == 1:
+            flat.append(folded(name, shown.pop(), whole))
+        else:
+            charts.append(whole)
+    return charts + flat
+
+
+def _smoothed(name: str, points: Sequence[tuple[float, float]]) -> list[Series]:
+    """Return the line; of a longer one its moving mean, and the values behind it."""
+    if len(points) < SMOOTHED_FROM:
+        return [Series(name, points, "c0")]
+    means, mean = [], points[0][1]
+    for step, value in points:
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * value if math.isfinite(value) else mean
+        means.append((step, mean))
+    return [Series(name, points, "c0 faded"), Series(f"{name}, moving mean", means, "c0")]
 
 
 _NOTES = {

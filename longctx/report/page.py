@@ -21,6 +21,7 @@ import psutil
 import torch
 
 import longctx
+from longctx.forecast.expected_step import ExpectedStep
 from longctx.launch.console import Line, show
 from longctx.launch.failures import reason
 from longctx.report.charts import all_charts, key_numbers, numbers_table
@@ -44,16 +45,21 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "
 
 
 @contextmanager
-def reported(run: Run, trainer: SequenceTrainer) -> Iterator[None]:
-    """A context at whose end rank 0 writes the page, also after a failure."""
+def reported(run: Run, trainer: SequenceTrainer) -> Iterator[list[tuple[str, str]]]:
+    """A context at whose end rank 0 writes the page, also after a failure.
+
+    It gives a list, to which the body appends what the run has shown: (name, text).
+    """
+    results: list[tuple[str, str]] = []
     try:
-        yield
+        yield results
     except BaseException as error:
         if trainer.sequence.rank == 0:
-            _write(run, trainer, f"Failed in step {trainer.state.global_step + 1}: {reason(error)}", is_complete=False)
+            failed = f"Failed in step {trainer.state.global_step + 1}: {reason(error)}"
+            _write(run, trainer, failed, is_complete=False, results=results)
         raise
     if trainer.sequence.rank == 0:
-        _write(run, trainer, *_end(trainer))
+        _write(run, trainer, *_end(trainer), results=results)
 
 
 def _end(trainer: SequenceTrainer) -> tuple[str, bool]:
@@ -67,13 +73,17 @@ def _end(trainer: SequenceTrainer) -> tuple[str, bool]:
     return f"Finished after {state.global_step:,} {'step' if state.global_step == 1 else 'steps'}", True
 
 
-def _write(run: Run, trainer: SequenceTrainer, ended: str, is_complete: bool) -> None:
+def _write(
+    run: Run, trainer: SequenceTrainer, ended: str, is_complete: bool, *, results: Sequence[tuple[str, str]]
+) -> None:
     folder = Path(trainer.args.output_dir)
     report = RunReport(
         name=trainer.args.run_name or folder.resolve().name,
         ended=f"{ended}.",
         is_complete=is_complete,
         history=trainer.state.log_history,
+        results=results,
+        forecast=run.forecast,
         description=run.describe(),
         command=launch_command(),
         given={name: run.settings[name] for name in run.flags.explicit | run.filled},
@@ -126,6 +136,10 @@ class RunReport:
     """Whether it took all of its steps."""
     history: Sequence[Mapping[str, Any]]
     """trainer_state.json's log_history."""
+    results: Sequence[tuple[str, str]] = field(default=())
+    """What the run has shown, by name: its exactness, and the length that its settings reach."""
+    forecast: ExpectedStep | None = None
+    """What a step was predicted to take."""
     description: Sequence[str]
     """The resolved run as it is printed, `name   what`."""
     command: Sequence[str]
@@ -160,7 +174,8 @@ class RunReport:
             state="done" if self.is_complete else "stopped",
             ended=escaped(self.ended),
             written=escaped(self.written),
-            tiles="".join(tile(*pair) for pair in key_numbers(self.history, steps)),
+            tiles="".join(tile(*pair) for pair in key_numbers(self.history, steps, self.forecast)),
+            results="".join(f"<p><b>{escaped(name)}</b> {escaped(text)}</p>" for name, text in self.results),
             charts="".join(all_charts(self.history, steps)),
             numbers=numbers_table(self.history),
             command=words(without_secrets(self.command)),

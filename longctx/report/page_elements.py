@@ -25,6 +25,11 @@ def figure(name: str, chart: str, legend: Sequence[Series] = (), note: str = "")
     return f"<figure><figcaption>{escaped(name)}</figcaption>{chart}{below}</figure>\n"
 
 
+def folded(name: str, value: str, inner: str) -> str:
+    """Return a figure that is shown on demand, under a line that says as much."""
+    return f"<details class=flat><summary>{escaped(name)}: {escaped(value)} in all steps</summary>{inner}</details>\n"
+
+
 def words(command: Sequence[str]) -> str:
     """Return words as a shell reads them. Lines break between words, and not within `--flag`."""
     return " ".join(f"<span>{escaped(shlex.quote(word))}</span>" for word in command)
@@ -55,6 +60,7 @@ PAGE = """<!DOCTYPE html>
 <header><h1>{name}</h1><p class="{state}">{ended}</p><p class="when">Written {written} by longctx.</p></header>
 <main>
 <dl class="tiles">{tiles}</dl>
+<section aria-label="Results">{results}</section>
 <section class="charts" aria-label="Charts">
 {charts}</section>
 <details><summary>Numbers</summary><div class="wide" tabindex="0">{numbers}</div></details>

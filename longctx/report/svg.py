@@ -11,6 +11,8 @@ from longctx.launch.terminal import number
 
 WIDTH, HEIGHT = 420, 240
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 34
+MOST_HOVERED = 100
+"""The most points of a line that tell their value under the mouse."""
 MOST_POINTS = 400
 """The most points of a line. A longer line keeps the least and the greatest value of every stretch."""
 
@@ -47,7 +49,9 @@ def line_chart(
     ends = [end for end in (low, high) if end is not None]
     x_axis = Axis.of([x for line in lines for x, _ in line.points], LEFT, WIDTH - RIGHT, whole=True)
     y_axis = Axis.of([*values, *ends], HEIGHT - BOTTOM, TOP)
+    write = tick or "{:.4g}".format
     drawn = [_line(line, x_axis, y_axis) for line in lines]
+    drawn += [_hovered(line, x_axis, y_axis, write) for line in lines if line.look.endswith("thin") is False]
     described = "; ".join(
         f"{line.name}: from {number(line.points[0][1])} at step {line.points[0][0]:g} to "
         f"{number(line.points[-1][1])} at step {line.points[-1][0]:g}"
@@ -186,6 +190,16 @@ def _line(line: Series, x_axis: Axis, y_axis: Axis) -> str:
     drawn = "".join(f'<circle class="dot {line.look}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in dots)
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     return f'<polyline class="line {line.look}" points="{corners}"/>{drawn}'
+
+
+def _hovered(line: Series, x_axis: Axis, y_axis: Axis, write: Callable[[float], str]) -> str:
+    """Draw unseen points that show the line's values under the mouse; of a long line some."""
+    every = -(-len(line.points) // MOST_HOVERED)
+    return "".join(
+        f'<circle class="hover" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="6">'
+        f"<title>{escape(line.name)}, step {x:g}: {escape(write(y))}</title></circle>"
+        for x, y in line.points[::every]
+    )
 
 
 def _frame(

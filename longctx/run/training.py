@@ -42,7 +42,8 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     is_first = trainer.sequence.rank == 0
     if is_first:
         show_summary([*run.summary(), *_sizes(prepared, model)], explain=run.settings["explain"])
-    with reported(run, trainer):
+    proof: tuple[str, str] | None = None
+    with reported(run, trainer) as results:
         trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
         if is_first and trainer.stream_read is not None:
             read = trainer.stream_read
@@ -53,6 +54,15 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
             if is_first and trainer.has_stopped_early:
                 say(_stopped_early(trainer, run.settings["early_stopping_patience"]))
             trainer.save_results()
+        if is_first:
+            results.append(("Memory", _memory(trainer, run)[-1]))
+            if (
+                run.is_demo
+                and trainer.stop_on_signal.stopped_by is None
+                and trainer.state.log_history[1].get("step") == 1
+            ):
+                proof = _first_step_report(trainer, run)
+                results.insert(0, ("Exactness", ": ".join(proof)))
     is_stopped = trainer.stop_on_signal.stopped_by is not None
     if trainer.args.push_to_hub and not is_stopped:  # includes the page that `reported` wrote
         trainer.push_results()
@@ -60,17 +70,22 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         _show_memory(trainer, run)
         if is_stopped:
             say(_stopped_by_signal(trainer))
-        elif run.is_demo and trainer.state.log_history[1].get("step") == 1:
-            show_result(*_first_step_report(trainer, run))
+        elif proof is not None:
+            show_result(*proof)
     return trainer
 
 
 def _show_memory(trainer: SequenceTrainer, run: Run) -> None:
     """Print the peak of memory and how long sequences can be; --explain adds every kind of memory."""
+    lines = _memory(trainer, run)
+    show(Line("memory", line) for line in (lines if run.settings["explain"] else lines[-1:]))
+
+
+def _memory(trainer: SequenceTrainer, run: Run) -> list[str]:
+    """Return the peaks of memory and, on the last line, how long sequences can be."""
     metrics = trainer.step_metrics
     assert metrics.peak_memory is not None, "read at the end of training"
-    lines = describe_memory(run, metrics.peak_memory, metrics.longest_row, trainer.model)
-    show(Line("memory", line) for line in (lines if run.settings["explain"] else lines[-1:]))
+    return describe_memory(run, metrics.peak_memory, metrics.longest_row, trainer.model)
 
 
 def _stopped_by_signal(trainer: SequenceTrainer) -> str:

@@ -27,6 +27,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from longctx.forecast.closed_form import Breakdown
+from longctx.forecast.expected_step import ExpectedStep
 from longctx.launch.console import Line, show_summary
 from longctx.launch.terminal import HAS_STARTED, say_hello
 from longctx.regions import PARTS, Clock
@@ -474,7 +476,15 @@ def test_the_page_of_a_run_is_whole_and_fetches_nothing(run):
     assert not re.search(r"https?://(?!www\.w3\.org)|@import|url\(", html)
     assert TOKEN not in html
     text = " ".join(page.text)
-    for said in (RUN_NAME, "Finished after 4 steps.", "--sp_backend", "--hub_token", HIDDEN, "world 4 = "):
+    for said in (
+        RUN_NAME,
+        "Finished after 4 steps.",
+        "--sp_backend",
+        "--hub_token",
+        HIDDEN,
+        "world 4 = ",
+        "these settings reach",
+    ):
         assert said in text, said
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert all(f"{entry['loss']:.4f}" in text for entry in history if "loss" in entry)
@@ -566,6 +576,39 @@ def test_a_page_of_an_evaluation_alone_has_its_loss():
     page = Page(report(history=[{"step": 0, "eval_loss": 1.2345}]).html())
     assert page.text.count("1.2345") == 1, "in the table"
     assert page.text[page.text.index("last evaluation") + 1] == "1.234"
+
+
+def test_a_page_shows_what_the_run_has_shown_and_what_was_predicted():
+    history = [{"step": 1, "loss": 2.0, "tokens_per_second_per_device": 1500.0, "peak_memory_gib_max": 40.0}]
+    memory = Breakdown(device={"parameters": 50.0 * 2**30, "fixed": 5.0 * 2**30}, host={}, moment="loss")
+    sizes = {"gpu_bytes": 80 * 2**30, "host_bytes": 10**12}
+    expected = ExpectedStep(memory=memory, **sizes, seconds=1.0, tokens_per_second_per_device=1766.0)
+    results = [("Exactness", "step 1 matched one device to 2e-07"), ("Memory", "these settings reach <800k> tokens")]
+    text = Page(report(history=history, forecast=expected, results=results).html()).text
+    assert {text for _, text in results} <= {part.strip() for part in text}
+    following = dict(itertools.pairwise(text))
+    assert (following["tokens/s/device"], following["tokens/s/device, predicted"]) == ("1.5k", "1.77k")
+    assert (following["peak GPU memory"], following["peak GPU memory, predicted"]) == ("40 GiB", "50 GiB")
+    unknown = replace(expected, seconds=None, tokens_per_second_per_device=None, gpu_bytes=0)
+    assert "predicted" not in report(history=history, forecast=unknown).html()
+
+
+def test_values_are_under_the_mouse_a_long_line_has_a_moving_mean_and_flat_charts_are_folded():
+    history = [
+        {"step": step, "loss": 5.0 + (-1) ** step, "grad_norm": 1.0 / step, "padding_fraction": 0.0}
+        for step in range(1, 31)
+    ]
+    html = report(history=history).html()
+    assert "<title>training, step 3: 4</title>" in html
+    assert "<title>gradient norm, step 4: 0.25</title>" in html
+    means = re.findall(r"<title>training, moving mean, step \d+: ([\d.]+)</title>", html)
+    assert len(means) == 30
+    assert all(4.5 < float(mean) < 5.5 for mean in means[15:]), "the loss is 4 and 6 by turns"
+    assert "moving mean" not in report(history=history[:10]).html()
+    [padding] = re.findall(r"<details class=flat><summary>(.*?)</summary>", html)
+    assert padding == "Padding: 0% in all steps"
+    longer = [{"step": step, "loss": 1.0 / step} for step in range(1, 1001)]
+    assert 50 < report(history=longer).html().count("<title>training, step ") <= 100
 
 
 def test_a_page_without_a_step_says_so():
