@@ -46,6 +46,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return text_of(f"docs/{page.file.src_uri}") if page.file.abs_src_path else markdown
 
 
+MATRIX_CELL = re.compile(r"<td([^>]*)>(exact|refused|GPU|numbers|compiled|trained)\b")
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Name the cells of the support matrix by what they say, for stylesheets/site.css."""
+    if page.file.src_uri != "support-matrix.md":
+        return html
+    page.meta["hide"] = ["toc"]  # the table takes the width
+    return MATRIX_CELL.sub(lambda cell: f'<td{cell[1]} class="cell-{cell[2].lower()}">{cell[2]}', html)
+
+
 def results() -> set[str]:
     """Pages and pictures of benchmarks/results that documents link or show, by their paths in the repository."""
     documents = [*COPIED.values(), *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]

@@ -5,6 +5,7 @@ The functions print on every rank that calls them; a run calls them on its first
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -96,4 +97,5 @@ def show_for_now(message: str) -> None:
 
 
 def _console() -> Console:
-    return Console(markup=False, highlight=False, emoji=False)  # of today's sys.stdout
+    # Of today's sys.stdout and environment: rich keeps the environment that there was when it was imported.
+    return Console(markup=False, highlight=False, emoji=False, _environ=os.environ)
