@@ -214,7 +214,7 @@ def resolve_launched(run: Started, flags: list[str]) -> None:
     gpus = max(8, world // run.nodes) if given.model_name_or_path in CONFIGS else 0
     with machine_of(gpus):
         resolved = resolve(given, read_profile(env), env)
-    assert resolved.dims.world_size == max(world, resolved.dims.sp)
+    assert resolved.dims.world_size == (gpus if given.sp == "auto" else max(world, resolved.dims.sp))
     if given.model_name_or_path in CONFIGS:
         assert resolved.forecast is not None
         assert resolved.forecast.fits, resolved.forecast.describe()

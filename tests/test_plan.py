@@ -136,13 +136,16 @@ def test_pictures_are_refused_before_any_work_without_matplotlib(tmp_path, capsy
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_the_first_answer_comes_before_the_traces(capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("traces", [False, pytest.param(True, marks=pytest.mark.long)], ids=["none", "all"])
+def test_the_first_answer_comes_before_the_traces(traces, capsys, monkeypatch) -> None:
     printed_before = []
 
     def listen(config, found):
         printed_before.append(capsys.readouterr().out)
-        return calibrate(config, found)
+        return calibrate(config, found) if traces else []
 
+    if not traces:  # which take 15 s
+        monkeypatch.setattr("longctx.forecast.calibrate.corrected", lambda found, *_: found)
     monkeypatch.setattr("longctx.forecast.calibrate.calibrate", listen)
     assert main(["--model_name_or_path", "tiny", "--gpus", "2", "--max_length", "4096"]) == 0
     assert "Recommended for 4,096 tokens" in printed_before[0]
