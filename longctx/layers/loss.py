@@ -77,7 +77,9 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear), f"the head of {type(model).__name__} is {type(head).__name__}, not linear"
     scaling = LogitScaling.of_model(model.config)
-    cast(Any, head).forward = MethodType(functools.partial(_head_forward, scaling, hidden_on_host), head)
+    run = functools.partial(_head_forward, scaling, hidden_on_host)
+    functools.update_wrapper(run, _head_forward)  # torch.compile reads its name
+    cast(Any, head).forward = MethodType(run, head)
     plain = getattr(model.forward, "__func__", type(model).forward)
 
     @functools.wraps(plain)  # generation reads the signature

@@ -325,8 +325,9 @@ def leave() -> None:
 
 def limit_waiting(timeout: timedelta) -> None:
     """Give every existing process group this time-out; torch gives new ones its default of 10 or 30 minutes."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.15
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
     if (watching := watch()) and "nccl" in dist.get_backend_config():
         watching.timeout = timeout.total_seconds()
 
