@@ -19,6 +19,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
+from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
 from longctx.layers.chunked import install_chunked
 from longctx.layers.loss import fuse_head, learnt_positions, step_loss, token_losses
 from longctx.layers.tiled_mlp import install_tiled_mlp
@@ -196,7 +197,9 @@ def parallelize(
     dp_replicate: int = 1,
     device: torch.device | None = None,
     document_lengths: Sequence[int] | None = None,
-    selective_checkpointing: bool | None = None,
+    selective_checkpointing: bool | int | None = None,
+    whole_layers: int = 0,
+    offloaded_layers: int | None = None,
     heads_k_stride: int | None = None,
     tiled_mlp_num_shards: int | None = None,
     sequence_chunk_size: int | None = None,
@@ -215,8 +218,11 @@ def parallelize(
         document_lengths: tokens of each document in a typical row, for `auto`, the same on every rank; if None, one
             document as long as the model's context.
         selective_checkpointing: whether activation checkpointing, once switched on, saves attention's output, one more
-            [1, T/P, H·D] a layer, instead of recomputing it. If None, only for a ring, whose messages would be sent
-            again.
+            [1, T/P, H·D] a layer, instead of recomputing it, or the number of layers in which it does, the last ones
+            that are checkpointed. If None, only for a ring, whose messages would be sent again.
+        whole_layers: the last layers, which activation checkpointing leaves out.
+        offloaded_layers: the first checkpointed layers, whose checkpoints alone go to host memory where hooks such as
+            TRL's `OffloadActivations` send what autograd saves; if None, that of all layers goes.
         heads_k_stride: a rank's key/value heads that are sent and attended at a time; fewer take less memory and more
             messages. If None, all, or a quarter of them for gather.
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
@@ -253,7 +259,11 @@ def parallelize(
     dims = ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
     if selective_checkpointing is None:
         selective_checkpointing = backend.keeps_output
-    install(model, selective_checkpointing=selective_checkpointing)
+    install(model)
+    selective = selective_checkpointing if type(selective_checkpointing) is int else None
+    if selective_checkpointing is False:
+        selective = 0
+    install_checkpoints(model, LayerCheckpoints(whole=whole_layers, selective=selective, offloaded=offloaded_layers))
     check_gated_delta(model, device)
     if tiled_mlp_num_shards is not None:
         install_tiled_mlp(model, tiled_mlp_num_shards)
@@ -264,7 +274,7 @@ def parallelize(
                 f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}: keys and values that wait "
                 f"in host memory do not travel round a ring. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
             )
-        install_chunked(model, sequence_chunk_size, device, keep_attention=selective_checkpointing)
+        install_chunked(model, sequence_chunk_size, device, keep_attention=selective != 0)
     attention = partial(backend.attention, heads_k_stride=heads_k_stride)
     return model, SequenceParallel(dims, attention, sequence_groups(dims, device), device)
 

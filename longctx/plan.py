@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longctx.forecast.levers import AUTO
 from longctx.forecast.memory_options import PRESETS
 from longctx.report.plan_text import as_text, first_answer
 
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kernel", help="flash-attn 2, 3 or 4, or cuDNN. Default: what is common on --gpu.")
     parser.add_argument(
-        "--memory", nargs="+", choices=tuple(PRESETS), help="Default: all; balanced with --load_in_4bit."
+        "--memory", nargs="+", choices=(*PRESETS, AUTO), help="Default: all; balanced with --load_in_4bit."
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="Rows to give step times for.")
     parser.add_argument(
@@ -113,7 +114,7 @@ def _plan(options: argparse.Namespace) -> int:
         config = extended(config, scaling)
     check_model(config)
     machine = _machine(options)
-    presets = options.memory or (["balanced"] if options.load_in_4bit else ["balanced", "longest", "fastest"])
+    presets = options.memory or (["balanced"] if options.load_in_4bit else ["balanced", "longest", "fastest", AUTO])
     found = candidates(config, machine, presets=presets, settings=_adapter(options))
     plan = _planned(options, config, machine, presets, found, [])
     if not options.no_calibration:

@@ -118,6 +118,8 @@ class Setup:
     """Bytes of an element of q, k and v."""
     device: Device
     devices_per_node: int
+    heads_k_stride: int | None = None
+    """Key/value heads of a rank that are sent and attended at a time; None means the backend's default."""
     num_linear_heads: int | None = None
     """Key heads of linear-attention layers, which need all tokens and cannot run on a ring; None without any."""
 
@@ -238,6 +240,20 @@ class AttentionTime:
     def seconds(self) -> float:
         """Total seconds, the same for every rank."""
         return float((self.compute + self.exchange + self.wait).max())
+
+
+def num_stages(setup: Setup, arrangement: Arrangement) -> int:
+    """Return how many parts of the heads a rank attends to one after the other.
+
+    Without a ring, query heads that share a key/value head have a stage each, see `longctx.ulysses.head_chunks`.
+    """
+    if setup.heads_k_stride is None:
+        return 1
+    attended = setup.num_key_value_heads * key_value_copies(
+        setup.num_heads, setup.num_key_value_heads, arrangement.ulysses
+    )
+    sharing = setup.num_heads // attended if arrangement.ring == 1 else 1
+    return math.ceil(attended / arrangement.ulysses / setup.heads_k_stride) * sharing
 
 
 def key_value_elements(setup: Setup, arrangement: Arrangement) -> float:

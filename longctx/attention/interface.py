@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from longctx.attention.operator import selective_checkpoint_contexts
 from longctx.sequence.batch import AttentionContext
 from longctx.ulysses.gated_delta import install_gated_delta
 
@@ -76,20 +70,12 @@ def longctx_attention(
     return attend(query, key, value, scale=scaling, sinks=s_aux).transpose(1, 2).contiguous(), None
 
 
-def install(model: PreTrainedModel, *, selective_checkpointing: bool) -> None:
-    """Make every attention layer of `model` call `longctx_attention`, and every gated delta-rule layer our forward.
-
-    Args:
-        selective_checkpointing: whether activation checkpointing, once switched on, saves attention's output instead of
-            computing it again. Reentrant checkpointing always computes it again.
-    """
+def install(model: PreTrainedModel) -> None:
+    """Make every attention layer of `model` call `longctx_attention`, and every gated delta-rule layer our forward."""
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
     install_gated_delta(model)
     _name_present_layers(model)
-    if selective_checkpointing:
-        set_checkpointing = model._set_gradient_checkpointing
-        model._set_gradient_checkpointing = partial(_set_selective, set_checkpointing)
 
 
 def _name_present_layers(model: PreTrainedModel) -> None:
@@ -99,18 +85,3 @@ def _name_present_layers(model: PreTrainedModel) -> None:
     """
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = [name for name in model._no_split_modules or () if name in present]
-
-
-def _set_selective(
-    set_checkpointing: Callable[..., None],
-    enable: bool = True,
-    gradient_checkpointing_func: Callable = checkpoint,
-    **kwargs: Any,
-) -> None:
-    """Call transformers' own setter, which all ways to switch checkpointing on use, with our `context_fn`."""
-    given = getattr(gradient_checkpointing_func, "keywords", {})
-    if given.get("use_reentrant") is not True and "context_fn" not in given:
-        gradient_checkpointing_func = partial(
-            gradient_checkpointing_func, use_reentrant=False, context_fn=selective_checkpoint_contexts
-        )
-    set_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup
+from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup, num_stages
 from longctx.ulysses.exchange import key_value_copies
 
 EXCHANGE_COPIES = 4
@@ -41,7 +41,7 @@ def modelled_seconds(setup: Setup, arrangement: Arrangement, work: RingWork) -> 
 
 def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> AttentionTime:
     """Return how each rank spends the seconds of `modelled_seconds`."""
-    exchanged, sent = _exchange_seconds(setup, arrangement.ulysses, work.num_tokens)
+    exchanged, sent = _exchange_seconds(setup, arrangement, work.num_tokens)
     if setup.in_a_node(arrangement.ulysses) and not setup.in_a_node(setup.sp):
         sent = 0.0  # the ring uses other links, those between nodes
     forward, backward = BACKENDS[arrangement.name].passes(setup, arrangement, work)
@@ -49,12 +49,15 @@ def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> At
     return AttentionTime(compute=zero, exchange=zero + exchanged, wait=zero, link=sent) + forward + backward
 
 
-def _exchange_seconds(setup: Setup, ulysses: int, num_tokens: int) -> tuple[float, float]:
+def _exchange_seconds(setup: Setup, arrangement: Arrangement, num_tokens: int) -> tuple[float, float]:
     """Return the seconds of all exchanges for heads, and how many of these a link is busy."""
+    ulysses, stages = arrangement.ulysses, num_stages(setup, arrangement)
     if ulysses == 1:
         return 0.0, 0.0
     copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, ulysses)
     heads = 2 * (setup.num_heads + setup.num_key_value_heads * copies)
     held = 2 * heads * setup.head_size * setup.element_size * num_tokens / setup.sp  # forward and backward
+    if stages > 1:
+        held *= 1.5  # the backward pass exchanges q, k, v and the output again
     sent = setup.exchange_seconds(held, ulysses)
-    return 4 * setup.device.message_seconds + sent + EXCHANGE_COPIES * held / setup.device.memory_speed, sent
+    return 4 * stages * setup.device.message_seconds + sent + EXCHANGE_COPIES * held / setup.device.memory_speed, sent

@@ -25,8 +25,9 @@ from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.allocations import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
-from longctx.forecast.candidates import Candidate, Machine, Outlook
+from longctx.forecast.candidates import Candidate, Machine, Outlook, with_reach
 from longctx.forecast.closed_form import Reach, predict, reach
+from longctx.forecast.levers import AUTO
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.traced_step import StepSettings, trace_training_step
@@ -75,7 +76,8 @@ def calibrate(config: PretrainedConfig, found: Sequence[Candidate]) -> list[Cali
     """
     groups: dict[tuple[str, str, int], list[Candidate]] = {}
     for candidate in found:
-        groups.setdefault(_kind(candidate), []).append(candidate)
+        if candidate.memory != AUTO:
+            groups.setdefault(_kind(candidate), []).append(candidate)
     results = []
     for kind, group in groups.items():
         least = min(group, key=lambda candidate: candidate.dims.sp)
@@ -88,13 +90,19 @@ def calibrate(config: PretrainedConfig, found: Sequence[Candidate]) -> list[Cali
 
 
 def corrected(found: Sequence[Candidate], machine: Machine, calibrations: Sequence[Calibration]) -> list[Candidate]:
-    """Return the candidates with the factors of their kinds, and with the lengths that fit then."""
+    """Return the candidates with the factors of their kinds, and with the lengths that fit then.
+
+    Levers of auto have the largest factor of their backend.
+    """
     factors = {(c.backend, c.memory, c.ulysses): c.factor for c in calibrations}
     result = []
     for candidate in found:
-        setup = replace(candidate.setup, layer_factor=factors[_kind(candidate)])
-        longest = reach(setup, machine.device_bytes, machine.host_bytes)
-        result.append(replace(candidate, setup=setup, max_length=longest.length, binds=longest.binds))
+        if candidate.memory == AUTO:
+            factor = max(c.factor for c in calibrations if c.backend == candidate.backend)
+        else:
+            factor = factors[_kind(candidate)]
+        corrected = replace(candidate, setup=replace(candidate.setup, layer_factor=factor))
+        result.append(with_reach(corrected, machine))
     return result
 
 

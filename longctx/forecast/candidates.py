@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import functools
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -12,7 +15,9 @@ from longctx.attention.backends import BACKENDS
 from longctx.forecast.closed_form import Breakdown, predict, reach
 from longctx.forecast.documents import RowLengths, one_document
 from longctx.forecast.expected_step import FREE_PART
-from longctx.forecast.memory_options import RunTraits, resolve_levers
+from longctx.forecast.lever_search import Room, fastest_levers
+from longctx.forecast.levers import AUTO, CPU, RunTraits
+from longctx.forecast.memory_options import CHUNK_TOKENS, lever_flags, resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, StepTime, step_time
@@ -20,6 +25,8 @@ from longctx.model.allow_list import num_heads, num_linear_heads
 from longctx.sequence.mesh import ParallelDims
 
 GIB = 2**30
+
+SetupOf = Callable[[Mapping[str, Any]], MemorySetup]
 
 DEVICE_BYTES = {"A100": 85.0e9, "H100": 85.0e9, "H200": 150.1e9, "B200": 191.5e9}
 """Memory of a device, as `torch.cuda.mem_get_info` gives its total. A100 and H100 are those named 80 GB."""
@@ -32,6 +39,12 @@ LONG_ROW = 2**30
 A_TIE = 1.02
 """Speeds within this ratio of the fastest count as equal. Of these the smallest sp is recommended, and then the backend
 that is registered first."""
+
+FARTHEST: Sequence[Mapping[str, Any]] = (
+    {"memory": "longest"},
+    {"sequence_chunk_size": CHUNK_TOKENS, "selective": False},
+)
+"""Levers with which sequences are longest, in one set-up or another: the second set leaves the host to activations."""
 
 WORTH_NAMING = 1.1
 """How many times faster than the recommendation a candidate has to be to be named beside it."""
@@ -60,27 +73,43 @@ class Candidate:
 
     backend: str
     dims: ParallelDims
-    engine: str
-    """deepspeed, fsdp2 or none."""
     memory: str
-    """The preset, a value of --memory."""
+    """A value of --memory: a preset, or auto for levers that are chosen for each length."""
     setup: MemorySetup
     max_length: int
     """Tokens of the longest sequence that fits; 0 if none does."""
     binds: str
     """The memory that is full then: device or host."""
+    setup_of: SetupOf = field(compare=False)
+    """Returns the set-up with other levers."""
+    levers: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The levers of auto that were chosen for a length, by flag, with its preset as `memory`."""
+
+    @property
+    def engine(self) -> str:
+        """deepspeed, fsdp2 or none."""
+        return "deepspeed" if self.setup.engine.startswith("zero") else self.setup.engine
 
     def flags(self) -> list[str]:
         """Return the flags of longctx.train that select it."""
         spread = ["--sp", str(self.dims.sp), *(["--sp_backend", self.backend] if self.dims.sp > 1 else [])]
         ring = ["--ring_size", str(self.dims.ring)] if BACKENDS[self.backend].has_ring_size else []
         engine = ["--engine", self.engine] if self.dims.world_size == 1 and self.engine != "none" else []
-        return [*spread, *ring, *engine, "--memory", self.memory]
+        return [*spread, *ring, *engine, *self._memory_flags()]
+
+    def _memory_flags(self) -> list[str]:
+        levers = {"memory": "balanced" if self.levers else self.memory, **self.levers}
+        return [word for name, value in lever_flags(levers).items() for word in (f"--{name}", str(value))]
+
+    @property
+    def name(self) -> str:
+        """The candidate's text with its --memory, the same at every length."""
+        return f"{self} --memory {self.memory}"
 
     @property
     def label(self) -> str:
-        """The candidate's text with its preset."""
-        return f"{self} --memory {self.memory}"
+        """The candidate's text with its preset, or the levers that were chosen."""
+        return f"{self} {shlex.join(self._memory_flags())}"
 
     def __str__(self) -> str:
         both = self.dims.ring > 1 and self.dims.ulysses > 1
@@ -115,12 +144,13 @@ def candidates(
     config: PretrainedConfig,
     machine: Machine,
     *,
-    presets: Sequence[str] = ("balanced", "longest"),
+    presets: Sequence[str] = ("balanced", "longest", AUTO),
     settings: dict[str, Any] | None = None,
 ) -> list[Candidate]:
     """Return every candidate for the model, in the order of sp.
 
     Args:
+        presets: values of --memory; auto after the others.
         settings: other flags of longctx.train that affect memory, such as use_peft and lora_r; with load_in_4bit also
             model_name_or_path.
 
@@ -167,12 +197,36 @@ def _candidate(
     preset: str,
     flags: dict[str, Any],
 ) -> Candidate:
+    setup_of = functools.partial(_setup, config, model, machine, backend, dims, flags)
+    found = Candidate(
+        backend=backend,
+        dims=dims,
+        memory=preset,
+        setup=setup_of({"memory": "balanced" if preset == AUTO else preset}),
+        max_length=0,
+        binds="device",
+        setup_of=setup_of,
+    )
+    return with_reach(found, machine)
+
+
+def _setup(
+    config: PretrainedConfig,
+    model: ModelSizes,
+    machine: Machine,
+    backend: str,
+    dims: ParallelDims,
+    flags: dict[str, Any],
+    levers: Mapping[str, Any],
+) -> MemorySetup:
+    """Return the set-up with these levers, by flag, and their preset as `memory`."""
+    preset, asked = levers.get("memory", "balanced"), {k: v for k, v in levers.items() if k != "memory"}
     in_4_bit = flags.get("load_in_4bit")  # longctx.train keeps a copy on every rank, on FSDP2
     engine = "none" if dims.world_size == 1 else "fsdp2" if in_4_bit else BACKENDS[backend].engine
-    if engine == "none" and preset == "longest" and not in_4_bit:
+    offloads = preset == "longest" or asked.get("offload_optimizer_device") == CPU
+    if engine == "none" and offloads and not in_4_bit:
         engine = "deepspeed"  # only DeepSpeed offloads states of a single device
     stage = 3 if engine == "deepspeed" else None
-
     place = RunTraits(
         backend_can_chunk=BACKENDS[backend].can_chunk,
         engine=engine,
@@ -180,15 +234,18 @@ def _candidate(
         bf16=True,
         local_tokens=LONG_ROW // dims.sp,
         has_linear_attention=bool(num_linear_heads(config)),
+        num_layers=model.num_layers,
     )
-    levers = resolve_levers(preset, {}, place, checkpoints_by_default=True)
+    if "sequence_chunk_size" in asked and not place.can_chunk:
+        raise ValueError(f"{backend} with {engine} does not support the sequence-chunked step")
+    resolved = resolve_levers(preset, asked, place, checkpoints_by_default=True).settings()
     if in_4_bit:
         from longctx.model.adapter import check_quantization
 
-        check_quantization({**flags, "memory": preset, **levers.settings()}, config, engine, use_cpu=False)
+        check_quantization({**flags, "memory": preset, **resolved}, config, engine, use_cpu=False)
     setup = MemorySetup.of_settings(
         model,
-        {**flags, "memory": preset, **levers.settings()},
+        {**flags, "memory": preset, **resolved},
         dims=dims,
         backend=backend,
         engine=engine,
@@ -196,30 +253,44 @@ def _candidate(
         use_cpu=False,
         ranks_per_node=min(machine.gpus_per_node, machine.gpus),
     )
-    if machine.kernel == "flash-attn 3":
-        setup = replace(setup, kernel="flash-attn 3")
-    longest = reach(setup, machine.device_bytes, machine.host_bytes)
-    return Candidate(
-        backend=backend,
-        dims=dims,
-        engine=engine,
-        memory=preset,
-        setup=setup,
-        max_length=longest.length,
-        binds=longest.binds,
-    )
+    return replace(setup, kernel="flash-attn 3") if machine.kernel == "flash-attn 3" else setup
+
+
+def with_reach(candidate: Candidate, machine: Machine) -> Candidate:
+    """Return the candidate with the length that fits; levers of auto go as far as any of FARTHEST."""
+    setups = [candidate.setup]
+    if candidate.memory == AUTO:
+        for levers in FARTHEST:
+            with suppress(ValueError):
+                setups.append(replace(candidate.setup_of(levers), layer_factor=candidate.setup.layer_factor))
+    longest = max(reach(setup, machine.device_bytes, machine.host_bytes) for setup in setups)
+    return replace(candidate, max_length=longest.length, binds=longest.binds)
 
 
 def outlook(candidate: Candidate, machine: Machine, length: int, documents: RowLengths = one_document) -> Outlook:
     """Return the forecast of the candidate for sequences of `length` tokens."""
     padded = -(-length // candidate.dims.multiple) * candidate.dims.multiple
-    time = None
-    if padded <= candidate.max_length:
-        lengths = [*documents(length), *([padded - length] if padded > length else [])]
-        time = step_time(candidate.setup, padded, machine.speeds, documents=lengths)
+    lengths = [*documents(length), *([padded - length] if padded > length else [])]
+    if candidate.memory == AUTO:
+        candidate = _tuned(candidate, machine, padded, lengths)
     memory = predict(candidate.setup, padded)
     used = max(memory.device_bytes / machine.device_bytes, memory.host_bytes / machine.host_bytes)
+    time = step_time(candidate.setup, padded, machine.speeds, documents=lengths) if used <= 1 else None
     return Outlook(candidate=candidate, length=length, memory=memory, time=time, used=used)
+
+
+def _tuned(candidate: Candidate, machine: Machine, length: int, documents: Sequence[int]) -> Candidate:
+    """Return the candidate with the fastest levers for this length, or as it is if none fit."""
+    factor = candidate.setup.layer_factor
+    found = fastest_levers(
+        lambda levers: replace(candidate.setup_of(levers), layer_factor=factor),
+        {},
+        length=length,
+        documents=documents,
+        speeds=machine.speeds,
+        room=Room(device_bytes=machine.device_bytes, host_bytes=machine.host_bytes),
+    )
+    return candidate if found is None else replace(candidate, setup=found.setup, levers=found.asked)
 
 
 def ranked(outlooks: Sequence[Outlook]) -> list[Outlook]:

@@ -15,11 +15,14 @@ compare it with traces. Sizes are bytes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from longctx.forecast import coefficients
 from longctx.forecast.coefficients import (
@@ -80,23 +83,20 @@ class Reach(NamedTuple):
 
 def predict(setup: MemorySetup, length: int) -> Breakdown:
     """Return the peak memory of a step whose sequences have `length` tokens each, before they are cut."""
-    moments = _moments(setup, setup.local_tokens(length))
+    moments = _moments(setup, length)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    device = with_gradients(
-        setup, device_states(setup) | {"unsharded parameters": unsharded_parameters(setup)} | moments[moment]
-    )
-    host = _host(setup, setup.local_tokens(length))
+    device, host = moments[moment], _host(setup, setup.local_tokens(length))
     if setup.is_cpu:
         host |= {name: host.get(name, 0.0) + size * setup.ranks_per_node for name, size in device.items()}
         device = {}
-    else:
-        device["copies in flight"] = _copies_in_flight(setup, length)
-        activations = sum(moments[moment].values()) + device["copies in flight"]
-        communicators = (setup.world_size > 1) + (setup.sp > 1)
-        # Fitted coefficients are read from their module, where a fit sets them.
-        device["fragmentation"] = coefficients.FRAGMENTATION * activations
-        device["fixed"] = coefficients.CONTEXT_BYTES + coefficients.COMMUNICATOR_BYTES * communicators
     return Breakdown(device=_present(device), host=_present(host), moment=moment)
+
+
+def peak_bytes(setup: MemorySetup, length: int) -> tuple[Any, Any]:
+    """Return the bytes that a GPU and the host of a node need, as `predict`; arrays if the setup has arrays."""
+    device = functools.reduce(np.maximum, (sum(sizes.values()) for sizes in _moments(setup, length).values()))
+    host = sum(_host(setup, setup.local_tokens(length)).values())
+    return (np.zeros_like(device), host + setup.ranks_per_node * device) if setup.is_cpu else (device, host)
 
 
 def max_length(setup: MemorySetup, device_bytes: float, host_bytes: float) -> int:
@@ -143,62 +143,90 @@ def reach(
 
 
 def _present(sizes: Mapping[str, float]) -> Mapping[str, float]:
-    return MappingProxyType({name: size for name, size in sizes.items() if size})
+    return MappingProxyType({name: float(size) for name, size in sizes.items() if size})
 
 
-def _moments(setup: MemorySetup, tokens: float) -> dict[str, dict[str, float]]:
-    """Return what each moment adds to the states, by category."""
-    model, b, stream, layer = setup.model, setup.element_size, setup.stream_size, layer_bytes(setup)
-    checkpoints = _checkpoints(setup, layer)
-    if not setup.gradient_checkpointing:
-        checkpoints -= layer.saved  # the current layer is one of them
+def _moments(setup: MemorySetup, length: int) -> dict[str, dict[str, Any]]:
+    """Return the device's memory at each moment, by category."""
+    tokens, layer = setup.local_tokens(length), layer_bytes(setup)
+    model, b, stream = setup.model, setup.element_size, setup.stream_size
     at_once = min(tokens, setup.sequence_chunk_size or tokens)
     in_tiles = at_once
     if setup.tiled_mlp_num_shards is not None:
         in_tiles = at_once / (setup.tiled_mlp_num_shards or max(1, math.ceil(at_once / model.hidden_size)))
-    fetched = stream * model.hidden_size * (setup.activation_offloading or setup.sequence_chunk_size is not None)
-    always = {"checkpoints": checkpoints * tokens + fetched * at_once, "tokens": TOKEN_BYTES * tokens}
-    last = (stream + 2 * b + (0 if setup.fused_layers else 4)) * model.hidden_size
     tiled = 3 * b * model.hidden_size if in_tiles < at_once else 0  # its inputs, outputs and gradients, whole
-    return {
-        "loss": always | {"hidden states": last * at_once, "logits and loss": _logits(setup, tokens)},
-        "attention": always
+    last = (stream + 2 * b + (0 if setup.fused_layers else 4)) * model.hidden_size
+    always = {"tokens": TOKEN_BYTES * tokens}
+    kept = _checkpoints(setup, layer) * tokens
+    last_is_whole = np.minimum(setup.whole_layers, 1) if setup.gradient_checkpointing else 1
+    fetched = stream * model.hidden_size * np.minimum(setup.num_offloaded, 1) * at_once
+    # In a layer's backward pass, what the layer keeps is no longer counted as kept.
+    in_layer = always | {"checkpoints": kept - _whole(setup, layer) * last_is_whole * tokens + fetched}
+    moments = {
+        "loss": always
+        | {
+            "checkpoints": kept + fetched,
+            "hidden states": last * at_once,
+            "logits and loss": _logits(setup, tokens),
+        },
+        "attention": in_layer
         | {
             "hidden states": (layer.norm_before_attention + stream * model.hidden_size) * at_once,
             "attention": (layer.attention + layer.attention_backward) * at_once,
             "exchange": layer.exchange * at_once,
         },
-        "norm": always
+        "norm": in_layer
         | {
             "hidden states": (layer.norm_before_attention + 4 * model.hidden_size + layer.norm_backward) * at_once,
             "attention": layer.attention * at_once,
         },
-        "MLP": always
+        "MLP": in_layer
         | {
             "hidden states": (layer.norm_before_attention + layer.norm_before_mlp) * at_once,
             "attention": layer.attention * at_once,
             "MLP": (layer.mlp + layer.mlp_backward) * in_tiles + tiled * at_once,
         },
     }
+    states = device_states(setup) | {"unsharded parameters": unsharded_parameters(setup)}
+    beside = {} if setup.is_cpu else {"copies in flight": _copies_in_flight(setup, length)}
+    return {
+        name: with_gradients(setup, states | {"tokens": TOKEN_BYTES * tokens} | sizes)
+        | _unallocated(setup, sizes, beside)
+        for name, sizes in moments.items()
+    }
+
+
+def _unallocated(setup: MemorySetup, activations: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the categories of a GPU that no tensor takes, and `beside`."""
+    if setup.is_cpu:
+        return {}
+    communicators = (setup.world_size > 1) + (setup.sp > 1)
+    # Fitted coefficients are read from their module, where a fit sets them.
+    return {
+        **beside,
+        "fragmentation": coefficients.FRAGMENTATION * (sum(activations.values()) + sum(beside.values())),
+        "fixed": coefficients.CONTEXT_BYTES + coefficients.COMMUNICATOR_BYTES * communicators,
+    }
 
 
 def _checkpoints(setup: MemorySetup, layer: Layer) -> float:
     """Return the bytes per token that all layers keep on the device for their backward pass."""
-    model = setup.model
-    if not setup.gradient_checkpointing:
-        return layer.saved * model.num_layers
-    checkpointed = math.ceil(model.num_layers / setup.every_n_layers)
-    whole = (model.num_layers - checkpointed) * layer.saved
-    if setup.activation_offloading or setup.sequence_chunk_size is not None:
-        return whole
-    return whole + checkpointed * _checkpoint(setup)
+    whole = setup.model.num_layers - setup.num_checkpointed
+    on_device = setup.num_checkpointed - setup.num_offloaded
+    selective = setup.num_selective - setup.num_selective_offloaded
+    return whole * _whole(setup, layer) + _kept(setup, on_device, selective)
 
 
-def _checkpoint(setup: MemorySetup) -> float:
-    """Return the bytes per token of one layer's checkpoint: its input, and attention's output if that is kept."""
+def _whole(setup: MemorySetup, layer: Layer) -> float:
+    """Return the bytes per token that a layer keeps without checkpointing; tiles of an MLP keep only their input."""
+    return layer.saved - layer.mlp * (setup.tiled_mlp_num_shards is not None)
+
+
+def _kept(setup: MemorySetup, layers: int, selective: int) -> float:
+    """Return the bytes per token of the inputs of `layers` layers, and of the outputs of attention of `selective`."""
     model, b = setup.model, setup.element_size
-    kept = b * model.query_size + LOG_SUM_EXP_BYTES * model.num_heads if setup.selective_checkpointing else 0
-    return setup.stream_size * model.hidden_size + kept
+    output = b * model.query_size + LOG_SUM_EXP_BYTES * model.num_heads
+    return layers * setup.stream_size * model.hidden_size + selective * output
 
 
 def _logits(setup: MemorySetup, tokens: float) -> float:
@@ -222,19 +250,20 @@ def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
     }
     states["buffers"] = HOST_BUFFERS * sum(states.values()) if is_zero else 0.0
     chunked = setup.sequence_chunk_size is not None
-    checkpoints = math.ceil(setup.model.num_layers / setup.every_n_layers) * _checkpoint(setup)
-    offloads = setup.gradient_checkpointing and (setup.activation_offloading or chunked)
+    checkpoints = _kept(setup, setup.num_offloaded, setup.num_selective_offloaded)
     of_rank = states | {
-        "checkpoints": checkpoints * tokens if offloads else 0.0,
+        "checkpoints": checkpoints * tokens,
         "sequence chunks": chunked_layer_bytes(setup) * tokens if chunked else 0.0,
     }
     return {name: size * setup.ranks_per_node for name, size in of_rank.items()}
 
 
 def _copies_in_flight(setup: MemorySetup, length: int) -> float:
-    tokens = setup.local_tokens(length)
-    if setup.sequence_chunk_size is not None:
-        tokens = min(tokens, setup.sequence_chunk_size)
-    elif not (setup.activation_offloading and setup.gradient_checkpointing):
-        return 0.0
-    return coefficients.COPIES_IN_FLIGHT * setup.stream_size * setup.model.hidden_size * tokens
+    tokens = min(setup.local_tokens(length), setup.sequence_chunk_size or math.inf)
+    return (
+        np.minimum(setup.num_offloaded, 1)
+        * coefficients.COPIES_IN_FLIGHT
+        * setup.stream_size
+        * setup.model.hidden_size
+        * tokens
+    )

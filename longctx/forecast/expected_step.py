@@ -79,10 +79,7 @@ def expect_step(
     speeds = None if setup.is_cpu else Speeds.of_device(hardware.gpu_name)
     seconds = speed = None
     if speeds is not None:
-        lengths = list(documents or _assumed(length, packed=packed))
-        if (rest := padded - sum(lengths)) > 0:
-            lengths.append(rest)
-        time = step_time(setup, padded, speeds, documents=lengths)
+        time = step_time(setup, padded, speeds, documents=documents_of(length, padded, packed=packed, given=documents))
         seconds = _optimizer_step(time, accumulation)
         speed = time.tokens * accumulation / seconds / setup.world_size
     return ExpectedStep(
@@ -92,6 +89,17 @@ def expect_step(
         seconds=seconds,
         tokens_per_second_per_device=speed,
     )
+
+
+def documents_of(length: int, padded: int, *, packed: bool, given: Sequence[int] | None = None) -> list[int]:
+    """Return the lengths of a sequence's documents and, as one more, of its padding, `padded` in all.
+
+    Args:
+        given: lengths of the documents, at most `length` in all; None assumes some.
+    """
+    lengths = list(given or _assumed(length, packed=packed))
+    rest = padded - sum(lengths)
+    return [*lengths, rest] if rest > 0 else lengths
 
 
 def _assumed(length: int, *, packed: bool) -> list[int]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.coefficients import FP32, NESTED_SCALE_BYTES, NF4_BLOCK, NF4_BYTES
 from longctx.forecast.model_sizes import ModelSizes, adapter_rows
@@ -19,7 +21,10 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySetup:
-    """Everything but the length that a step's memory depends on."""
+    """Everything but the length that a step's memory depends on.
+
+    `whole_layers`, `selective_layers` and `offloaded_layers` can be int arrays of one shape, for many set-ups at once.
+    """
 
     model: ModelSizes
     world_size: int = 1
@@ -45,10 +50,16 @@ class MemorySetup:
     """Whether norms and the MLP's activation are single kernels that save only their inputs (Liger)."""
     gradient_checkpointing: bool = True
     every_n_layers: int = 1
+    whole_layers: int = 0
+    """The last layers, which are not checkpointed."""
     selective_checkpointing: bool = False
-    """Whether every layer keeps attention's output, too."""
+    """Whether checkpointed layers keep attention's output, too."""
+    selective_layers: int | None = None
+    """The last of the checkpointed layers, which alone keep it; None means all."""
     activation_offloading: bool = False
     """Whether checkpoints wait in host memory."""
+    offloaded_layers: int | None = None
+    """The first of the checkpointed layers, whose checkpoints alone do; None means all."""
     tiled_mlp_num_shards: int | None = None
     """Tiles of the MLP: 0 means one for every h tokens of a rank, None all tokens at once."""
     heads_k_stride: int | None = None
@@ -104,6 +115,7 @@ class MemorySetup:
         small: dict[str, Any] = {"bucket_size": min(model.layer_parameters, model.hidden_size**2)}
         small["live_parameters"] = 2 * model.layer_parameters
         checkpoints = bool(get("activation_checkpointing") or get("gradient_checkpointing"))
+        selective, offload = kwargs.get("selective", BACKENDS[backend].keeps_output), kwargs.get("offload")
         if get("use_peft"):
             model = replace(model, num_trained_parameters=settings["lora_r"] * adapter_rows(model))
         return cls(
@@ -122,8 +134,11 @@ class MemorySetup:
             fused_layers=bool(get("use_liger_kernel")) and fuses_layers(get("liger_kernel_config")),
             gradient_checkpointing=checkpoints,
             every_n_layers=kwargs.get("every_n_layers") or 1,
-            selective_checkpointing=checkpoints and bool(kwargs.get("selective", BACKENDS[backend].keeps_output)),
-            activation_offloading=checkpoints and bool(get("activation_offloading") or kwargs.get("offload")),
+            whole_layers=kwargs.get("whole_layers") or 0,
+            selective_checkpointing=checkpoints and bool(selective),
+            selective_layers=None if isinstance(selective, bool) else selective,
+            activation_offloading=checkpoints and bool(get("activation_offloading") or offload),
+            offloaded_layers=None if isinstance(offload, bool) else offload,
             tiled_mlp_num_shards=get("tiled_mlp_num_shards")
             if not get("tiled_mlp")
             else get("tiled_mlp_num_shards") or 0,
@@ -152,6 +167,32 @@ class MemorySetup:
                 f"sp_backend {self.sp_backend} has no ring of {self.ring} with sp {self.sp}. Use {', '.join(able)}."
             )
         return self.sp_backend or able[0]
+
+    @property
+    def num_checkpointed(self) -> int:
+        """Layers that are checkpointed."""
+        if not self.gradient_checkpointing:
+            return 0
+        return -(-(self.model.num_layers - self.whole_layers) // self.every_n_layers)
+
+    @property
+    def num_selective(self) -> int:
+        """Checkpointed layers that keep attention's output."""
+        if not self.selective_checkpointing:
+            return 0
+        return self.num_checkpointed if self.selective_layers is None else self.selective_layers
+
+    @property
+    def num_offloaded(self) -> int:
+        """Checkpointed layers whose checkpoints wait in host memory."""
+        if self.sequence_chunk_size is None and not self.activation_offloading:
+            return 0
+        return self.num_checkpointed if self.offloaded_layers is None else self.offloaded_layers
+
+    @property
+    def num_selective_offloaded(self) -> int:
+        """Layers whose output of attention waits in host memory."""
+        return np.maximum(0, self.num_selective + self.num_offloaded - self.num_checkpointed)
 
     @property
     def ulysses(self) -> int:

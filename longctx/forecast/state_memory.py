@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from longctx.forecast.coefficients import ADAMW_BYTES
 from longctx.forecast.memory_setup import MemorySetup
 
@@ -45,7 +49,7 @@ def gradients_on_host(setup: MemorySetup) -> bool:
     return setup.engine in ("zero2", "zero3") and setup.offload_optimizer != "none"
 
 
-def with_gradients(setup: MemorySetup, sizes: dict[str, float]) -> dict[str, float]:
+def with_gradients(setup: MemorySetup, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes with only the gradients and checkpoints that are there at the same time.
 
     The first layer's backward pass finds all other gradients, the last layer's all checkpoints; the larger counts.
@@ -56,9 +60,11 @@ def with_gradients(setup: MemorySetup, sizes: dict[str, float]) -> dict[str, flo
     model, gradients = setup.model, sizes["gradients"]
     of_head = gradients * model.vocab_size * model.hidden_size / model.num_parameters
     others = sizes["checkpoints"] * (1 - 1 / model.num_layers)
-    if others > gradients - of_head:
-        return sizes | {"gradients": of_head}
-    return sizes | {"checkpoints": sizes["checkpoints"] - others}
+    at_last = others > gradients - of_head
+    return sizes | {
+        "gradients": np.where(at_last, of_head, gradients)[()],
+        "checkpoints": np.where(at_last, sizes["checkpoints"], sizes["checkpoints"] - others)[()],
+    }
 
 
 def unsharded_parameters(setup: MemorySetup) -> float:

@@ -28,7 +28,7 @@ from longctx.attention.cost import (
 )
 from longctx.attention.modelled import modelled_seconds
 from longctx.attention.speeds import SPEEDS, SpeedTable
-from longctx.forecast.coefficients import LOGIT_BYTES
+from longctx.forecast.coefficients import FP32, LOGIT_BYTES
 from longctx.forecast.layer_memory import saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
@@ -106,7 +106,7 @@ class StepTime:
 
     parts: Mapping[str, float]
     """Seconds by part: linear, elementwise, attention, recomputed, weights, host, optimizer. Hidden ones are left
-    out."""
+    out. They are arrays if the setup has arrays."""
     tokens: int
     """Tokens of all ranks."""
     world_size: int
@@ -129,25 +129,29 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     work = _ring_work(tuple(documents or [length]), setup.ring)
     pairs = setup.num_rows * work.pairs.sum() / setup.sp
     linear, recomputed, elementwise = tokenwise_seconds(setup, length, speeds)
-    of_layer = modelled_seconds(*attention_setup(setup, speeds.device), work)
-    parts = {
+    of_layer = _attention_seconds(*attention_setup(setup, speeds.device), work)
+    parts: dict[str, Any] = {
         "linear": linear,
         "elementwise": elementwise,
         "attention": setup.num_rows * setup.model.num_layers * of_layer,
-        "recomputed": recomputed + float(attended_again_seconds(setup, pairs, speeds)),
+        "recomputed": recomputed + attended_again_seconds(setup, pairs, speeds),
     }
     computed = sum(parts.values())
-    parts["weights"] = max(0.0, weights_seconds(setup, speeds.device) - computed)
+    parts["weights"] = np.maximum(0.0, weights_seconds(setup, speeds.device) - computed)
     parts["host"] = host_seconds(setup, length, speeds, computed)
     parts["optimizer"] = optimizer_seconds(setup, speeds)
     tokens = length * setup.num_rows * setup.world_size // setup.sp
-    return StepTime({name: seconds for name, seconds in parts.items() if seconds}, tokens, setup.world_size)
+    return StepTime({name: part for name, part in parts.items() if np.any(part)}, tokens, setup.world_size)
 
 
 @functools.lru_cache(maxsize=64)
 def _ring_work(documents: tuple[int, ...], ring: int) -> RingWork:
     """Return `RingWork.of` the documents, which presets and backends with the same ring share."""
     return RingWork.of(np.asarray(documents), ring)
+
+
+_attention_seconds = functools.lru_cache(maxsize=64)(modelled_seconds)
+"""`modelled_seconds`, which set-ups that differ in their levers share."""
 
 
 def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[float, float, float]:
@@ -160,6 +164,7 @@ def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[
     once = 2 * _matmul_parameters(model) * tokens / speeds.matmul_flops
     moved = TRAFFIC * (model.num_layers * saved_by_layer(setup) + LOGIT_BYTES * model.vocab_size) * tokens
     elementwise = (1 + again + 2) * moved / speeds.device.memory_speed  # backward counts as two passes
+    elementwise += _gradient_sum_bytes(setup, tokens) / speeds.device.memory_speed
     return once * (1 + 1 + model.num_trained_parameters / model.num_parameters), once * again, elementwise
 
 
@@ -169,18 +174,44 @@ def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], spee
     Args:
         pairs: legal pairs of query and key that it attends to with all heads; of any shape, as is the result.
     """
-    again = 0.0 if setup.selective_checkpointing else _recomputed_share(setup)
-    flops = FLOPS_FORWARD * setup.model.query_size * setup.model.num_layers
+    layers = setup.num_checkpointed - setup.num_selective
+    flops = FLOPS_FORWARD * setup.model.query_size * layers
+    again = _again_with_chunks(setup) if setup.sequence_chunk_size is not None else 1.0
     return again * flops / speeds.attention_forward_flops * np.asarray(pairs, np.float64)
 
 
 def host_seconds(setup: MemorySetup, length: int, speeds: Speeds, computed: float) -> float:
-    """Return the seconds of copies to and from host memory that no computation hides, without the optimizer's."""
+    """Return the seconds of copies to and from host memory that no computation hides, without the optimizer's.
+
+    An offloaded layer's checkpoint leaves while the layer computes, and comes back while the layer before it does.
+
+    Args:
+        computed: seconds that all layers compute.
+    """
     copied = _host_bytes(setup, length)
     if not setup.pins_host_memory:
         return UNPINNED_PASSES * copied * setup.ranks_per_node / speeds.host_memory
     seconds = copied / speeds.host_link
-    return seconds if setup.sequence_chunk_size else max(0.0, seconds - computed)
+    if setup.sequence_chunk_size:
+        return seconds
+    meanwhile = computed * setup.num_offloaded / setup.model.num_layers
+    forward = meanwhile / (3 + _recomputed_share(setup))  # backward counts as two passes
+    exposed = [np.maximum(0.0, seconds / 2 - hidden) for hidden in (forward, meanwhile - forward)]
+    return exposed[0] + exposed[1]
+
+
+def _gradient_sum_bytes(setup: MemorySetup, tokens: float) -> float:
+    """Return the bytes that are moved to add up the gradients of weights over tiles of an MLP, or over chunks."""
+    model = setup.model
+    if setup.sequence_chunk_size is not None:
+        parts, summed = tokens / setup.sequence_chunk_size, model.layer_parameters
+    elif setup.tiled_mlp_num_shards is not None:
+        parts, summed = setup.tiled_mlp_num_shards or tokens / model.hidden_size, 3 * model.hidden_size
+        summed *= model.intermediate_size
+    else:
+        return 0.0
+    trained = model.num_trained_parameters / model.num_parameters
+    return trained * model.num_layers * max(0.0, parts - 1) * summed * (2 * setup.element_size + 2 * FP32)
 
 
 def _matmul_parameters(model: ModelSizes) -> int:
@@ -191,15 +222,22 @@ def _matmul_parameters(model: ModelSizes) -> int:
 
 
 def _recomputed_share(setup: MemorySetup) -> float:
-    """Return the fraction of a forward pass that is computed again.
-
-    With sequence chunks the projections of q, k and v are computed three more times.
-    """
+    """Return the fraction of a forward pass, without attention, that is computed again."""
     if setup.sequence_chunk_size is not None:
-        projections = setup.model.num_layers * setup.model.hidden_size * 2 * setup.model.key_value_size
-        projections += setup.model.num_layers * setup.model.hidden_size * setup.model.query_size
-        return 1 + 2 * projections / _matmul_parameters(setup.model)
-    return 1 / setup.every_n_layers if setup.gradient_checkpointing else 0.0
+        return _again_with_chunks(setup)
+    layers = setup.model.num_layers
+    share = setup.num_checkpointed / layers
+    if setup.tiled_mlp_num_shards is not None:  # which computes its tiles again in the other layers, too
+        mlp = 3 * layers * setup.model.hidden_size * setup.model.intermediate_size / _matmul_parameters(setup.model)
+        share += (1 - share) * mlp
+    return share
+
+
+def _again_with_chunks(setup: MemorySetup) -> float:
+    """Return the same for a sequence-chunked step, which projects q, k and v three more times."""
+    projections = setup.model.num_layers * setup.model.hidden_size * 2 * setup.model.key_value_size
+    projections += setup.model.num_layers * setup.model.hidden_size * setup.model.query_size
+    return 1 + 2 * projections / _matmul_parameters(setup.model)
 
 
 def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangement]:
@@ -213,6 +251,7 @@ def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangem
         element_size=setup.element_size,
         device=device,
         devices_per_node=setup.ranks_per_node,
+        heads_k_stride=setup.heads_k_stride,
     )
     arrangement = Arrangement(name=setup.backend, ring=setup.ring, ulysses=setup.ulysses)
     return attention, arrangement
@@ -242,9 +281,8 @@ def _host_bytes(setup: MemorySetup, length: int) -> float:
         blocks = local / chunk / 2  # of keys that a query block sees, on average
         reloaded = blocks * kv * (2 * b + 2 * b + 2 * 2 * 4)  # forward, backward, and fp32 gradients both ways
         return model.num_layers * local * (a_token + reloaded)
-    if not setup.activation_offloading:
-        return 0.0
-    return 2 * b * model.hidden_size * model.num_layers / setup.every_n_layers * local
+    offloaded = model.hidden_size * setup.num_offloaded + model.query_size * setup.num_selective_offloaded
+    return 2 * b * offloaded * local
 
 
 def optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:

@@ -135,14 +135,14 @@ class PlanPage:
         return {
             "gpus": gpus,
             "launcher": self.commands.launcher(gpus),
-            "recommended": [one.candidate.label if one else None for one in best],
+            "recommended": [one.candidate.name if one else None for one in best],
             "candidates": [_choice(candidate, outlooks) for candidate, outlooks in table.items()],
         }
 
 
 def _choice(candidate: Candidate, outlooks: Sequence[Outlook]) -> dict[str, Any]:
     return {
-        "name": candidate.label,
+        "name": candidate.name,
         "flags": shlex.join(candidate.flags()),
         "longest": candidate.max_length,
         "dp": candidate.dims.dp,
@@ -151,7 +151,8 @@ def _choice(candidate: Candidate, outlooks: Sequence[Outlook]) -> dict[str, Any]
 
 
 def _at(found: Outlook) -> dict[str, Any]:
-    return {
+    chosen = {"label": found.candidate.label, "flags": shlex.join(found.candidate.flags())}
+    return (chosen if found.candidate.levers else {}) | {
         "seconds": round(found.time.seconds, 4) if found.time else None,
         "speed": round(found.speed, 1),
         "used": round(found.used, 4),

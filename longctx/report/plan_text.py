@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from longctx.forecast.levers import AUTO
 from longctx.forecast.token_label import token_label
 
 WIDTH = 120
@@ -78,22 +79,25 @@ def beyond_context(context: dict[str, Any]) -> str:
 def _rows(result: dict[str, Any]) -> list[list[str]]:
     """Return the table's rows, with presets beside each other, and seconds of the fastest that fits."""
     presets, lengths = result["presets"], result["lengths"]
-    rows = [["backend", "sp", "dp", *(f"longest, {p}" for p in presets), *(f"s at {token_label(n)}" for n in lengths)]]
+    with_length = [p for p in presets if p != AUTO]  # which goes as far as the others
+    rows = [
+        ["backend", "sp", "dp", *(f"longest, {p}" for p in with_length), *(f"s at {token_label(n)}" for n in lengths)]
+    ]
     for same in _by_degrees(result["candidates"]):
         first = next(iter(same.values()))
         degrees = f" {first['ulysses']} x {first['ring']}" if min(first["ulysses"], first["ring"]) > 1 else ""
         name = first["backend"] + degrees
-        longest = [f"{same[p]['max_length']:,}{HOST_FULL if same[p]['binds'] == 'host' else ''}" for p in presets]
+        longest = [f"{same[p]['max_length']:,}{HOST_FULL if same[p]['binds'] == 'host' else ''}" for p in with_length]
         rows.append([name, str(first["sp"]), str(first["dp"]), *longest])
         for i in range(len(lengths)):
-            seconds = [(same[p]["at"][i]["seconds_per_step"], mark) for p, mark in zip(presets, MARKS, strict=False)]
+            seconds = [(same[p]["at"][i]["seconds_per_step"], MARKS[p]) for p in presets]
             least, mark = min(((s, mark) for s, mark in seconds if s is not None), default=(None, ""))
             rows[-1].append("OOM" if least is None else f"{_seconds(least)}{mark}")
     return rows
 
 
 HOST_FULL = " h"
-MARKS = ("", "*", "+")
+MARKS = {"balanced": "", "longest": "*", "fastest": "+", AUTO: "~"}
 """Marks of seconds, by preset."""
 
 
@@ -106,8 +110,8 @@ def _by_degrees(candidates: Sequence[dict[str, Any]]) -> list[dict[str, dict[str
 
 
 def _legend(result: dict[str, Any]) -> str:
-    marked = ", ".join(f"{mark} --memory {p}" for p, mark in zip(result["presets"], MARKS, strict=False) if mark)
-    return "hybrid: Ulysses x ring. h: host memory is full first. s: of the fastest preset that fits" + (
+    marked = ", ".join(f"{MARKS[p]} --memory {p}" for p in result["presets"] if MARKS[p])
+    return "hybrid: Ulysses x ring. h: host memory is full first. s: of the fastest --memory that fits" + (
         f"; {marked}." if marked else "."
     )
 

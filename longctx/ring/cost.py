@@ -31,6 +31,7 @@ from longctx.attention.cost import (
     Setup,
     block_seconds,
     key_value_elements,
+    num_stages,
     overlapped,
     pipeline,
 )
@@ -38,7 +39,7 @@ from longctx.attention.cost import (
 
 def gather_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
     """Return the modelled time of a gather, forward and backward."""
-    groups = _head_groups(setup.num_key_value_heads)
+    groups = _head_groups(setup.num_key_value_heads, setup.heads_k_stride)
     moved = int(work.received[:, 1:2].max(initial=0)) * arrangement.ring * key_value_elements(setup, arrangement)
     latency = groups * setup.gather_latency(arrangement.ring) * (moved > 0)
     travel = setup.gather_seconds(moved * setup.element_size, arrangement.ring) + latency
@@ -50,12 +51,13 @@ def gather_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tup
 
 def ring_passes(setup: Setup, arrangement: Arrangement, work: RingWork) -> tuple[AttentionTime, AttentionTime]:
     """Return the modelled time of a ring, forward and backward."""
-    message, elements = setup.device.message_seconds, key_value_elements(setup, arrangement)
+    stages, elements = num_stages(setup, arrangement), key_value_elements(setup, arrangement)
+    message = stages * setup.device.message_seconds
     received = np.pad(work.received, ((0, 0), (0, 2)))  # hops R and R + 1 bring nothing
     seconds = received * (elements / _incoming_speed(setup, arrangement))[:, None]
     keys = seconds[:, 1:] * setup.element_size + message * (received[:, 1:] > 0)
     gradients = seconds[:, :-1] * 4 + message * (received[:, :-1] > 0)
-    forward, backward = block_seconds(setup, arrangement, work, 1)
+    forward, backward = block_seconds(setup, arrangement, work, stages)
     # Beside block h, k and v of hop h + 1 travel, and in the backward pass also the gradients of block h - 1.
     return pipeline(forward, keys), pipeline(backward, keys + np.pad(gradients, ((0, 0), (1, 0)))[:, :-1])
 
@@ -67,6 +69,6 @@ def _incoming_speed(setup: Setup, arrangement: Arrangement) -> Seconds:
     return np.where(crosses, setup.device.across.pass_on, setup.device.within.pass_on)
 
 
-def _head_groups(num_key_value_heads: int) -> int:
-    """Return how many groups of heads a gather collects one after the other, by `longctx.ring.attention`'s default."""
-    return -(-num_key_value_heads // -(-num_key_value_heads // 4))
+def _head_groups(num_key_value_heads: int, heads_k_stride: int | None) -> int:
+    """Return how many groups of heads a gather collects one after the other; four, or fewer, without a stride."""
+    return -(-num_key_value_heads // (heads_k_stride or -(-num_key_value_heads // 4)))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from longctx.attention.backends import BACKENDS
 from longctx.attention.kernels import Kernel
 from longctx.collate import SequenceCollator
-from longctx.forecast.memory_options import NVME
+from longctx.forecast.levers import NVME
 from longctx.layers.liger import check_liger, install_liger
 from longctx.model.adapter import add_adapter, changes_base, quantization_of
 from longctx.model.allow_list import kernel_of

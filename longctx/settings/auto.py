@@ -6,12 +6,15 @@ the memory free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.forecast.expected_step import FREE_PART, ExpectedStep
-from longctx.forecast.memory_options import AUTO, PRESETS
+from longctx.forecast.levers import AUTO
+from longctx.forecast.memory_options import PRESETS, lever_flags
 from longctx.settings.checks import check
 from longctx.settings.run import Run
 from longctx.settings.values import Values
@@ -31,12 +34,17 @@ class Option:
 
     run: Run
     forecast: ExpectedStep
+    levers: Mapping[str, Any] = field(default_factory=dict)
+    """Values of flags about memory, besides its preset."""
 
     @property
     def flags(self) -> str:
-        dims, memory = self.run.dims, self.run.settings["memory"]
-        processes = dims.world_size if dims.world_size > dims.sp * dims.dp_replicate and not self.run.launched else None
-        return f"--sp {dims.sp} --memory {memory}" + (f" --num_processes {processes}" if processes else "")
+        """The flags that ask for this run."""
+        dims = self.run.dims
+        flags = {"sp": dims.sp, "memory": self.run.settings["memory"], **self.levers}
+        if dims.world_size > dims.sp * dims.dp_replicate and not self.run.launched:
+            flags["num_processes"] = dims.world_size
+        return shlex.join(word for name, value in flags.items() for word in (f"--{name}", str(value)))
 
 
 @check("sp", "memory", "num_processes")
@@ -87,7 +95,40 @@ def _ranked(values: Values, world_size: int, resolve: Resolve) -> tuple[list[Opt
         else:
             if predicted is not None:
                 options.append(Option(run=run, forecast=predicted))
+    if values["memory"] == AUTO:
+        options += _with_levers(values, options, resolve)
     return sorted(options, key=_rank), obstacles
+
+
+def _with_levers(values: Values, options: list[Option], resolve: Resolve) -> list[Option]:
+    """Return, for each degree and backend of the options, the run with the fastest levers, where these are faster."""
+    groups: dict[tuple[int, str], list[Option]] = {}
+    for option in options:
+        groups.setdefault((option.run.dims.sp, option.run.backend.name), []).append(option)
+    found = []
+    for (sp, _), group in groups.items():
+        run = group[0].run
+        levers = run.fastest_levers()
+        if levers is None:
+            continue
+        memory = levers.pop("memory", "balanced")
+        flags = lever_flags(levers)
+        degree = {"sp": sp, "num_processes": run.dims.world_size} if values["sp"] == AUTO else {}
+        with suppress(ValueError):
+            tuned = resolve(values.given(**degree, memory=memory, **flags))
+            predicted = tuned.forecast_for()
+            if predicted is not None and all(_is_faster(predicted, other.forecast) for other in group):
+                found.append(
+                    Option(run=tuned, forecast=predicted, levers={k: v for k, v in flags.items() if k != "memory"})
+                )
+    return found
+
+
+def _is_faster(one: ExpectedStep, other: ExpectedStep) -> bool:
+    """Whether a forecast leaves more room where the other leaves too little, or else is faster by a hundredth."""
+    if _level(one) != _level(other):
+        return _level(one) < _level(other)
+    return (one.tokens_per_second_per_device or 0) > 1.01 * (other.tokens_per_second_per_device or 0)
 
 
 def _possible(values: Values, world_size: int) -> Iterator[dict[str, Any]]:
@@ -106,13 +147,17 @@ def _rank(option: Option) -> tuple[float, ...]:
     What leaves a tenth of the memory free comes first, by speed; then what fits, by speed; then what needs least.
     Where speeds are unknown, offloading counts as slowest, and else a small sp as fastest.
     """
-    predicted = option.forecast
-    level = (predicted.used > 1 - FREE_PART) + (predicted.used > 1)
+    predicted, level = option.forecast, _level(option.forecast)
     if not predicted.fits:
         return level, predicted.used
     if predicted.tokens_per_second_per_device is None:
         return level, option.run.levers.offloads, option.run.dims.sp, option.run.levers.activation_checkpointing
     return level, -predicted.tokens_per_second_per_device
+
+
+def _level(predicted: ExpectedStep) -> int:
+    """Return 0 for what leaves a tenth of the memory free, 1 for what fits, and 2 for what does not."""
+    return (predicted.used > 1 - FREE_PART) + (predicted.used > 1)
 
 
 def _reason(asked: str, best: Option, second: Option | None) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend, chunking_backend
 from longctx.attention.cost import Setup
-from longctx.forecast.memory_options import PROFILE_LEVERS, asked_levers, prefers_ulysses
+from longctx.forecast.levers import PROFILE_LEVERS
+from longctx.forecast.memory_options import asked_levers, prefers_ulysses
 from longctx.settings.checks import check
 from longctx.settings.profile import LaunchProfile
 from longctx.settings.profile_values import agree

@@ -16,7 +16,7 @@ from transformers.hf_argparser import string_to_bool
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.memory_options import AUTO
+from longctx.forecast.levers import AUTO
 from longctx.settings.help import (
     DESCRIPTION,
     NO_FIELDS,

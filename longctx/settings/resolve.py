@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.forecast.hardware import Hardware
-from longctx.forecast.memory_options import AUTO
+from longctx.forecast.levers import AUTO
 from longctx.launch.spawn import device_count
 from longctx.layers.liger import check_liger_device, liger_parts
 from longctx.model.adapter import check_adapter, check_quantization

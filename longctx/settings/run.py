@@ -15,11 +15,14 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, Documents, choose_backend
 from longctx.attention.cost import Setup
 from longctx.data import name_data
-from longctx.forecast.expected_step import ExpectedStep, expect_step
+from longctx.forecast.expected_step import ExpectedStep, documents_of, expect_step
 from longctx.forecast.hardware import Hardware
-from longctx.forecast.memory_options import Levers, RunTraits, resolve_levers
+from longctx.forecast.lever_search import Room, fastest_levers
+from longctx.forecast.levers import Levers, RunTraits
+from longctx.forecast.memory_options import resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.step_time import Speeds
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
 from longctx.model.allow_list import num_linear_heads
@@ -88,6 +91,7 @@ class Run:
             bf16=self.settings["bf16"],
             local_tokens=-(-row_length(self.settings) // self.dims.sp),
             has_linear_attention=bool(num_linear_heads(self.model_config)),
+            num_layers=self.model_config.get_text_config().num_hidden_layers,
         )
         return resolve_levers(
             self.settings["memory"],
@@ -135,6 +139,35 @@ class Run:
             packed=self.settings["packing"],
             documents=documents,
         )
+
+    def fastest_levers(self) -> dict[str, Any] | None:
+        """Return the memory levers with which this run is predicted to be fastest on its hardware, by flag.
+
+        They include those that the user set. None if the speeds of the device are unknown, or nothing fits.
+        """
+        speeds = None if self.use_cpu else Speeds.of_device(self.hardware.gpu_name)
+        if speeds is None:
+            return None
+        length = -(-self.settings["max_length"] // self.settings["pad_to_multiple_of"])
+        length *= self.settings["pad_to_multiple_of"]
+        found = fastest_levers(
+            self._setup_with,
+            self.asked_levers,
+            length=length,
+            documents=documents_of(self.settings["max_length"], length, packed=self.settings["packing"]),
+            speeds=speeds,
+            room=Room(device_bytes=self.hardware.gpu_bytes, host_bytes=self.hardware.host_bytes),
+        )
+        return None if found is None else dict(found.asked)
+
+    def _setup_with(self, levers: Mapping[str, Any]) -> MemorySetup:
+        """Return what memory is predicted from, with these levers and their preset, balanced if they have none."""
+        asked = {name: value for name, value in levers.items() if name != "memory"}
+        settings = {**self.settings, "memory": levers.get("memory", "balanced")}
+        if "sequence_chunk_size" in asked and not BACKENDS[self.backend.name].can_chunk:
+            raise ValueError(f"{self.backend.name} does not support the sequence-chunked step")
+        changed = replace(self, settings=settings, asked_levers=asked).with_levers()
+        return changed.memory_setup(min(self.setup.devices_per_node, self.dims.world_size))
 
     def with_levers(self) -> Run:
         """Return the run with its levers among the settings."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from longctx.forecast.memory_options import AUTO
+from longctx.forecast.levers import AUTO
 from longctx.model.load import is_template_file
 from longctx.settings.checks import check
 from longctx.settings.defaults import ADAPTER_DEFAULTS, DEFAULTS, DEMO

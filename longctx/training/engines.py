@@ -14,7 +14,7 @@ from packaging.version import Version
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from longctx.forecast.memory_options import Levers
+    from longctx.forecast.levers import Levers
     from longctx.forecast.model_sizes import ModelSizes
 
 _FSDP = {

@@ -10,6 +10,9 @@ from trl import SFTConfig
 
 from longctx.model.load import is_template_file
 
+LAYER_KEYWORDS = ("selective", "whole_layers", "offload")
+"""Keywords of checkpointing that longctx.parallelize carries out."""
+
 
 def without_data_preparation(args: SFTConfig) -> SFTConfig:
     """Return the run's arguments for SFTTrainer, which say that data is ready.
@@ -25,8 +28,8 @@ def without_data_preparation(args: SFTConfig) -> SFTConfig:
         prepared.chat_template_path = None  # the tokenizer has it; TRL would also resize the embeddings
     prepared.restore_callback_states_from_checkpoint = False  # ResumableTrainer restores them
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # one argument, two names
-        if given := getattr(prepared, name, None):  # `selective` is carried out by longctx.parallelize
-            setattr(prepared, name, {key: value for key, value in given.items() if key != "selective"})
+        if given := getattr(prepared, name, None):
+            setattr(prepared, name, {key: value for key, value in given.items() if key not in LAYER_KEYWORDS})
     prepared.dataset_kwargs = {**(prepared.dataset_kwargs or {}), "skip_prepare_dataset": True}
     return prepared
 

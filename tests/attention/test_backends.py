@@ -132,7 +132,7 @@ def test_a_new_record_is_offered_chosen_and_forecast(toy, llama_sizes) -> None:
     assert "toy 4" in {str(how) for how, _ in auto.modelled}
 
     toys = MemorySetup(model=llama_sizes, world_size=4, sp=4, ring=4, sp_backend="toy", engine="fsdp2")
-    exchanged = closed_form._moments(toys, toys.local_tokens(2**20))["attention"]["exchange"]
+    exchanged = closed_form._moments(toys, 2**20)["attention"]["exchange"]
     # Of each token and rank: its own k and v, and k, v and their gradients of all four ranks; 2 bytes an element.
     elements = llama_sizes.num_key_value_heads * llama_sizes.head_size
     assert exchanged == (2 * 2 + 2 * 2 * 4 + 2 * 2 * 4) * elements * 2**20 / 4

@@ -419,7 +419,7 @@ def test_every_byte_of_a_rank_at_the_loss() -> None:
 
 
 def moments(setup: MemorySetup) -> dict[str, dict[str, float]]:
-    return closed_form._moments(setup, TOKENS)
+    return closed_form._moments(setup, LENGTH)
 
 
 def test_every_byte_of_the_backward_pass_of_a_layer() -> None:

@@ -1,0 +1,164 @@
+"""The memory levers of a run, as resolved, and what decides which of them a run supports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+NONE, CPU, NVME = "none", "cpu", "nvme"
+
+AUTO = "auto"
+"""The value of --sp and --memory that stands for what the forecast chooses."""
+
+PROFILE_LEVERS = (
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "communication_data_type",
+)
+"""Flags that an accelerate profile or a DeepSpeed file can set as well."""
+
+OWN_FLAGS = (*PROFILE_LEVERS, "tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
+
+
+class RunTraits(NamedTuple):
+    """The properties of a run that decide which levers it supports."""
+
+    backend_can_chunk: bool
+    """Whether the sequence-chunked step runs on the attention backend."""
+    engine: str
+    """deepspeed, fsdp2, fsdp1 or none."""
+    zero_stage: int | None
+    bf16: bool
+    local_tokens: int
+    """Most tokens of a micro-batch on one rank."""
+    has_linear_attention: bool
+    """Whether layers carry a state through all tokens."""
+    num_layers: int
+    """Decoder layers of the model."""
+
+    @property
+    def can_chunk(self) -> bool:
+        return self.backend_can_chunk and not self.has_linear_attention and self.engine != "fsdp1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levers:
+    """The resolved value of every lever of a run."""
+
+    memory: str
+    """The preset."""
+    set_by_preset: tuple[str, ...]
+    """Names of the levers that the preset set."""
+    activation_checkpointing: bool
+    every_n_layers: int
+    """One in this many layers is checkpointed."""
+    whole_layers: int
+    """The last layers, which are not checkpointed."""
+    activation_offloading: bool
+    """Whether what the backward pass needs waits in host memory."""
+    offloaded_layers: int | None
+    """The first checkpointed layers, whose checkpoints alone are offloaded; None means all."""
+    selective: bool | int | None
+    """Whether checkpoints keep attention's output, or the number of the last checkpointed layers that do; None means
+    the backend's default."""
+    checkpoint_kwargs: Mapping[str, Any]
+    """Keywords for torch.utils.checkpoint."""
+    tiled_mlp_num_shards: int | None
+    """Tiles of the MLP; 0 derives their number from the length, and None means no tiles."""
+    heads_k_stride: int | None
+    sequence_chunk_size: int | None
+    offload_optimizer_device: str
+    offload_param_device: str
+    offload_optimizer_nvme_path: str | None
+    offload_param_nvme_path: str | None
+    communication_data_type: str
+    """fp32, bf16, or auto: fp32 on FSDP2, the training precision on DeepSpeed."""
+    small_buckets: bool
+    """Whether DeepSpeed reduces, fetches and keeps less at a time than a layer."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is kept off the devices."""
+        places = {self.offload_optimizer_device, self.offload_param_device}
+        return places != {NONE} or self.activation_offloading or self.sequence_chunk_size is not None
+
+    def settings(self) -> dict[str, Any]:
+        """Return every lever by its flag, and by its older name if it has one."""
+        kwargs = dict(self.checkpoint_kwargs)
+        if self.every_n_layers > 1:
+            kwargs["every_n_layers"] = self.every_n_layers
+        if self.selective is not None:
+            kwargs["selective"] = self.selective
+        if self.whole_layers:
+            kwargs["whole_layers"] = self.whole_layers
+        if self.offloaded_layers is not None:
+            kwargs["offload"] = self.offloaded_layers
+        return {
+            "activation_checkpointing": self.activation_checkpointing,
+            "activation_checkpointing_kwargs": kwargs or None,
+            "gradient_checkpointing": self.activation_checkpointing,
+            "gradient_checkpointing_kwargs": kwargs or None,
+            "activation_offloading": self.activation_offloading,
+            "tiled_mlp": self.tiled_mlp_num_shards is not None,
+            **{name: getattr(self, name) for name in OWN_FLAGS if name != "tiled_mlp"},
+        }
+
+    def parallelize_arguments(self) -> dict[str, Any]:
+        """Return the levers that `longctx.parallelize` carries out, by keyword."""
+        keywords = {
+            "selective_checkpointing": self.selective,
+            "whole_layers": self.whole_layers or None,
+            "offloaded_layers": self.offloaded_layers,
+            "heads_k_stride": self.heads_k_stride,
+            "tiled_mlp_num_shards": self.tiled_mlp_num_shards,
+            "sequence_chunk_size": self.sequence_chunk_size,
+        }
+        return {name: value for name, value in keywords.items() if value is not None}
+
+    def describe(self) -> str:
+        """Return the preset and every lever that is on, in one line."""
+        on = [text for name, text in self._on() if name not in self.set_by_preset]
+        by_preset = [text for name, text in self._on() if name in self.set_by_preset]
+        source = f"{self.memory}: {', '.join(by_preset)}" if by_preset else self.memory
+        return "; ".join([source, *([", ".join(on)] if on else [])])
+
+    def _on(self) -> list[tuple[str, str]]:
+        """Return (name, text) of the levers that are on, and of those that a preset has switched off."""
+        chunked = self.sequence_chunk_size is not None
+        every = f" of every {self.every_n_layers} layers" if self.every_n_layers > 1 else ""
+        if self.whole_layers:
+            every = f" of all but the last {_layers(self.whole_layers)}"
+        kept = f" of {_layers(self.selective)}" if type(self.selective) is int else ""
+        first = "" if self.offloaded_layers is None else f" of the first {_layers(self.offloaded_layers)}"
+        checkpoints = f"activation checkpointing{every}" if self.activation_checkpointing else "no checkpointing"
+        levers = [
+            ("activation_checkpointing", not chunked, checkpoints),
+            ("sequence_chunk_size", chunked, f"layers over {self.sequence_chunk_size or 0:,} tokens a rank at a time"),
+            ("activation_offloading", self.activation_offloading, f"activations{first} on the host"),
+            ("selective", self.selective is False, "attention computed again"),
+            ("selective", bool(self.selective), f"attention's output{kept} kept"),
+            ("tiled_mlp", self.tiled_mlp_num_shards == 0, "MLP in tiles"),
+            ("tiled_mlp", bool(self.tiled_mlp_num_shards), f"MLP in {self.tiled_mlp_num_shards} tiles"),
+            ("heads_k_stride", self.heads_k_stride is not None, f"{self.heads_k_stride} key/value heads at a time"),
+            ("offload_optimizer_device", self.offload_optimizer_device != NONE, self._place("optimizer")),
+            ("offload_param_device", self.offload_param_device != NONE, self._place("param")),
+            (
+                "communication_data_type",
+                self.communication_data_type != "auto",
+                f"gradients reduced in {self.communication_data_type}",
+            ),
+            ("small_buckets", self.small_buckets, "small buckets"),
+        ]
+        return [(name, text) for name, is_on, text in levers if is_on]
+
+    def _place(self, kind: str) -> str:
+        device, path = getattr(self, f"offload_{kind}_device"), getattr(self, f"offload_{kind}_nvme_path")
+        what = "optimizer states" if kind == "optimizer" else "parameters"
+        return f"{what} in {path}" if device == NVME else f"{what} on the host"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layers" if count != 1 else "layer"

@@ -1,0 +1,112 @@
+"""What each decoder layer keeps for its backward pass, which can differ from layer to layer.
+
+Under activation checkpointing a layer keeps its input alone, and computes everything again; or attention's output as
+well, which saves the most expensive part; or everything, as without checkpointing. What it keeps waits on the device or
+in host memory. The backward pass frees the last layer first, so the last layers keep most, and the first ones go to
+host memory: a kind of layer is described by a number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from longctx.attention.operator import selective_checkpoint_contexts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCheckpoints:
+    """What the layers of a model keep, by numbers of layers."""
+
+    whole: int = 0
+    """The last layers, which are not checkpointed and keep everything."""
+    selective: int | None = 0
+    """The last of the checkpointed layers, which keep attention's output besides their input; None means all."""
+    offloaded: int | None = None
+    """The first of the checkpointed layers, which alone are offloaded if activations are; None means all layers, those
+    that keep everything too."""
+
+
+def install_checkpoints(model: PreTrainedModel, checkpoints: LayerCheckpoints) -> None:
+    """Make the layers of `model` keep what `checkpoints` says, once activation checkpointing is switched on.
+
+    Reentrant checkpointing always computes attention again.
+
+    Raises:
+        ValueError: if the model has fewer layers.
+    """
+    num_layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    check_layers(checkpoints, num_layers)
+    if checkpoints != LayerCheckpoints():
+        model._set_gradient_checkpointing = partial(
+            _set_by_layer, model, model._set_gradient_checkpointing, checkpoints
+        )
+
+
+def check_layers(checkpoints: LayerCheckpoints, num_layers: int) -> None:
+    """Raise ValueError if a model of this many layers does not have those that `checkpoints` names."""
+    checkpointed = num_layers - checkpoints.whole
+    for name, layers, most in (
+        ("whole_layers", checkpoints.whole, num_layers),
+        ("selective", checkpoints.selective, checkpointed),
+        ("offload", checkpoints.offloaded, checkpointed),
+    ):
+        if layers is not None and not 0 <= layers <= most:
+            rest = f", of which {checkpointed} are checkpointed" if checkpoints.whole and name != "whole_layers" else ""
+            raise ValueError(
+                f"{name} {layers} is not a number of this model's layers: it has {num_layers}{rest}. Use 0 to {most}."
+            )
+
+
+def _set_by_layer(
+    model: nn.Module,
+    set_checkpointing: Callable[..., None],
+    checkpoints: LayerCheckpoints,
+    enable: bool = True,
+    gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+    **kwargs: Any,
+) -> None:
+    """Call transformers' own setter, which all ways to switch checkpointing on use, then set what layers keep."""
+    set_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
+    if not enable:
+        return
+    given = getattr(gradient_checkpointing_func, "keywords", {})
+    keeps_attention = gradient_checkpointing_func
+    if given.get("use_reentrant") is not True and "context_fn" not in given:
+        keeps_attention = partial(
+            gradient_checkpointing_func, use_reentrant=False, context_fn=selective_checkpoint_contexts
+        )
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers[len(layers) - checkpoints.whole :]:
+        layer.gradient_checkpointing = False
+    checkpointed = [layer for layer in layers if layer.gradient_checkpointing]
+    num_selective = len(checkpointed) if checkpoints.selective is None else checkpoints.selective
+    for layer in checkpointed[len(checkpointed) - num_selective :]:
+        layer._gradient_checkpointing_func = keeps_attention
+    if checkpoints.offloaded is not None:
+        for layer in {*layers} - {*checkpointed[: checkpoints.offloaded]}:
+            run = layer._gradient_checkpointing_func if layer.gradient_checkpointing else _call
+            layer._gradient_checkpointing_func = partial(_on_device, run)
+            layer.gradient_checkpointing = True
+
+
+def _call(forward: Callable[..., Any], *args: Any) -> Any:
+    return forward(*args)
+
+
+def _on_device(run: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer so that what it saves stays on the device, whatever hooks around the model do."""
+    with saved_tensors_hooks(_as_is, _as_is):
+        return run(forward, *args)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
