@@ -236,8 +236,6 @@ def _setup(
         has_linear_attention=bool(num_linear_heads(config)),
         num_layers=model.num_layers,
     )
-    if "sequence_chunk_size" in asked and not place.can_chunk:
-        raise ValueError(f"{backend} with {engine} does not support the sequence-chunked step")
     resolved = resolve_levers(preset, asked, place, checkpoints_by_default=True).settings()
     if in_4_bit:
         from longctx.model.adapter import check_quantization

@@ -18,6 +18,11 @@ def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
         raise ValueError(
             f"--tiled_mlp_num_shards {asked['tiled_mlp_num_shards']} contradicts --tiled_mlp False. Leave out one."
         )
+    if "sequence_chunk_size" in asked and not place.backend_can_chunk:
+        raise ValueError(
+            f"--sequence_chunk_size {asked['sequence_chunk_size']} is not supported by this run's attention backend, "
+            "whose keys and values travel. Use --sp_backend ulysses, or leave it out."
+        )
     if "sequence_chunk_size" in asked and place.has_linear_attention:
         raise ValueError(
             f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's linear attention carries a state "

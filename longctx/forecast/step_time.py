@@ -161,7 +161,7 @@ def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[
     move bytes, such as norms and activations.
     """
     model, again, tokens = setup.model, _recomputed_share(setup), setup.local_tokens(length)
-    once = 2 * _matmul_parameters(model) * tokens / speeds.matmul_flops
+    once = 2 * matmul_parameters(model) * tokens / speeds.matmul_flops
     moved = TRAFFIC * (model.num_layers * saved_by_layer(setup) + LOGIT_BYTES * model.vocab_size) * tokens
     elementwise = (1 + again + 2) * moved / speeds.device.memory_speed  # backward counts as two passes
     elementwise += _gradient_sum_bytes(setup, tokens) / speeds.device.memory_speed
@@ -214,7 +214,7 @@ def _gradient_sum_bytes(setup: MemorySetup, tokens: float) -> float:
     return trained * model.num_layers * max(0.0, parts - 1) * summed * (2 * setup.element_size + 2 * FP32)
 
 
-def _matmul_parameters(model: ModelSizes) -> int:
+def matmul_parameters(model: ModelSizes) -> int:
     """Return how many parameters a token is multiplied with: all matrices but the embedding and unused experts."""
     projections = 2 * (model.query_size + model.key_value_size)
     layer = model.hidden_size * (projections + 3 * model.intermediate_size)
@@ -228,7 +228,7 @@ def _recomputed_share(setup: MemorySetup) -> float:
     layers = setup.model.num_layers
     share = setup.num_checkpointed / layers
     if setup.tiled_mlp_num_shards is not None:  # which computes its tiles again in the other layers, too
-        mlp = 3 * layers * setup.model.hidden_size * setup.model.intermediate_size / _matmul_parameters(setup.model)
+        mlp = 3 * layers * setup.model.hidden_size * setup.model.intermediate_size / matmul_parameters(setup.model)
         share += (1 - share) * mlp
     return share
 
@@ -237,7 +237,7 @@ def _again_with_chunks(setup: MemorySetup) -> float:
     """Return the same for a sequence-chunked step, which projects q, k and v three more times."""
     projections = setup.model.num_layers * setup.model.hidden_size * 2 * setup.model.key_value_size
     projections += setup.model.num_layers * setup.model.hidden_size * setup.model.query_size
-    return 1 + 2 * projections / _matmul_parameters(setup.model)
+    return 1 + 2 * projections / matmul_parameters(setup.model)
 
 
 def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangement]:

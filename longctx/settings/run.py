@@ -164,8 +164,6 @@ class Run:
         """Return what memory is predicted from, with these levers and their preset, balanced if they have none."""
         asked = {name: value for name, value in levers.items() if name != "memory"}
         settings = {**self.settings, "memory": levers.get("memory", "balanced")}
-        if "sequence_chunk_size" in asked and not BACKENDS[self.backend.name].can_chunk:
-            raise ValueError(f"{self.backend.name} does not support the sequence-chunked step")
         changed = replace(self, settings=settings, asked_levers=asked).with_levers()
         return changed.memory_setup(min(self.setup.devices_per_node, self.dims.world_size))
 

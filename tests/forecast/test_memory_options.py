@@ -356,6 +356,7 @@ EITHER = {
     "offloaded": ["--activation_offloading", "True"],
     "offloaded whole": ["--activation_offloading", "True", "--activation_checkpointing", "False"],
     "kept and offloaded": ["--activation_checkpointing_kwargs", '{"selective": true, "offload": true}'],
+    "by layer": ["--activation_checkpointing_kwargs", '{"whole_layers": 1, "selective": 1, "offload": 1}'],
     "every 2 layers": ["--activation_checkpointing_kwargs", '{"every_n_layers": 2}'],
     "tiled MLP": ["--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],
     "one head": ["--heads_k_stride", "1"],

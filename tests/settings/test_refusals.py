@@ -230,7 +230,7 @@ LEVERS = {
     "no mapping": (["--gradient_checkpointing_kwargs", "{every: 2}"], ("{every: 2}", "no JSON object", "Example")),
     "offload to where": (
         ["--gradient_checkpointing_kwargs", '{"offload": "cpu"}'],
-        ("offload 'cpu'", "neither true nor false"),
+        ("offload 'cpu'", "neither true, false nor a number of layers"),
     ),
     "bf16 sums of fp32": (
         [*RING, "--communication_data_type", "bf16"],

@@ -1,0 +1,168 @@
+"""What layers keep for the backward pass: each as often as it says, where it says, and the same gradients."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import longctx
+from longctx.attention.operator import LocalSchedule
+from longctx.forecast.lever_checks import check_together
+from longctx.forecast.levers import RunTraits
+from longctx.forecast.memory_options import asked_levers, lever_flags, resolve_levers
+from longctx.model.tiny import tiny_config, tiny_model
+
+LAYERS = 4
+DOCUMENTS = [5, 12, 7]
+
+
+def a_batch():
+    generator = torch.Generator().manual_seed(0)
+    position_ids = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    input_ids = torch.randint(0, 250, position_ids.shape, generator=generator)
+    labels = input_ids.masked_fill(position_ids == 0, -100)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def step(monkeypatch, *, checkpointing=True, every_n_layers=1, **levers):
+    """Return the gradients, the runs of attention, and the numbers of layers whose tensors were offloaded."""
+    config = tiny_config()
+    config.num_hidden_layers, config.layer_types = LAYERS, ["full_attention"] * LAYERS
+    model, sequence = longctx.parallelize(tiny_model(torch.float64, config), sp=1, **levers)
+    model.train()
+    if checkpointing:
+        model.activation_checkpointing_enable(every_n_layers=every_n_layers)
+    runs, offloaded, current = [], set(), [None]
+    forward = LocalSchedule.forward
+    monkeypatch.setattr(LocalSchedule, "forward", lambda *args: runs.append(current[0]) or forward(*args))
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: current.__setitem__(0, number))
+        layer.register_forward_hook(lambda *_: current.__setitem__(0, None))
+
+    def pack(tensor):
+        if current[0] is not None and not isinstance(tensor, torch.nn.Parameter):
+            offloaded.add(current[0])
+        return tensor
+
+    batch = a_batch()
+    shard = sequence.shard(batch)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = sequence.loss(model(**shard.inputs).logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    forward_runs = len(runs)
+    loss.backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return gradients, len(runs) - forward_runs, offloaded
+
+
+@pytest.fixture
+def run(monkeypatch):
+    return functools.partial(step, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("levers", "attended_again", "offloaded"),
+    [
+        ({"selective_checkpointing": False}, {0, 1, 2, 3}, {0, 1, 2, 3}),
+        ({"selective_checkpointing": True, "offloaded_layers": 3}, set(), {0, 1, 2}),
+        ({"whole_layers": 1, "selective_checkpointing": 2, "offloaded_layers": 1}, {0}, {0}),
+        ({"whole_layers": 2, "selective_checkpointing": False, "offloaded_layers": 0}, {0, 1}, set()),
+        ({"whole_layers": 1, "selective_checkpointing": 0}, {0, 1, 2}, {0, 1, 2, 3}),
+        ({"whole_layers": 4, "offloaded_layers": 0}, set(), set()),
+    ],
+    ids=str,
+)
+def test_each_layer_keeps_what_it_is_told(run, levers, attended_again, offloaded):
+    gradients, again, gone = run(**levers)
+    expected = run(checkpointing=False)[0]
+    assert again == len(attended_again)
+    assert gone == offloaded
+    torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_layers_that_are_not_checkpointed_stay_on_the_device(run):
+    _, again, gone = run(every_n_layers=2, selective_checkpointing=False, offloaded_layers=2)
+    assert (again, gone) == (2, {0, 2})
+
+
+@pytest.mark.parametrize(
+    ("levers", "message"),
+    [
+        ({"whole_layers": 5}, "whole_layers 5 is not a number of this model's layers: it has 4. Use 0 to 4."),
+        ({"whole_layers": 1, "selective_checkpointing": 4}, "it has 4, of which 3 are checkpointed. Use 0 to 3."),
+        ({"offloaded_layers": -1}, "offload -1 is not a number"),
+    ],
+    ids=str,
+)
+def test_a_model_has_only_so_many_layers(run, levers, message):
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        run(**levers)
+
+
+PLACE = RunTraits(
+    backend_can_chunk=True,
+    engine="fsdp2",
+    zero_stage=None,
+    bf16=True,
+    local_tokens=4096,
+    has_linear_attention=False,
+    num_layers=LAYERS,
+)
+
+
+def of_kwargs(kwargs):
+    return asked_levers({"activation_checkpointing_kwargs": kwargs}, {"activation_checkpointing_kwargs"})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ('{"whole_layers": -1}', "whole_layers -1 is not a number of layers"),
+        ('{"whole_layers": true}', "whole_layers True is not a number of layers"),
+        ('{"selective": 1.5}', "selective 1.5 is neither true, false nor a number of layers"),
+        ('{"whole_layers": 5}', "whole_layers 5 is not a number of this model's layers: it has 4"),
+        ('{"whole_layers": 1, "every_n_layers": 2}', "every_n_layers 2 and numbers of layers"),
+        ('{"selective": 2, "use_reentrant": true}', "selective 2 keeps attention's output, and reentrant"),
+    ],
+)
+def test_numbers_of_layers_that_cannot_be_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        resolve_levers("balanced", of_kwargs(kwargs), PLACE, checkpoints_by_default=True)
+
+
+def test_numbers_of_layers_need_checkpoints_and_whole_layers():
+    asked = of_kwargs('{"whole_layers": 1}')
+    with pytest.raises(ValueError, match="sets whole_layers, and activation checkpointing is off"):
+        resolve_levers("balanced", {**asked, "activation_checkpointing": False}, PLACE, checkpoints_by_default=True)
+    with pytest.raises(ValueError, match="leaves no whole layer that whole_layers could act on"):
+        resolve_levers("balanced", {**asked, "sequence_chunk_size": 64}, PLACE, checkpoints_by_default=True)
+    assert not resolve_levers("fastest", asked, PLACE, checkpoints_by_default=True).set_by_preset
+    check_together(resolve_levers("balanced", asked, PLACE, checkpoints_by_default=True), PLACE)
+
+
+def test_chunks_need_a_backend_that_has_them():
+    place = PLACE._replace(backend_can_chunk=False)
+    with pytest.raises(ValueError, match="--sequence_chunk_size 64 is not supported by this run's attention backend"):
+        resolve_levers("balanced", {"sequence_chunk_size": 64}, place, checkpoints_by_default=True)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        (
+            '{"whole_layers": 1, "selective": 2, "offload": 1}',
+            "balanced; activation checkpointing of all but the last layer, activations of the first layer on the host, "
+            "attention's output of 2 layers kept",
+        ),
+        ('{"offload": 0}', "balanced; activation checkpointing"),
+        ('{"selective": true}', "balanced; activation checkpointing, attention's output kept"),
+    ],
+)
+def test_levers_by_layer_are_described_and_their_flags_ask_for_them(kwargs, text):
+    asked = of_kwargs(kwargs)
+    levers = resolve_levers("balanced", asked, PLACE, checkpoints_by_default=True)
+    assert levers.describe() == text
+    flags = lever_flags(asked)
+    assert asked_levers(flags, set(flags)) == asked
