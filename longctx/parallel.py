@@ -19,7 +19,8 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
-from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
+from longctx.layers.checkpointed_layers import LayerCheckpoints
+from longctx.layers.checkpoints import install_checkpoints
 from longctx.layers.chunked import install_chunked
 from longctx.layers.loss import fuse_head, learnt_positions, step_loss, token_losses
 from longctx.layers.tiled_mlp import install_tiled_mlp
@@ -271,8 +272,8 @@ def parallelize(
     if sequence_chunk_size is not None:
         if not backend.can_chunk:
             raise ValueError(
-                f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}: keys and values that wait "
-                f"in host memory do not travel round a ring. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
+                f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}: keys and values in host "
+                f"memory cannot be sent around a ring. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
             )
         install_chunked(model, sequence_chunk_size, device, keep_attention=selective != 0)
     attention = partial(backend.attention, heads_k_stride=heads_k_stride)
@@ -295,7 +296,7 @@ def _documents(model: PreTrainedModel, lengths: Sequence[int] | None) -> Documen
     row = np.asarray(lengths)
     if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row) or row.min() < 1:
         raise ValueError(
-            f"document_lengths {lengths!r} are no lengths of documents. Give a list of whole numbers of at least 1."
+            f"document_lengths {lengths!r} are not lengths of documents. Give a list of whole numbers of at least 1."
         )
     return Documents(rows=[row.astype(np.int64)], source=f"{len(row)} documents given")
 

@@ -107,7 +107,9 @@ def _plan(options: argparse.Namespace) -> int:
     from longctx.model.tied_head import untie_as_stored
 
     if options.output is not None and find_spec("matplotlib") is None:
-        raise ValueError(f"--output {options.output} draws pictures with matplotlib. pip install matplotlib first.")
+        raise ValueError(
+            f"--output {options.output} needs matplotlib for its pictures. Run pip install matplotlib first."
+        )
     config = load_config(options.model_name_or_path, revision=options.model_revision)
     untie_as_stored(config, options.model_name_or_path, revision=options.model_revision)
     if scaling := parse_rope_scaling(options.rope_scaling):
@@ -261,7 +263,7 @@ def _machine(options: argparse.Namespace) -> Any:
     per_node = min(options.gpus, options.gpus_per_node)
     if options.gpus % per_node:
         raise ValueError(
-            f"--gpus {options.gpus} are no whole number of nodes of --gpus_per_node {per_node}. Change one of them."
+            f"--gpus {options.gpus} are not a whole number of nodes of --gpus_per_node {per_node}. Change one of them."
         )
     gpu = options.gpu or GPU
     kernel = options.kernel or _KERNELS[gpu]
@@ -288,7 +290,7 @@ def _measured(num_devices: int) -> Any:
     try:
         return measure_speeds(num_devices), device_memory()
     except RuntimeError as error:
-        raise ValueError(f"--measure: {error} Use --gpu with a device that speeds are published of.") from error
+        raise ValueError(f"--measure: {error} Use --gpu with a device whose speeds are published.") from error
 
 
 def _as_dict(candidate: Any, outlooks: Sequence[Any]) -> dict[str, Any]:

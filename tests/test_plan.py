@@ -410,10 +410,10 @@ def test_documents_make_attention_cheap_and_the_length_the_same(tmp_path, capsys
     ("flags", "message"),
     [
         (["--gpus", "0"], "--gpus 0 is below 1"),
-        (["--gpus", "12"], "no whole number of nodes"),
+        (["--gpus", "12"], "not a whole number of nodes"),
         (["--gpu_memory_gib", "-1"], "is not above 0"),
         (["--document_lengths", "/nowhere.csv"], "low,high,documents"),
-        (["--kernel", "flash-attn 9"], "Nothing is known of the kernel"),
+        (["--kernel", "flash-attn 9"], "No speeds are known for the kernel"),
         (["--lengths", "1"], "below 2"),
         (["--host_memory_gib", "nan"], "is not above 0, or no number"),
     ],

@@ -154,7 +154,7 @@ CALLS = {
     "no table": (lambda: arrow_table([1]), "expected a datasets.Dataset or a pyarrow.Table, got list"),
     "no tokens": (lambda: token_columns(pa.table({"a": ["x"]}), ["a"]), "column 'a' is not a list of numbers"),
     "no host": (lambda: first_host(""), "names no host. Set MASTER_ADDR"),
-    "no limit": (lambda: reach(MemorySetup(model=MODEL), float("inf"), float("inf")), "are no limits"),
+    "no limit": (lambda: reach(MemorySetup(model=MODEL), float("inf"), float("inf")), "are not limits"),
     "traced engine": (lambda: StepSettings(length=8, engine="zero3"), "DeepSpeed does not run on fake tensors"),
     "traced ranks": (lambda: StepSettings(length=8, engine="none", sp=2), "engine 'none' with 2 devices"),
     "traced documents": (lambda: StepSettings(length=8, document_lengths=[3]), "sum to 3, and length is 8"),
@@ -162,10 +162,10 @@ CALLS = {
     "degrees": (lambda: ParallelDims(world_size=3, ring=2), "3 processes cannot be arranged"),
     "degree 0": (lambda: ParallelDims(world_size=0, ring=0), "0 processes cannot be arranged"),
     "strategy": (lambda: plan_packing(np.array([1]), 4, strategy="best"), "unknown packing strategy 'best'"),
-    "lengths of nothing": (lambda: _documents(tiny_model(), []), "are no lengths of documents"),
-    "length 0": (lambda: _documents(tiny_model(), [3, 0]), "are no lengths of documents"),
-    "parts of tokens": (lambda: _documents(tiny_model(), [2.5]), "are no lengths of documents"),
-    "tiles": (lambda: install_tiled_mlp(tiny_model(), -1), "tiled_mlp_num_shards -1 is no number of tiles"),
+    "lengths of nothing": (lambda: _documents(tiny_model(), []), "are not lengths of documents"),
+    "length 0": (lambda: _documents(tiny_model(), [3, 0]), "are not lengths of documents"),
+    "parts of tokens": (lambda: _documents(tiny_model(), [2.5]), "are not lengths of documents"),
+    "tiles": (lambda: install_tiled_mlp(tiny_model(), -1), "tiled_mlp_num_shards -1 is not a number of tiles"),
     "no MLP": (lambda: install_tiled_mlp(an_mlpless_model(), 2), "No MLP was found in Linear"),
     "heads at a time": (lambda: check_stride(0), "heads_k_stride 0 must be at least 1"),
     "4-bit verified": (
@@ -198,7 +198,7 @@ CALLS |= {
         lambda: check_adapter(
             resolved({}, {"dataset_name": "stdlib", "use_peft": "True"}).settings, tiny_config(), "fsdp1"
         ),
-        "--use_peft on FSDP1 is not compared",
+        "--use_peft on FSDP1 is not verified",
     ),
     "chunks of linear attention": (
         lambda: install_chunked(LINEAR, 8, Q.device),
@@ -222,7 +222,7 @@ CALLS |= {
     ),
     "texts to evaluate": (
         lambda: rows_to_evaluate(Dataset.from_dict({"text": ["a"]})),
-        "rows to evaluate need input_ids, and these have .'text'.",
+        "sequences to evaluate need input_ids, and these have .'text'.",
     ),
     "rows of another type": (lambda: rows_to_evaluate([1]), "the type list"),
     "too few rows to verify": (lambda: probe_rows(a_prepared_run(1)), "gives 1 rows of up to 8 tokens"),
@@ -298,7 +298,7 @@ def test_manifests_and_states_that_are_damaged_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        (CHATS | {"tools": "no JSON"}, "'tools' is no JSON"),
+        (CHATS | {"tools": "no JSON"}, "'tools' is not JSON"),
         (CHATS | {"chat_template_kwargs": "x"}, "'chat_template_kwargs' is 'x'"),
         (CHATS | {"chat_template_kwargs": {"truncation": True}}, "sets truncation, which would replace"),
         (CHATS | {"tools": [{"n": 1 << 70}]}, "'tools' holds a whole number beyond 64 bits"),
@@ -358,8 +358,8 @@ def test_configurations_that_cannot_be_used_are_named(content, words, tmp_path):
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        ("[]", "is no index of weights"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', "none in its folder"),
+        ("[]", "is not an index of weights"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "not a file in its folder"),
         ('{"weight_map": {"a": "missing.safetensors"}}', "is missing. Complete the folder"),
         ('{"weight_map": {"a": "broken.safetensors"}}', r"broken.safetensors cannot be read"),
     ],
@@ -375,7 +375,7 @@ def test_weights_that_an_index_does_not_name_are_refused(index, words, tmp_path)
 
 
 def test_histograms_and_templates_that_cannot_be_read_are_named(tmp_path):
-    for text, words in (("low,high\n1,2\n", "is no CSV"), ("low,high,documents\n0,2,3\n", "no document of at least 1")):
+    for text, words in (("low,high\n1,2\n", "not a CSV"), ("low,high,documents\n0,2,3\n", "no document of at least 1")):
         with pytest.raises(ValueError, match=words):
             drawn_from(Path(write(tmp_path / "lengths.csv", text)))
     (tmp_path / "template.jinja").write_bytes(b"\xff")
@@ -432,7 +432,7 @@ PROFILES = {
     "shards": ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "parallelism_config_dp_shard_size 3"),
     "ZeRO-0": (
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"},
-        "ZeRO stage 0 is not compared",
+        "ZeRO stage 0 is not verified",
     ),
 }
 
@@ -459,10 +459,10 @@ def test_chunks_of_linear_attention_are_refused_before_weights(tmp_path):
 
 COMMANDS = {
     "no steps traced": ("--profile_steps 0", "--profile_steps 0 is below 1"),
-    "traced too late": ("--profile True --max_steps 2", "--profile True traces steps after the first"),
+    "traced too late": ("--profile True --max_steps 2", "--profile True starts to trace after the first"),
     "processes": ("--num_processes -1", "--num_processes -1 is below 1"),
     "padding": ("--pad_to_multiple_of 0", "--pad_to_multiple_of 0 is below 1"),
-    "no object": ("--activation_checkpointing_kwargs [1]", "is no JSON object"),
+    "no object": ("--activation_checkpointing_kwargs [1]", "is not a JSON object"),
     "evaluated": ("--load_best_model_at_end True", "needs evaluation data"),
     "evaluated by none": (
         "--eval_strategy steps --per_device_eval_batch_size 0",

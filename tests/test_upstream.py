@@ -49,6 +49,10 @@ ATTRIBUTES = {
     # transformers
     "_attn_implementation": ("transformers:PretrainedConfig", "a config may name code on the hub there"),
     "_experts_implementation": ("transformers:PretrainedConfig", "the same"),
+    "_gradient_checkpointing_func": (
+        "transformers:PreTrainedModel",
+        "what a layer keeps",
+    ),
     "_globalstep_last_logged": ("transformers:Trainer", "a resumed log goes on where it was"),
     "_memory_tracker": ("transformers:Trainer", "evaluation keeps its report of memory"),
     "_n_gpu": ("transformers:TrainingArguments", "one device a process, or the Trainer wraps in DataParallel"),

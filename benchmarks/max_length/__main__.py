@@ -160,9 +160,11 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 < options.precision < 1:
         raise ValueError(f"--precision {options.precision} is not between 0 and 1. 0.02 is two hundredths.")
     if options.output.exists() and not (options.output.is_dir() and os.access(options.output, os.W_OK)):
-        raise ValueError(f"--output {options.output} is no folder that can be written. Name another.")
+        raise ValueError(f"--output {options.output} is not a folder that can be written. Name another.")
     if options.document_lengths is not None and not options.document_lengths.is_file():
-        raise ValueError(f"--document_lengths {options.document_lengths} is no file. Name a CSV of low,high,documents.")
+        raise ValueError(
+            f"--document_lengths {options.document_lengths} is not a file. Name a CSV of low,high,documents."
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError('Pictures need matplotlib. Install it: pip install "matplotlib>=3.9".')
 

@@ -54,7 +54,7 @@ class Results:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"--output {folder} is written by another sweep now. Name another folder.") from None
+            raise ValueError(f"--output {folder} is written by another sweep now. Choose another folder.") from None
         self.lines = list(read(self.path))
         self._file.truncate(_whole_lines(self.path))
 
@@ -79,7 +79,7 @@ def read(path: Path) -> Iterator[Line]:
     """Every line but a last one that is cut.
 
     Raises:
-        ValueError: for a line that is no JSON object.
+        ValueError: for a line that is not a JSON object.
     """
     *whole, cut = path.read_bytes().split(b"\n")
     for number, text in enumerate([*whole, cut], 1):

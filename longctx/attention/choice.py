@@ -131,7 +131,7 @@ def choose_backend(
         chosen, reason = _least(setup, modelled, before)
     else:
         why = "; ".join(_reasons(refused))
-        raise ValueError(f"--sp_backend auto finds none for sp {sp} ({why}). Lower --sp, or name a backend.")
+        raise ValueError(f"--sp_backend auto finds no backend for sp {sp} ({why}). Lower --sp, or name a backend.")
     return BackendChoice(
         arrangement=chosen,
         reason=reason,

@@ -46,15 +46,13 @@ class SequenceCollator:
     def __post_init__(self) -> None:
         if not _is_count(self.pad_token_id, 0):
             raise ValueError(
-                f"pad_token_id must be a token number of at least 0, got {self.pad_token_id!r}; for a "
-                "tokenizer "
+                f"pad_token_id must be a token number of at least 0, got {self.pad_token_id!r}; for a tokenizer "
                 "without a pad token use its eos_token_id"
             )
         if not _is_count(self.pad_to_multiple_of, 1):
             raise ValueError(
-                f"pad_to_multiple_of must be a number of tokens of at least 1, got "
-                f"{self.pad_to_multiple_of!r}; "
-                "1 pads to the longest row only"
+                f"pad_to_multiple_of must be a number of tokens of at least 1, got {self.pad_to_multiple_of!r}; 1 "
+                "pads to the longest sequence only"
             )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def _varlen_arguments(segments: NDArray[np.int64]) -> dict[str, Any]:
     if borders[-1] > np.iinfo(np.int32).max:
         raise ValueError(
             f"the batch has {borders[-1]} tokens, more than 32-bit cu_seq_lens can count "
-            f"({np.iinfo(np.int32).max}); use fewer rows per batch"
+            f"({np.iinfo(np.int32).max}); use fewer sequences per batch"
         )
     cu_seq_lens = torch.from_numpy(borders.astype(np.int32))
     longest = int(segments.max())
@@ -172,8 +170,7 @@ def _read_row(example: Mapping[str, Any], number: int) -> _Row:
         mask = _per_token(example, "attention_mask", number, len(input_ids))
         if not mask.all():
             raise ValueError(
-                f"example {number} is padded already: its attention_mask has {np.count_nonzero(mask == 0)} "
-                "zeros. "
+                f"example {number} is padded already: its attention_mask has {np.count_nonzero(mask == 0)} zeros. "
                 "Tokenise without padding; the collator pads"
             )
     return _Row(input_ids, _labels(example, number, input_ids), _seq_lengths(example, number, len(input_ids)))
@@ -192,14 +189,13 @@ def _labels(example: Mapping[str, Any], number: int, input_ids: NDArray[np.integ
 
 
 def _seq_lengths(example: Mapping[str, Any], number: int, tokens: int) -> NDArray[np.int64]:
-    """Return the tokens of each document in the row, int64 [documents], without empty ones."""
+    """Return the tokens of each document in the sequence, int64 [documents], without empty ones."""
     if example.get("seq_lengths") is not None:
         lengths = _integers(example, "seq_lengths", number).astype(np.int64)
         if (lengths < 0).any() or lengths.sum() != tokens:
             raise ValueError(
-                f"seq_lengths of example {number} sum to {lengths.sum()}, but it has {tokens} input_ids; "
-                "give the "
-                "length of each document in the row, in order"
+                f"seq_lengths of example {number} sum to {lengths.sum()}, but it has {tokens} input_ids; give the "
+                "length of each document in the sequence, in order"
             )
         return lengths[lengths > 0]
     if example.get("position_ids") is not None:
@@ -213,9 +209,8 @@ def _from_positions(positions: NDArray[np.integer], number: int) -> NDArray[np.i
     lengths = np.diff(starts, append=len(positions))
     if not len(starts) or starts[0] != 0 or (np.diff(positions) != 1).sum() != len(starts) - 1:
         raise ValueError(
-            f"position_ids of example {number} do not count 0, 1, 2, ... in each document, so its documents "
-            "are "
-            "unknown; give seq_lengths, the length of each document in the row"
+            f"position_ids of example {number} do not count 0, 1, 2, ... in each document, so its documents are "
+            "unknown; give seq_lengths, the length of each document in the sequence"
         )
     return lengths
 
@@ -224,9 +219,8 @@ def _per_token(example: Mapping[str, Any], name: str, number: int, tokens: int) 
     values = _integers(example, name, number)
     if len(values) != tokens:
         raise ValueError(
-            f"{name} of example {number} has {len(values)} values, but it has {tokens} input_ids; give one "
-            "value a "
-            "token (labels are not shifted)"
+            f"{name} of example {number} has {len(values)} values, but it has {tokens} input_ids; give one value per "
+            f"token (labels are not shifted)"
         )
     return values
 

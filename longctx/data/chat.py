@@ -86,7 +86,7 @@ class ChatEncoder(Encoder):
             tools = json.loads(tools) if isinstance(tools, str) else tools
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{name_record(index)}: 'tools' is no JSON ({error}): {str(tools)[:60]!r}. Correct or remove it."
+                f"{name_record(index)}: 'tools' is not JSON ({error}): {str(tools)[:60]!r}. Correct or remove it."
             ) from None
         keywords = record.get("chat_template_kwargs") or {}
         if not isinstance(keywords, dict):
@@ -133,7 +133,7 @@ class ChatEncoder(Encoder):
             RecursionError,
         ) as e:
             raise DataError(
-                f"{name_record(index)}: the chat template refuses its messages ({e}). Correct or remove it."
+                f"{name_record(index)}: the chat template rejects its messages ({e}). Correct or remove it."
             ) from e
         assert isinstance(out, Mapping), f"apply_chat_template(return_dict=True) gave {type(out).__name__}"
         return out

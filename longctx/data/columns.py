@@ -151,7 +151,7 @@ def token_columns(table: pa.Table, names: list[str] | None = None) -> dict[str, 
     if names is None:
         if "seq_lengths" in table.column_names:
             raise DataError(
-                "the data set has a column 'seq_lengths', so it is packed already; use its rows as they are, "
+                "the data set has a column 'seq_lengths', so it is packed already; use its sequences as they are, "
                 "or remove the column to pack them as single documents"
             )
         names = [name for name in table.column_names if is_token_type(table.schema.field(name).type)]
@@ -210,7 +210,7 @@ def agreed_lengths(columns: dict[str, TokenColumn], rows: NDArray[np.integer] | 
             document = int(np.flatnonzero(lengths != other)[0])
             raise DataError(
                 f"column {column.name!r} has {other[document]} values for document {document} (counted from 0), which "
-                f"has {lengths[document]} {reference.name}; every per-token column needs one value a token. "
+                f"has {lengths[document]} {reference.name}; every per-token column needs one value per token. "
                 "Correct or remove the column, or name the columns to keep with columns=[...]"
             )
     return lengths

@@ -55,7 +55,7 @@ def file_state(path: Path) -> FileState:
     except OSError as error:
         raise unreadable(path, error) from error
     if not stat.S_ISREG(found.st_mode):  # a pipe or a device may have no end
-        raise DataError(f"{path}: no regular file. Name files and folders of files.")
+        raise DataError(f"{path}: not a regular file. Name files and folders of files.")
     return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 

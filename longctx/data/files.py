@@ -61,7 +61,7 @@ def files_loader(files: Sequence[Path], text_field: str) -> Loader:
     """Return the loader of files that must all have one format."""
     for file in files:
         if not file.is_file():  # a pipe or a device may have no end
-            raise DataError(f"{file}: no regular file. Expected {FORMATS_HELP}.")
+            raise DataError(f"{file}: not a regular file. Expected {FORMATS_HELP}.")
     formats = {_format_of(file): file for file in reversed(files)}
     if len(formats) > 1:
         examples = ", ".join(f"{format_name} ({file})" for format_name, file in sorted(formats.items()))
@@ -204,8 +204,8 @@ def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> I
 def unlike_files(where: str, cause: BaseException) -> DataError:
     """Return the error for a file whose contents do not fit the first file's columns."""
     return DataError(
-        f"{where}: not readable as one data set ({cause}). "
-        "Check that the files are whole and have the same columns and types."
+        f"{where}: not readable as one data set ({cause}). Check that the files are whole and have the same columns "
+        "and types."
     )
 
 
@@ -239,12 +239,14 @@ def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, int]:
             metadata = pq.read_metadata(file)
             return metadata.schema.to_arrow_schema(), metadata.num_rows
         with MemoryBound(GROUP_MEMORY_BYTES), pa.memory_map(str(file)) as source:
-            return _inspect_arrow(source)
+            schema, num_rows = _inspect_arrow(source)
+            schema.names  # noqa: B018 - decodes them
+            return schema, num_rows
     except MemoryError:
         raise _too_large(str(file)) from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
         raise DataError(
-            f"{file}: not a readable {format_name} file ({error}). Write it anew, or correct its suffix."
+            f"{file}: not a readable {format_name} file ({error}). Write it again, or correct its suffix."
         ) from None
 
 

@@ -42,8 +42,8 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     if "input_ids" in columns:
         if "seq_lengths" in columns:
             raise DataError(
-                f"{where}: 'seq_lengths' says that rows are packed already, and longctx packs single documents itself. "
-                "Give the documents before they were packed."
+                f"{where}: 'seq_lengths' says that the records are packed already, and longctx packs single documents "
+                "itself. Give the documents unpacked."
             )
         return "input_ids"
     if "prompt" in columns and "completion" in columns:
@@ -54,13 +54,13 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     if "chosen" in columns and "rejected" in columns:
         raise DataError(
             f"{where}: 'chosen' and 'rejected' answers are preferences, and each record is one document here (SFT). "
-            "DPO at --sp N is examples/dpo.py. To learn the chosen answers alone, keep 'prompt' and call 'chosen' "
+            "DPO at --sp N is examples/dpo.py. To train on the chosen answers alone, keep 'prompt' and call 'chosen' "
             "'completion' (of messages with the prompt in them, 'messages')."
         )
     if "prompt" in columns:
         raise DataError(
             f"{where}: a 'prompt' alone is for methods that generate, such as GRPO, which longctx train does not do. "
-            "To learn answers, add 'completion'."
+            "To train on answers, add 'completion'."
         )
     raise DataError(
         f"{where}: no known kind of record in the columns {sorted(columns)}; expected '{text_field}', 'messages' "
@@ -78,7 +78,7 @@ def check_column_types(features: Features, kind: str) -> None:
     """Refuse columns whose Arrow type no record of this kind has, such as numbers where text is expected; and KTO's."""
     if kind == "prompt+completion" and features.get("label") == Value("bool"):
         raise DataError(
-            "the column 'label' says which completions are desirable (KTO), and all of them would be learnt alike. "
+            "the column 'label' says which completions are desirable (KTO), and all of them would be trained on alike. "
             "Keep the desirable ones and remove the column, or use TRL's KTOTrainer."
         )
     for column in (*kind_columns(kind), *CONVERSATION_EXTRAS):

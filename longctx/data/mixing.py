@@ -288,5 +288,5 @@ class _Reader:
     def take(self, name: str) -> tuple[dict[str, NDArray[np.int32]], bool]:
         taken, self._next = self._next, next(self._documents, None)
         if taken is None:
-            raise DataError(f"{name} has fewer documents than when it was read before. Give the same data.")
+            raise DataError(f"{name} has fewer documents than when it was read before. Use the same data.")
         return taken, self._next is None

@@ -134,7 +134,7 @@ def reach(
     while (binds := full(too_long)) is None:
         fits, too_long = too_long, 2 * too_long
         if too_long > 2**48:
-            raise ValueError(f"limits of {device_bytes:.3g} device and {host_bytes:.3g} host bytes are no limits")
+            raise ValueError(f"limits of {device_bytes:.3g} device and {host_bytes:.3g} host bytes are not limits")
     while too_long - fits > max(setup.sp, fits // 4096):
         middle = (fits + too_long) // 2
         found = full(middle)

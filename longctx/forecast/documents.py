@@ -36,7 +36,7 @@ def drawn_from(path: Path) -> RowLengths:
         bins = [(int(row["low"]), int(row["high"]), float(row["documents"])) for row in csv.DictReader(lines)]
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(
-            f"--document_lengths {path} is no CSV with columns low,high,documents of whole numbers: {error!r}."
+            f"--document_lengths {path} is not a CSV file with columns low,high,documents of whole numbers: {error!r}."
         ) from None
     if not bins or min(low for low, _, _ in bins) < 1 or sum(number for *_, number in bins) <= 0:
         raise ValueError(f"--document_lengths {path} has no document of at least 1 token.")

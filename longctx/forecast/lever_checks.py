@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longctx.forecast.levers import NONE, NVME, Levers, RunTraits
-from longctx.layers.checkpoints import LayerCheckpoints, check_layers
+from longctx.layers.checkpointed_layers import LayerCheckpoints, check_layers
 
 
 def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
@@ -31,8 +31,8 @@ def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
     on_fsdp1 = [n for n in ("sequence_chunk_size", "tiled_mlp", "tiled_mlp_num_shards") if asked.get(n)]
     if on_fsdp1 and place.engine == "fsdp1":
         raise ValueError(
-            f"--{on_fsdp1[0]} {asked[on_fsdp1[0]]}: the engine is fsdp1, whose flattened weights it is not compared "
-            "with. Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or leave it out."
+            f"--{on_fsdp1[0]} {asked[on_fsdp1[0]]}: the engine is fsdp1, and it is not verified with FSDP1's "
+            f"flattened weights. Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or leave it out."
         )
     if asked.get("communication_data_type") == "bf16" and not place.bf16:
         raise ValueError(
@@ -41,8 +41,8 @@ def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
         )
     if "communication_data_type" in asked and place.engine not in ("deepspeed", "fsdp2"):
         raise ValueError(
-            f"--communication_data_type {asked['communication_data_type']}: the engine is {place.engine}, which has "
-            "no choice of it. Leave it out, or use --engine fsdp2 or deepspeed."
+            f"--communication_data_type {asked['communication_data_type']}: the engine is {place.engine}, which does "
+            f"not offer this choice. Leave it out, or use --engine fsdp2 or deepspeed."
         )
 
 
@@ -64,8 +64,8 @@ def check_together(levers: Levers, place: RunTraits) -> None:
     if chunk is not None and any(acting_on_layers.values()):
         other = next(name for name, acts in acting_on_layers.items() if acts)
         raise ValueError(
-            f"--sequence_chunk_size {chunk} leaves no whole layer that {other} could act on; what waits is in host "
-            "memory already. Leave out one of the two."
+            f"--sequence_chunk_size {chunk} leaves no whole layer that {other} could act on; its activations are in "
+            f"host memory already. Leave out one of the two."
         )
     for_checkpoints = {
         "every_n_layers": levers.every_n_layers > 1,
@@ -112,13 +112,14 @@ def _check_offload(levers: Levers, place: RunTraits) -> None:
             raise ValueError(f"{flag} nvme needs a folder: add {path_flag} DIR on a local SSD.")
         if device != NVME and path is not None:
             raise ValueError(
-                f"{path_flag} {path} goes with {flag} nvme, and that is {device}. Add it, or leave both out."
+                f"{path_flag} {path} needs {flag} nvme, and {flag} is {device}. Set it to nvme, or leave both out."
             )
         if device == NONE:
             continue
         if place.engine not in ("deepspeed", "fsdp2"):
             raise ValueError(
-                f"{flag} {device} is DeepSpeed's or FSDP2's, and the engine is {place.engine}. Use --engine deepspeed."
+                f"{flag} {device} is an option of DeepSpeed and FSDP2, and the engine is {place.engine}. Use "
+                f"--engine deepspeed."
             )
         if place.engine == "fsdp2" and kind == "optimizer":
             raise ValueError(
@@ -126,9 +127,9 @@ def _check_offload(levers: Levers, place: RunTraits) -> None:
                 "cpu, which moves both, or --engine deepspeed."
             )
         if place.engine == "fsdp2" and device == NVME:
-            raise ValueError(f"{flag} nvme is DeepSpeed ZeRO-3's. Use --engine deepspeed, or {flag} cpu.")
+            raise ValueError(f"{flag} nvme is an option of DeepSpeed ZeRO-3. Use --engine deepspeed, or {flag} cpu.")
         needs = 3 if kind == "param" or device == NVME else 1
         if place.engine == "deepspeed" and (place.zero_stage or 0) < needs:
             raise ValueError(
-                f"{flag} {device} needs ZeRO-{needs}, and this is ZeRO-{place.zero_stage}. Raise the stage."
+                f"{flag} {device} needs ZeRO-{needs}, and the run has ZeRO-{place.zero_stage}. Use a higher stage."
             )

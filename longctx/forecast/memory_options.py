@@ -89,12 +89,12 @@ def _of_checkpoints(given: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         kwargs = json.loads(given) if isinstance(given, str) else dict(given)
     except ValueError as error:
-        raise ValueError(f"{flag} is no JSON object: {error}. Example: '{{\"every_n_layers\": 2}}'.") from None
+        raise ValueError(f"{flag} is not a JSON object: {error}. Example: '{{\"every_n_layers\": 2}}'.") from None
     if not isinstance(kwargs, dict):
-        raise ValueError(f"{flag} is no JSON object. Example: '{{\"every_n_layers\": 2}}'.")
+        raise ValueError(f"{flag} is not a JSON object. Example: '{{\"every_n_layers\": 2}}'.")
     every = kwargs.get("every_n_layers", 1)
     if type(every) is not int or every < 1:
-        raise ValueError(f"{flag}: every_n_layers {every!r} is no whole number of at least 1.")
+        raise ValueError(f"{flag}: every_n_layers {every!r} is not a whole number of at least 1.")
     for name in ("offload", "selective"):
         if not _is_number_of_layers(kwargs.get(name, 0)) and not isinstance(kwargs[name], bool):
             raise ValueError(f"{flag}: {name} {kwargs[name]!r} is neither true, false nor a number of layers.")

@@ -73,10 +73,10 @@ class Speeds:
         """
         peaks, kernels = table.values("peak_flops"), table.kernels()
         if device not in peaks:
-            raise ValueError(f"Nothing is known of the device {device!r}. Use one of {', '.join(peaks)}.")
+            raise ValueError(f"No speeds are known for the device {device!r}. Use one of {', '.join(peaks)}.")
         if device not in kernels.get(kernel, {}):
             known = ", ".join(name for name, devices in kernels.items() if device in devices)
-            raise ValueError(f"Nothing is known of the kernel {kernel!r} on {device}. Use one of {known}.")
+            raise ValueError(f"No speeds are known for the kernel {kernel!r} on {device}. Use one of {known}.")
         forward, backward = (part * peaks[device] for part in kernels[kernel][device])
         return cls(
             matmul_flops=table.value(device, "matmul_part") * peaks[device],

@@ -44,8 +44,8 @@ def _interface_towards(address: str, host: str) -> str:
     found = [name for name, addresses in interfaces.items() if towards in addresses] or list(interfaces)
     if len(found) != 1:
         raise ValueError(
-            f"on {host}, that name stands for the loopback, which other nodes cannot reach; they could mean any of the "
-            f"interfaces {', '.join(found) or '(none is up)'}. Set GLOO_SOCKET_IFNAME to the name of theirs."
+            f"the name {host} resolves to the loopback address, which other nodes cannot reach. This host has the "
+            f"interfaces {', '.join(found) or '(none is up)'}. Set GLOO_SOCKET_IFNAME to the one that reaches them."
         )
     return found[0]
 

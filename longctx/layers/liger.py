@@ -80,7 +80,7 @@ def liger_parts(config: PretrainedConfig, asked: str | Mapping[str, Any] | None 
     text = config.get_text_config()
     if text.model_type not in LIGER_MODELS:
         raise ValueError(
-            f"--use_liger_kernel True: Liger's kernels are not compared with the layers of a {text.model_type} model. "
+            f"--use_liger_kernel True: Liger's kernels are not verified with the layers of a {text.model_type} model. "
             f"Leave it out, or use one of {', '.join(LIGER_MODELS)}."
         )
     there = LIGER_MODELS[text.model_type]
@@ -101,9 +101,9 @@ def _wanted(asked: str | Mapping[str, Any] | None, model_type: str, there: tuple
     try:
         wanted = json.loads(asked) if isinstance(asked, str) else dict(asked or {})
     except ValueError as error:
-        raise ValueError(f"--liger_kernel_config {asked} is no JSON object: {error}. {_EXAMPLE}") from None
+        raise ValueError(f"--liger_kernel_config {asked} is not a JSON object: {error}. {_EXAMPLE}") from None
     if not isinstance(wanted, dict) or not all(isinstance(value, bool) for value in wanted.values()):
-        raise ValueError(f"--liger_kernel_config {asked} is no JSON object of true and false. {_EXAMPLE}")
+        raise ValueError(f"--liger_kernel_config {asked} is not a JSON object of true and false. {_EXAMPLE}")
     for name, value in wanted.items():
         if name in _LOSSES and value:
             raise ValueError(

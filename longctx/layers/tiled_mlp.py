@@ -36,8 +36,8 @@ def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
     """
     if num_shards < 0:
         raise ValueError(
-            f"tiled_mlp_num_shards {num_shards} is no number of tiles. Use 0 for tiles as long as the model is wide, "
-            "or a number of at least 1."
+            f"tiled_mlp_num_shards {num_shards} is not a number of tiles. Use 0 for tiles as long as the model is "
+            "wide, or a number of at least 1."
         )
     mlps: list[Any] = list(find_mlps(model))
     if not mlps:

@@ -31,7 +31,7 @@ def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, e
     _check_values(settings)
     if engine == "fsdp1":
         raise ValueError(
-            "--use_peft on FSDP1 is not compared with one process. Set fsdp_version: 2 (--config_file "
+            "--use_peft on FSDP1 is not verified against one process. Set fsdp_version: 2 (--config_file "
             "configs/fsdp2.yaml)."
         )
     model = without_weights(model_config)
@@ -63,7 +63,7 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
         settings: every flag of TRL's ModelConfig, and the memory levers.
 
     Raises:
-        ValueError: for what is not compared with one process, with the remedy.
+        ValueError: for what is not verified against one process, with the remedy.
     """
     if not settings["use_peft"]:
         raise ValueError("--load_in_4bit True keeps weights that cannot be trained. Add --use_peft, or leave it out.")
@@ -71,13 +71,13 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
         raise ValueError("--load_in_4bit True with the built-in tiny, which is made in fp32. Name a model in a folder.")
     if engine not in ("fsdp2", "none"):
         raise ValueError(
-            f"--load_in_4bit True on {engine} is not compared with one process. Use --engine fsdp2, or leave it out."
+            f"--load_in_4bit True on {engine} is not verified against one process. Use --engine fsdp2, or leave it out."
         )
     for name in ("use_dora", "lora_modules_to_save", "tiled_mlp", "sequence_chunk_size", "bnb_4bit_quant_storage"):
         if settings.get(name) not in (None, False, [], "uint8"):
             by_preset = ", which --memory longest sets," if settings.get("memory") == "longest" else ""
             raise ValueError(
-                f"--{name} {settings[name]}{by_preset} with --load_in_4bit True is not compared with one process. "
+                f"--{name} {settings[name]}{by_preset} with --load_in_4bit True is not verified against one process. "
                 "Leave out one of the two."
             )
     if settings["offload_param_device"] != "none":
@@ -103,8 +103,8 @@ def _check_blocks(model_config: PretrainedConfig) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings() and layer.in_features % 64:
             raise ValueError(
-                f"--load_in_4bit True on a CPU: {name} has {layer.in_features} inputs, no multiple of 64, which "
-                "bitsandbytes dequantises wrongly there. Leave it out, or use a GPU."
+                f"--load_in_4bit True on a CPU: {name} has {layer.in_features} inputs, which is not a multiple of 64, "
+                "and which bitsandbytes dequantises wrongly there. Leave it out, or use a GPU."
             )
 
 
@@ -149,7 +149,7 @@ def _check_values(settings: Mapping[str, Any]) -> None:
     if settings["lora_target_parameters"]:
         raise ValueError(
             f"--lora_target_parameters {' '.join(settings['lora_target_parameters'])} is refused: adapters of single "
-            "parameters are not compared with one process. Use --lora_target_modules."
+            "parameters are not verified against one process. Use --lora_target_modules."
         )
 
 
@@ -172,8 +172,8 @@ def _check_layers(adapted: Any) -> None:
             )
         if type(layer) is not Linear:
             raise ValueError(
-                f"--lora_target_modules adapts {name}, which is no linear layer; peft's {type(layer).__name__} is not "
-                "compared with one process. Name linear layers, such as q_proj v_proj."
+                f"--lora_target_modules adapts {name}, which is not a linear layer; peft's {type(layer).__name__} is "
+                f"not verified against one process. Name linear layers, such as q_proj v_proj."
             )
 
 

@@ -62,7 +62,7 @@ def read_config_file(name: str, revision: str | None) -> dict[str, Any]:
         raise FileNotFoundError(f"the folder {name} has no config.json")
     path = Path(found)
     if not path.is_file() or path.stat().st_size > _FILE_BYTES:
-        raise ValueError(f"{path} is no file of up to {_FILE_BYTES >> 20} MiB")
+        raise ValueError(f"{path} is not a file of up to {_FILE_BYTES >> 20} MiB")
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"config.json holds a {type(values).__name__}, expected an object")
@@ -84,7 +84,7 @@ def check_config_values(name: str, values: Mapping[str, Any]) -> None:
         if callable(getattr(PretrainedConfig, key, None)):
             raise ValueError(
                 f"--model_name_or_path {name}: its config.json sets {key}, which is a function of transformers' "
-                "configurations: the model could not be saved. Remove the key, or get the file again."
+                "configurations: the model could not be saved. Remove the key, or download the file again."
             )
     check_config_numbers(f"--model_name_or_path {name}: its config.json", values)
 
@@ -113,7 +113,8 @@ def _check_number(source: str, key: str, number: int) -> None:
     if not least <= number <= largest:
         shown = f"{number:,}" if abs(number) < 10**20 else "a number of more than 20 digits"
         raise ValueError(
-            f"{source} sets {key} to {shown}; expected {least:,} to {largest:,}. Correct it, or get the model again."
+            f"{source} sets {key} to {shown}; expected {least:,} to {largest:,}. Correct it, or download the model "
+            f"again."
         )
 
 
@@ -139,8 +140,9 @@ def check_own_code(name: str, values: Mapping[str, Any]) -> None:
     code = values.get("auto_map")
     if isinstance(code, Mapping) and any(key == "AutoConfig" or key.startswith("AutoModel") for key in code):
         raise ValueError(
-            f"--trust_remote_code True would run the model's code in {name}, which is not known to be exact. Leave the "
-            f"flag out if transformers has the model type {values.get('model_type')!r}, or choose another model."
+            f"--trust_remote_code True would run the model's code in {name}, and that code is not known to be exact. "
+            f"Leave the flag out if transformers has the model type {values.get('model_type')!r}, or choose another "
+            f"model."
         )
 
 
@@ -160,7 +162,8 @@ def try_config(name: str, values: Mapping[str, Any]) -> None:
         confined(lambda: _quietly(lambda: config_class.from_dict(copy.deepcopy(dict(values)))), BOUNDS)
     except OutOfBounds as error:
         raise ValueError(
-            f"--model_name_or_path {name}: its config.json cannot be used: {error}. Correct the file, or get it again."
+            f"--model_name_or_path {name}: its config.json cannot be used: {error}. Correct the file, or download it "
+            f"again."
         ) from error
 
 
@@ -225,4 +228,6 @@ def check_tokenizer_files(name: str, revision: str | None) -> None:
         named = [template.get("name") for template in templates if isinstance(template, dict)]
     for file in [*named, *(values.get("fast_tokenizer_files") or ())]:
         if not isinstance(file, str) or "/" in file or "\\" in file:
-            raise ValueError(f"tokenizer_config.json names the file {str(file)[:80]!r}, which is none in its folder")
+            raise ValueError(
+                f"tokenizer_config.json names the file {str(file)[:80]!r}, which is not a file in its folder"
+            )

@@ -74,7 +74,7 @@ def check_weight_files(name: str, config: PretrainedConfig, *, revision: str | N
     if expected > 2 * held:  # tied weights are in the files once
         raise ValueError(
             f"--model_name_or_path {name}: its config.json describes a model of {expected:,} parameters, and its "
-            f"files hold {held:,}. Correct the file, or get the folder again."
+            f"files hold {held:,}. Correct the file, or download the folder again."
         )
     _check_shapes(name, tensors, parameters)
 
@@ -110,12 +110,13 @@ def _indexed(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(check_file(index).read_text())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is no index of weights: {error}. Get it again.") from error
+        raise ValueError(f"{index} is not an index of weights: {error}. Download it again.") from error
     for name in names:
         path = PurePosixPath(name.replace("\\", "/")) if isinstance(name, str) else None
         if path is None or path.is_absolute() or ".." in path.parts or not path.parts or len(name) > 255:
             raise ValueError(
-                f"{index} names the file {str(name)[:80]!r}, which is none in its folder. Get the folder again."
+                f"{index} names the file {str(name)[:80]!r}, which is not a file in its folder. Download the folder "
+                f"again."
             )
     return names
 
@@ -146,7 +147,7 @@ def has_saved_buffers(config: PretrainedConfig) -> bool:
 
 def _regular(path: Path) -> Path:
     if not path.exists():
-        raise ValueError(f"{path} is missing. Complete the folder, or get it again.")
+        raise ValueError(f"{path} is missing. Complete the folder, or download it again.")
     return check_file(path)
 
 
@@ -177,7 +178,7 @@ def _tensors(path: Path) -> dict[str, tuple[list[int], str]]:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
             return {key: (its.get_shape(), its.get_dtype()) for key, its in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Get it again.") from error
+        raise ValueError(f"{path} cannot be read: {error}. Download it again.") from error
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
@@ -192,11 +193,13 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     try:
         largest = confined(lambda: _largest_buffer(model_class, config), BOUNDS)
     except OutOfBounds as error:
-        raise ValueError(f"no model can be made of this config.json: {error}. Correct it, or get it again.") from error
+        raise ValueError(
+            f"no model can be made of this config.json: {error}. Correct it, or download it again."
+        ) from error
     if largest > _MOST_IN_A_BUFFER:
         raise ValueError(
             f"this config.json describes a buffer of {largest:,} numbers, and the limit is {_MOST_IN_A_BUFFER:,}. "
-            "Correct it, or get it again."
+            "Correct it, or download it again."
         )
     return on_meta(model_class, config)
 

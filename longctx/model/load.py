@@ -96,7 +96,7 @@ def _config_errors(name: str) -> Iterator[None]:
     except Exception as error:  # values of types that its code does not expect
         raise ValueError(
             f"--model_name_or_path {name}: its config.json cannot be used: {error} ({type(error).__name__}). Correct "
-            "the file, or get it again."
+            "the file, or download it again."
         ) from error
 
 
@@ -195,7 +195,7 @@ def take_chat_template(tokenizer: Tokenizer, name: str) -> None:
         source = _read_tokenizer(name)
     except Exception as error:  # damage shows as any error of the code that meets it
         raise ValueError(
-            f"--chat_template_path {name} is no tokenizer that can be loaded. Name a .jinja file, or a tokenizer's "
+            f"--chat_template_path {name} is not a tokenizer that can be loaded. Name a .jinja file, or a tokenizer's "
             f"folder or name on the hub: {error}"
         ) from error
     if not source.chat_template:
@@ -254,12 +254,13 @@ def load_model(
         if "allocate memory" in str(error):
             raise
         raise ValueError(
-            f"The weights of --model_name_or_path {name} cannot be read: {error}. Complete the folder, or get it again."
+            f"The weights of --model_name_or_path {name} cannot be read: {error}. Complete the folder, or download "
+            f"it again."
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"--model_name_or_path {name} has no weights for {len(missing)} parameters of a {config.model_type} model, "
-            f"such as {missing[0]}; they would start at random. {_remedy_for_missing(model, missing)}"
+            f"such as {missing[0]}; they would be initialised at random. {_remedy_for_missing(model, missing)}"
         )
     _freeze_as_declared(model)
     model.tie_weights()  # FSDP2's ranks but the first have compared no values, and left apart what the first has tied
@@ -286,7 +287,7 @@ def _remedy_for_missing(model: PreTrainedModel, missing: list[str]) -> str:
             "If the model's head is tied to its embeddings, pass --model_init_kwargs "
             "'{\"tie_word_embeddings\": true}' or set it in config.json."
         )
-    return "Complete the folder, or get it again."
+    return "Complete the folder, or download it again."
 
 
 def count_parameters(model: torch.nn.Module) -> int:

@@ -44,7 +44,9 @@ def parse_rope_scaling(given: str | Mapping[str, Any] | None) -> dict[str, Any] 
         types = ", ".join(name for name in POSITION_INDEPENDENT_ROPE if name in KEYS)
         raise ValueError(f"--rope_scaling {given}: the type {kind}{depends}. Use one of {types}: {EXAMPLE}.")
     if not _is_number(factor) or not factor >= 1:
-        raise ValueError(f"--rope_scaling {given}: the factor {factor} is no number of at least 1. Example: {EXAMPLE}.")
+        raise ValueError(
+            f"--rope_scaling {given}: the factor {factor} is not a number of at least 1. Example: {EXAMPLE}."
+        )
     known = {"rope_type", "factor", "original_max_position_embeddings", *KEYS[kind]}
     if unknown := sorted(scaling.keys() - known):
         raise ValueError(
@@ -52,10 +54,10 @@ def parse_rope_scaling(given: str | Mapping[str, Any] | None) -> dict[str, Any] 
         )
     for name in scaling.keys() - {"rope_type", "truncate"}:
         if not _is_number(scaling[name]) or not scaling[name] > 0:
-            raise ValueError(f"--rope_scaling {given}: {name} {scaling[name]} is no number above 0.")
+            raise ValueError(f"--rope_scaling {given}: {name} {scaling[name]} is not a number above 0.")
     original = scaling.get("original_max_position_embeddings", 1)
     if original != int(original):
-        raise ValueError(f"--rope_scaling {given}: original_max_position_embeddings {original} is no whole number.")
+        raise ValueError(f"--rope_scaling {given}: original_max_position_embeddings {original} is not a whole number.")
     floats = {name: float(scaling[name]) for name in scaling.keys() & {"factor", "attention_factor"}}
     return DEFAULTS.get(kind, {}) | scaling | floats
 
@@ -144,11 +146,11 @@ def _read(given: str | Mapping[str, Any]) -> dict[str, Any]:
         try:
             return {"rope_type": kind.strip(), "factor": float(factor)}
         except ValueError:
-            raise ValueError(f"--rope_scaling {given} is no TYPE:FACTOR. Example: {EXAMPLE}.") from None
+            raise ValueError(f"--rope_scaling {given} is not TYPE:FACTOR. Example: {EXAMPLE}.") from None
     try:
         scaling = json.loads(given) if isinstance(given, str) else dict(given)
     except ValueError as error:
-        raise ValueError(f"--rope_scaling {given} is no JSON object: {error}. Example: {EXAMPLE}.") from None
+        raise ValueError(f"--rope_scaling {given} is not a JSON object: {error}. Example: {EXAMPLE}.") from None
     if "type" in scaling:  # its older name
         scaling.setdefault("rope_type", scaling.pop("type"))
     return scaling

@@ -73,7 +73,7 @@ def _lazy_tensors(file: Path, opened: ExitStack) -> dict[str, Any]:
         try:
             content = opened.enter_context(safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} cannot be read: {error}. Get it again.") from error
+            raise ValueError(f"{file} cannot be read: {error}. Download it again.") from error
         return {key: content.get_slice(key) for key in content.keys() if _is_either(key)}  # noqa: SIM118  (no mapping)
     content = torch.load(file, map_location="cpu", weights_only=True)
     return {key: _InMemory(tensor) for key, tensor in content.items() if _is_either(key)}

@@ -248,8 +248,8 @@ class PackedStream:
         if _digest(pieces) != position["digest"]:
             raise DataError(
                 f"the stream has other documents than when it was read before: {len(again)} that waited for a pack, "
-                f"from {first} to {stop} (counted from 0), are not the same. Give the same data and tokenizer, or "
-                "start anew from the checkpoint's weights with --model_name_or_path"
+                f"from {first} to {stop} (counted from 0), are not the same. Use the same data and tokenizer, or "
+                f"start again from the checkpoint's weights with --model_name_or_path"
             )
         waiting = len(position["waiting"])
         self._ready = pieces[waiting:]
@@ -260,8 +260,8 @@ class PackedStream:
     def _check_settings(self, position: Mapping[str, Any]) -> None:
         if position["settings"] != self._settings():
             raise ValueError(
-                f"the position is of a stream with {position['settings']}, this one has {self._settings()}; its rows "
-                "would be others. Make the stream with the same settings"
+                f"the position is of a stream with {position['settings']}, this one has {self._settings()}; its "
+                f"sequences would differ. Make the stream with the same settings"
             )
 
     def _settings(self) -> dict[str, Any]:
@@ -292,13 +292,13 @@ def _check_arguments(capacity: Any, overlong: str, strategy: str, look_ahead: in
     if strategy not in ("stream", "none"):
         raise ValueError(f"unknown strategy={strategy!r}, must be stream or none; others need every length at once")
     if look_ahead < 1:
-        raise ValueError(f"look_ahead must be at least 1 pack, got {look_ahead}; 16 packs fill rows to 99.8%")
+        raise ValueError(f"look_ahead must be at least 1 pack, got {look_ahead}; 16 packs fill sequences to 99.8%")
 
 
 def _column_names(document: Mapping[str, Any], number: int) -> list[str]:
     """The per-token columns of a document, `input_ids` first."""
     if "seq_lengths" in document:
-        raise DataError(f"document {number} has 'seq_lengths', so it is a pack already; use its rows as they are")
+        raise DataError(f"document {number} has 'seq_lengths', so it is a pack already; use its sequences as they are")
     names = [name for name, value in document.items() if name != INPUT_IDS and _is_token_list(value)]
     return [INPUT_IDS, *names]
 
@@ -380,15 +380,15 @@ def _read_columns(document: Mapping[str, Any], names: list[str], number: int) ->
                 values = np.zeros(0, dtype=np.int64)
         if values.ndim != 1 or values.dtype.kind not in ("iu" if name == INPUT_IDS else "iubf"):
             raise DataError(
-                f"document {number} (counted from 0): {name!r} has shape {values.shape} of {values.dtype}; expected a "
-                "flat list of numbers, one a token"
+                f"document {number} (counted from 0): {name!r} has shape {values.shape} of {values.dtype}; expected "
+                f"a flat list of numbers, one per token"
             )
         if length is None:
             length = len(values)
         elif len(values) != length:
             raise DataError(
                 f"document {number} (counted from 0) has {len(values)} values of {name!r} for "
-                f"{length} input_ids; give one a token, or name the columns to keep with columns=[...]"
+                f"{length} input_ids; give one per token, or name the columns to keep with columns=[...]"
             )
         columns[name] = values
     return columns

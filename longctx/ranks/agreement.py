@@ -76,7 +76,7 @@ def check_agreement(mine: Mapping[str, Any]) -> None:
         if names:
             differing = "; ".join(f"{name} {mine.get(name)} here, {theirs.get(name)} on rank 0" for name in names)
             raise ValueError(
-                f"rank {rank} on {socket.gethostname()} would run otherwise than rank 0: {differing}. Start all nodes "
+                f"rank {rank} on {socket.gethostname()} would not run as rank 0 does: {differing}. Start all nodes "
                 "with the same flags, files and releases."
             )
 
@@ -251,8 +251,8 @@ class _Meeting:
                 self._listen(watched)
             except RuntimeError as error:
                 raise RefusedOnAllRanks(
-                    f"rank {self.rank} has lost the store that ranks meet in, which ends with the process that keeps "
-                    f"it: rank 0, or the launcher ({error}). See the messages before this one.",
+                    f"rank {self.rank} has lost the store through which ranks meet. It ends with the process that "
+                    f"keeps it: rank 0, or the launcher ({error}). See the messages before this one.",
                     is_mine=True,
                 ) from error
             time.sleep(0.01 * 1.5 ** min(attempt, 11))

@@ -84,7 +84,7 @@ def _checked(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], world_size: in
     if given.ndim != 1 or len(given) < 2 or not np.issubdtype(given.dtype, np.integer):
         raise ValueError(
             f"cu_seqlens must be a one-dimensional integer array of at least two document boundaries, got "
-            f"dtype {given.dtype} and shape {given.shape}; flatten several rows to one before planning"
+            f"dtype {given.dtype} and shape {given.shape}; flatten several sequences into one before planning"
         )
     cu = given.astype(np.int64)
     if cu[0] != 0:

@@ -189,7 +189,7 @@ def check_shard(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != length or x.shape[1] == 0:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, expected [1, heads, {length}, D]: {plan.num_tokens} tokens on "
-                f"{plan.world_size} ranks. Flatten several rows to one, and shard with the same plan."
+                f"{plan.world_size} ranks. Flatten several sequences into one, and shard with the same plan."
             )
     if q.shape[1] % k.shape[1] or k.shape != v.shape:
         raise ValueError(f"{q.shape[1]} query heads cannot share k {tuple(k.shape)} and v {tuple(v.shape)} evenly.")

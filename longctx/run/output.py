@@ -48,7 +48,7 @@ def settle_output(args: SFTConfig) -> None:
                 "keeps on each node the files of its own ranks."
             )
         if owners[args.process_index] != args.process_index:
-            raise ValueError(f"{where}, and another node has it, too. Name one that all nodes share, or none.")
+            raise ValueError(f"{where}, and another node has it, too. Name one that all nodes share, or leave it out.")
         if args.load_best_model_at_end:
             raise ValueError(
                 f"{where}, and --load_best_model_at_end reads the files of all ranks. Name one on a file system that "

@@ -117,7 +117,8 @@ def _describe_files(run: Run) -> str:
         return f"the model's weights are {len(files)} file{'s' * (len(files) > 1)} of {size / GB:.1f} GB in {name}"
     if Path(name).is_dir():
         raise ValueError(
-            f"--model_name_or_path {name} has a configuration and no weights. Complete the folder, or get it again."
+            f"--model_name_or_path {name} has a configuration and no weights. Complete the folder, or download it "
+            f"again."
         )
     return f"the weights of {name} are downloaded when the run starts, unless they are in the cache"
 

@@ -142,7 +142,7 @@ def read_tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) 
     for kind in ("eos_token", "pad_token"):
         if settings[kind] is not None:
             if settings[kind] not in tokenizer.get_vocab():
-                raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Name one that is.")
+                raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Use one that is.")
             setattr(tokenizer, kind, settings[kind])
     path = settings["chat_template_path"]
     if path and not is_template_file(path):

@@ -63,7 +63,7 @@ def plan_batch(position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = N
         sp_rank: the rank whose work at every hop is planned here, and not in the first layer.
 
     Raises:
-        ValueError: if B·S is no multiple of what the degrees need.
+        ValueError: if B·S is not a multiple of what the degrees need.
     """
     rows, length = position_ids.shape
     if (rows * length) % dims.multiple:

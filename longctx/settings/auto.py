@@ -61,7 +61,7 @@ def choose_layout(values: Values, world_size: int, resolve: Resolve) -> Run:
     asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO)
     ranked, obstacles = _ranked(values, world_size, resolve)
     if not ranked:
-        raise ValueError(f"{asked}: nothing that it could stand for can run. {obstacles[0] if obstacles else NO_MODEL}")
+        raise ValueError(f"{asked}: no arrangement can run. {obstacles[0] if obstacles else NO_MODEL}")
     best = ranked[0]
     others = [option for option in ranked[1:] if option.forecast.used <= 1 - FREE_PART]
     return replace(best.run, layout_reason=_reason(asked, best, others[0] if others else None))

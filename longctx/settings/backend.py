@@ -64,8 +64,8 @@ def _check_chunks(size: int, backend: str, setup: Setup) -> None:
     remedy = ulysses_remedy(setup.num_heads, setup.sp)
     if setup.sp > 1 and backend != "auto" and not BACKENDS[backend].can_chunk:
         raise ValueError(
-            f"--sequence_chunk_size {size} with --sp_backend {backend}: chunks that wait in host memory do not travel "
-            f"round a ring. {remedy}"
+            f"--sequence_chunk_size {size} with --sp_backend {backend}: chunks in host memory cannot be sent around "
+            f"a ring. {remedy}"
         )
     if setup.num_heads % setup.sp:
         raise ValueError(f"--sequence_chunk_size {size} with --sp {setup.sp}: {remedy}")

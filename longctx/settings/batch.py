@@ -24,7 +24,7 @@ def accumulate(values: Values, profile: LaunchProfile, dims: ParallelDims) -> Va
     if wanted < 1 or wanted % at_once:
         nearest = max(at_once, wanted // at_once * at_once)
         raise ValueError(
-            f"--global_batch_size {wanted} is no multiple of the {at_once} sequences that {dims.world_size} devices "
+            f"--global_batch_size {wanted} is not a multiple of the {at_once} sequences that {dims.world_size} devices "
             f"take at once: per_device_train_batch_size {micro} × (world {dims.world_size} / sp {dims.sp}). "
             f"Use {nearest} or {nearest + at_once}, another --sp, or another number of devices."
         )

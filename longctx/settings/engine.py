@@ -71,17 +71,18 @@ def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> No
     """Check that the engine can shard over these processes, and is exact."""
     if engine in ("deepspeed", "fsdp2", "fsdp1") and dims.world_size == 1 and engine != "deepspeed":
         raise ValueError(
-            f"The engine {engine} shards over processes, and there is 1. Leave out --engine, or start more."
+            f"The engine {engine} shards over processes, and this run has one. Leave out --engine, or start more "
+            f"processes."
         )
     if engine == "deepspeed" and zero_stage == 0:
         raise ValueError(
-            f"ZeRO stage 0 is not compared with one process. Set zero_stage to 1, 2 or 3 in {profile_name()}, or use "
-            "--engine fsdp2 without it."
+            f"ZeRO stage 0 is not verified against one process. Set zero_stage to 1, 2 or 3 in {profile_name()}, or "
+            "use --engine fsdp2 without it."
         )
     if engine == "deepspeed" and dims.dp_replicate > 1:
         raise ValueError(
-            f"--dp_replicate {dims.dp_replicate} keeps copies of a sharded model, which FSDP2 can do and DeepSpeed "
-            "cannot. Use --engine fsdp2, or dp_replicate 1."
+            f"--dp_replicate {dims.dp_replicate} keeps copies of a sharded model, which FSDP2 supports and DeepSpeed "
+            f"does not. Use --engine fsdp2, or dp_replicate 1."
         )
     if engine == "fsdp1" and dims.sp > 1:
         raise ValueError(f"sp {dims.sp} needs FSDP2 or DeepSpeed; the profile asks for FSDP1. Set fsdp_version: 2.")

@@ -379,19 +379,19 @@ def _json_object(text: str) -> str:
     """Return the text, which the Trainer parses.
 
     Raises:
-        argparse.ArgumentTypeError: if it is no JSON object, or holds NaN or Infinity.
+        argparse.ArgumentTypeError: if it is not a JSON object, or holds NaN or Infinity.
     """
     try:
         is_object = isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
     except ValueError:
         is_object = False
     if not is_object:
-        raise argparse.ArgumentTypeError(f"{text} is no JSON object. Example: '{{\"min_lr\": 1e-6}}'")
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object. Example: '{{\"min_lr\": 1e-6}}'")
     return text
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _is_scalar(value: Any) -> bool:

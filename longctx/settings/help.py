@@ -221,4 +221,4 @@ def check_config(path: str, config: Mapping[str, Any], known: Collection[str]) -
     """
     for name in config:
         if name not in known and name != "env":
-            raise ValueError(f"--config {path} sets {name}, which is no flag.{advice(name, known)}")
+            raise ValueError(f"--config {path} sets {name}, which is not a flag.{advice(name, known)}")

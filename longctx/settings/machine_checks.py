@@ -76,8 +76,8 @@ def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
         if kernel != expected:
             raise ValueError(
                 f"attention kernels differ on devices of one kind ({device}): {expected} on rank {other}, {kernel} on "
-                f"rank {rank}. The log of one of them says why it passes another one over. Install the same packages "
-                "on all nodes, and look whether that GPU is in order."
+                f"rank {rank}. The log of one of them says why it does not use another kernel. Install the same "
+                "packages on all nodes, and check that this GPU works correctly."
             )
     if tokens > DENSE_TOKENS and any(kernel == ShortDenseKernel.name for _, kernel in found):
         raise ValueError(dense_refusal(tokens))
@@ -104,7 +104,7 @@ def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
     raise ValueError(
         f"What is offloaded needs about {needed / GIB:,.1f} GiB of host memory on this machine for its "
         f"{setup.ranks_per_node} processes ({parts}), and {available / GIB:,.1f} GiB are available. {shorter}; or "
-        "leave out a lever that offloads, spread the run over more machines, or give the job more memory."
+        "leave out an option that offloads, spread the run over more machines, or give the job more memory."
     )
 
 
@@ -134,7 +134,7 @@ def _check_folder(flag: str, folder: Path, needed: float) -> None:
     """Check that a folder for NVMe offload can be written, and has room."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"{flag} {folder} is no folder that can be written. Name one on a local SSD.")
+        raise ValueError(f"{flag} {folder} is not a folder that can be written. Name one on a local SSD.")
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ValueError(

@@ -77,17 +77,19 @@ def _source(entry: object) -> DatasetConfig:
     """
     values = asdict(entry) if isinstance(entry, DatasetConfig) else entry
     if not isinstance(values, Mapping) or not isinstance(values.get("path"), str):
-        raise ValueError(f"datasets: {entry!r} is no data set. Expected '- path: FILE, FOLDER OR NAME' in each entry.")
+        raise ValueError(
+            f"datasets: {entry!r} is not a data set. Expected '- path: FILE, FOLDER OR NAME' in each entry."
+        )
     if unknown := sorted(set(values) - set(DatasetConfig.__dataclass_fields__)):
         raise ValueError(
-            f"datasets: {values['path']} sets {unknown[0]}, which is no key. There are path, name, split, columns and "
-            "fraction; weights are --dataset_weights."
+            f"datasets: {values['path']} sets {unknown[0]}, which is not a key. The keys are path, name, split, "
+            f"columns and fraction. Give weights with --dataset_weights."
         )
     source = DatasetConfig(**values)
     for name in ("data_dir", "data_files"):
         if getattr(source, name) is not None:
             raise ValueError(
-                f"datasets: {source.path} sets {name} {getattr(source, name)}, which is not built. Name the file, "
+                f"datasets: {source.path} sets {name} {getattr(source, name)}, which is not supported. Name the file, "
                 "folder or glob itself: path: my_data/*.jsonl."
             )
     if source.columns is not None and not (
@@ -106,16 +108,18 @@ def _check_shares(settings: Mapping[str, Any], sources: list[DatasetConfig]) -> 
             raise ValueError(f"--dataset_weights {weights} are not one for each of {len(sources)} --datasets.")
         _check_positive("--dataset_weights", weights)
         if any(fraction is not None for fraction in fractions):
-            raise ValueError("--dataset_weights beside a fraction in datasets: keep one of the two.")
+            raise ValueError("--dataset_weights and a fraction in datasets are both given. Keep one of the two.")
         return
     if any(fraction is not None for fraction in fractions):
         if any(fraction is None for fraction in fractions):
-            raise ValueError(f"datasets: fractions {fractions}: set it for all or for none, as in TRL.")
+            raise ValueError(
+                f"datasets: fractions {fractions}: set a fraction for all data sets or for none, as in TRL."
+            )
         _check_positive("datasets: fractions", fractions)
         if settings["dataset_streaming"]:
             raise ValueError(
-                "datasets: a fraction in a stream, whose length nobody knows. Use --dataset_weights, or leave out "
-                "streaming."
+                "datasets: a stream cannot have a fraction, since its length is unknown. Use --dataset_weights, or "
+                "leave out streaming."
             )
 
 
@@ -133,10 +137,10 @@ def _check_test_split(settings: Mapping[str, Any]) -> None:
     if size is None:
         return
     if not 0 < size < 1:
-        raise ValueError(f"--test_split_size {size} is no share of the documents between 0 and 1.")
+        raise ValueError(f"--test_split_size {size} is not a share of the documents between 0 and 1.")
     if settings["dataset_streaming"]:
         raise ValueError(
-            f"--test_split_size {size} of a stream, whose length nobody knows. Leave it out, and evaluate on "
+            f"--test_split_size {size} of a stream, whose length is unknown. Leave it out, and evaluate on "
             "--dataset_test_split of each data set."
         )
     if settings["dataset_weights"] is not None and settings["dataset_stopping_strategy"] == "all_exhausted":

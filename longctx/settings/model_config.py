@@ -55,7 +55,7 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
     if values["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
         raise ValueError(
             f"--dtype auto means {config.dtype} for {values['model_name_or_path']}, whose gradients underflow "
-            "without a scaled loss, which is not built. Use --dtype float32 or bfloat16."
+            "without a scaled loss, which is not supported. Use --dtype float32 or bfloat16."
         )
     return values.note(*_notes(values, config)), config
 
@@ -81,9 +81,11 @@ def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         kwargs = json.loads(given) if isinstance(given, str) else dict(given or {})
     except ValueError as error:
-        raise ValueError(f"--model_init_kwargs {given} is no JSON object: {error}") from None
+        raise ValueError(f"--model_init_kwargs {given} is not a JSON object: {error}") from None
     if not isinstance(kwargs, dict):
-        raise ValueError(f"--model_init_kwargs {given} is no JSON object. Example: '{{\"attention_dropout\": 0.0}}'.")
+        raise ValueError(
+            f"--model_init_kwargs {given} is not a JSON object. Example: '{{\"attention_dropout\": 0.0}}'."
+        )
     for name in kwargs.keys() & _OWN_FLAGS.keys():
         raise ValueError(f"--model_init_kwargs sets {name} {kwargs[name]}. Give it as --{_OWN_FLAGS[name]}.")
     return kwargs

@@ -23,18 +23,18 @@ def check_profile(profile: LaunchProfile) -> None:
     """Check that longctx supports what the profile asks for."""
     if profile.unsupported:
         raise ValueError(
-            f"distributed_type {profile.unsupported} in {profile_name()} is none that longctx runs on. "
+            f"distributed_type {profile.unsupported} in {profile_name()} is not supported. "
             "Use a profile of configs/, such as --config_file configs/fsdp2.yaml."
         )
     if profile.tp > 1:
         raise ValueError(
-            f"parallelism_config_tp_size {profile.tp} in {profile_name()}: longctx has no tensor parallelism. "
-            "Set it to 1: --sp spreads the sequence and FSDP2 or ZeRO-3 the weights "
-            "(torchtitan or Megatron-LM have tensor parallelism)."
+            f"parallelism_config_tp_size {profile.tp} in {profile_name()}: longctx does not support tensor "
+            "parallelism. Set it to 1: --sp spreads the sequence and FSDP2 or ZeRO-3 the weights (torchtitan or "
+            "Megatron-LM have tensor parallelism)."
         )
     if profile.mixed_precision in ("fp16", "fp8"):
         raise ValueError(
-            f"mixed_precision {profile.mixed_precision} in {profile_name()} is not compared with the reference yet. "
+            f"mixed_precision {profile.mixed_precision} in {profile_name()} is not verified against the reference yet. "
             "Use bf16, or leave the key out and set --bf16."
         )
 

@@ -297,7 +297,7 @@ def pad_multiple(given: int | None, dims: ParallelDims) -> int:
     """Check that the backend can divide rows padded to --pad_to_multiple_of."""
     if given is not None and given % dims.multiple:
         raise ValueError(
-            f"--pad_to_multiple_of {given} is no multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
+            f"--pad_to_multiple_of {given} is not a multiple of {dims.multiple}, which ring {dims.ring} × ulysses "
             f"{dims.ulysses} needs. Leave it out, or use {math.lcm(given, dims.multiple)}."
         )
     return dims.multiple if given is None else given

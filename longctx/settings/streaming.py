@@ -31,8 +31,8 @@ def stream(values: Values) -> Values:
         return values
     if values["max_steps"] <= 0:
         raise ValueError(
-            f"--dataset_streaming True with --max_steps {values['max_steps']}: nobody knows how many steps a stream "
-            "has. Add --max_steps N; where the data set ends before, it is read again from its start."
+            f"--dataset_streaming True with --max_steps {values['max_steps']}: the number of steps of a stream is "
+            f"unknown. Add --max_steps N; if the data set ends earlier, it is read again from its start."
         )
     if not values.is_given("balance_packs"):
         values = values.set(balance_packs=False)
@@ -45,7 +45,8 @@ def stream(values: Values) -> Values:
     if values["packing"] and values["packing_strategy"] != "bfd":
         raise ValueError(
             f"--packing_strategy {values['packing_strategy']} with --dataset_streaming True: documents of a stream "
-            "are packed as they come, whole. Leave it out, and use --overlong split for documents longer than a row."
+            "are packed as they come, whole. Leave it out, and use --overlong split for documents longer than a "
+            "sequence."
         )
     return values.note(
         "streaming: documents come in the order of the data set, and nothing is shuffled; the data set is read again "

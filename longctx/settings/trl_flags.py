@@ -18,9 +18,9 @@ _ACTING_GROUPS = {
     "model and data": (
         "model_name_or_path model_revision trust_remote_code model_init_kwargs attn_implementation dataset_name "
         "dataset_config dataset_streaming dataset_train_split dataset_text_field dataset_num_proc chat_template_path "
-        "datasets streaming test_split_size "
-        "eos_token pad_token max_length shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of "
-        "completion_only_loss assistant_only_loss label_smoothing_factor use_peft load_in_4bit"
+        "datasets streaming test_split_size eos_token pad_token max_length shuffle_dataset packing packing_strategy "
+        "padding_free pad_to_multiple_of completion_only_loss assistant_only_loss label_smoothing_factor use_peft "
+        "load_in_4bit"
     ),
     "evaluation": "eval_on_start eval_strategy load_best_model_at_end",
     "batches": (
@@ -230,7 +230,7 @@ def _check_report_to(names: str | list[str] | None) -> None:
             continue
         if name not in INTEGRATION_TO_CALLBACK:
             raise ValueError(
-                f"--report_to {name} is no integration of transformers. Use none, all, or any of "
+                f"--report_to {name} is not an integration of transformers. Use none, all, or any of "
                 f"{', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
             )
         if name not in get_available_reporting_integrations() and name != "flyte":  # not listed: it is a service

@@ -118,8 +118,8 @@ def _check_machine_flags(flags: Flags) -> None:
     for name in MACHINE_FLAGS:
         if flags.values[name] is not None:
             raise ValueError(
-                f"--{name} {flags.values[name]} is for --accelerate_config. Without it, give it to the launcher, "
-                "before -m longctx.train; srun needs none."
+                f"--{name} {flags.values[name]} only takes effect with --accelerate_config. Without that, pass it to "
+                f"the launcher, before -m longctx.train; srun does not need it."
             )
 
 
@@ -128,7 +128,7 @@ def _check_degrees(values: Values) -> None:
     """Check that at least one device shares a sequence."""
     for name in ("sp", "cp"):
         if values[name] not in (None, AUTO) and values[name] < 1:
-            raise ValueError(f"--{name} {values[name]}: at least 1 device shares a sequence. Give their number.")
+            raise ValueError(f"--{name} {values[name]}: at least 1 device has to share a sequence. Use 1 or more.")
 
 
 @check("max_length")
@@ -149,7 +149,7 @@ def _check_profile_steps(values: Values) -> None:
         )
     if values["profile"] and 0 < values["max_steps"] <= BEFORE:
         raise ValueError(
-            f"--profile True traces steps after the first {BEFORE}, and --max_steps {values['max_steps']} ends "
+            f"--profile True starts to trace after the first {BEFORE}, and --max_steps {values['max_steps']} ends "
             f"before. Use --max_steps {BEFORE + values['profile_steps']} or more."
         )
 
@@ -160,7 +160,8 @@ def _check_chat_template(values: Values) -> None:
     path = values["chat_template_path"]
     if path and is_template_file(path) and not Path(path).is_file():
         raise ValueError(
-            f"--chat_template_path {path} is no file. Name a .jinja file, or a tokenizer's folder or name on the hub."
+            f"--chat_template_path {path} is not a file. Name a .jinja file, or a tokenizer's folder or name on the "
+            f"hub."
         )
 
 

@@ -197,7 +197,7 @@ class StepStream(IterableDataset):
                 yield from (MicroBatch(mine, report, passes, position) for mine in step)
             if not has_begun:
                 raise DataError(
-                    f"the stream has no row for a step of {self.rows_per_step}: {self.stream.report}. "
+                    f"the stream has no sequence for a step of {self.rows_per_step}: {self.stream.report}. "
                     "Look at --overlong and --dataloader_drop_last."
                 )
             passes, first_pass, has_begun = passes + 1, first_pass or self.stream.report, False

@@ -164,7 +164,7 @@ def rows_to_evaluate(rows: PackedDataset | Dataset | None) -> PackedDataset | Da
     columns = getattr(rows, "column_names", None)
     if not isinstance(columns, list) or "input_ids" not in columns:
         raise ValueError(
-            f"rows to evaluate need input_ids, and these have {columns or f'the type {type(rows).__name__}'}. "
+            f"sequences to evaluate need input_ids, and these have {columns or f'the type {type(rows).__name__}'}. "
             "Tokenise them with longctx.data.tokenize_records."
         )
     return rows

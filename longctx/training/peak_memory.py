@@ -210,10 +210,10 @@ def suggest_savings(
     rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     return "\n".join(
         [
-            f"longctx: out of memory{rank}, with rows of {length:,} tokens, {setup.local_tokens(length):,.0f} of them "
-            "a rank. What would have helped, all predicted:",
+            f"longctx: out of memory{rank}, with sequences of {length:,} tokens, {setup.local_tokens(length):,.0f} of "
+            "them a rank. What would have helped, all predicted:",
             f"longctx: largest   {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)} GiB of {place}",
-            f"longctx: as it is  rows of about {token_label(fits, DIGITS)} tokens, in {room}",
+            f"longctx: as it is  sequences of about {token_label(fits, DIGITS)} tokens, in {room}",
             *(f"longctx: add       {flags}: about {token_label(lengths[flags], DIGITS)}" for flags in helpful),
             "longctx: or        a shorter --max_length" if fits else "longctx: or        more devices, a smaller model",
         ]

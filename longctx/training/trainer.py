@@ -357,7 +357,7 @@ class SequenceTrainer(EvaluatingTrainer):
         for message in self._memory_warnings.new(memory):
             warnings.warn(message, stacklevel=2)
         super().log(logs, start_time)
-        # Only trainer_state.json gets what is no number: --report_to's integrations would warn of it in every step.
+        # Only trainer_state.json gets what is not a number: --report_to's integrations would warn of it in every step.
         entry = self.state.log_history[-1]
         entry.update({name: None for name, value in numbers.items() if value is None})
         entry["memory"] = memory.to_dict()

@@ -49,7 +49,7 @@ def ulysses_attention(
     if q.shape[0] != 1 or q.shape[2] * world_size != total:
         raise ValueError(
             f"q has shape {tuple(q.shape)} on each of {world_size} ranks, but cu_seqlens ends at {total}: "
-            f"expected [1, H, {total / world_size:g}, D]. Flatten several rows to one and pad the total."
+            f"expected [1, H, {total / world_size:g}, D]. Flatten several sequences into one and pad the total."
         )
     schedule = LocalSchedule(cu_seqlens, window)
     run = scheduled_attention(schedule, group, heads_k_stride, split_queries=True)

@@ -194,7 +194,7 @@ def probe_rows(prepared: PreparedRun) -> PreparedRun:
     if len(rows) < needed:
         raise ValueError(
             f"{name_data(prepared.run.settings)} gives {len(rows)} rows of up to "
-            f"{prepared.run.settings['max_length']:,} tokens, and the step to compare takes {needed}. Use more data, a "
+            f"{prepared.run.settings['max_length']:,} tokens, and the step to compare needs {needed}. Use more data, a "
             "smaller --max_length, or --gradient_accumulation_steps 1."
         )
     considered = np.linspace(0, len(rows) - 1, min(len(rows), max(CONSIDERED_ROWS, needed))).round().astype(int)

@@ -163,7 +163,9 @@ def test_line_names_choice_numbers_and_what_cannot_run():
 def test_auto_keeps_to_a_given_padding_multiple():
     assert str(auto(a_setup(4, *QWEN3_8B), pad_to_multiple_of=4).arrangement) == "ulysses 4"
     with pytest.raises(
-        ValueError, match=r"auto finds none for sp 4 .*ring 4, gather 4 cannot: needs rows padded to a multiple of 8"
+        ValueError,
+        match=r"auto finds no backend for sp 4 .*ring 4, gather 4 cannot: needs rows padded to a "
+        "multiple of 8",
     ):
         auto(a_setup(4, 3, 3), pad_to_multiple_of=4)
 

@@ -150,7 +150,7 @@ def test_what_changes_while_it_is_read_and_what_is_no_file_is_refused(tmp_path, 
     with pytest.raises(DataError, match="file changed while it was read"):
         content_digests([path])
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe: no regular file"):
+    with pytest.raises(DataError, match="pipe: not a regular file"):
         content_digests([tmp_path / "pipe"])
     with pytest.raises(DataError, match="nowhere: unreadable"):
         content_digests([tmp_path / "nowhere"])

@@ -1049,5 +1049,5 @@ def test_the_template_of_another_tokenizer(tmp_path) -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             take_chat_template(tiny_tokenizer(), _saved_tokenizer(tmp_path / name, **changes))
-    with pytest.raises(ValueError, match="nowhere is no tokenizer that can be loaded"):
+    with pytest.raises(ValueError, match="nowhere is not a tokenizer that can be loaded"):
         take_chat_template(tiny_tokenizer(), str(tmp_path / "nowhere"))

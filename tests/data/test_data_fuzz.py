@@ -253,6 +253,13 @@ def test_a_damaged_table_is_refused_or_has_all_its_rows(tmp_path, suffix, data):
         assert len(found) == len(TABLE)
 
 
+@pytest.mark.parametrize(("suffix", "at"), [(".parquet", None), (".arrow", 104)])
+def test_a_column_name_that_is_not_utf_8_is_refused(tmp_path, suffix, at):
+    whole = bytearray(table_bytes(TABLE, suffix))
+    whole[whole.find(b"text") if at is None else at] = 128
+    assert "codec can't decode byte 0x80" in documents_in(write(tmp_path, suffix, bytes(whole)))
+
+
 def test_an_arrow_stream_cut_between_batches_is_refused(tmp_path):
     """Nothing but the missing end marker tells such a file from a whole one of fewer rows."""
     sink, ends = pa.BufferOutputStream(), []

@@ -195,7 +195,7 @@ def test_nodes_that_differ_are_refused(difference, models, tmp_path):
     lines = "".join((tmp_path / f"{host.name}.log").read_text() for host in hosts).splitlines()
     assert 0 not in codes
     (error,) = [line for line in lines if "longctx: error: rank" in line]
-    assert re.search(r"rank [23] on hostb would run otherwise than rank 0: ", error), error
+    assert re.search(r"rank [23] on hostb would not run as rank 0 does: ", error), error
     assert re.search(said, error), error
     assert not [line for line in lines if re.match(r" *1/\d+ ", line)]
 

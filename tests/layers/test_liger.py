@@ -227,16 +227,16 @@ def _config(tmp_path, **settings):
 @pytest.mark.parametrize(
     ("settings", "asked", "message"),
     [
-        ({"model_type": "cohere"}, None, "not compared with the layers of a cohere model. Leave it out, or use"),
-        ({"model_type": "qwen3_5_moe_text"}, None, "not compared with the layers of a qwen3_5_moe_text model"),
+        ({"model_type": "cohere"}, None, "not verified with the layers of a cohere model. Leave it out, or use"),
+        ({"model_type": "qwen3_5_moe_text"}, None, "not verified with the layers of a qwen3_5_moe_text model"),
         ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, None, "is gelu, and Liger's GeGLU kernel"),
         ({"model_type": "llama", "hidden_act": "gelu"}, None, "is gelu, and Liger's SwiGLU kernel computes silu"),
         ({"model_type": "llama"}, '{"fused_linear_cross_entropy": true}', "exact mean over all ranks. Leave it"),
         ({"model_type": "llama"}, {"cross_entropy": True}, "--liger_kernel_config sets cross_entropy: Liger's"),
         ({"model_type": "mixtral"}, {"swiglu": True}, "of a mixtral model Liger computes rms_norm, rope here"),
         ({"model_type": "llama"}, {"layer_norm": True}, "--liger_kernel_config sets layer_norm, and of a llama"),
-        ({"model_type": "llama"}, '{"rope": ', "is no JSON object: Expecting value"),
-        ({"model_type": "llama"}, '{"rope": 1}', "is no JSON object of true and false. Example: "),
+        ({"model_type": "llama"}, '{"rope": ', "is not a JSON object: Expecting value"),
+        ({"model_type": "llama"}, '{"rope": 1}', "is not a JSON object of true and false. Example: "),
     ],
 )
 def test_what_liger_would_compute_otherwise_is_refused(settings, asked, message, tmp_path):

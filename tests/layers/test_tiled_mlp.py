@@ -84,7 +84,7 @@ def test_parts_behind_frozen_embeddings_and_copies_of_them_are_trained():
 
 
 def test_what_is_no_number_of_tiles_is_refused():
-    with pytest.raises(ValueError, match="tiled_mlp_num_shards -1 is no number of tiles"):
+    with pytest.raises(ValueError, match="tiled_mlp_num_shards -1 is not a number of tiles"):
         install_tiled_mlp(make_model("llama, yarn rope"), -1)
     with pytest.raises(ValueError, match="No MLP was found in Linear"):
         install_tiled_mlp(torch.nn.Linear(2, 2), 2)

@@ -99,7 +99,7 @@ def test_auto_takes_ulysses_or_says_why_not():
     assert {str(how): why for how, why in choice.refused} == dict.fromkeys(
         ["ring 2", "gather 2"], "linear attention needs all tokens"
     )
-    with pytest.raises(ValueError, match=r"auto finds none for sp 4 .*2 linear key heads.*Lower --sp"):
+    with pytest.raises(ValueError, match=r"auto finds no backend for sp 4 .*2 linear key heads.*Lower --sp"):
         choose_backend("auto", setup_of(hybrid_config(), 4), documents)
 
 

@@ -173,7 +173,7 @@ REFUSED = {
     "a single name": (["--lora_target_modules", "q_proj"], ("q_proj not found", "all-linear", ".*q_proj")),
     "one name of two": (["--lora_target_modules", "q_proj", "v_porj"], ("--lora_target_modules names v_porj",)),
     "norms": (["--lora_target_modules", "q_proj", "norm"], ("RMSNorm", "not supported", "all-linear")),
-    "embeddings": (["--lora_target_modules", "q_proj", "embed_tokens"], ("embed_tokens", "no linear layer")),
+    "embeddings": (["--lora_target_modules", "q_proj", "embed_tokens"], ("embed_tokens", "not a linear layer")),
     "head": (["--lora_target_modules", "q_proj", "lm_head"], ("lm_head", "fused loss", "--lora_modules_to_save")),
     "no such module": (["--lora_modules_to_save", "score"], ("--lora_modules_to_save names score",)),
     "whole head on FSDP2": (

@@ -140,6 +140,6 @@ def test_what_4_bit_weights_are_refused_with(case, folder, refusal):
 
 def test_models_whose_4_bit_weights_are_refused(tmp_path, refusal):
     narrow = save_small_model(tmp_path, hidden_size=48)
-    assert "48 inputs, no multiple of 64" in refusal("--model_name_or_path", narrow, "--use_peft")
+    assert "48 inputs, which is not a multiple of 64" in refusal("--model_name_or_path", narrow, "--use_peft")
     assert "built-in tiny" in refusal("--model_name_or_path", "tiny", "--use_peft")
     assert main(["--dataset_name", "stdlib", "--model_name_or_path", narrow, "--load_in_8bit", "True"]) == 2

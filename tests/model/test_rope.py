@@ -175,14 +175,14 @@ def test_keys_of_an_older_scaling_go():
 
 
 REFUSED = {
-    "no factor": ("yarn", ("yarn is no TYPE:FACTOR", "yarn:4")),
+    "no factor": ("yarn", ("yarn is not TYPE:FACTOR", "yarn:4")),
     "below 1": ("yarn:0.5", ("factor 0.5", "at least 1")),
     "dynamic": ("dynamic:2", ("dynamic depends on the longest position", "linear, llama3, yarn")),
     "longrope": ('{"rope_type": "longrope", "short_factor": [1]}', ("longrope depends",)),
     "unknown": ("ntk:4", ("ntk is unknown",)),
-    "no JSON": ('{"rope_type": yarn}', ("no JSON object",)),
+    "no JSON": ('{"rope_type": yarn}', ("not a JSON object",)),
     "a key": ('{"rope_type": "linear", "factor": 2, "beta_fast": 3}', ("linear has no beta_fast",)),
-    "a value": ('{"rope_type": "yarn", "factor": 2, "beta_fast": "3"}', ("beta_fast 3 is no number",)),
+    "a value": ('{"rope_type": "yarn", "factor": 2, "beta_fast": "3"}', ("beta_fast 3 is not a number",)),
     "original": (
         '{"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 1.5}',
         ("original_max_position_embeddings 1.5", "whole"),

@@ -174,7 +174,7 @@ def test_steps_take_the_rows_in_order_whatever_the_layout(stream, layout, drop_l
     for rank in range(dp):
         read = step_stream(rows, layout, rank, drop_last=drop_last)
         if num_steps == 0:
-            with pytest.raises(DataError, match=f"no row for a step of {size}"):
+            with pytest.raises(DataError, match=f"no sequence for a step of {size}"):
                 next(iter(read))
             continue
         micro_batches = list(itertools.islice(read, (num_steps + 1) * accumulation))
@@ -229,7 +229,7 @@ def test_a_position_in_other_documents_is_refused():
     changed.go_on_from(position)
     with pytest.raises(DataError, match="other documents than when it was read before"):
         next(iter(changed))
-    with pytest.raises(ValueError, match="its rows would be others"):
+    with pytest.raises(ValueError, match="its sequences would differ"):
         PackedStream(make_documents(lengths), 48, look_ahead=2).go_on_from(position)
 
 

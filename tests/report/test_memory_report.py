@@ -156,7 +156,7 @@ def test_ranks_are_told_apart_and_one_says_what_helps() -> None:
     assert peak.describe()[0].startswith(f"host      {peak.host[1] / GIB:.2f} GiB at most, on rank 1; ")
     assert next(MemoryWarnings().new(peak)).startswith("host memory is uneven: rank 1 took ")
     assert sorted(map(len, (notes, other_notes))) == [0, 1]
-    assert re.search(r"out of memory on rank [01], with rows of 65,536 tokens", (notes + other_notes)[0])
+    assert re.search(r"out of memory on rank [01], with sequences of 65,536 tokens", (notes + other_notes)[0])
 
 
 # Out of memory

@@ -116,7 +116,7 @@ def test_a_run_that_is_predicted_not_to_fit_says_which_would(resolved):
 
 def test_auto_without_a_possible_arrangement_says_why(resolved):
     impossible = ("--num_processes", "8", "--dp_replicate", "2", "--global_batch_size", "3")
-    with pytest.raises(ValueError, match=r"--sp auto: nothing that it could stand for can run\. --global_batch_size 3"):
+    with pytest.raises(ValueError, match=r"--sp auto: no arrangement can run\. --global_batch_size 3"):
         resolved("--sp", "auto", *impossible)
     with pytest.raises(ValueError, match="four is neither a number nor auto"):
         resolved("--sp", "four")
@@ -141,7 +141,7 @@ def test_a_global_batch_is_the_same_on_any_layout(resolved, sp, steps):
 def test_a_global_batch_that_cannot_be_is_refused(resolved):
     given = ("--max_length", "4096", "--sp", "2", "--num_processes", "8")
     for wanted in (10, 0, -4):
-        with pytest.raises(ValueError, match=rf"--global_batch_size {wanted} is no multiple of the 4 sequences"):
+        with pytest.raises(ValueError, match=rf"--global_batch_size {wanted} is not a multiple of the 4 sequences"):
             resolved(*given, "--global_batch_size", str(wanted))
     with pytest.raises(ValueError, match="needs 2 micro-batches a step here, and --gradient_accumulation_steps is 3"):
         resolved(*given, "--global_batch_size", "8", "--gradient_accumulation_steps", "3")

@@ -342,7 +342,7 @@ def test_numbers_out_of_range_are_refused(name, value, expected):
 
 @pytest.mark.parametrize("text", ['{"min_lr": ', "[1]", '{"min_lr": NaN}', "min_lr"])
 def test_schedule_arguments_that_are_no_json_object_are_refused(text):
-    message = f": {text} is no JSON object. Example: '{{\"min_lr\": 1e-6}}'"
+    message = f": {text} is not a JSON object. Example: '{{\"min_lr\": 1e-6}}'"
     with pytest.raises(ValueError, match=f"--lr_scheduler_kwargs.*{re.escape(message)}"):
         resolved("--lr_scheduler_kwargs", text)
 

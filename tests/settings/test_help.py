@@ -103,7 +103,7 @@ def test_what_argparse_takes_is_not_refused(arguments):
 def test_names_of_a_file_are_checked_too(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("max_step: 5\n")
-    with pytest.raises(ValueError, match=r"sets max_step, which is no flag. Did you mean --max_steps\?"):
+    with pytest.raises(ValueError, match=r"sets max_step, which is not a flag. Did you mean --max_steps\?"):
         help.check_names(["--config", str(path)])
     path.write_text("env: {A: 1}\nmax-seq-length: 5\n")
     help.check_names([f"--config={path}"])

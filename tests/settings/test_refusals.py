@@ -109,7 +109,7 @@ def test_a_first_node_without_address(refused, srun_task, monkeypatch):
 
 
 def test_flags_of_machines_without_a_profile(refused):
-    refused("--machine_rank", "1", parts=("--machine_rank 1 is for --accelerate_config", "to the launcher"))
+    refused("--machine_rank", "1", parts=("--machine_rank 1 only takes effect", "to the launcher"))
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_a_remedy_is_one_that_works(backend, refused):
     [
         (["--cp", "2", "--sp", "4"], ("--cp 2", "--sp 4")),
         (["--cp", "2", "--sp_backend", "ulysses"], ("--cp 2", "ulysses")),
-        (["--engine", "fsdp2"], ("fsdp2", "there is 1")),
+        (["--engine", "fsdp2"], ("fsdp2", "this run has one")),
         (["--sp", "2", "--dp_replicate", "2", "--engine", "deepspeed"], ("--dp_replicate 2", "--engine fsdp2")),
         (["--dp_replicate", "2"], ("--dp_replicate 2", "2 processes", "leave it out")),
         (["--max_length", "1"], ("--max_length 1", "below 2")),
@@ -183,7 +183,7 @@ def test_a_remedy_is_one_that_works(backend, refused):
         (["--chat_template_path", "none.jinja"], ("--chat_template_path none.jinja", ".jinja")),
         (["--accelerate_config", "fsdp9"], ("--accelerate_config fsdp9", "fsdp2")),
         (["--logging_steps", "0"], ("--logging_steps 0", "at least 1", "--logging_strategy no")),
-        (["--output_dir", "/proc/nothing"], ("--output_dir /proc/nothing: /proc cannot be written to", "Name another")),
+        (["--output_dir", "/proc/nothing"], ("--output_dir /proc/nothing: /proc cannot be", "Choose another")),
         (["--model_init_kwargs", '{"num_attention_heads": 0}'], ("--model_init_kwargs", "num_attention_heads to 0")),
         (["--report_to", "nothing"], ("--report_to nothing", "Use none, all", "tensorboard")),
         (["--report_to", "neptune"], ("--report_to neptune", "not installed", "--report_to none")),
@@ -227,7 +227,7 @@ LEVERS = {
         ("every_n_layers", "checkpointing is off", "--activation_checkpointing True"),
     ),
     "every 0": (["--gradient_checkpointing_kwargs", '{"every_n_layers": 0}'], ("every_n_layers 0", "at least 1")),
-    "no mapping": (["--gradient_checkpointing_kwargs", "{every: 2}"], ("{every: 2}", "no JSON object", "Example")),
+    "no mapping": (["--gradient_checkpointing_kwargs", "{every: 2}"], ("{every: 2}", "not a JSON object", "Example")),
     "offload to where": (
         ["--gradient_checkpointing_kwargs", '{"offload": "cpu"}'],
         ("offload 'cpu'", "neither true, false nor a number of layers"),
@@ -247,7 +247,7 @@ LEVERS = {
     ),
     "disk of FSDP2": (
         [*RING, "--offload_param_device", "nvme", "--offload_param_nvme_path", "."],
-        ("--offload_param_device nvme", "ZeRO-3's", "--engine deepspeed"),
+        ("--offload_param_device nvme", "option of DeepSpeed ZeRO-3", "--engine deepspeed"),
     ),
     "no folder": (
         [*ULYSSES, "--offload_optimizer_device", "nvme"],
@@ -255,11 +255,11 @@ LEVERS = {
     ),
     "folder for nothing": (
         [*ULYSSES, "--offload_param_nvme_path", "swap"],
-        ("--offload_param_nvme_path swap", "--offload_param_device nvme", "that is none"),
+        ("--offload_param_nvme_path swap", "--offload_param_device nvme", "is none. Set it to nvme"),
     ),
     "no such disk": (
         [*ULYSSES, "--offload_param_device", "nvme", "--offload_param_nvme_path", "/dev/null/swap"],
-        ("--offload_param_nvme_path /dev/null/swap", "no folder that can be written", "local SSD"),
+        ("--offload_param_nvme_path /dev/null/swap", "not a folder that can be written", "local SSD"),
     ),
     "2^31 tokens": (
         ["--max_length", "1073741824", "--per_device_train_batch_size", "2"],
@@ -281,11 +281,11 @@ def test_memory_levers_that_the_run_has_no_place_for(case, refused):
 @pytest.mark.parametrize(
     ("device", "stage", "parts"),
     [
-        (["--offload_param_device", "cpu"], "2", ("--offload_param_device cpu", "ZeRO-3", "this is ZeRO-2")),
+        (["--offload_param_device", "cpu"], "2", ("--offload_param_device cpu", "ZeRO-3", "the run has ZeRO-2")),
         (
             ["--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", "."],
             "2",
-            ("--offload_optimizer_device nvme", "ZeRO-3", "this is ZeRO-2"),
+            ("--offload_optimizer_device nvme", "ZeRO-3", "the run has ZeRO-2"),
         ),
     ],
 )
@@ -336,10 +336,10 @@ class FullDisk:
     [
         ('{"hidden": 5}', ("hidden", "qwen3", "hidden_size")),
         ('{"dtype": "bfloat16"}', ("dtype bfloat16", "--dtype")),
-        ('{"a": ', ("no JSON object",)),
+        ('{"a": ', ("not a JSON object",)),
         ('{"num_hidden_layers": 3}', ("num_hidden_layers is set to 3", "2 layers", "Use 1 to 2")),
         ('{"num_hidden_layers": 0}', ("num_hidden_layers is set to 0", "Use 1 to 2")),
-        ('["a"]', ("no JSON object",)),
+        ('["a"]', ("not a JSON object",)),
     ],
 )
 def test_model_init_kwargs_that_would_not_act(kwargs, parts, refused):

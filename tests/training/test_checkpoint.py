@@ -184,7 +184,7 @@ def test_padding_of_a_part_is_not_written():
 def test_an_output_dir_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["--output_dir", str(tmp_path / "file" / "out")]) == 2
-    assert f"{tmp_path}/file is no folder. Name another" in capsys.readouterr().err
+    assert f"{tmp_path}/file is not a folder. Choose another" in capsys.readouterr().err
 
 
 def test_no_pickle_is_in_what_is_resumed_from(saved):
@@ -255,7 +255,7 @@ def _edit(folder, **values):
         (["--warmup_steps", "2"], "warmup_steps: 0 then, 2.0 now"),
         (["--max_grad_norm", "7"], "max_grad_norm: 1.0 then, 7.0 now"),
         (["--label_smoothing_factor", "0.1"], "label_smoothing_factor: 0.0 then, 0.1 now"),
-        (["--resume_from_checkpoint", "nowhere"], "nowhere is no folder"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere is not a folder"),
     ],
 )
 def test_another_run_does_not_go_on(more, message, copied, models, capsys):

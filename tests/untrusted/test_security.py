@@ -199,7 +199,7 @@ def test_an_index_names_files_of_its_folder_only(saved_model, folder, path):
     (folder / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(saved_model / "model.safetensors"), path)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"index\.json names the file .* none in its folder"):
+    with pytest.raises(ValueError, match=r"index\.json names the file .* not a file in its folder"):
         load(folder)
 
 
@@ -270,10 +270,10 @@ def test_a_line_of_2_gb_is_refused_in_bounded_memory(tmp_path):
 @pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.txt", "pipe.parquet"])
 def test_a_pipe_is_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=rf"{name}: no regular file"):
+    with pytest.raises(DataError, match=rf"{name}: not a regular file"):
         load_records(str(tmp_path / name))
     os.symlink("/dev/zero", tmp_path / "zero.txt")
-    with pytest.raises(DataError, match=r"zero.txt: no regular file"):
+    with pytest.raises(DataError, match=r"zero.txt: not a regular file"):
         load_records(str(tmp_path / "zero.txt"))
 
 

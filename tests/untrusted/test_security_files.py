@@ -137,7 +137,7 @@ def test_files_of_flags_are_regular(refusal, tmp_path):
         os.mkfifo(tmp_path / name)
     assert "run.yaml is a pipe" in refusal("--config", str(tmp_path / "run.yaml"))
     template = str(tmp_path / "template.jinja")
-    assert "template.jinja is no file" in refusal("--model_name_or_path", "tiny", "--chat_template_path", template)
+    assert "template.jinja is not a file" in refusal("--model_name_or_path", "tiny", "--chat_template_path", template)
 
 
 # What files unpack to

@@ -202,7 +202,7 @@ def test_nests_end_in_a_message(folder, tmp_path, depth):
 def test_a_large_configuration_file_is_not_read(folder):
     with (folder / "config.json").open("a") as file:
         file.write(" " * (17 << 20))
-    with pytest.raises(ValueError, match=r"no file of up to 16 MiB"):
+    with pytest.raises(ValueError, match=r"not a file of up to 16 MiB"):
         load_config(str(folder))
 
 
@@ -261,7 +261,7 @@ def test_a_tokenizer_config_names_files_of_its_folder(folder, tmp_path, values):
     shutil.copy(folder / "tokenizer.json", tmp_path / "tokenizer.4.0.0.json")
     change(folder / "tokenizer_config.json", **values)
     with pytest.raises(
-        ValueError, match=r"names the file '\.\./tokenizer\.4\.0\.0\.json', which is none in its folder"
+        ValueError, match=r"names the file '\.\./tokenizer\.4\.0\.0\.json', which is not a file in its folder"
     ):
         load_tokenizer(str(folder))
 

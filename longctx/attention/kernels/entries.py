@@ -188,6 +188,6 @@ def _int32(boundaries: np.ndarray) -> np.ndarray:
     if boundaries[-1] > np.iinfo(np.int32).max:
         raise ValueError(
             f"attention over {boundaries[-1]:,} tokens in one call: kernels count {np.iinfo(np.int32).max:,} at most, "
-            "in int32. Use shorter rows, or more ranks for each."
+            "in int32. Use shorter sequences, or more ranks for each sequence."
         )
     return boundaries.astype(np.int32)

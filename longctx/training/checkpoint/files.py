@@ -196,7 +196,7 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is no checkpoint that longctx can resume: it has no {MANIFEST}. Weights alone are given with "
+            f"{folder} is not a checkpoint that longctx can resume: it has no {MANIFEST}. Weights alone are given with "
             "--model_name_or_path."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -274,7 +274,7 @@ def candidates(asked: str, output_dir: Path) -> list[Path]:
         return found if asked == "auto" else found[:1]
     folder = Path(asked)
     if not folder.is_dir():
-        raise CheckpointError(f"--resume_from_checkpoint {asked} is no folder. Give one, or auto.")
+        raise CheckpointError(f"--resume_from_checkpoint {asked} is not a folder. Give one, or auto.")
     read_manifest(folder)
     return [folder]
 
@@ -305,14 +305,13 @@ def check_same(
         )
     if changes := _changes(manifest.data, data):
         raise CheckpointError(
-            f"the data or the model has changed since {folder} was written, so that the run would be another, such as "
-            f"one with tokens repeated or lost ({changes}). "
-            "Give the same data and flags, or start anew from its weights with --model_name_or_path."
+            f"the data or the model has changed since {folder} was written, so that tokens could be repeated or lost "
+            f"({changes}). Use the same data and flags, or start again from its weights with --model_name_or_path."
         )
     if changes := _changes(manifest.optimization, optimization):
         raise CheckpointError(
-            f"the optimizer's states in {folder} belong to other flags ({changes}). Give the same, or start anew from "
-            "its weights with --model_name_or_path."
+            f"the optimizer's states in {folder} belong to other flags ({changes}). Use the same flags, or start "
+            "again from its weights with --model_name_or_path."
         )
 
 
@@ -337,12 +336,12 @@ def check_writable(output_dir: Path) -> None:
     """
     there = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise ValueError(f"--output_dir {output_dir}: {there} is no folder. Name another, or remove it.")
+        raise ValueError(f"--output_dir {output_dir}: {there} is not a folder. Choose another, or remove it.")
     try:
         tempfile.TemporaryFile(dir=there).close()  # permissions do not show a read-only file system
     except OSError as error:
         raise ValueError(
-            f"--output_dir {output_dir}: {there} cannot be written to: {error.strerror}. Name another folder."
+            f"--output_dir {output_dir}: {there} cannot be written to: {error.strerror}. Choose another folder."
         ) from error
 
 

@@ -258,8 +258,8 @@ class ResumableTrainer(PushingTrainer):
         if manifest.parameters != here:
             name = next(n for n in {**manifest.parameters, **here} if manifest.parameters.get(n) != here.get(n))
             raise CheckpointError(
-                f"{folder} is of another model: {name} has the shape {manifest.parameters.get(name)} there, and "
-                f"{here.get(name)} here. Give the same model and adapter flags."
+                f"{folder} is of another model: {name} has the shape {manifest.parameters.get(name)} there and "
+                f"{here.get(name)} here. Use the same model and adapter flags."
             )
         kinds = [kind for kind in reader.kinds(scalars=False) if kind != WEIGHT]
         scalars = reader.kinds(scalars=True)
