@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from importlib import import_module
 from typing import NamedTuple
@@ -10,6 +11,9 @@ from typing import NamedTuple
 import longctx
 from longctx.settings.methods import METHODS, POINTER
 from longctx.train import USAGE_ERROR
+
+BROKEN_PIPE = 128 + 13
+"""The exit code of a process that SIGPIPE ends."""
 
 
 class Command(NamedTuple):
@@ -28,8 +32,22 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command, and return its exit code, or 2 if there is no such command."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    """Run one command, and return its exit code, or 2 if there is no such command.
+
+    Output that nobody reads any more, as behind `| head`, ends a command without a traceback.
+    """
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python flushes it again, and complains
+        return BROKEN_PIPE
+
+
+def _run(arguments: list[str]) -> int:
+    name, *rest = arguments or [""]
     if name in COMMANDS:
         return import_module(COMMANDS[name].module).main(rest)
     if name in ("-h", "--help"):
@@ -39,10 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"longctx {longctx.__version__}")
         return 0
     if name in METHODS:
-        print(f"longctx: error: {name} is no command: {POINTER}.", file=sys.stderr)
+        print(f"longctx: error: {name} is not a command: {POINTER}.", file=sys.stderr)
         return USAGE_ERROR
     close = difflib.get_close_matches(name, COMMANDS, n=1)
-    said = f"longctx: error: {name} is no command.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
+    said = f"longctx: error: {name} is not a command.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
     print(said + usage(), file=sys.stderr)
     return USAGE_ERROR
 

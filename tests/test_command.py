@@ -27,10 +27,10 @@ def test_the_command_line_that_names_no_command(capsys):
     assert main([]) == 2
     assert capsys.readouterr().err == listed
     assert main(["trian"]) == 2
-    assert capsys.readouterr().err == f"longctx: error: trian is no command. Did you mean train?\n{listed}"
+    assert capsys.readouterr().err == f"longctx: error: trian is not a command. Did you mean train?\n{listed}"
     for method in METHODS:
         assert main([method, "--beta", "0.1"]) == 2
-        assert capsys.readouterr().err == f"longctx: error: {method} is no command: {POINTER}.\n"
+        assert capsys.readouterr().err == f"longctx: error: {method} is not a command: {POINTER}.\n"
 
 
 @pytest.mark.parametrize(
@@ -84,3 +84,12 @@ def test_a_profile_by_name_starts_accelerate(tmp_path):
     done = run_command(["train", *flags], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sp 2 (ring 2 × ulysses 1)" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["--version"], ["completion", "bash"]])
+def test_output_that_nobody_reads_ends_a_command_quietly(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "longctx", *command], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + 13, b"")

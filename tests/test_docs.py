@@ -164,7 +164,7 @@ def check(words: list[str]) -> None:
         return check_flags(Started("train", words[2:], nodes=2, processes=8))
     run = started(words)
     if run is None:
-        assert words[0] == "torchrun", f"{shlex.join(words)} is no command that is run or read here"
+        assert words[0] == "torchrun", f"{shlex.join(words)} is not a command that is run or read here"
         return None  # of examples/, which tests/test_examples.py runs
     return check_flags(run)
 

@@ -160,8 +160,9 @@ def _in_two_chunks(setup: MemorySetup, tokens: int) -> MemorySetup:
 def retrace(config: PretrainedConfig, outlook: Outlook, machine: Machine) -> Retraced:
     """Trace the step of an outlook with its backend, degrees, levers and length.
 
-    The memory in each part of the step is linear in the number of layers, which are alike, and in the tokens. So two
+    The memory in each part of the step is linear in the number of layers, if these are alike, and in the tokens. So two
     depths and two lengths are traced, of which one is the step's own if that is short, and the rest is extrapolated.
+    Where layers differ in what they keep, all of them are traced.
 
     Raises:
         ValueError, RuntimeError: for a model that cannot be traced.
@@ -197,7 +198,7 @@ def _traced_bytes(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> 
         more = max(2, most // unit) * unit
     fewer = -(-more // 2 // unit) * unit
     all_layers, few = text.num_hidden_layers, pattern_length(config)
-    depths = sorted({few, min(2 * few, all_layers)})
+    depths = [all_layers] if setup.differs_by_layer else sorted({few, min(2 * few, all_layers)})
     traces = {
         (depth, size): trace_parts(first_layers(config, depth), setup, size)
         for depth in depths
@@ -221,11 +222,15 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
         tokens: tokens of a rank.
     """
     on_host = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES) if setup.offload_param != "none" else ()
-    checkpointing = {"offload": setup.activation_offloading, "every_n_layers": setup.every_n_layers}
+    by_layer = setup.differs_by_layer
+    checkpointing = {"offload": setup.activation_offloading and not by_layer, "every_n_layers": setup.every_n_layers}
     levers = {
         name: getattr(setup, name)
         for name in ("selective_checkpointing", "tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
     }
+    if by_layer:
+        levers |= {"whole_layers": setup.whole_layers, "selective_checkpointing": int(setup.num_selective)}
+        levers |= {"offloaded_layers": int(setup.num_offloaded)}
     settings = StepSettings(
         length=tokens * setup.sp,
         sp=setup.sp,
@@ -234,6 +239,7 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
         sp_backend=setup.backend,
         reduce_dtype=torch.bfloat16 if setup.reduce_bytes == 2 else torch.float32,
         activation_checkpointing=checkpointing if setup.gradient_checkpointing else None,
+        saved_on_host=setup.activation_offloading and by_layer,
         on_host=on_host,
         levers=levers | ({"ring_size": setup.ring} if BACKENDS[setup.backend].has_ring_size else {}),
     )

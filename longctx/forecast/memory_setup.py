@@ -169,6 +169,11 @@ class MemorySetup:
         return self.sp_backend or able[0]
 
     @property
+    def differs_by_layer(self) -> bool:
+        """Whether numbers of layers say what layers keep."""
+        return self.whole_layers > 0 or self.selective_layers is not None or self.offloaded_layers is not None
+
+    @property
     def num_checkpointed(self) -> int:
         """Layers that are checkpointed."""
         if not self.gradient_checkpointing:

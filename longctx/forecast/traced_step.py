@@ -32,7 +32,7 @@ from longctx.forecast.allocations import MemoryTrace
 from longctx.forecast.memory_trace import MemoryTracer
 from longctx.layers import loss
 from longctx.parallel import parallelize
-from longctx.sequence.host_tensors import host_memory
+from longctx.sequence.host_tensors import SavedOnHost, host_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,8 @@ class StepSettings:
     """transformers' `activation_checkpointing_kwargs`, such as `every_n_layers`. None switches it off."""
     activation_offloading: bool = False
     """TRL's offloading: what the forward pass saves is copied to the host, except for the last few tensors."""
+    saved_on_host: bool = False
+    """The same without the last few tensors: all that the forward pass saves is copied to the host."""
     on_host: Sequence[str] = ()
     """Categories that the engine offloads; see `MemoryTracer`."""
     levers: Mapping[str, Any] = field(default_factory=dict)
@@ -119,6 +121,7 @@ def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, ran
             (shard.inputs, shard.shift_labels),
             on_host=settings.on_host,
             activation_offloading=settings.activation_offloading,
+            saved_on_host=settings.saved_on_host,
         )
 
 
@@ -131,6 +134,7 @@ def trace_fake_step(
     *,
     on_host: Sequence[str] = (),
     activation_offloading: bool = False,
+    saved_on_host: bool = False,
 ) -> MemoryTrace:
     """Trace forward, backward and AdamW of a model made in `mode`, with the optimizer states of an earlier step.
 
@@ -138,6 +142,7 @@ def trace_fake_step(
         prepare: wraps the model as the engine does.
         compute_loss: (model, *arguments) -> [], to call backward on.
         arguments: arguments of `compute_loss`; tensors in them are made fake.
+        activation_offloading, saved_on_host: as in `StepSettings`.
     """
     with mode:
         model = prepare(model)
@@ -145,7 +150,11 @@ def trace_fake_step(
         _make_states(optimizer)
         fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
         del arguments
-        offloading = trl_offloading(model) if activation_offloading else contextlib.nullcontext()
+        offloading: contextlib.AbstractContextManager[Any] = (
+            SavedOnHost() if saved_on_host else contextlib.nullcontext()
+        )
+        if activation_offloading:
+            offloading = trl_offloading(model)
         with MemoryTracer(model, optimizer, on_host=on_host) as tracer:
             with offloading:
                 compute_loss(model, *fake).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks.published import CONFIGS
+from longctx.forecast.calibrate import trace_parts
 from longctx.forecast.candidates import HOST_BYTES_PER_DEVICE, Machine, candidates, outlook, recommend
 from longctx.forecast.closed_form import peak_bytes, predict
 from longctx.forecast.lever_search import Room, fastest_levers
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, step_time
 
 KERNEL = "flash-attn 3"
@@ -121,6 +125,47 @@ def test_arrays_are_forecast_as_single_setups_are(found):
         assert predict(one, 131072).device_bytes == pytest.approx(device[number])
         assert predict(one, 131072).host_bytes == pytest.approx(host[number])
         assert step_time(one, 131072, MACHINE.speeds).seconds == pytest.approx(seconds[number])
+
+
+LAYERS = 8
+KEPT = {
+    "whole 3": {"whole_layers": 3},
+    "whole 2, selective 4, offloaded 3": {
+        "whole_layers": 2,
+        "selective_layers": 4,
+        "activation_offloading": True,
+        "offloaded_layers": 3,
+    },
+    "whole 5, tiles": {"whole_layers": 5, "tiled_mlp_num_shards": 0},
+    "all offloaded, tiles": {"tiled_mlp_num_shards": 0, "activation_offloading": True, "offloaded_layers": LAYERS},
+    "tiles, heads at a time": {
+        "tiled_mlp_num_shards": 0,
+        "heads_k_stride": 1,
+        "selective_layers": 5,
+        "activation_offloading": True,
+        "offloaded_layers": LAYERS,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "whole 2, selective 4, offloaded 3")) for name in KEPT],
+)
+def test_layers_that_differ_take_what_a_trace_of_the_step_has(name):
+    """To 5%, the goal for combinations that the search can choose; in steps of 32,768 tokens a rank on two ranks."""
+    config = copy.deepcopy(CONFIG)
+    config.update({"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "vocab_size": 4096})
+    setup = MemorySetup(
+        model=ModelSizes.of_config(config),
+        engine="fsdp2",
+        sp=2,
+        world_size=2,
+        selective_checkpointing=True,
+        **KEPT[name],
+    )
+    traced = max(device for device, _ in trace_parts(config, setup, 32768).values())
+    assert predict(setup, 65536).allocated_bytes == pytest.approx(traced, rel=0.05)
 
 
 def test_what_is_asked_for_is_kept(found):
