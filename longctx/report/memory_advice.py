@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from longctx.attention.choice import arrangements, choose_backend, chunking_backend
 from longctx.forecast.machine_memory import address_room, available_host_memory, host_bytes
-from longctx.forecast.memory_options import CHUNK_TOKENS, prefers_ulysses
+from longctx.forecast.memory_options import CHUNK_TOKENS, lever_flags, prefers_ulysses
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.sequence.mesh import ParallelDims
@@ -92,6 +93,9 @@ def _levers(run: Run, setup: MemorySetup) -> dict[str, MemorySetup]:
     for flags, values in LEVERS.items():
         with suppress(ValueError):  # there is no place for it in this run
             found[flags] = replace(_setup(_with(run, values)), model=setup.model)
+    if (levers := run.fastest_levers()) is not None:
+        flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in lever_flags(levers).items())
+        found[f"--memory auto, which is {flags}"] = replace(run.setup_with(levers), model=setup.model)
     return found | _spread(setup)
 
 

@@ -151,7 +151,7 @@ class Run:
         length = -(-self.settings["max_length"] // self.settings["pad_to_multiple_of"])
         length *= self.settings["pad_to_multiple_of"]
         found = fastest_levers(
-            self._setup_with,
+            self.setup_with,
             self.asked_levers,
             length=length,
             documents=documents_of(self.settings["max_length"], length, packed=self.settings["packing"]),
@@ -160,7 +160,7 @@ class Run:
         )
         return None if found is None else dict(found.asked)
 
-    def _setup_with(self, levers: Mapping[str, Any]) -> MemorySetup:
+    def setup_with(self, levers: Mapping[str, Any]) -> MemorySetup:
         """Return what memory is predicted from, with these levers and their preset, balanced if they have none."""
         asked = {name: value for name, value in levers.items() if name != "memory"}
         settings = {**self.settings, "memory": levers.get("memory", "balanced")}

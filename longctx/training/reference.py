@@ -36,7 +36,7 @@ def check_reference_fits(sizes: ModelSizes, tokens: int, available: int, *, has_
     fits = bisect_right(range(tokens), available, key=predicted) - 1
     shorter = f"Use --max_length {fits} or less, a lower --num_layers" if fits > 1 else "Use a lower --num_layers"
     raise ValueError(
-        f"the step on one device that checks this run holds a whole document of {tokens:,} tokens whole, which "
+        f"the step on one device that checks this run holds a whole document of {tokens:,} tokens, which "
         f"takes about {predicted(tokens) / GIB:,.1f} GiB, and this GPU has {available / GIB:,.1f} GiB free. {shorter}, "
         "or --use_cpu True, where host memory is the limit."
     )

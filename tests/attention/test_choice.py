@@ -219,7 +219,7 @@ def test_assumed_documents_fill_the_row():
 
 
 def test_rings_too_long_to_model():
-    with pytest.raises(ValueError, match=r"none for sp 521 .*ring 521, gather 521 cannot: rings above 512 ranks"):
+    with pytest.raises(ValueError, match=r"no backend for sp 521 .*ring 521, gather 521 cannot: rings above 512 ranks"):
         auto(a_setup(521, *QWEN3_8B))
     assert choose_backend("ring", a_setup(521, *QWEN3_8B), one()).arrangement.ring == 521
 

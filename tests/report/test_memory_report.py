@@ -209,7 +209,7 @@ def added(note: str) -> dict[str, str]:
 
 def test_what_would_have_helped_can_be_added_to_the_run() -> None:
     note = advice(*UNCHECKPOINTED, "--per_device_train_batch_size", "8")
-    assert "with rows of 65,536 tokens, 524,288 of them a rank" in note
+    assert "with sequences of 65,536 tokens, 524,288 of them a rank" in note
     assert re.search(r"largest +checkpoints \d+\.\d\d, .* GiB of host memory", note)
     proposed = added(note)
     assert {"--gradient_checkpointing True", "--per_device_train_batch_size 1", "--memory longest"} <= proposed.keys()

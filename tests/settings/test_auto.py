@@ -173,3 +173,18 @@ def test_a_very_long_sequence_repeats_the_assumed_documents():
     assert sum(lengths) == 10_000_000
     assert max(lengths) < 1_000_000
     assert min(lengths) > 0
+
+
+def test_advice_after_running_out_of_memory_has_the_fastest_levers_that_fit(resolved):
+    from longctx.forecast.closed_form import max_length, predict
+    from longctx.report.memory_advice import _levers, _setup
+
+    run = resolved("--max_length", "262144", "--sp", "4")
+    setup = _setup(run)
+    offered = _levers(run, setup)
+    [flags] = [flags for flags in offered if flags.startswith("--memory auto, which is --")]
+    gpu, host = run.hardware.gpu_bytes, run.hardware.host_bytes
+    assert predict(offered[flags], 262144).device_bytes <= 0.9 * gpu
+    assert max_length(setup, gpu, host) < 262144 <= max_length(offered[flags], gpu, host)
+    again = resolved("--max_length", "262144", "--sp", "4", *shlex.split(flags.partition("which is ")[2]))
+    assert again.forecast.used <= 0.9

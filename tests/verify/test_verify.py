@@ -320,7 +320,7 @@ def test_a_document_that_one_device_cannot_hold_is_refused_with_the_length_that_
     sizes = ModelSizes.of_config(LARGE)
     available = reference_bytes(sizes, 1000, has_scores=False)
     check_reference_fits(sizes, 1000, available, has_scores=False)
-    with pytest.raises(ValueError, match=r"a document of 1,001 tokens whole.*Use --max_length 1000 or less"):
+    with pytest.raises(ValueError, match=r"a whole document of 1,001 tokens.*Use --max_length 1000 or less"):
         check_reference_fits(sizes, 1001, available, has_scores=False)
     with pytest.raises(ValueError, match="Use a lower --num_layers, or --use_cpu"):
         check_reference_fits(sizes, 1000, 0, has_scores=False)
