@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kernel", help="flash-attn 2, 3 or 4, or cuDNN. Default: what is common on --gpu.")
     parser.add_argument(
-        "--memory", nargs="+", choices=(*PRESETS, AUTO), help="Default: all; balanced with --load_in_4bit."
+        "--memory", nargs="+", choices=(*PRESETS, AUTO), help="Default: all; balanced and auto with --load_in_4bit."
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="Rows to give step times for.")
     parser.add_argument(
@@ -97,6 +97,7 @@ def _boolean(text: str) -> bool:
 
 GPU = "H100"
 _KERNELS = {"A100": "flash-attn 2", "H100": "flash-attn 2", "H200": "flash-attn 2", "B200": "cuDNN"}
+_KERNELS |= dict.fromkeys(("RTX 3090", "RTX 4090", "L40S"), "flash-attn 2")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -116,7 +117,9 @@ def _plan(options: argparse.Namespace) -> int:
         config = extended(config, scaling)
     check_model(config)
     machine = _machine(options)
-    presets = options.memory or (["balanced"] if options.load_in_4bit else ["balanced", "longest", "fastest", AUTO])
+    presets = options.memory or (
+        ["balanced", AUTO] if options.load_in_4bit else ["balanced", "longest", "fastest", AUTO]
+    )
     found = candidates(config, machine, presets=presets, settings=_adapter(options))
     plan = _planned(options, config, machine, presets, found, [])
     if not options.no_calibration:

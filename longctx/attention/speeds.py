@@ -67,7 +67,7 @@ class SpeedTable:
         """Replace the file by this table in one step: another process reads either the old table or the new one."""
         lines = [_HEAD.rstrip()]
         for device, entries in self.constants.items():
-            lines += ["", f"[{device}]"]
+            lines += ["", f"[{_key(device)}]"]
             lines += [
                 f"{_key(name)} = {{ value = {number(c.value)}, source = {_text(c.source)} }}"
                 for name, c in entries.items()

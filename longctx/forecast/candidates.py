@@ -29,6 +29,7 @@ GIB = 2**30
 SetupOf = Callable[[Mapping[str, Any]], MemorySetup]
 
 DEVICE_BYTES = {"A100": 85.0e9, "H100": 85.0e9, "H200": 150.1e9, "B200": 191.5e9}
+DEVICE_BYTES |= {"RTX 3090": 25.4e9, "RTX 4090": 25.4e9, "L40S": 47.7e9}
 """Memory of a device, as `torch.cuda.mem_get_info` gives its total. A100 and H100 are those named 80 GB."""
 HOST_BYTES_PER_DEVICE = 1.9e12 / 8
 """Host memory of a node for each device, if it is not given: that of common nodes of eight H100s."""

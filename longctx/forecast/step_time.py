@@ -264,7 +264,10 @@ def weights_seconds(setup: MemorySetup, device: Device) -> float:
     sharded = setup.world_size // copies
     gathered = 2 * setup.element_size if setup.engine in ("fsdp2", "zero3") else setup.element_size
     reduced = setup.reduce_bytes * setup.model.num_trained_parameters
-    seconds = attention.gather_seconds(gathered * setup.model.num_parameters + reduced, sharded)
+    parameters = setup.model.num_parameters
+    if setup.quantized_weight_bytes is not None:  # every rank has all 4-bit weights
+        parameters -= setup.model.num_layers * setup.model.layer_parameters
+    seconds = attention.gather_seconds(gathered * parameters + reduced, sharded)
     seconds += 3 * setup.model.num_layers * attention.gather_latency(sharded) * (sharded > 1)
     # Each rank's share of the gradients is reduced over the replicas, which lie in other nodes, and sent back.
     return seconds + 2 * reduced / sharded * (copies - 1) / copies / device.across.exchange

@@ -282,7 +282,8 @@ def test_work_is_the_plans():
 def test_devices_by_name():
     assert device_named("NVIDIA H100 80GB HBM3") == DEVICES["H100"]
     assert device_named("NVIDIA A100-PCIE-40GB").within == DEVICES["GPU"].within
-    assert device_named("NVIDIA GeForce RTX 4090") == DEVICES["GPU"]
+    assert device_named("NVIDIA GeForce RTX 4090") == DEVICES["RTX 4090"]
+    assert device_named("NVIDIA GeForce RTX 2080 Ti") == DEVICES["GPU"]
     assert device_named("CPU") == DEVICES["CPU"]
 
 

@@ -149,8 +149,14 @@ def test_ulysses_ranks_share_pairs_equally() -> None:
 
 
 def test_peaks_are_those_of_the_data_sheets() -> None:
-    """Dense bf16: half of what NVIDIA gives with sparsity (A100 624, H100 and H200 SXM 1,979, B200 4,500 TFLOPS)."""
-    assert PEAK_FLOPS == {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+    """Dense bf16: half of what NVIDIA gives with sparsity (A100 624, H100 and H200 SXM 1,979, B200 4,500 and L40S
+    724 TFLOPS), and of GeForce cards the rate with sums in fp32.
+    """
+    assert PEAK_FLOPS == {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12} | {
+        "RTX 3090": 71e12,
+        "RTX 4090": 165.2e12,
+        "L40S": 362e12,
+    }
     config = LlamaConfig(**CONFIG)
     assert _peak_flops("NVIDIA H100 80GB HBM3", config) == 989e12
     assert _peak_flops("NVIDIA A100-SXM4-80GB", config) == 312e12
