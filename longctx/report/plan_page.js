@@ -20,7 +20,7 @@ function ranked() {
   const machine = plan.machines[chosen.machine], best = machine.recommended[chosen.length];
   const options = machine.candidates.map((candidate) => {
     const at = candidate.at[chosen.length];
-    return { label: candidate.name, ...candidate, ...at, level: at.seconds === null ? 2 : Number(at.used > 1 - plan.free_part) };
+    return { ...candidate, ...at, level: at.seconds === null ? 2 : Number(at.used > 1 - plan.free_part) };
   });
   const isBest = (option) => Number(option.name === best);
   return options.sort((a, b) => isBest(b) - isBest(a) || a.level - b.level
@@ -34,9 +34,9 @@ function draw() {
   const option = picked || options[0];
   byId("length-shown").textContent = `${number(length)} tokens`;
   byId("arrangement").replaceChildren(
-    element("option", `${machine.recommended[chosen.length] ? "recommended" : "least memory"}: ${options[0].label}`,
+    element("option", `${machine.recommended[chosen.length] ? "recommended" : "least memory"}: ${options[0].name}`,
       { value: "" }),
-    ...options.map((one) => element("option", one.label, { value: one.name })),
+    ...options.map((one) => element("option", one.name, { value: one.name })),
   );
   byId("arrangement").value = chosen.name ?? "";
   byId("warning").textContent = plan.warnings[chosen.length] ?? "";
@@ -49,7 +49,7 @@ function draw() {
   const command = [
     machine.launcher, plan.run_flags, plan.rope_flags[chosen.length], `--max_length ${length}`, option.flags,
   ].filter(Boolean).join(" ");
-  const words = fits ? command.split(" ") : [`${option.label} does not fit ${number(length)} tokens.`];
+  const words = fits ? command.split(" ") : [`${option.name} does not fit ${number(length)} tokens.`];
   byId("command").replaceChildren(...words.flatMap((word) => [element("span", word), " "]));
   byId("copy").hidden = !fits;
   byId("nodes").hidden = !fits || !machine.launcher.includes("RANK");
@@ -107,7 +107,7 @@ function drawChoices(options, shown) {
     const row = document.createElement("tr");
     const fits = one.seconds !== null, device = total(one.device) / GIB;
     const choose = () => { chosen.name = one.name; draw(); };
-    row.append(element("th", one.label, { scope: "row" }));
+    row.append(element("th", one.name, { scope: "row" }));
     for (const text of [
       fits ? number(one.speed) : "–", fits ? number(one.seconds, 1) : "–", number(device, 1), number(100 * one.used) + "%",
       number(one.longest),
