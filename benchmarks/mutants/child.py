@@ -28,7 +28,7 @@ LIBRARIES = (
     "pytest",
 )
 OURS = ("longctx", "tests", "benchmarks")
-GUARD = {"longctx", "longctx.untrusted.working_directory"}
+GUARD = {"longctx", "longctx.untrusted", "longctx.untrusted.working_directory"}
 """What every module of ours imports first; a fork forgets them."""
 
 
