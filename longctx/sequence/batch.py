@@ -5,8 +5,9 @@ Shape legend: B rows of S tokens are flattened to one row of T = B·S tokens; ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -39,6 +40,8 @@ class BatchLayout:
         return self.num_tokens // self.sp
 
 
+T = TypeVar("T")
+
 Attend = Callable[..., Tensor]
 """(q [1, H, T/P, D], k and v [1, K, T/P, D], scale=, sinks= [H]) -> [1, H, T/P, D], for one batch and one window."""
 
@@ -59,6 +62,7 @@ class AttentionContext:
         self.group = group
         self._make = make
         self._by_window: dict[int | None, Attend] = {}
+        self._shared: dict[Hashable, Any] = {}
         self.calls = 0
         """Attention layers, linear ones too, that have run on this batch, recomputation included."""
         self._learnt: tuple[Tensor, int, Tensor] | None = None
@@ -68,6 +72,12 @@ class AttentionContext:
         if window not in self._by_window:
             self._by_window[window] = self._make(window)
         return self._by_window[window]
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the object that all layers of the batch share under this key, made when the first one asks for it."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def know_learnt(self, shift_labels: Tensor, positions: Tensor) -> None:
         """Remember where labels that the host has just sent to the device are not −100.

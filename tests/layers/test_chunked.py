@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from longctx import parallelize
+from longctx.attention.kernels import block_forward
 from longctx.attention.operator import varlen_attention
 from longctx.layers.chunked import HostAttention
 from longctx.layers.chunked.tiles import check_one_thread
@@ -57,6 +58,23 @@ def test_attention_in_blocks_equals_attention_at_once(block, window, has_sinks):
         torch.testing.assert_close(found.transpose(0, 1)[None], wanted, rtol=1e-12, atol=1e-12)
     if has_sinks:
         torch.testing.assert_close(grad_sinks, expected_grads[3], rtol=1e-12, atol=1e-12)
+
+
+def test_layers_share_their_block_tables_and_a_long_document_needs_four(monkeypatch):
+    """40 blocks of 7 tokens, of which the last one is shorter: 820 parts in each of two layers. On the diagonal and
+    left of it are parts with a whole block of queries, and with the last one."""
+    used = {}
+
+    def recorded(q, k, v, entries, scale):
+        used[id(entries)] = entries
+        return block_forward(q, k, v, entries, scale)
+
+    monkeypatch.setattr("longctx.layers.chunked.attention.block_forward", recorded)
+    model, sequence = parallelize(tiny_model(), 1, sequence_chunk_size=7)
+    ids = torch.arange(275)[None] % 256
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(275)[None]}
+    model(**sequence.shard(batch).inputs).logits.sum().backward()
+    assert len(used) == 4
 
 
 def chunked_errors(family: str, sp: int, size: int, keep_attention: bool) -> dict[str, float]:

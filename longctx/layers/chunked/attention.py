@@ -57,10 +57,15 @@ class HostAttention:
         self.window = binding_window(window, self.cu_seqlens)
         self.num_heads, self.num_key_value_heads = num_heads, num_key_value_heads
         self.scale, self.device = scale, device
+        self._entries: dict[tuple[bytes, bytes, bool], Entries] = {}
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Return the blocks in the order of the row."""
+        """The blocks in the order of the sequence.
+
+        Parts that attend alike share their entries, whose tables are then copied to the device once. A long document
+        has one or two kinds of part on the diagonal, and as many beside it.
+        """
         total = int(self.cu_seqlens[-1])
         return [self._block(start, min(start + self.block, total)) for start in range(0, total, self.block)]
 
@@ -78,11 +83,16 @@ class HostAttention:
         for at in range(first // self.block * self.block, start, self.block):
             keys = slice(max(first, at), min(at + self.block, start))
             seen = np.array([[0, keys.stop - keys.start]])
-            parts.append((keys, Entries(crossing, seen, causal=False)))
+            parts.append((keys, self._shared(crossing, seen, causal=False)))
         return Block(slice(start, stop), parts)
 
     def _causal(self, queries: np.ndarray, keys: np.ndarray) -> Entries:
-        return Entries(queries, keys, causal=True, window=self.window)
+        return self._shared(queries, keys, causal=True)
+
+    def _shared(self, queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> Entries:
+        window = self.window if causal else None
+        found = Entries(queries, keys, causal=causal, window=window)
+        return self._entries.setdefault((queries.tobytes(), keys.tobytes(), causal), found)
 
     def forward(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return out [S, H, D] and lse [S, H], fp32 or wider, in host memory.

@@ -7,7 +7,6 @@ H query heads, K key/value heads, D head size, n = H/P + 2·K'/P heads a rank at
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -170,8 +169,12 @@ class ChunkedLayer:
         with region("attention", "attention"):
             return self._attention.forward(*projected)
 
-    @cached_property
+    @property
     def _attention(self) -> HostAttention:
+        key = HostAttention, self._heads, self._window, self._scale, self.size
+        return self.sequence.shared(key, self._make_attention)
+
+    def _make_attention(self) -> HostAttention:
         return HostAttention(
             self.sequence.cu_seqlens,
             num_heads=self._heads[0],
