@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
-from longctx.layers.chunked.tiles import settle, to_device, to_host
+from longctx.layers.chunked.copies import settle, to_device, to_host
 from longctx.regions import region
 from longctx.sequence.host_tensors import host_empty
 

@@ -11,7 +11,7 @@ from longctx.attention.kernels import DenseKernel, block_backward, choose
 from longctx.attention.kernels.check import make_entries, make_inputs
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.kernels.varlen import AtenFlashKernel
-from longctx.layers.chunked.tiles import settle
+from longctx.layers.chunked.copies import settle
 from longctx.layers.loss import _add_product
 from longctx.ulysses import gated_delta
 from tests.attention.test_kernel_choice import aten_on_cpu  # noqa: F401

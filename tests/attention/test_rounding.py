@@ -20,6 +20,7 @@ from longctx.attention.kernels import DenseKernel, choose
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import LocalSchedule, attend
 from longctx.layers.chunked import HostAttention
+from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import ParameterGradients
 from longctx.layers.loss import TokenOutputs, fused_token_outputs, token_losses
 from longctx.model.tiny import tiny_model
@@ -181,21 +182,15 @@ def test_the_dense_kernel_rounds_its_results_alone():
 def host_attention(q, k, v, cu_seqlens, block, grad, sinks=None):
     """out, dq, dk, dv [1, heads, S, D], the log-sum-exp [S, H] and the sinks' gradient, of attention in blocks."""
     attention = HostAttention(
-        cu_seqlens,
-        num_heads=q.shape[1],
-        num_key_value_heads=k.shape[1],
-        block=block,
-        window=None,
-        scale=q.shape[-1] ** -0.5,
-        device=q.device,
+        cu_seqlens, block=block, window=None, scale=q.shape[-1] ** -0.5, copies=Copies(torch.device("cpu"))
     )
-    q_host = q[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    kv_host = torch.cat((k, v), dim=1)[0].transpose(0, 1).contiguous()
+    q_host = q.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    kv_host = torch.cat((k, v), dim=1).transpose(1, 2).contiguous()
     out, lse = attention.forward(q_host, kv_host, sinks)
     kept = out.clone()
-    grad_sinks = attention.backward(grad[0].transpose(0, 1).contiguous(), q_host, kv_host, out, lse, sinks)
-    results = [kept, q_host, *kv_host.split(k.shape[1], dim=1)]
-    return [x.transpose(0, 1)[None] for x in results], lse, grad_sinks
+    grad_sinks = attention.backward(grad.transpose(1, 2).contiguous(), q_host, kv_host, out, lse, sinks)
+    results = [kept, q_host, *kv_host.chunk(2, dim=2)]
+    return [x.transpose(1, 2) for x in results], lse[0], grad_sinks
 
 
 @pytest.mark.usefixtures("exact_blocks")

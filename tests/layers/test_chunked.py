@@ -5,6 +5,8 @@ What of it is on the device is in tests/forecast/test_memory_trace.py.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from longctx import parallelize
 from longctx.attention.kernels import block_forward
 from longctx.attention.operator import varlen_attention
 from longctx.layers.chunked import HostAttention
+from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import check_one_thread
 from longctx.model.allow_list import GATED_DELTA_MODELS
 from longctx.model.tiny import tiny_model
@@ -25,39 +28,73 @@ DEFAULT_FAMILIES = ("llama", "gpt_oss, sinks and windows", "olmo", "qwen3_moe")
 
 
 @pytest.mark.parametrize("block", [1, 5, 16, 64, 100])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (1, False), (6, False), (6, True), (None, True)])
-def test_attention_in_blocks_equals_attention_at_once(block, window, has_sinks):
+def test_attention_in_blocks_equals_attention_at_once(block, groups, window, has_sinks):
     """fp64 to 1e-12: sums over keys in another order, nothing else."""
     torch.manual_seed(0)
-    q = torch.randn(1, 4, 64, 8, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(1, 2, 64, 8, dtype=torch.float64, requires_grad=True) for _ in "kv")
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    q = torch.randn(1, 8, 64, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 4, 64, 8, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    sinks = torch.randn(8, dtype=torch.float64, requires_grad=True) if has_sinks else None
     inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
     expected = varlen_attention(q, k, v, CU_SEQLENS, 0.3, window=window, sinks=sinks)
     grad = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, inputs, grad)
 
-    attention = HostAttention(
-        CU_SEQLENS,
-        num_heads=4,
-        num_key_value_heads=2,
-        block=block,
-        window=window,
-        scale=0.3,
-        device=torch.device("cpu"),
-    )
-    q_host = q.detach()[0].transpose(0, 1).contiguous()
-    kv_host = torch.cat((k, v), dim=1).detach()[0].transpose(0, 1).contiguous()
-    out, lse = attention.forward(q_host, kv_host, sinks if sinks is None else sinks.detach())
-    grad_sinks = attention.backward(
-        grad[0].transpose(0, 1).contiguous(), q_host, kv_host, out, lse, sinks if sinks is None else sinks.detach()
-    )
-    actual = [q_host, *kv_host.split(2, dim=1)]
-    torch.testing.assert_close(out.transpose(0, 1)[None], expected.detach(), rtol=1e-12, atol=1e-12)
+    attention = HostAttention(CU_SEQLENS, block=block, window=window, scale=0.3, copies=Copies(torch.device("cpu")))
+    q_host, kv_host = on_host(q, groups), torch.cat([on_host(x, groups) for x in (k, v)], dim=2)
+    given_sinks = None if sinks is None else sinks.detach()
+    out, lse = attention.forward(q_host, kv_host, given_sinks)
+    torch.testing.assert_close(from_host(out), expected.detach(), rtol=1e-12, atol=1e-12)
+    grad_sinks = attention.backward(on_host(grad, groups), q_host, kv_host, out, lse, given_sinks)
+    actual = [from_host(x) for x in (q_host, *kv_host.chunk(2, dim=2))]
     for found, wanted in zip(actual, expected_grads[:3], strict=True):
-        torch.testing.assert_close(found.transpose(0, 1)[None], wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     if has_sinks:
         torch.testing.assert_close(grad_sinks, expected_grads[3], rtol=1e-12, atol=1e-12)
+
+
+def on_host(x, groups):
+    """[1, G·h, S, D] -> [G, S, h, D]"""
+    return x.detach()[0].unflatten(0, (groups, -1)).transpose(1, 2).contiguous()
+
+
+def from_host(x):
+    """[G, S, h, D] -> [1, G·h, S, D]"""
+    return x.transpose(1, 2).flatten(0, 1)[None]
+
+
+def test_gradients_of_keys_cross_the_link_once(monkeypatch):
+    """10 blocks of 10 tokens, so 55 pairs, in each of 2 groups; q, out and their gradients have 2·8 numbers a token, k
+    and v together as many. With a fp32 sum of the gradients of keys in host memory, 55 blocks of it went each way."""
+    moved = Counter()
+
+    def counted(self, pairs, *, is_arriving):
+        moved["to the device" if is_arriving else "to the host"] += sum(source.nbytes for _, source in pairs)
+        return copy(self, pairs, is_arriving=is_arriving)
+
+    copy = Copies._copy
+    monkeypatch.setattr(Copies, "_copy", counted)
+    attention = HostAttention(np.array([0, 100]), block=10, window=None, scale=1.0, copies=Copies(torch.device("cpu")))
+    q, kv, grad_out = (torch.randn(2, 100, 2, 8, dtype=torch.bfloat16) for _ in range(3))
+    a_tensor, pairs, lse_bytes = 2 * 100 * 16 * 2, 2 * 55 * 10 * 16 * 2, 2 * 100 * 2 * 4
+    out, lse = attention.forward(q, kv)
+    assert moved == {"to the device": a_tensor + pairs, "to the host": a_tensor + lse_bytes}
+    moved.clear()
+    attention.backward(grad_out, q, kv, out, lse)
+    assert moved == {"to the device": 3 * a_tensor + lse_bytes + pairs, "to the host": 2 * a_tensor}
+
+
+def test_a_part_arrives_while_the_one_before_it_is_computed():
+    order, host = [], torch.zeros(3, 2)
+
+    def hosts(part):
+        order.append(f"copy {part}")
+        return [host[part]]
+
+    for part, _ in Copies(torch.device("cpu")).arriving(range(3), hosts):
+        order.append(f"compute {part}")
+    assert order == ["copy 0", "copy 1", "compute 0", "copy 2", "compute 1", "compute 2"]
 
 
 def test_layers_share_their_block_tables_and_a_long_document_needs_four(monkeypatch):

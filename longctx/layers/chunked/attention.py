@@ -1,10 +1,15 @@
 """Packed causal attention over tensors in host memory, a block of queries against a block of keys at a time.
 
-Shape legend: S tokens of the whole row, H query heads, K key/value heads, D head size, B tokens of a block.
+Heads are attended in groups: some key/value heads with the query heads that share them. The fewer heads a group has,
+the longer are the blocks for the same memory, and the fewer blocks there are to copy and to launch.
+
+Shape legend: G groups of heads, S tokens of the whole sequence, h query heads and m key/value heads of a group, D head
+size, B tokens of a block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +19,7 @@ from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
 from longctx.attention.operator import binding_window
-from longctx.layers.chunked.tiles import to_device, to_host
+from longctx.layers.chunked.copies import Copies
 from longctx.sequence.host_tensors import host_empty
 
 
@@ -29,34 +34,23 @@ class Block:
 
 
 class HostAttention:
-    """Causal attention within each document over host tensors, q [S, H, D] and kv [S, 2·K, D]: keys, then values.
+    """Causal attention within each document over host tensors, q [G, S, h, D] and kv [G, S, 2·m, D]: keys, then values.
 
-    On the device are at most B queries and B keys of all heads (with a window: B + window keys), with their gradients.
+    On the device are two blocks of B queries and of B keys of a group (with a window: B + window keys), with their
+    gradients, and in the backward pass the fp32 gradients of all keys and values of a group: 8·m·D bytes a token.
 
     Args:
         cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
-        num_heads, num_key_value_heads: H and K.
         block: B.
         window: each query sees this many tokens of its document, itself included; all before it where None.
         scale: of the scores before the softmax.
-        device: to compute on.
+        copies: to and from the device that computes.
     """
 
-    def __init__(
-        self,
-        cu_seqlens: np.ndarray,
-        *,
-        num_heads: int,
-        num_key_value_heads: int,
-        block: int,
-        window: int | None,
-        scale: float,
-        device: torch.device,
-    ):
+    def __init__(self, cu_seqlens: np.ndarray, *, block: int, window: int | None, scale: float, copies: Copies):
         self.cu_seqlens, self.block = np.asarray(cu_seqlens), block
         self.window = binding_window(window, self.cu_seqlens)
-        self.num_heads, self.num_key_value_heads = num_heads, num_key_value_heads
-        self.scale, self.device = scale, device
+        self.scale, self.copies = scale, copies
         self._entries: dict[tuple[bytes, bytes, bool], Entries] = {}
 
     @cached_property
@@ -95,64 +89,75 @@ class HostAttention:
         return self._entries.setdefault((queries.tobytes(), keys.tobytes(), causal), found)
 
     def forward(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return out [S, H, D] and lse [S, H], fp32 or wider, in host memory.
+        """Return out [G, S, h, D] and lse [G, S, h], fp32 or wider, in host memory.
 
         Args:
-            sinks: [H] on the device.
+            sinks: [G·h] on the device.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
-        out_host = host_empty(*q.shape, dtype=q.dtype, device=self.device)
-        lse_host = host_empty(*q.shape[:2], dtype=wide, device=self.device)
-        for block in self.blocks:
-            queries = _heads_first(to_device(q[block.queries], self.device))
-            for i, (keys, entries) in enumerate(block.parts):
-                part = block_forward(queries, *self._keys(kv, keys), entries, self.scale)
+        out_host = host_empty(*q.shape, dtype=q.dtype, device=self.copies.device)
+        lse_host = host_empty(*q.shape[:3], dtype=wide, device=self.copies.device)
+        steps = [(group, block) for group in range(len(q)) for block in self.blocks]
+        keys = self._keys(kv, steps)
+        for (group, block), (rows,) in self.copies.arriving(steps, lambda step: [q[step[0], step[1].queries]]):
+            queries = _heads_first(rows)
+            for i, (_, entries) in enumerate(block.parts):
+                part = block_forward(queries, *next(keys), entries, self.scale)
                 if i == 0:
                     out, lse = part[0].to(wide), part[1]
                 else:
                     merge(out, lse, entries.q_rows, *part)
             if sinks is not None:
-                logits = sinks.to(wide)[:, None]
+                logits = sinks.to(wide).view(len(q), -1, 1)[group]
                 out = out * torch.sigmoid(lse - logits)[..., None]
                 lse = torch.logaddexp(lse, logits)
-            to_host(out_host[block.queries], _tokens_first(out).to(q.dtype))
-            to_host(lse_host[block.queries], lse[0].T)
+            self.copies.leave(
+                (out_host[group, block.queries], _tokens_first(out)), (lse_host[group, block.queries], lse[0].T)
+            )
         return out_host, lse_host
 
     def backward(
         self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None
     ) -> Tensor | None:
-        """Put the gradients of `q` and `kv` in their places in memory; return the gradient of the sinks, [H].
+        """Put the gradients of `q` and `kv` in their places in memory; return the gradient of the sinks, [G·h].
 
         Blocks go from the last to the first: with a block done nobody needs its queries, keys and values any more, and
         nobody adds to their gradients.
         """
-        grad_kv = host_empty(*kv.shape, dtype=lse.dtype, device=self.device).zero_()
-        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
-        for block in reversed(self.blocks):
-            rows = block.queries
-            queries, grad, block_out = (_heads_first(to_device(x[rows], self.device)) for x in (q, grad_out, out))
-            block_lse = to_device(lse[rows], self.device).T[None].contiguous()
+        steps = [(group, block) for group in range(len(q)) for block in reversed(self.blocks)]
+        keys = self._keys(kv, steps)
+        grad_kv: list[Tensor] = []
+        grad_sinks = None if sinks is None else torch.zeros(len(q), q.shape[2], dtype=lse.dtype, device=sinks.device)
+        for (group, block), arrived in self.copies.arriving(
+            steps, lambda step: [x[step[0], step[1].queries] for x in (q, grad_out, out, lse)]
+        ):
+            queries, grad, block_out = map(_heads_first, arrived[:3])
+            block_lse = arrived[3].T[None].contiguous()
+            if block is self.blocks[-1]:
+                shape = 1, kv.shape[2] // 2, kv.shape[1], kv.shape[3]
+                grad_kv = [queries.new_zeros(shape, dtype=lse.dtype) for _ in "kv"]
             grad_queries = torch.zeros_like(queries, dtype=lse.dtype)
-            for keys, entries in block.parts:
-                k, v = self._keys(kv, keys)
-                parts = block_backward(grad, queries, k, v, block_out, block_lse, entries, self.scale)
-                add(grad_queries, entries.q_rows, parts[0])
-                total = to_device(grad_kv[keys], self.device)
-                for x, part in zip(total.split(self.num_key_value_heads, dim=1), parts[1:], strict=True):
-                    add(_heads_first(x), entries.kv_rows, part)
-                to_host(grad_kv[keys], total)
+            for at, entries in block.parts:
+                grads = block_backward(grad, queries, *next(keys), block_out, block_lse, entries, self.scale)
+                add(grad_queries, entries.q_rows, grads[0])
+                for total, part in zip(grad_kv, grads[1:], strict=True):
+                    add(total[:, :, at], entries.kv_rows, part)
             if sinks is not None and grad_sinks is not None:
                 delta = (grad.to(lse.dtype) * block_out.to(lse.dtype)).sum(-1)
-                grad_sinks -= (torch.exp(sinks.to(lse.dtype)[:, None] - block_lse) * delta).sum((0, 2))
-            to_host(q[rows], _tokens_first(grad_queries).to(q.dtype))
-            to_host(kv[rows], to_device(grad_kv[rows], self.device).to(kv.dtype))
-        return grad_sinks
+                logits = sinks.to(lse.dtype).view(len(q), -1, 1)[group]
+                grad_sinks[group] -= (torch.exp(logits - block_lse) * delta).sum((0, 2))
+            done = torch.cat([total[:, :, block.queries] for total in grad_kv], dim=1)
+            self.copies.leave(
+                (q[group, block.queries], _tokens_first(grad_queries)), (kv[group, block.queries], _tokens_first(done))
+            )
+        return None if grad_sinks is None else grad_sinks.flatten()
 
-    def _keys(self, kv: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return k and v [1, K, N, D] of a token range, on the device."""
-        k, v = to_device(kv[keys], self.device).split(self.num_key_value_heads, dim=1)
-        return _heads_first(k), _heads_first(v)
+    def _keys(self, kv: Tensor, steps: list[tuple[int, Block]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield k and v [1, m, N, D] on the device of each part of each block."""
+        parts = [(group, at) for group, block in steps for at, _ in block.parts]
+        for _, (rows,) in self.copies.arriving(parts, lambda part: [kv[part]]):
+            k, v = rows.chunk(2, dim=1)
+            yield _heads_first(k), _heads_first(v)
 
 
 def _heads_first(x: Tensor) -> Tensor:

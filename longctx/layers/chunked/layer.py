@@ -1,7 +1,8 @@
 """One decoder layer over a sequence in host memory, chunk by chunk, forward and backward.
 
-Shape legend: P ranks of the Ulysses group, S tokens of the whole row and S/P of this rank, c tokens of a chunk,
-H query heads, K key/value heads, D head size, n = H/P + 2·K'/P heads a rank attends with (K' after repetition).
+Shape legend: P ranks of the Ulysses group, S tokens of the group and S/P of this rank, c tokens of a chunk,
+H query heads, K key/value heads, D head size, n = H/P + 2·K'/P heads that a rank attends with (K' after repetition).
+Attention takes a rank's heads in G groups of h query heads and m key/value heads.
 """
 
 from __future__ import annotations
@@ -14,15 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.layers.chunked.attention import HostAttention
-from longctx.layers.chunked.tiles import (
-    Autocast,
-    ParameterGradients,
-    check_one_thread,
-    chunks_of,
-    settle,
-    to_device,
-    to_host,
-)
+from longctx.layers.chunked.copies import Copies
+from longctx.layers.chunked.tiles import Autocast, ParameterGradients, check_one_thread, chunks_of
 from longctx.regions import region
 from longctx.sequence.batch import AttentionContext
 from longctx.sequence.host_tensors import host_empty
@@ -49,9 +43,9 @@ class Projected(NamedTuple):
     """The inputs of a layer's attention for all tokens of the row, in host memory."""
 
     q: Tensor
-    """[S, H/P, D], of this rank's heads."""
+    """[G, S, h, D], of this rank's heads."""
     kv: Tensor
-    """[S, 2·K'/P, D]: keys, then values."""
+    """[G, S, 2·m, D]: keys, then values."""
     sinks: Tensor | None
 
 
@@ -79,7 +73,7 @@ class ChunkedLayer:
         sequence: the batch's.
         size: c.
         keep_attention: keep what attention returned until the backward pass, instead of computing it again.
-        device: of the layer.
+        copies: to and from the device of the layer.
     """
 
     def __init__(
@@ -90,13 +84,13 @@ class ChunkedLayer:
         sequence: AttentionContext,
         size: int,
         keep_attention: bool,
-        device: torch.device,
+        copies: Copies,
     ):
         self.run, self.keywords, self.sequence = run, keywords, sequence
-        self.size, self.keep_attention, self.device = size, keep_attention, device
+        self.size, self.keep_attention, self.copies = size, keep_attention, copies
         self.world_size = 1 if sequence.group is None else dist.get_world_size(sequence.group)
         self.chunks = chunks_of(sequence.local_length, size)
-        self.autocast = Autocast(device)
+        self.autocast = Autocast(copies.device)
         self._heads, self._window, self._scale = (0, 0), None, 0.0  # known from the first chunk on
         self._kept: tuple[Tensor, Tensor] | None = None
 
@@ -106,12 +100,14 @@ class ChunkedLayer:
         out, lse = self._attend(self._project_all(hidden))
         self._kept = (out, lse) if self.keep_attention else None
         result: Any = None
-        for at in self.chunks:
-            y = self._finish(self._to_device(hidden[:, at]), self._own_tokens(out, at), at)
+        for at, (x, attention) in self.copies.arriving(
+            self.chunks, lambda at: [hidden[:, at], self._of_ranks(out, at)]
+        ):
+            y = self._finish(x, self._own_tokens(attention), at)
             if result is None:
-                result = host_empty(1, hidden.shape[1], *y.shape[2:], dtype=y.dtype, device=self.device)
-            to_host(result[:, at], y)
-        settle(self.device)
+                result = self._host(1, hidden.shape[1], *y.shape[2:], dtype=y.dtype)
+            self.copies.leave((result[:, at], y))
+        self.copies.settle()
         return result
 
     def backward(
@@ -122,46 +118,50 @@ class ChunkedLayer:
             projected = self._project_all(hidden)
         out, lse = self._kept or self._attend(projected)
         self._kept = None
-        grad_hidden = host_empty(*hidden.shape, dtype=hidden.dtype, device=self.device)
-        grad_out = host_empty(*out.shape, dtype=out.dtype, device=self.device)
+        grad_hidden = self._host(*hidden.shape, dtype=hidden.dtype)
+        grad_out = self._host(*out.shape, dtype=out.dtype)
         sums = ParameterGradients(parameters)
-        for at in self.chunks:
-            x, attention = self._leaf(hidden[:, at]), self._own_tokens(out, at).requires_grad_()
+        for at, (x, rows, grad) in self.copies.arriving(
+            self.chunks, lambda at: [hidden[:, at], self._of_ranks(out, at), grad_result[:, at]]
+        ):
+            attention = self._own_tokens(rows)
             with self.autocast.with_grad():
-                y = self._finish(x, attention, at)
-            grad = self._to_device(grad_result[:, at])
+                y = self._finish(x.requires_grad_(), attention.requires_grad_(), at)
             grads = torch.autograd.grad(y, [x, attention, *parameters], grad, allow_unused=True)
-            to_host(grad_hidden[:, at], grads[0])
-            self._store(grad_out, at, self._exchange(self._by_rank(grads[1])))
+            received = self._exchange(self._by_rank(grads[1]))
+            self.copies.leave((grad_hidden[:, at], grads[0]), (self._of_ranks(grad_out, at), self._by_group(received)))
             sums.add(grads[2:])
         with region("attention backward", "attention"):
             grad_sinks = self._attention.backward(grad_out, projected.q, projected.kv, out, lse, projected.sinks)
-        for at in self.chunks:
-            x = self._leaf(hidden[:, at])
+        heads = projected.q, projected.kv
+        for at, (x, grad, *rows) in self.copies.arriving(
+            self.chunks, lambda at: [hidden[:, at], grad_hidden[:, at], *(self._of_ranks(x, at) for x in heads)]
+        ):
             with self.autocast.with_grad():
-                projection = self._project(x, at)
-            grad_qkv = torch.cat([self._rows(x, at) for x in (projected.q, projected.kv)], dim=2)
+                projection = self._project(x.requires_grad_(), at)
+            q, (k, v) = rows[0], rows[1].chunk(2, dim=3)
+            grad_qkv = torch.cat([_by_source(part) for part in (q, k, v)], dim=2)
             outputs, grad_outputs = [projection.qkv], [self._exchange(grad_qkv)]
             if projection.sinks is not None and grad_sinks is not None and at is self.chunks[0]:  # of all tokens
                 outputs.append(projection.sinks)
                 grad_outputs.append(grad_sinks.to(projection.sinks.dtype))
             grads = torch.autograd.grad(outputs, [x, *parameters], grad_outputs, allow_unused=True)
-            to_host(grad_hidden[:, at], self._to_device(grad_hidden[:, at]) + grads[0])
+            self.copies.leave((grad_hidden[:, at], grad + grads[0]))
             sums.add(grads[1:])
-        settle(self.device)
+        self.copies.settle()
         return grad_hidden, sums.result()
 
     def _project_all(self, hidden: Tensor) -> Projected:
         hosts: Any = None
-        for at in self.chunks:
-            projection = self._project(self._to_device(hidden[:, at]), at)
+        for at, (x,) in self.copies.arriving(self.chunks, lambda at: [hidden[:, at]]):
+            projection = self._project(x, at)
             received = self._exchange(projection.qkv)
-            parts = received[:, :, : self._heads[0]], received[:, :, self._heads[0] :]
+            q, k, v = map(self._by_group, received.split([self._heads[0], self._heads[1], self._heads[1]], dim=2))
+            parts = q, torch.cat((k, v), dim=3)
             if hosts is None:
                 total = self.world_size * hidden.shape[1]
-                hosts = [host_empty(total, *x.shape[2:], dtype=x.dtype, device=self.device) for x in parts]
-            for host, part in zip(hosts, parts, strict=True):
-                self._store(host, at, part)
+                hosts = [self._host(len(part), total, *part.shape[3:], dtype=part.dtype) for part in parts]
+            self.copies.leave(*((self._of_ranks(host, at), part) for host, part in zip(hosts, parts, strict=True)))
         q, kv = hosts
         return Projected(q, kv, projection.sinks)
 
@@ -177,13 +177,17 @@ class ChunkedLayer:
     def _make_attention(self) -> HostAttention:
         return HostAttention(
             self.sequence.cu_seqlens,
-            num_heads=self._heads[0],
-            num_key_value_heads=self._heads[1],
-            block=self.size * self.world_size,  # as many bytes as a chunk of all heads
+            block=self.size * self.world_size * self._num_groups,  # as many bytes as a chunk of all heads
             window=self._window,
             scale=self._scale,
-            device=self.device,
+            copies=self.copies,
         )
+
+    @property
+    def _num_groups(self) -> int:
+        """G: as few as have no more bytes in one block of all tokens than a chunk of all heads, or one a head."""
+        fewest = min(len(self.chunks), self._heads[1])
+        return next(count for count in range(fewest, self._heads[1] + 1) if self._heads[1] % count == 0)
 
     def _project(self, x: Tensor, at: slice) -> Projection:
         """Run the layer up to its attention, for one chunk."""
@@ -235,25 +239,25 @@ class ChunkedLayer:
         x = x.detach()
         return x if self.sequence.group is None else all_to_all(x, self.sequence.group)
 
-    def _rows(self, host: Tensor, at: slice) -> Tensor:
-        """[S, m, D] in host memory -> [P, c, m, D] on the device: this chunk of every rank's tokens."""
-        ranks = host.unflatten(0, (self.world_size, -1))
-        return torch.stack([self._to_device(rank[at]) for rank in ranks])
+    def _by_group(self, x: Tensor) -> Tensor:
+        """[P, c, m, D] -> [G, P, c, m/G, D], the inverse of `_by_source`."""
+        return x.unflatten(2, (self._num_groups, -1)).permute(2, 0, 1, 3, 4)
 
-    def _store(self, host: Tensor, at: slice, rows: Tensor) -> None:
-        """The inverse of `_rows`."""
-        for rank, values in zip(host.unflatten(0, (self.world_size, -1)), rows, strict=True):
-            to_host(rank[at], values)
+    def _of_ranks(self, host: Tensor, at: slice) -> Tensor:
+        """[G, S, m, D] in host memory -> [G, P, c, m, D], a view: this chunk of every rank's tokens."""
+        return host.unflatten(1, (self.world_size, -1))[:, :, at]
 
-    def _own_tokens(self, out: Tensor, at: slice) -> Tensor:
-        """[S, H/P, D] in host memory, this rank's heads -> [1, H, c, D], this rank's tokens of the chunk."""
-        return self._exchange(self._rows(out, at)).transpose(1, 2).flatten(0, 1)[None]
+    def _own_tokens(self, rows: Tensor) -> Tensor:
+        """[G, P, c, h, D], this rank's heads of every rank's tokens -> [1, H, c, D], this rank's tokens."""
+        return self._exchange(_by_source(rows)).transpose(1, 2).flatten(0, 1)[None]
 
-    def _leaf(self, x: Tensor) -> Tensor:
-        return self._to_device(x).requires_grad_()
+    def _host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return host_empty(*shape, dtype=dtype, device=self.copies.device)
 
-    def _to_device(self, x: Tensor) -> Tensor:
-        return to_device(x, self.device)
+
+def _by_source(x: Tensor) -> Tensor:
+    """[G, P, c, m, D] -> [P, c, G·m, D]"""
+    return x.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 class RunChunked(torch.autograd.Function):
@@ -267,7 +271,7 @@ class RunChunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_result: Tensor):
-        check_one_thread(ctx.layer.device)
+        check_one_thread(ctx.layer.copies.device)
         grad_hidden, grads = ctx.layer.backward(*ctx.saved_tensors, grad_result, ctx.parameters)
         return None, grad_hidden, *grads
 

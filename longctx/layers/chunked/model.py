@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.layer import ChunkedLayer, LazyTokens, RunChunked
 from longctx.layers.chunked.tiles import ask_for_gradient, keep_backward_in_one_thread, run_in_tiles, trained
 from longctx.model.allow_list import num_linear_heads
@@ -40,19 +41,20 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, 
             "all tokens, and cannot be split at their attention. Leave it out."
         )
     keep_backward_in_one_thread()
+    copies = Copies(device)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     blocks = next(m for m in model.modules() if any(child is layers[0] for child in m.children()))
     backbone = next(m for m in model.modules() if any(child is blocks for child in m.children()))
     for layer in layers:
         layer._z3_leaf = True  # ZeRO-3 then gathers the layer once for all chunks, not each of its modules for each
         forward = inspect.unwrap(type(layer).forward)
-        layer.forward = partial(_layer_forward, layer, partial(forward, layer), size, device, keep_attention)
+        layer.forward = partial(_layer_forward, layer, partial(forward, layer), size, copies, keep_attention)
         layer.register_forward_pre_hook(ask_for_gradient)
     for child in backbone.children():
         if any(name.endswith("inv_freq") for name, _ in child.named_buffers()):
             child.forward = partial(_lazy_forward, child.forward, device)
         elif child is not blocks:
-            child.forward = partial(run_in_tiles, child, child.forward, size, device)
+            child.forward = partial(run_in_tiles, child, child.forward, size, copies)
     model._set_gradient_checkpointing = lambda *args, **kwargs: None
 
 
@@ -60,7 +62,7 @@ def _layer_forward(
     layer: nn.Module,
     forward: Callable[..., Tensor],
     size: int,
-    device: torch.device,
+    copies: Copies,
     keep_attention: bool,
     hidden_states: Tensor,
     **keywords: Any,
@@ -71,7 +73,7 @@ def _layer_forward(
         sequence=keywords["sequence"],
         size=size,
         keep_attention=keep_attention,
-        device=device,
+        copies=copies,
     )
     return RunChunked.apply(step, hidden_states, *trained(layer))
 

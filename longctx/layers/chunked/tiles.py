@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longctx.layers.chunked.copies import Copies
 from longctx.sequence.host_tensors import host_empty
 
 
@@ -80,28 +81,6 @@ def ask_for_gradient(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor,
     return None
 
 
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of a part of a host tensor; on a machine without a GPU too, where memory is told apart by intent."""
-    _check_copy(host)
-    return host.to(device, non_blocking=True, copy=True)
-
-
-def to_host(host: Tensor, values: Tensor) -> None:
-    """Write a part of a host tensor. Later work on the device's stream sees it, and the CPU does after `settle`."""
-    _check_copy(host)
-    host.copy_(values, non_blocking=True)
-
-
-def _check_copy(host: Tensor) -> None:
-    assert host.is_contiguous(), "such a copy is made by the CPU, which does not wait for what the device still writes"
-
-
-def settle(device: torch.device) -> None:
-    """Wait for copies to the host, so that the CPU may read them."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def keep_backward_in_one_thread() -> None:
     """Have backward passes that this thread starts stay in it, instead of also using a thread for each device.
 
@@ -127,51 +106,50 @@ def check_one_thread(device: torch.device) -> None:
         )
 
 
-def run_in_tiles(
-    module: nn.Module, run: Callable[[Tensor], Tensor], size: int, device: torch.device, x: Tensor
-) -> Tensor:
+def run_in_tiles(module: nn.Module, run: Callable[[Tensor], Tensor], size: int, copies: Copies, x: Tensor) -> Tensor:
     """run(x [1, S, ...]) -> [1, S, ...], in host memory, differentiable; recomputed in backward.
 
     Args:
         run: `module`'s function, of each token by itself.
         size: tokens at a time.
-        device: that the module is on.
+        copies: to and from the device that the module is on.
         x: on the host or on the device.
     """
-    return _Tiles.apply(run, size, device, x, *trained(module))
+    return _Tiles.apply(run, size, copies, x, *trained(module))
 
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run: Callable, size: int, device: torch.device, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.run, ctx.size, ctx.device, ctx.parameters = run, size, device, parameters
-        ctx.autocast = Autocast(device)
+    def forward(ctx, run: Callable, size: int, copies: Copies, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.run, ctx.size, ctx.copies, ctx.parameters = run, size, copies, parameters
+        ctx.autocast = Autocast(copies.device)
         ctx.save_for_backward(x)
         out: Any = None
-        for at in chunks_of(x.shape[1], size):
-            tile = run(to_device(x[:, at], device))
+        for at, (tile,) in copies.arriving(chunks_of(x.shape[1], size), lambda at: [x[:, at]]):
+            y = run(tile)
             if out is None:
-                out = host_empty(1, x.shape[1], *tile.shape[2:], dtype=tile.dtype, device=device)
-            to_host(out[:, at], tile)
-        settle(device)
+                out = host_empty(1, x.shape[1], *y.shape[2:], dtype=y.dtype, device=copies.device)
+            copies.leave((out[:, at], y))
+        copies.settle()
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        check_one_thread(ctx.device)
+        copies = ctx.copies
+        check_one_thread(copies.device)
         (x,) = ctx.saved_tensors
         needs_x = x.is_floating_point() and ctx.needs_input_grad[3]
-        grad_x = host_empty(*x.shape, dtype=x.dtype, device=ctx.device) if needs_x else None
+        grad_x = host_empty(*x.shape, dtype=x.dtype, device=copies.device) if needs_x else None
         sums = ParameterGradients(ctx.parameters)
-        for at in chunks_of(x.shape[1], ctx.size):
-            tile = to_device(x[:, at], ctx.device).requires_grad_(needs_x)
+        chunks = chunks_of(x.shape[1], ctx.size)
+        for at, (tile, grad) in copies.arriving(chunks, lambda at: [x[:, at], grad_out[:, at]]):
+            tile.requires_grad_(needs_x)
             with ctx.autocast.with_grad():
                 out = ctx.run(tile)
             inputs = [*([tile] if needs_x else []), *ctx.parameters]
-            grad = to_device(grad_out[:, at], ctx.device)
             grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
             if grad_x is not None:
-                to_host(grad_x[:, at], grads[0])
+                copies.leave((grad_x[:, at], grads[0]))
             sums.add(grads[len(inputs) - len(ctx.parameters) :])
-        settle(ctx.device)
+        copies.settle()
         return None, None, None, grad_x, *sums.result()

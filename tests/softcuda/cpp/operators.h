@@ -349,7 +349,7 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
     copy_on_cpu(to, from);
     return self;
   }
-  if (src.is_cpu()) check_read_of_host(src.storage(), stream);
+  if (src.is_cpu()) check_read_of_host(Bytes(src), stream);
   finish_stream(stream);  // earlier copies of the stream come before this one
   const Tensor& host = self.is_cuda() ? src : self;
   if (!non_blocking || !is_pinned(host.const_data_ptr())) {  // CUDA waits for pageable memory
@@ -361,20 +361,20 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   late.number = ++last_number;
   if (self.is_cuda()) {
     copy_on_cpu(to, from);
-    const auto* bytes = static_cast<const char*>(from.storage().data());
-    const auto size = from.storage().nbytes();
-    const auto before = checksum(bytes, size);
+    const Bytes bytes(from);
+    const auto before = checksum(bytes.begin, bytes.end - bytes.begin);
     const auto hazard = c10::str("a host tensor of shape ", from.sizes(), " was changed while its copy to the device ",
                                  "was under way: wait for the copy first");
-    late.read_host = from.storage();
+    late.host = from.storage();
     late.finish = [=] {
-      if (checksum(bytes, size) != before) report(hazard);
+      if (checksum(bytes.begin, bytes.end - bytes.begin) != before) report(hazard);
     };
   } else {
     Tensor arrived = at::empty_like(to);
     copy_on_cpu(arrived, from);
     if (to.is_non_overlapping_and_dense()) memset(to.mutable_data_ptr(), 0xff, to.nbytes());
-    late.written_host = self.storage();
+    late.host = self.storage();
+    late.written_host = Bytes(self);
     late.finish = [to, arrived] { copy_on_cpu(to, arrived); };
   }
   queues[stream].copies.push_back(std::move(late));

@@ -25,11 +25,25 @@ int num_devices() {
 
 using StreamKey = std::pair<int64_t, int64_t>;  // device, stream
 
+// The bytes of a tensor: those between its elements count if it is not contiguous.
+struct Bytes {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+
+  Bytes() = default;
+  explicit Bytes(const at::Tensor& x) : begin(static_cast<const char*>(x.const_data_ptr())), end(begin) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < x.dim(); i++) last += (x.size(i) - 1) * x.stride(i);
+    if (x.numel()) end = begin + (last + 1) * x.element_size();
+  }
+  bool meets(const Bytes& other) const { return begin < other.end && other.begin < end; }
+};
+
 struct LateCopy {
   uint64_t number;
   std::function<void()> finish;
-  Storage written_host;  // by a copy from the device; empty for one to the device
-  Storage read_host;     // kept alive
+  Bytes written_host;  // by a copy from the device; empty for one to the device
+  Storage host;        // kept alive
 };
 
 struct StreamQueue {
@@ -71,12 +85,11 @@ void finish_device(int64_t device) {
 }
 
 // A copy to the device is about to read host memory: no other stream may have yet to write it.
-void check_read_of_host(const Storage& host, StreamKey stream) {
+void check_read_of_host(const Bytes& host, StreamKey stream) {
   std::lock_guard<std::recursive_mutex> lock(queue_mutex);
   for (auto& [other, queue] : queues)
     for (auto& copy : queue.copies)
-      if (other != stream && !queues[stream].waits_for.count(other) &&
-          copy.written_host.unsafeGetStorageImpl() == host.unsafeGetStorageImpl())
+      if (other != stream && !queues[stream].waits_for.count(other) && copy.written_host.meets(host))
         report("a copy to the device on stream " + std::to_string(stream.second) + " reads host memory that stream " +
                std::to_string(other.second) + " has yet to write: one of them has to wait for the other");
 }
