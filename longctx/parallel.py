@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx.attention.backend import AttentionOfBatch
+from longctx.attention.backend import AttentionOfBatch, ScheduleOfBatch
 from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
@@ -45,9 +45,16 @@ from longctx.ulysses.head_chunks import check_stride
 class SequenceParallel:
     """Cuts batches over a sequence group and reduces the loss over everything. Made by `parallelize`."""
 
-    def __init__(self, dims: ParallelDims, attention: AttentionOfBatch, groups: SequenceGroups, device: torch.device):
+    def __init__(
+        self,
+        dims: ParallelDims,
+        attention: AttentionOfBatch,
+        schedule: ScheduleOfBatch | None,
+        groups: SequenceGroups,
+        device: torch.device,
+    ):
         self.dims, self.groups, self.device = dims, groups, device
-        self._attention = attention
+        self._attention, self._schedule = attention, schedule
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
@@ -68,7 +75,10 @@ class SequenceParallel:
         position_ids = complete_position_ids(batch)
         layout = batch.get("layout") or plan_batch(position_ids, self.dims)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
-        context = AttentionContext(layout, self.groups.ulysses, partial(self._attention, layout, self.groups))
+        schedule = self._schedule and partial(self._schedule, layout, self.groups)
+        attention = partial(self._attention, layout, self.groups)
+        exchanging = self.groups.ulysses if self.dims.ulysses > 1 else None
+        context = AttentionContext(layout, exchanging, attention, schedule)
         inputs = {
             "input_ids": send(cut(batch["input_ids"]), self.device),
             "position_ids": send(cut(position_ids), self.device),
@@ -229,16 +239,16 @@ def parallelize(
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
             `longctx.layers.tiled_mlp`; 0 for tiles as long as the model is wide, None for all tokens at once.
         sequence_chunk_size: tokens of this rank that a layer works on at a time, while others wait in host memory; see
-            `longctx.layers.chunked`. Only for sp 1 and Ulysses. This thread's backward passes then stay in one thread,
-            so call backward in the thread that calls this.
+            `longctx.layers.chunked`. This thread's backward passes then stay in one thread, so call backward in the
+            thread that calls this.
 
     Returns:
         The model, and the object that shards batches and reduces the loss.
 
     Raises:
         ValueError: if the model's attention is not known to be exact, sp does not divide the processes, or the heads do
-            not fit the backend; for a chunk size that the model or a ring cannot have; or if this rank has no GPU of
-            its own.
+            not fit the backend; for a chunk size that the model or the backend does not support; or if this rank has no
+            GPU of its own.
     """
     check_model(model.config)
     _say_whether_tied(model)
@@ -272,12 +282,12 @@ def parallelize(
     if sequence_chunk_size is not None:
         if not backend.can_chunk:
             raise ValueError(
-                f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}: keys and values in host "
-                f"memory cannot be sent around a ring. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
+                f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}, which does not support the "
+                f"sequence-chunked step. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
             )
         install_chunked(model, sequence_chunk_size, device, keep_attention=selective != 0)
     attention = partial(backend.attention, heads_k_stride=heads_k_stride)
-    return model, SequenceParallel(dims, attention, sequence_groups(dims, device), device)
+    return model, SequenceParallel(dims, attention, backend.schedule, sequence_groups(dims, device), device)
 
 
 def _say_whether_tied(model: PreTrainedModel) -> None:

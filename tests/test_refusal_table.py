@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
+from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import choose_backend
 from longctx.attention.interface import longctx_attention
 from longctx.attention.operator import varlen_attention
@@ -483,8 +484,9 @@ def test_command_lines_that_cannot_be_exact_are_refused(case, capsys, monkeypatc
     assert words in capsys.readouterr().err
 
 
-def test_a_stream_in_a_ring_is_not_cut_into_chunks():
-    with fake_process_group(2), pytest.raises(ValueError, match="sequence_chunk_size 8 with sp_backend ring"):
+def test_chunks_are_refused_for_a_backend_that_has_no_schedule(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "ring", replace(BACKENDS["ring"], schedule=None))
+    with fake_process_group(2), pytest.raises(ValueError, match="sequence_chunk_size 8 with sp_backend ring, which"):
         parallelize(tiny_model(), 2, sp_backend="ring", sequence_chunk_size=8)
 
 

@@ -63,6 +63,7 @@ TOY = replace(
     RING,
     name="toy",
     attention=_attention_of,
+    schedule=None,
     arrangements=_toys,
     arrange=lambda setup, ring_size: _toys(setup.sp)[0],
     held=lambda kv: (2 * kv.element_size * kv.elements * kv.ring, 2 * kv.element_size * kv.elements * kv.ring),

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup
-from longctx.sequence.batch import Attend
+from longctx.attention.operator import Schedule
+from longctx.sequence.batch import Attend, BatchLayout
+from longctx.sequence.mesh import SequenceGroups
 
 AttentionOfBatch = Callable[..., Attend]
 """(layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None) -> attention.
@@ -22,6 +24,9 @@ AttentionOfBatch = Callable[..., Attend]
 It serves all layers of the batch that have this window; None means full attention. `heads_k_stride` is how many
 key/value heads of a rank travel and are attended at a time; None means the backend's default.
 """
+
+ScheduleOfBatch = Callable[[BatchLayout, SequenceGroups, int | None], Schedule]
+"""(layout, groups, window) -> schedule, for all layers of the batch that have this window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +76,20 @@ class Backend:
     """Whether activation checkpoints keep attention's output by default, since recomputing it would send messages."""
     has_stages: bool
     """Whether --heads_k_stride splits all of attention into stages, not only the collection of keys and values."""
-    can_chunk: bool
-    """Whether it supports the sequence-chunked step."""
+    schedule: ScheduleOfBatch | None
+    """Return the attention of a rank's heads for the sequence-chunked step, which exchanges tokens for heads itself;
+    None if the backend does not support this step."""
     accelerate_degree: str | None
     """The degree of accelerate's ParallelismConfig that selects it, `cp` or `sp`; None if neither does."""
     color: str
     """Color in pictures, as `#RRGGBB`."""
     marker: str
     """Marker in pictures, by Matplotlib's name."""
+
+    @property
+    def can_chunk(self) -> bool:
+        """Whether it supports the sequence-chunked step."""
+        return self.schedule is not None
 
     @property
     def fewest_ranks(self) -> int | None:

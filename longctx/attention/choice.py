@@ -148,10 +148,14 @@ def arrangements(sp: int) -> list[Arrangement]:
 
 
 def chunking_backend(setup: Setup) -> str | None:
-    """Return the backend that `auto` means for a sequence-chunked step; None if the heads permit none."""
+    """Return the backend that `auto` means for a sequence-chunked step; None if the heads permit none.
+
+    It has no ring, which would hold a part of the heads of all its tokens at once.
+    """
     for name, backend in BACKENDS.spread.items():
         if backend.can_chunk and any(
-            setup.num_heads % arrangement.ulysses == 0 for arrangement in backend.arrangements(setup.sp)
+            arrangement.ring == 1 and setup.num_heads % arrangement.ulysses == 0
+            for arrangement in backend.arrangements(setup.sp)
         ):
             return name
     return None

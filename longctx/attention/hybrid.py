@@ -7,7 +7,7 @@ from functools import partial
 
 from longctx.attention.backend import Backend
 from longctx.attention.cost import Arrangement, Setup
-from longctx.ring.backend import RING, ring_attention_of, ring_held
+from longctx.ring.backend import RING, ring_attention_of, ring_held, ring_schedule_of
 from longctx.ring.cost import ring_passes
 from longctx.ulysses.backend import ULYSSES
 from longctx.ulysses.exchange import heads_message
@@ -53,7 +53,7 @@ HYBRID = Backend(
     engine="fsdp2",
     keeps_output=True,
     has_stages=True,
-    can_chunk=False,
+    schedule=ring_schedule_of,
     accelerate_degree=None,
     color="#CC79A7",
     marker="^",

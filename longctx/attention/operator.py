@@ -126,10 +126,25 @@ def run_schedule(
     with region("attention", "attention"):
         out, lse = _schedules[schedule].forward(q, k, v, scale)
     if sinks is not None:
-        sinks = sinks.to(lse.dtype)[:, None]
-        out = out * torch.sigmoid(lse - sinks)[..., None]
-        lse = torch.logaddexp(lse, sinks)
+        out, lse = with_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out [1, H, S, D] and lse [1, H, S] after sinks [H] have joined the softmax."""
+    sinks = sinks.to(lse.dtype)[:, None]
+    out = out * torch.sigmoid(lse - sinks)[..., None]
+    lse = torch.logaddexp(lse, sinks)
+    return out, lse
+
+
+def sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks [H], in lse's dtype, from the final `out` and `lse`.
+
+    A sink is a key whose value is 0.
+    """
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))
 
 
 _attention = torch.library.custom_op("longctx::attention", run_schedule, mutates_args=())
@@ -148,19 +163,14 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_out: Tensor, _: Tensor):
-    """Compute the gradients from the final `out` and `lse`, with which every block's gradient is independent.
-
-    A sink is a key whose value is 0.
-    """
+    """Compute the gradients from the final `out` and `lse`, with which every block's gradient is independent."""
     q, k, v, sinks, out, lse = ctx.saved_tensors
     with region("attention backward", "attention"):
         grads = ctx.schedule.backward(grad_out, q, k, v, out, lse, ctx.scale)
     dq, dk, dv = (grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
     if sinks is None:
         return dq, dk, dv, None, None, None
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))
-    return dq, dk, dv, dsinks.to(sinks.dtype), None, None
+    return dq, dk, dv, sinks_gradient(grad_out, out, lse, sinks).to(sinks.dtype), None, None
 
 
 _attention.register_autograd(_backward, setup_context=_keep)

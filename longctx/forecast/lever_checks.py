@@ -20,8 +20,8 @@ def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
         )
     if "sequence_chunk_size" in asked and not place.backend_can_chunk:
         raise ValueError(
-            f"--sequence_chunk_size {asked['sequence_chunk_size']} is not supported by this run's attention backend, "
-            "whose keys and values travel. Use --sp_backend ulysses, or leave it out."
+            f"--sequence_chunk_size {asked['sequence_chunk_size']} is not supported by this run's attention backend. "
+            "Use another --sp_backend, or leave it out."
         )
     if "sequence_chunk_size" in asked and place.has_linear_attention:
         raise ValueError(

@@ -114,7 +114,7 @@ def _is_number_of_layers(value: Any) -> bool:
 
 
 def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
-    """Whether the sequence-chunked step, which no ring supports, is asked for."""
+    """Whether the sequence-chunked step is asked for, which has less on the device without a ring."""
     by_preset = memory == "longest" and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
     return by_preset or asked.get("sequence_chunk_size") is not None
 

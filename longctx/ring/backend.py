@@ -7,12 +7,29 @@ from functools import partial
 
 from longctx.attention.backend import Backend, KeyValues
 from longctx.attention.cost import Arrangement, Setup
-from longctx.attention.operator import attend
+from longctx.attention.operator import Schedule, attend
 from longctx.ring.attention import ring_schedule
 from longctx.ring.cost import gather_passes, ring_passes
 from longctx.sequence.batch import Attend, BatchLayout
 from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses import scheduled_attention
+
+
+def ring_schedule_of(
+    layout: BatchLayout,
+    groups: SequenceGroups,
+    window: int | None,
+    *,
+    transport: str = "p2p",
+    heads_k_stride: int | None = None,
+) -> Schedule:
+    """Return the schedule of a batch's ring; a stride of None is the transport's default."""
+    assert layout.plan is not None, "a ring has a plan"
+    assert groups.ring is not None, "a ring has a group"
+    return ring_schedule(layout.plan, groups.ring, transport=transport, heads_k_stride=heads_k_stride, window=window)
+
+
+gather_schedule_of = partial(ring_schedule_of, transport="gather")
 
 
 def ring_attention_of(
@@ -24,9 +41,7 @@ def ring_attention_of(
     exchanges: bool = False,
 ) -> Attend:
     """Return the ring attention of a batch; with `exchanges`, Ulysses ranks first exchange tokens for heads."""
-    assert layout.plan is not None, "a ring has a plan"
-    assert groups.ring is not None, "a ring has a group"
-    schedule = ring_schedule(layout.plan, groups.ring, window=window)
+    schedule = ring_schedule_of(layout, groups, window)
     group = groups.ulysses if exchanges else None
     return scheduled_attention(schedule, group, heads_k_stride, split_queries=False)
 
@@ -34,10 +49,7 @@ def ring_attention_of(
 def _gather_attention_of(
     layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None
 ) -> Attend:
-    assert layout.plan is not None, "a gather has a plan"
-    assert groups.ring is not None, "a gather has a group"
-    schedule = ring_schedule(layout.plan, groups.ring, transport="gather", heads_k_stride=heads_k_stride, window=window)
-    return partial(attend, schedule)
+    return partial(attend, gather_schedule_of(layout, groups, window, heads_k_stride=heads_k_stride))
 
 
 def ring_held(kv: KeyValues) -> tuple[float, float]:
@@ -88,7 +100,7 @@ RING = Backend(
     engine="fsdp2",
     keeps_output=True,
     has_stages=True,
-    can_chunk=False,
+    schedule=ring_schedule_of,
     accelerate_degree="cp",
     color="#E69F00",
     marker="s",
@@ -105,7 +117,7 @@ GATHER = Backend(
     engine="fsdp2",
     keeps_output=True,
     has_stages=False,
-    can_chunk=False,
+    schedule=gather_schedule_of,
     accelerate_degree=None,
     color="#56B4E9",
     marker="v",

@@ -53,14 +53,22 @@ class AttentionContext:
 
     Args:
         layout: where the batch's documents and tokens lie.
-        group: the ranks that exchange tokens for heads; None for one device.
+        group: the ranks that exchange tokens for heads; None for one device, and for a ring without Ulysses.
         make: attention for a window, or for None: full attention. Called once for each window that layers have.
+        schedule: the same for a rank's heads after an exchange, as a `longctx.attention.operator.Schedule`; None if the
+            backend has none for the sequence-chunked step.
     """
 
-    def __init__(self, layout: BatchLayout, group: dist.ProcessGroup | None, make: Callable[[int | None], Attend]):
+    def __init__(
+        self,
+        layout: BatchLayout,
+        group: dist.ProcessGroup | None,
+        make: Callable[[int | None], Attend],
+        schedule: Callable[[int | None], Any] | None = None,
+    ):
         self.local_length, self.cu_seqlens = layout.local_length, layout.cu_seqlens
         self.group = group
-        self._make = make
+        self._make, self.schedule = make, schedule
         self._by_window: dict[int | None, Attend] = {}
         self._shared: dict[Hashable, Any] = {}
         self.calls = 0

@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend, chunking_backend
 from longctx.attention.cost import Setup
 from longctx.forecast.levers import PROFILE_LEVERS
 from longctx.forecast.memory_options import asked_levers, prefers_ulysses
-from longctx.settings.checks import check
 from longctx.settings.profile import LaunchProfile
 from longctx.settings.profile_values import agree
 from longctx.settings.run import given_multiple, row_length
 from longctx.settings.values import Values
-from longctx.ulysses import ulysses_remedy
 
 
 def ask_levers(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str, Any]]:
@@ -37,7 +34,7 @@ def ask_levers(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str
 def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any]) -> tuple[str, BackendChoice]:
     """Return the wanted backend's name, and the choice before the data is known.
 
-    With a sequence-chunked step, `auto` wants a backend that can run it.
+    With a sequence-chunked step, `auto` wants the backend that has least of it on the device.
     """
 
     def choice(name: str) -> BackendChoice:
@@ -49,23 +46,7 @@ def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any])
             pad_to_multiple_of=given_multiple(values.flags),
         )
 
-    chunk_size = levers.get("sequence_chunk_size")
-    if chunk_size is not None and setup.num_linear_heads is None:
-        _check_chunks(chunk_size, wanted, setup)
     chunks = prefers_ulysses(values["memory"], levers) and not setup.num_linear_heads
     if wanted == "auto" and setup.sp > 1 and chunks and (name := chunking_backend(setup)) is not None:
-        return name, replace(choice(name), reason="auto: the sequence-chunked step runs on it")
+        return name, replace(choice(name), reason="auto: the sequence-chunked step has least on the device")
     return wanted, choice(wanted)
-
-
-@check("sequence_chunk_size", "sp", "sp_backend")
-def _check_chunks(size: int, backend: str, setup: Setup) -> None:
-    """Check that the backend can run a sequence-chunked step."""
-    remedy = ulysses_remedy(setup.num_heads, setup.sp)
-    if setup.sp > 1 and backend != "auto" and not BACKENDS[backend].can_chunk:
-        raise ValueError(
-            f"--sequence_chunk_size {size} with --sp_backend {backend}: chunks in host memory cannot be sent around "
-            f"a ring. {remedy}"
-        )
-    if setup.num_heads % setup.sp:
-        raise ValueError(f"--sequence_chunk_size {size} with --sp {setup.sp}: {remedy}")

@@ -23,9 +23,13 @@ def _attention_of(
     *,
     exchanges: bool,
 ) -> Attend:
-    schedule = LocalSchedule(layout.cu_seqlens, window)
+    schedule = _schedule_of(layout, groups, window)
     group = groups.ulysses if exchanges else None
     return scheduled_attention(schedule, group, heads_k_stride, split_queries=True)
+
+
+def _schedule_of(layout: BatchLayout, groups: SequenceGroups, window: int | None) -> LocalSchedule:
+    return LocalSchedule(layout.cu_seqlens, window)
 
 
 def _nothing_held(kv: KeyValues) -> tuple[float, float]:
@@ -62,7 +66,7 @@ ULYSSES = Backend(
     engine="deepspeed",
     keeps_output=False,
     has_stages=True,
-    can_chunk=True,
+    schedule=_schedule_of,
     accelerate_degree="sp",
     color="#009E73",
     marker="D",
@@ -79,7 +83,7 @@ LOCAL = Backend(
     engine="fsdp2",
     keeps_output=False,
     has_stages=True,
-    can_chunk=True,
+    schedule=_schedule_of,
     accelerate_degree=None,
     color="#000000",
     marker="o",

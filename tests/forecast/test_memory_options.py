@@ -85,8 +85,12 @@ def test_fastest_checkpoints_nothing_unless_asked():
         ),
         (
             RING,
-            "longest: activation checkpointing, activations on the host, attention computed again, MLP in tiles, "
-            "1 key/value heads at a time, parameters on the host",
+            "longest: layers over 512 tokens a rank at a time, attention computed again, parameters on the host",
+        ),
+        (
+            (*RING, "--tiled_mlp", "True"),
+            "longest: activation checkpointing, activations on the host, attention computed again, 1 key/value heads "
+            "at a time, parameters on the host; MLP in tiles",
         ),
         (("--sp", "1"), "longest: layers over 1,024 tokens a rank at a time, attention computed again"),
         (
@@ -110,10 +114,10 @@ def test_longest_is_printed_and_what_is_set_wins(flags, on):
 def test_longest_prefers_the_sequence_chunked_step_where_heads_allow(models):
     run = resolved("--memory", "longest", "--sp", "2")
     assert (run.backend.name, run.engine, run.levers.sequence_chunk_size) == ("ulysses", "deepspeed", 512)
-    assert "auto: the sequence-chunked step runs on it" in run.backend.describe()
+    assert "auto: the sequence-chunked step has least on the device" in run.backend.describe()
     flags = ["--model_name_or_path", models["3 heads"], "--dataset_name", "stdlib", "--max_length", "512", "--sp", "2"]
     run = resolve(parse_flags([*flags, "--memory", "longest"]), read_profile({}), {})
-    assert (run.backend.name, run.levers.sequence_chunk_size, run.levers.tiled_mlp_num_shards) == ("ring", None, 0)
+    assert (run.backend.name, run.levers.sequence_chunk_size, run.levers.tiled_mlp_num_shards) == ("ring", 64, None)
 
 
 def test_every_preset_sets_levers_that_there_are():
@@ -365,7 +369,8 @@ EITHER = {
 ON = {
     "ring on FSDP2": {
         "flags": ["--sp_backend", "ring", "--engine", "fsdp2"],
-        "cases": EITHER | {"parameters offloaded": offload("param")},
+        "cases": EITHER
+        | {"parameters offloaded": offload("param"), "longest, whole layers": [*LONGEST, "--tiled_mlp", "True"]},
     },
     "ulysses on ZeRO-3": {
         "flags": ["--sp_backend", "ulysses", "--engine", "deepspeed"],

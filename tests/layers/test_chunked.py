@@ -114,14 +114,16 @@ def test_layers_share_their_block_tables_and_a_long_document_needs_four(monkeypa
     assert len(used) == 4
 
 
-def chunked_errors(family: str, sp: int, size: int, keep_attention: bool) -> dict[str, float]:
+def chunked_errors(
+    family: str, sp: int, size: int, keep_attention: bool, backend: str | None = None
+) -> dict[str, float]:
     """Relative errors of loss and gradients against stock transformers, one document at a time."""
     model, batch = make_model(family), make_batch()
     _, expected_loss, expected_gradients = stock_step(model)
     model, sequence = parallelize(
         model,
         sp,
-        sp_backend="ulysses" if sp > 1 else "auto",
+        sp_backend=backend or ("ulysses" if sp > 1 else "auto"),
         sequence_chunk_size=size,
         selective_checkpointing=keep_attention,
     )
@@ -171,21 +173,34 @@ def test_two_ulysses_ranks_in_chunks_equal_stock_transformers(families):
         assert len(results) == 2 * len(families)
 
 
+def families_on_rings(families: tuple[str, ...], backends: tuple[str, ...]) -> dict[tuple, dict[str, float]]:
+    return {
+        (backend, family, size, keep): chunked_errors(family, dist.get_world_size(), size, keep, backend)
+        for backend in backends
+        for family in families
+        for size, keep in ((3, False), (100, True))
+    }
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"sequence_chunk_size": 0}, "is below 1"), ({"sequence_chunk_size": 8, "sp_backend": "ring", "sp": 2}, "ring")],
+    ("ranks", "families", "backends"),
+    [
+        (2, ("gpt_oss, sinks and windows",), ("ring", "gather")),
+        pytest.param(2, tuple(splittable()), ("ring", "gather"), marks=pytest.mark.long),
+        pytest.param(4, tuple(splittable()), ("ring", "gather", "hybrid"), marks=pytest.mark.long),
+        pytest.param(4, ("gpt_oss, sinks and windows",), ("hybrid",)),
+    ],
 )
-def test_what_cannot_be_cut_is_refused(changes, message):
-    if "sp" in changes:
-        assert all(message in error for error in run_ranks(2, f"{__name__}:refused", changes))
-    else:
-        assert message in refused(changes)
+def test_rings_in_chunks_equal_stock_transformers(ranks, families, backends):
+    for results in run_ranks(ranks, f"{__name__}:families_on_rings", families, backends):
+        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
+        assert not wrong
+        assert len(results) == 2 * len(families) * len(backends)
 
 
-def refused(changes) -> str:
-    with pytest.raises(ValueError, match="Use") as error:
-        parallelize(tiny_model(), changes.pop("sp", 1), **changes)
-    return str(error.value)
+def test_chunks_of_no_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"sequence_chunk_size 0 is below 1\. Use a few thousand"):
+        parallelize(tiny_model(), 1, sequence_chunk_size=0)
 
 
 def test_leaf_modules_of_zero3_find_their_gradients_behind_frozen_embeddings():

@@ -154,16 +154,6 @@ def test_ulysses_lists_the_legal_sizes_where_heads_do_not_fit(refused):
     refused("--sp", "3", "--sp_backend", "ulysses", parts=("4 ", "--sp 1, 2, 4", "--sp_backend ring"))
 
 
-@pytest.mark.parametrize("backend", ["ring", "gather", "hybrid", "ulysses", "auto"])
-def test_a_remedy_is_one_that_works(backend, refused):
-    """Chunks run on Ulysses alone: it is recommended where it divides the heads, and a ring never."""
-    given = ["--sequence_chunk_size", "64", "--sp_backend", backend, "--sp"]
-    error = refused(*given, "3", parts=("--sequence_chunk_size 64", "4 heads", "sp 3", "Use one of --sp 1, 2, 4"))
-    assert "--sp_backend ring, which" not in error
-    if backend not in ("ulysses", "auto"):
-        refused(*given, "2", parts=(f"--sp_backend {backend}", "Use --sp_backend ulysses, or leave it out"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -210,10 +200,6 @@ LEVERS = {
         ("--tiled_mlp_num_shards 2", "--tiled_mlp False"),
     ),
     "no chunk": ([*ULYSSES, "--sequence_chunk_size", "0"], ("--sequence_chunk_size 0", "below 1")),
-    "chunks in a ring": (
-        [*RING, "--sequence_chunk_size", "64"],
-        ("--sequence_chunk_size 64", "--sp_backend ring", "Use --sp_backend ulysses"),
-    ),
     "chunks, not recomputed": (
         ["--sequence_chunk_size", "64", "--gradient_checkpointing", "False"],
         ("--sequence_chunk_size 64", "checkpointing is off"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
-from longctx.attention.operator import binding_window
+from longctx.attention.operator import Schedule, binding_window, sinks_gradient, with_sinks
 from longctx.layers.chunked.copies import Copies
 from longctx.sequence.host_tensors import host_empty
 
@@ -108,9 +108,7 @@ class HostAttention:
                 else:
                     merge(out, lse, entries.q_rows, *part)
             if sinks is not None:
-                logits = sinks.to(wide).view(len(q), -1, 1)[group]
-                out = out * torch.sigmoid(lse - logits)[..., None]
-                lse = torch.logaddexp(lse, logits)
+                out, lse = with_sinks(out, lse, sinks.view(len(q), -1)[group])
             self.copies.leave(
                 (out_host[group, block.queries], _tokens_first(out)), (lse_host[group, block.queries], lse[0].T)
             )
@@ -143,9 +141,7 @@ class HostAttention:
                 for total, part in zip(grad_kv, grads[1:], strict=True):
                     add(total[:, :, at], entries.kv_rows, part)
             if sinks is not None and grad_sinks is not None:
-                delta = (grad.to(lse.dtype) * block_out.to(lse.dtype)).sum(-1)
-                logits = sinks.to(lse.dtype).view(len(q), -1, 1)[group]
-                grad_sinks[group] -= (torch.exp(logits - block_lse) * delta).sum((0, 2))
+                grad_sinks[group] += sinks_gradient(grad, block_out, block_lse, sinks.view(len(q), -1)[group])
             done = torch.cat([total[:, :, block.queries] for total in grad_kv], dim=1)
             self.copies.leave(
                 (q[group, block.queries], _tokens_first(grad_queries)), (kv[group, block.queries], _tokens_first(done))
@@ -156,8 +152,50 @@ class HostAttention:
         """Yield k and v [1, m, N, D] on the device of each part of each block."""
         parts = [(group, at) for group, block in steps for at, _ in block.parts]
         for _, (rows,) in self.copies.arriving(parts, lambda part: [kv[part]]):
-            k, v = rows.chunk(2, dim=1)
-            yield _heads_first(k), _heads_first(v)
+            yield _split(rows)
+
+
+class ScheduledAttention:
+    """Attention by a backend's schedule over host tensors like those of `HostAttention`, with the same methods.
+
+    Ranks send each other keys and values from device memory, so a group of heads is there for all tokens of a rank.
+    """
+
+    def __init__(self, schedule: Schedule, *, scale: float, copies: Copies):
+        self.schedule, self.scale, self.copies = schedule, scale, copies
+
+    def forward(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out_host = host_empty(*q.shape, dtype=q.dtype, device=self.copies.device)
+        lse_host = host_empty(*q.shape[:3], dtype=wide, device=self.copies.device)
+        for group, (queries, keys) in self.copies.arriving(range(len(q)), lambda group: [q[group], kv[group]]):
+            out, lse = self.schedule.forward(_heads_first(queries), *_split(keys), self.scale)
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks.view(len(q), -1)[group])
+            self.copies.leave((out_host[group], _tokens_first(out)), (lse_host[group], lse[0].T))
+        return out_host, lse_host
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None
+    ) -> Tensor | None:
+        grad_sinks = []
+        for group, (*of_queries, group_lse, keys) in self.copies.arriving(
+            range(len(q)), lambda group: [x[group] for x in (grad_out, q, out, lse, kv)]
+        ):
+            grad, queries, group_out = map(_heads_first, of_queries)
+            group_lse = group_lse.T[None].contiguous()
+            grads = self.schedule.backward(grad, queries, *_split(keys), group_out, group_lse, self.scale)
+            if sinks is not None:
+                grad_sinks.append(sinks_gradient(grad, group_out, group_lse, sinks.view(len(q), -1)[group]))
+            grad_q, *grad_kv = map(_tokens_first, grads)
+            self.copies.leave((q[group], grad_q), (kv[group], torch.cat(grad_kv, dim=1)))
+        return torch.cat(grad_sinks) if grad_sinks else None
+
+
+def _split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, 2·m, D] -> k and v [1, m, N, D], views."""
+    k, v = rows.chunk(2, dim=1)
+    return _heads_first(k), _heads_first(v)
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.layers.chunked.attention import HostAttention
+from longctx.attention.operator import LocalSchedule
+from longctx.layers.chunked.attention import HostAttention, ScheduledAttention
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import Autocast, ParameterGradients, check_one_thread, chunks_of
 from longctx.regions import region
@@ -170,11 +171,15 @@ class ChunkedLayer:
             return self._attention.forward(*projected)
 
     @property
-    def _attention(self) -> HostAttention:
+    def _attention(self) -> HostAttention | ScheduledAttention:
         key = HostAttention, self._heads, self._window, self._scale, self.size
         return self.sequence.shared(key, self._make_attention)
 
-    def _make_attention(self) -> HostAttention:
+    def _make_attention(self) -> HostAttention | ScheduledAttention:
+        assert self.sequence.schedule is not None, "the backend supports the sequence-chunked step"
+        schedule = self.sequence.schedule(self._window)
+        if not isinstance(schedule, LocalSchedule):  # whose keys are on other ranks
+            return ScheduledAttention(schedule, scale=self._scale, copies=self.copies)
         return HostAttention(
             self.sequence.cu_seqlens,
             block=self.size * self.world_size * self._num_groups,  # as many bytes as a chunk of all heads
