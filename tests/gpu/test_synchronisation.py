@@ -124,6 +124,8 @@ OTHER_RUNS = {
     "ring, no checkpointing": ["--sp_backend", "ring", "--gradient_checkpointing", "False"],
     "ring, offload": ["--sp_backend", "ring", "--activation_offloading", "True"],
     "ring, padded": ["--sp_backend", "ring", *SHAPES["padded"][1]],
+    "ring, chunks": ["--sp_backend", "ring", *CHUNKS],
+    "gather, windows, chunks": ["--sp_backend", "gather", *CHUNKS],
     "ring, tiles": ["--sp_backend", "ring", "--tiled_mlp_num_shards", "4"],
     "gather": ["--sp_backend", "gather"],
     "gather, windows": ["--sp_backend", "gather"],
@@ -136,6 +138,7 @@ OTHER_RUNS = {
 ON_FOUR = {
     "hybrid": ["--sp", "4", "--sp_backend", "hybrid", "--ring_size", "2"],
     "hybrid, windows": ["--sp", "4", "--sp_backend", "hybrid", "--ring_size", "2"],
+    "hybrid, chunks": ["--sp", "4", "--sp_backend", "hybrid", "--ring_size", "2", *CHUNKS],
 }
 
 
