@@ -135,13 +135,12 @@ class ChunkedLayer:
         with region("attention backward", "attention"):
             grad_sinks = self._attention.backward(grad_out, projected.q, projected.kv, out, lse, projected.sinks)
         heads = projected.q, projected.kv
-        for at, (x, grad, *rows) in self.copies.arriving(
+        for at, (x, grad, grad_q, grad_kv) in self.copies.arriving(
             self.chunks, lambda at: [hidden[:, at], grad_hidden[:, at], *(self._of_ranks(x, at) for x in heads)]
         ):
             with self.autocast.with_grad():
                 projection = self._project(x.requires_grad_(), at)
-            q, (k, v) = rows[0], rows[1].chunk(2, dim=3)
-            grad_qkv = torch.cat([_by_source(part) for part in (q, k, v)], dim=2)
+            grad_qkv = torch.cat([_by_source(part) for part in (grad_q, *grad_kv.chunk(2, dim=3))], dim=2)
             outputs, grad_outputs = [projection.qkv], [self._exchange(grad_qkv)]
             if projection.sinks is not None and grad_sinks is not None and at is self.chunks[0]:  # of all tokens
                 outputs.append(projection.sinks)
