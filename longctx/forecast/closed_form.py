@@ -1,7 +1,8 @@
 """A step's peak memory in closed form, by category, and the longest sequence that fits.
 
-Memory peaks at one of four moments: the loss, or in a layer the backward pass of the MLP, of the norm before it, or of
-attention. A prediction takes the largest of them. It is made of
+Memory peaks at one of a few moments: the loss, or in a layer the backward pass of the MLP, of the norm before it, or of
+attention; in a sequence-chunked step also that of the projections before attention. A prediction takes the largest of
+them. It is made of
 
 - `longctx.forecast.memory_setup`: what memory depends on, the model's sizes (`longctx.forecast.model_sizes`) included;
 - `longctx.forecast.state_memory`: parameters, gradients and optimizer states;
@@ -25,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longctx.forecast import coefficients
+from longctx.forecast.chunked_step import chunked_layer_bytes, chunked_moments
 from longctx.forecast.coefficients import (
     FP32,
     FP32_LOGIT_BYTES,
@@ -34,7 +36,7 @@ from longctx.forecast.coefficients import (
     LOSS_TILES,
     TOKEN_BYTES,
 )
-from longctx.forecast.layer_memory import Layer, chunked_layer_bytes, layer_bytes
+from longctx.forecast.layer_memory import Layer, layer_bytes
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.state_memory import (
     device_states,
@@ -53,7 +55,7 @@ class Breakdown:
     device: Mapping[str, float]
     host: Mapping[str, float]
     moment: str
-    """The moment of the device's peak: loss, MLP, norm or attention."""
+    """The moment of the device's peak: loss, MLP, norm, attention or projections."""
 
     NOT_ALLOCATED = ("copies in flight", "fragmentation", "fixed")
     """Categories of the device that `torch.cuda.max_memory_allocated` does not count."""
@@ -151,48 +153,54 @@ def _moments(setup: MemorySetup, length: int) -> dict[str, dict[str, Any]]:
     tokens, layer = setup.local_tokens(length), layer_bytes(setup)
     model, b, stream = setup.model, setup.element_size, setup.stream_size
     at_once = min(tokens, setup.sequence_chunk_size or tokens)
-    in_tiles = at_once
-    if setup.tiled_mlp_num_shards is not None:
-        in_tiles = at_once / (setup.tiled_mlp_num_shards or max(1, math.ceil(at_once / model.hidden_size)))
-    tiled = 3 * b * model.hidden_size if in_tiles < at_once else 0  # its inputs, outputs and gradients, whole
     last = (stream + 2 * b + (0 if setup.fused_layers else 4)) * model.hidden_size
-    always = {"tokens": TOKEN_BYTES * tokens}
     kept = _checkpoints(setup, layer) * tokens
-    last_is_whole = np.minimum(setup.whole_layers, 1) if setup.gradient_checkpointing else 1
     fetched = stream * model.hidden_size * np.minimum(setup.num_offloaded, 1) * at_once
-    # In a layer's backward pass, what the layer keeps is no longer counted as kept.
-    in_layer = always | {"checkpoints": kept - _whole(setup, layer) * last_is_whole * tokens + fetched}
-    moments = {
-        "loss": always
-        | {
-            "checkpoints": kept + fetched,
-            "hidden states": last * at_once,
-            "logits and loss": _logits(setup, tokens),
-        },
-        "attention": in_layer
-        | {
-            "hidden states": (layer.norm_before_attention + stream * model.hidden_size) * at_once,
-            "attention": (layer.attention + layer.attention_backward) * at_once,
-            "exchange": layer.exchange * at_once,
-        },
-        "norm": in_layer
-        | {
-            "hidden states": (layer.norm_before_attention + 4 * model.hidden_size + layer.norm_backward) * at_once,
-            "attention": layer.attention * at_once,
-        },
-        "MLP": in_layer
-        | {
-            "hidden states": (layer.norm_before_attention + layer.norm_before_mlp) * at_once,
-            "attention": layer.attention * at_once,
-            "MLP": (layer.mlp + layer.mlp_backward) * in_tiles + tiled * at_once,
-        },
+    at_loss = {
+        "checkpoints": kept + fetched,
+        "hidden states": last * at_once,
+        "logits and loss": _logits(setup, tokens),
     }
+    # In a layer's backward pass, what the layer keeps is no longer counted as kept.
+    last_is_whole = np.minimum(setup.whole_layers, 1) if setup.gradient_checkpointing else 1
+    others = {"checkpoints": kept - _whole(setup, layer) * last_is_whole * tokens + fetched}
+    if setup.sequence_chunk_size is None:
+        moments = _layer_moments(setup, layer, tokens)
+    else:
+        moments, others = chunked_moments(setup, layer, tokens), {"checkpoints": kept}
     states = device_states(setup) | {"unsharded parameters": unsharded_parameters(setup)}
-    beside = {} if setup.is_cpu else {"copies in flight": _copies_in_flight(setup, length)}
+    beside = {} if setup.is_cpu else {"copies in flight": _copies_in_flight(setup, tokens)}
+    always = {"tokens": TOKEN_BYTES * tokens}
     return {
-        name: with_gradients(setup, states | {"tokens": TOKEN_BYTES * tokens} | sizes)
-        | _unallocated(setup, sizes, beside)
-        for name, sizes in moments.items()
+        name: with_gradients(setup, states | sizes) | _unallocated(setup, sizes, beside)
+        for name, sizes in {
+            "loss": always | at_loss,
+            **{name: always | others | sizes for name, sizes in moments.items()},
+        }.items()
+    }
+
+
+def _layer_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str, dict[str, Any]]:
+    """Return what a whole layer has on the device at each moment of its backward pass, by category."""
+    model, stream, in_tiles = setup.model, setup.stream_size, tokens
+    if setup.tiled_mlp_num_shards is not None:
+        in_tiles = tokens / (setup.tiled_mlp_num_shards or max(1, math.ceil(tokens / model.hidden_size)))
+    tiled = 3 * setup.element_size * model.hidden_size if in_tiles < tokens else 0  # inputs, outputs, gradients, whole
+    return {
+        "attention": {
+            "hidden states": (layer.norm_before_attention + stream * model.hidden_size) * tokens,
+            "attention": (layer.attention + layer.attention_backward) * tokens,
+            "exchange": layer.exchange * tokens,
+        },
+        "norm": {
+            "hidden states": (layer.norm_before_attention + 4 * model.hidden_size + layer.norm_backward) * tokens,
+            "attention": layer.attention * tokens,
+        },
+        "MLP": {
+            "hidden states": (layer.norm_before_attention + layer.norm_before_mlp) * tokens,
+            "attention": layer.attention * tokens,
+            "MLP": (layer.mlp + layer.mlp_backward) * in_tiles + tiled * tokens,
+        },
     }
 
 
@@ -258,12 +266,8 @@ def _host(setup: MemorySetup, tokens: float) -> dict[str, float]:
     return {name: size * setup.ranks_per_node for name, size in of_rank.items()}
 
 
-def _copies_in_flight(setup: MemorySetup, length: int) -> float:
-    tokens = min(setup.local_tokens(length), setup.sequence_chunk_size or math.inf)
-    return (
-        np.minimum(setup.num_offloaded, 1)
-        * coefficients.COPIES_IN_FLIGHT
-        * setup.stream_size
-        * setup.model.hidden_size
-        * tokens
-    )
+def _copies_in_flight(setup: MemorySetup, tokens: float) -> float:
+    if setup.sequence_chunk_size is not None:
+        return 0.0  # a sequence-chunked step waits for copies before it frees what they read
+    layers = coefficients.COPIES_IN_FLIGHT * np.minimum(setup.num_offloaded, 1)
+    return layers * setup.stream_size * setup.model.hidden_size * tokens

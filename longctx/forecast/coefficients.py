@@ -58,5 +58,3 @@ RING_QUERY_GRADIENTS = 2 * FP32
 PASSED_ON_GRADIENTS = 8 * FP32
 """For each element of the keys: dk and dv in fp32 if a gather passes them on from rank to rank, as torch's context
 parallelism does: the sum, the current block's, those being sent and those arriving."""
-CHUNKED_KEY_VALUE_GRADIENTS = 2 * FP32
-"""For each element of the keys: the fp32 sums of dk and dv in host memory, of a sequence-chunked layer."""

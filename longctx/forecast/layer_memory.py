@@ -15,7 +15,6 @@ from typing import NamedTuple
 from longctx.attention.backend import KeyValues
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.coefficients import (
-    CHUNKED_KEY_VALUE_GRADIENTS,
     FLASH_3_KEY_VALUE_GRADIENT,
     FLASH_QUERY_GRADIENT,
     FP32,
@@ -150,13 +149,3 @@ def _stage(setup: MemorySetup, copies: int) -> float:
     per_rank = setup.model.num_key_value_heads * copies / setup.ulysses
     sharing = setup.model.num_heads / (setup.model.num_key_value_heads * copies) if setup.ring == 1 else 1
     return min(1.0, (setup.heads_k_stride or per_rank) / per_rank / sharing)
-
-
-def chunked_layer_bytes(setup: MemorySetup) -> float:
-    """Return the bytes per token in host memory of the layer that a sequence-chunked backward pass computes."""
-    model, b = setup.model, setup.element_size
-    q, kv = model.query_size, model.key_value_size
-    copies = key_value_copies(model.num_heads, model.num_key_value_heads, setup.ulysses)
-    heads = b * (q + 2 * kv * copies)  # whose gradients take their place
-    attention = heads + 2 * b * q + LOG_SUM_EXP_BYTES * model.num_heads + CHUNKED_KEY_VALUE_GRADIENTS * kv * copies
-    return attention + 2 * b * model.hidden_size  # the gradients of its output and of its input

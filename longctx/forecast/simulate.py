@@ -80,7 +80,8 @@ def simulate(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]], sp
     groups = {key: _sequence_group(setup, length, work, speeds) for key, work in distinct.items()}
     total = np.zeros((3, setup.world_size))
     for rows in micro_batches:
-        total += _micro_batch(setup, length, [groups[id(work)] for work in rows], speeds)
+        pairs = max(int(work.pairs.sum()) for work in rows) / setup.sp
+        total += _micro_batch(setup, length, [groups[id(work)] for work in rows], pairs, speeds)
     optimizer = optimizer_seconds(setup, speeds)
     total[0] += optimizer
     compute, exchange, wait = total
@@ -93,14 +94,20 @@ def simulate(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]], sp
     )
 
 
-def _micro_batch(setup: MemorySetup, length: int, groups: Sequence[tuple[Seconds, float]], speeds: Speeds) -> Seconds:
-    """Return [3, world_size]: the seconds that each rank computes, exchanges and waits."""
+def _micro_batch(
+    setup: MemorySetup, length: int, groups: Sequence[tuple[Seconds, float]], pairs: float, speeds: Speeds
+) -> Seconds:
+    """Return [3, world_size]: the seconds that each rank computes, exchanges and waits.
+
+    Args:
+        pairs: legal pairs that a rank of the slowest group attends to.
+    """
     done = np.concatenate([group for group, _ in groups], axis=1)
     slowest = done.sum(0).max()
     done[2] += slowest - done.sum(0)
     link = max(link for _, link in groups) if _share_links(setup) else 0.0
     exposed = max(0.0, weights_seconds(setup, speeds.device) + link - slowest)
-    done[1] += exposed + host_seconds(setup, length, speeds, slowest)
+    done[1] += exposed + host_seconds(setup, length, pairs, speeds, slowest)
     return done
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.forecast.coefficients import ADAMW_BYTES
+from longctx.forecast.coefficients import ADAMW_BYTES, FP32
 from longctx.forecast.memory_setup import MemorySetup
 
 
@@ -73,10 +73,12 @@ def unsharded_parameters(setup: MemorySetup) -> float:
     layer, head = model.layer_parameters, model.vocab_size * model.hidden_size
     trains_all = model.num_trained_parameters == model.num_parameters
     gradients = b * layer if trains_all else 0
+    chunked = setup.sequence_chunk_size is not None
+    sums = chunked * FP32 * layer * model.num_trained_parameters / model.num_parameters  # of gradients, over chunks
     if setup.engine == "none":
-        return gradients + b * layer if setup.stream_size > b else 0.0  # autocast's copies
+        return sums + (gradients + b * layer if setup.stream_size > b else 0.0)  # autocast's copies
     if setup.engine == "fsdp2":  # this layer and the next; the head's gradient is reduced meanwhile
-        return 2 * b * layer + gradients + (setup.reduce_bytes * max(layer, head) if trains_all else 0)
+        return sums + 2 * b * layer + gradients + (setup.reduce_bytes * max(layer, head) if trains_all else 0)
     bucket = setup.reduce_bytes * min(setup.bucket_size or layer, model.num_trained_parameters)
     gathered = b * min(setup.live_parameters, model.num_parameters) if setup.engine == "zero3" else 0
-    return bucket + gathered
+    return sums + bucket + gathered

@@ -28,6 +28,7 @@ from longctx.attention.cost import (
 )
 from longctx.attention.modelled import modelled_seconds
 from longctx.attention.speeds import SPEEDS, SpeedTable
+from longctx.forecast.chunked_step import Pass, passes
 from longctx.forecast.coefficients import FP32, LOGIT_BYTES
 from longctx.forecast.layer_memory import saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
@@ -138,7 +139,7 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     }
     computed = sum(parts.values())
     parts["weights"] = np.maximum(0.0, weights_seconds(setup, speeds.device) - computed)
-    parts["host"] = host_seconds(setup, length, speeds, computed)
+    parts["host"] = host_seconds(setup, length, pairs, speeds, computed)
     parts["optimizer"] = optimizer_seconds(setup, speeds)
     tokens = length * setup.num_rows * setup.world_size // setup.sp
     return StepTime({name: part for name, part in parts.items() if np.any(part)}, tokens, setup.world_size)
@@ -180,24 +181,45 @@ def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], spee
     return again * flops / speeds.attention_forward_flops * np.asarray(pairs, np.float64)
 
 
-def host_seconds(setup: MemorySetup, length: int, speeds: Speeds, computed: float) -> float:
+def host_seconds(setup: MemorySetup, length: int, pairs: float, speeds: Speeds, computed: float) -> Any:
     """Return the seconds of copies to and from host memory that no computation hides, without the optimizer's.
 
-    An offloaded layer's checkpoint leaves while the layer computes, and comes back while the layer before it does.
+    An offloaded layer's checkpoint leaves while the layer computes, and comes back while the layer before it does. A
+    sequence-chunked step copies one part while it computes another.
 
     Args:
+        pairs: legal pairs of query and key that a rank attends to with all heads.
         computed: seconds that all layers compute.
     """
-    copied = _host_bytes(setup, length)
+    if setup.sequence_chunk_size is not None:
+        every, again = passes(setup, setup.local_tokens(length), pairs)
+        repeated = setup.num_checkpointed - setup.num_selective
+        return setup.model.num_layers * sum(_exposed(setup, one, speeds) for one in every) + repeated * _exposed(
+            setup, again, speeds
+        )
+    offloaded = setup.model.hidden_size * setup.num_offloaded + setup.model.query_size * setup.num_selective_offloaded
+    copied = 2 * setup.element_size * offloaded * setup.local_tokens(length)
     if not setup.pins_host_memory:
         return UNPINNED_PASSES * copied * setup.ranks_per_node / speeds.host_memory
     seconds = copied / speeds.host_link
-    if setup.sequence_chunk_size:
-        return seconds
     meanwhile = computed * setup.num_offloaded / setup.model.num_layers
     forward = meanwhile / (3 + _recomputed_share(setup))  # backward counts as two passes
     exposed = [np.maximum(0.0, seconds / 2 - hidden) for hidden in (forward, meanwhile - forward)]
     return exposed[0] + exposed[1]
+
+
+def _exposed(setup: MemorySetup, one: Pass, speeds: Speeds) -> float:
+    """Return the seconds of a pass's copies that its computation does not hide: those of the first part to arrive, of
+    the last one to leave, and of what takes longer than to compute. A link carries both directions at once.
+    """
+    both = one.arriving + one.leaving
+    if not setup.pins_host_memory:
+        return UNPINNED_PASSES * both * setup.ranks_per_node / speeds.host_memory
+    computed = one.matmul_flops / speeds.matmul_flops
+    computed += (
+        one.forward_flops / speeds.attention_forward_flops + one.backward_flops / speeds.attention_backward_flops
+    )
+    return both / one.parts / speeds.host_link + max(0.0, max(one.arriving, one.leaving) / speeds.host_link - computed)
 
 
 def _gradient_sum_bytes(setup: MemorySetup, tokens: float) -> float:
@@ -271,21 +293,6 @@ def weights_seconds(setup: MemorySetup, device: Device) -> float:
     seconds += 3 * setup.model.num_layers * attention.gather_latency(sharded) * (sharded > 1)
     # Each rank's share of the gradients is reduced over the replicas, which lie in other nodes, and sent back.
     return seconds + 2 * reduced / sharded * (copies - 1) / copies / device.across.exchange
-
-
-def _host_bytes(setup: MemorySetup, length: int) -> float:
-    """Return the bytes that a device copies to host memory and back, without the optimizer's."""
-    model, local, b = setup.model, setup.local_tokens(length), setup.element_size
-    if chunk := setup.sequence_chunk_size:
-        h, q, kv = model.hidden_size, model.query_size, model.key_value_size
-        # A layer reads its input twice, writes and reads q, k, v and attention's output, and writes its result; the
-        # backward pass does so again, with the gradients of each.
-        a_token = b * (3 * h + 4 * q + 4 * kv) + b * (7 * h + 12 * q + 8 * kv)
-        blocks = local / chunk / 2  # of keys that a query block sees, on average
-        reloaded = blocks * kv * (2 * b + 2 * b + 2 * 2 * 4)  # forward, backward, and fp32 gradients both ways
-        return model.num_layers * local * (a_token + reloaded)
-    offloaded = model.hidden_size * setup.num_offloaded + model.query_size * setup.num_selective_offloaded
-    return 2 * b * offloaded * local
 
 
 def optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:

@@ -33,6 +33,13 @@ class Block:
     queries' own tokens, and so an entry for every query."""
 
 
+def num_head_groups(num_chunks: int, num_key_value_heads: int) -> int:
+    """Return G for a rank's key/value heads: as many groups as tokens have chunks, so that one group of all tokens has
+    the bytes of a chunk of all heads; or more where groups would not be equal, and at most one for each head."""
+    fewest = min(num_chunks, num_key_value_heads)
+    return next(count for count in range(fewest, num_key_value_heads + 1) if num_key_value_heads % count == 0)
+
+
 class HostAttention:
     """Causal attention within each document over host tensors, q [G, S, h, D] and kv [G, S, 2·m, D]: keys, then values.
 
@@ -179,16 +186,17 @@ class ScheduledAttention:
         self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None
     ) -> Tensor | None:
         grad_sinks = []
-        for group, (*of_queries, group_lse, keys) in self.copies.arriving(
-            range(len(q)), lambda group: [x[group] for x in (grad_out, q, out, lse, kv)]
-        ):
-            grad, queries, group_out = map(_heads_first, of_queries)
-            group_lse = group_lse.T[None].contiguous()
-            grads = self.schedule.backward(grad, queries, *_split(keys), group_out, group_lse, self.scale)
+
+        def of_group(group: int, *arrived: Tensor) -> None:
+            grad, queries, group_out = map(_heads_first, arrived[:3])
+            group_lse = arrived[3].T[None].contiguous()
+            grads = self.schedule.backward(grad, queries, *_split(arrived[4]), group_out, group_lse, self.scale)
             if sinks is not None:
                 grad_sinks.append(sinks_gradient(grad, group_out, group_lse, sinks.view(len(q), -1)[group]))
             grad_q, *grad_kv = map(_tokens_first, grads)
             self.copies.leave((q[group], grad_q), (kv[group], torch.cat(grad_kv, dim=1)))
+
+        self.copies.each(range(len(q)), lambda group: [x[group] for x in (grad_out, q, out, lse, kv)], of_group)
         return torch.cat(grad_sinks) if grad_sinks else None
 
 

@@ -70,6 +70,14 @@ class Copies:
         if waiting is not None:
             yield waiting[0], self._arrived(waiting[1])
 
+    def each(self, parts: Iterable[Part], hosts: Callable[[Part], Sequence[Tensor]], work: Callable[..., None]) -> None:
+        """Call `work` with each part and its copies, as `arriving` yields them.
+
+        A call's own tensors are gone before the next one, as those of a loop are not.
+        """
+        for part, tensors in self.arriving(parts, hosts):
+            work(part, *tensors)
+
     def _load(self, hosts: Sequence[Tensor]) -> _Copied:
         buffers = [torch.empty(host.shape, dtype=host.dtype, device=self.device) for host in hosts]
         pieces = [piece for host, buffer in zip(hosts, buffers, strict=True) for piece in _pieces(host, buffer)]

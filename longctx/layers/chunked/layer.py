@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.operator import LocalSchedule
-from longctx.layers.chunked.attention import HostAttention, ScheduledAttention
+from longctx.layers.chunked.attention import HostAttention, ScheduledAttention, num_head_groups
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import Autocast, ParameterGradients, check_one_thread, chunks_of
 from longctx.regions import region
@@ -122,9 +122,8 @@ class ChunkedLayer:
         grad_hidden = self._host(*hidden.shape, dtype=hidden.dtype)
         grad_out = self._host(*out.shape, dtype=out.dtype)
         sums = ParameterGradients(parameters)
-        for at, (x, rows, grad) in self.copies.arriving(
-            self.chunks, lambda at: [hidden[:, at], self._of_ranks(out, at), grad_result[:, at]]
-        ):
+
+        def from_result(at: slice, x: Tensor, rows: Tensor, grad: Tensor) -> None:
             attention = self._own_tokens(rows)
             with self.autocast.with_grad():
                 y = self._finish(x.requires_grad_(), attention.requires_grad_(), at)
@@ -132,12 +131,8 @@ class ChunkedLayer:
             received = self._exchange(self._by_rank(grads[1]))
             self.copies.leave((grad_hidden[:, at], grads[0]), (self._of_ranks(grad_out, at), self._by_group(received)))
             sums.add(grads[2:])
-        with region("attention backward", "attention"):
-            grad_sinks = self._attention.backward(grad_out, projected.q, projected.kv, out, lse, projected.sinks)
-        heads = projected.q, projected.kv
-        for at, (x, grad, grad_q, grad_kv) in self.copies.arriving(
-            self.chunks, lambda at: [hidden[:, at], grad_hidden[:, at], *(self._of_ranks(x, at) for x in heads)]
-        ):
+
+        def to_hidden(at: slice, x: Tensor, grad: Tensor, grad_q: Tensor, grad_kv: Tensor) -> None:
             with self.autocast.with_grad():
                 projection = self._project(x.requires_grad_(), at)
             grad_qkv = torch.cat([_by_source(part) for part in (grad_q, *grad_kv.chunk(2, dim=3))], dim=2)
@@ -148,6 +143,18 @@ class ChunkedLayer:
             grads = torch.autograd.grad(outputs, [x, *parameters], grad_outputs, allow_unused=True)
             self.copies.leave((grad_hidden[:, at], grad + grads[0]))
             sums.add(grads[1:])
+
+        self.copies.each(
+            self.chunks, lambda at: [hidden[:, at], self._of_ranks(out, at), grad_result[:, at]], from_result
+        )
+        with region("attention backward", "attention"):  # writes gradients to the places of q and kv
+            grad_sinks = self._attention.backward(grad_out, projected.q, projected.kv, out, lse, projected.sinks)
+        heads = projected.q, projected.kv
+        self.copies.each(
+            self.chunks,
+            lambda at: [hidden[:, at], grad_hidden[:, at], *(self._of_ranks(x, at) for x in heads)],
+            to_hidden,
+        )
         self.copies.settle()
         return grad_hidden, sums.result()
 
@@ -189,9 +196,7 @@ class ChunkedLayer:
 
     @property
     def _num_groups(self) -> int:
-        """G: as few as have no more bytes in one block of all tokens than a chunk of all heads, or one a head."""
-        fewest = min(len(self.chunks), self._heads[1])
-        return next(count for count in range(fewest, self._heads[1] + 1) if self._heads[1] % count == 0)
+        return num_head_groups(len(self.chunks), self._heads[1])
 
     def _project(self, x: Tensor, at: slice) -> Projection:
         """Run the layer up to its attention, for one chunk."""
