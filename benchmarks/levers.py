@@ -23,7 +23,7 @@ from longctx.forecast.step_time import Speeds, matmul_parameters
 from .published import CONFIGS, HOST_BYTES
 
 MODELS = ("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B")
-LENGTHS = (*(2**power for power in range(15, 23)), 5_000_000)
+LENGTHS = (*(2**power for power in range(15, 22)), 3_000_000, 2**22, 5_000_000, 6_000_000)
 PRESETS = ("balanced", "longest", "fastest")
 PEAK = 9.89e14
 MACHINE = Machine(

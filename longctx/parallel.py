@@ -233,7 +233,8 @@ def parallelize(
             that are checkpointed. If None, only for a ring, whose messages would be sent again.
         whole_layers: the last layers, which activation checkpointing leaves out.
         offloaded_layers: the first checkpointed layers, whose checkpoints alone go to host memory where hooks such as
-            TRL's `OffloadActivations` send what autograd saves; if None, that of all layers goes.
+            TRL's `OffloadActivations` send what autograd saves; if None, that of all layers goes. With
+            `sequence_chunk_size`, the first layers that keep attention's output in host memory and not on the device.
         heads_k_stride: a rank's key/value heads that are sent and attended at a time; fewer take less memory and more
             messages. If None, all, or a quarter of them for gather.
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
@@ -274,7 +275,8 @@ def parallelize(
     selective = selective_checkpointing if type(selective_checkpointing) is int else None
     if selective_checkpointing is False:
         selective = 0
-    install_checkpoints(model, LayerCheckpoints(whole=whole_layers, selective=selective, offloaded=offloaded_layers))
+    checkpoints = LayerCheckpoints(whole=whole_layers, selective=selective, offloaded=offloaded_layers)
+    install_checkpoints(model, checkpoints)
     check_gated_delta(model, device)
     if tiled_mlp_num_shards is not None:
         install_tiled_mlp(model, tiled_mlp_num_shards)
@@ -285,7 +287,7 @@ def parallelize(
                 f"sequence_chunk_size {sequence_chunk_size} with sp_backend {choice.name}, which does not support the "
                 f"sequence-chunked step. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
             )
-        install_chunked(model, sequence_chunk_size, device, keep_attention=selective != 0)
+        install_chunked(model, sequence_chunk_size, device, checkpoints)
     attention = partial(backend.attention, heads_k_stride=heads_k_stride)
     return model, SequenceParallel(dims, attention, backend.schedule, sequence_groups(dims, device), device)
 

@@ -230,7 +230,8 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
     }
     if by_layer:
         levers |= {"whole_layers": setup.whole_layers, "selective_checkpointing": int(setup.num_selective)}
-        levers |= {"offloaded_layers": int(setup.num_offloaded)}
+        offloaded = setup.num_offloaded if setup.sequence_chunk_size is None else setup.offloaded_layers
+        levers |= {"offloaded_layers": None if offloaded is None else int(offloaded)}
     settings = StepSettings(
         length=tokens * setup.sp,
         sp=setup.sp,

@@ -56,7 +56,6 @@ def check_together(levers: Levers, place: RunTraits) -> None:
     acting_on_layers = {
         "every_n_layers": levers.every_n_layers > 1,
         "whole_layers": levers.whole_layers > 0,
-        "a number of layers as selective": type(levers.selective) is int,
         "--tiled_mlp": levers.tiled_mlp_num_shards is not None,
         "--heads_k_stride": levers.heads_k_stride is not None,
         "--activation_offloading": levers.activation_offloading,

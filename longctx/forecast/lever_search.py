@@ -101,16 +101,13 @@ def _uniform(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 "heads_k_stride": stride,
             }
         )
-    chunked = itertools.product(
-        (NONE, CPU), (NONE, CPU), (8 * CHUNK_TOKENS, 4 * CHUNK_TOKENS, CHUNK_TOKENS), (True, False)
-    )
-    for optimizer, param, chunk, selective in chunked:
+    chunked = itertools.product((NONE, CPU), (NONE, CPU), (8 * CHUNK_TOKENS, 4 * CHUNK_TOKENS, CHUNK_TOKENS))
+    for optimizer, param, chunk in chunked:
         seen.append(
             {
                 "offload_optimizer_device": optimizer,
                 "offload_param_device": param,
                 "sequence_chunk_size": chunk,
-                "selective": selective,
             }
         )
     seen.append({"memory": "longest"})
@@ -129,23 +126,28 @@ def _by_layer(
 ) -> FoundLevers | None:
     """Return the fastest numbers of layers for levers of the whole model; None if nothing fits."""
     forecast = _Forecast(length, documents, speeds, room)
-    if BY_LAYER & asked.keys() or setup.sequence_chunk_size is not None:
+    if BY_LAYER & asked.keys() or option.get("memory") == "longest":
         seconds, used = forecast.of(setup)
         return FoundLevers(asked=option, setup=setup, seconds=float(seconds), used=float(used)) if used <= 1 else None
     setup = replace(setup, gradient_checkpointing=True, selective_checkpointing=True, activation_offloading=True)
     layers = setup.model.num_layers
     step = max(1, -(-layers // GRID))
-    uniform = forecast.best(setup, _grid([0, layers], [0, layers], [0, layers], layers))
     values = [*range(0, layers, step), layers]
-    counts = forecast.best(setup, _grid(values, values, values, layers))
-    if counts is None:
+    ends = [0, layers]
+    coarse, uniform = _grid(values, values, values, layers), _grid(ends, ends, ends, layers)
+    if setup.sequence_chunk_size is not None:  # no layer is whole, and as many as can be are on the host
+        coarse, uniform = _grid([0], values, values[:0:-1], layers), _grid([0], ends, [layers], layers)
+    found = forecast.best(setup, coarse)
+    if found is None:
         return None
-    near = [[n for n in range(count - step, count + step + 1) if 0 <= n <= layers] for count in counts.counts]
-    mixed = forecast.best(setup, _grid(near[0], near[1], near[2], layers))
+    near = [[n for n in range(count - step, count + step + 1) if 0 <= n <= layers] for count in found.counts]
+    if setup.sequence_chunk_size is not None:
+        near = [[0], near[1], [n for n in reversed(near[2]) if n > 0]]
+    mixed, equal = forecast.best(setup, _grid(near[0], near[1], near[2], layers)), forecast.best(setup, uniform)
     assert mixed is not None
-    if uniform is not None and not uniform.is_worse_than(mixed):
-        mixed = uniform
-    kept = _flags(*mixed.counts, layers, keeps_output=BACKENDS[setup.backend].keeps_output)
+    if equal is not None and not equal.is_worse_than(mixed):
+        mixed = equal
+    kept = _flags(setup, *mixed.counts)
     return FoundLevers(asked=option | kept, setup=_with(setup, *mixed.counts), seconds=mixed.seconds, used=mixed.used)
 
 
@@ -201,21 +203,17 @@ def _with(setup: MemorySetup, whole: Any, selective: Any, offloaded: Any) -> Mem
     return replace(setup, whole_layers=whole, selective_layers=selective, offloaded_layers=offloaded)
 
 
-def _flags(whole: int, selective: int, offloaded: int, layers: int, *, keeps_output: bool) -> dict[str, Any]:
-    """Return the numbers of layers as levers by flag, without those that are the default.
-
-    Args:
-        keeps_output: the backend's default of `selective`.
-    """
-    checkpointed = layers - whole
+def _flags(setup: MemorySetup, whole: int, selective: int, offloaded: int) -> dict[str, Any]:
+    """Return the numbers of layers as levers by flag, without those that are the default."""
+    checkpointed = setup.model.num_layers - whole
     if not checkpointed:
         return {"activation_checkpointing": False}
     levers: dict[str, Any] = {}
     if whole:
         levers["whole_layers"] = whole
-    if selective != checkpointed * keeps_output:
+    if selective != checkpointed * BACKENDS[setup.backend].keeps_output:
         levers["selective"] = selective if 0 < selective < checkpointed else bool(selective)
-    if offloaded:
+    if offloaded and (setup.sequence_chunk_size is None or offloaded < checkpointed):
         levers["activation_offloading"] = True
         if offloaded < checkpointed:
             levers["offloaded_layers"] = offloaded

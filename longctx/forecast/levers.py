@@ -60,7 +60,8 @@ class Levers:
     activation_offloading: bool
     """Whether what the backward pass needs waits in host memory."""
     offloaded_layers: int | None
-    """The first checkpointed layers, whose checkpoints alone are offloaded; None means all."""
+    """The first checkpointed layers, whose checkpoints alone are offloaded; None means all. With chunks, the first
+    layers that keep attention's output in host memory and not on the device."""
     selective: bool | int | None
     """Whether checkpoints keep attention's output, or the number of the last checkpointed layers that do; None means
     the backend's default."""
@@ -133,13 +134,14 @@ class Levers:
             every = f" of all but the last {_layers(self.whole_layers)}"
         kept = f" of {_layers(self.selective)}" if type(self.selective) is int else ""
         first = "" if self.offloaded_layers is None else f" of the first {_layers(self.offloaded_layers)}"
+        place = f", on the host{first}" if chunked and first else ""
         checkpoints = f"activation checkpointing{every}" if self.activation_checkpointing else "no checkpointing"
         levers = [
             ("activation_checkpointing", not chunked, checkpoints),
             ("sequence_chunk_size", chunked, f"layers over {self.sequence_chunk_size or 0:,} tokens a rank at a time"),
             ("activation_offloading", self.activation_offloading, f"activations{first} on the host"),
             ("selective", self.selective is False, "attention computed again"),
-            ("selective", bool(self.selective), f"attention's output{kept} kept"),
+            ("selective", bool(self.selective), f"attention's output{kept} kept{place}"),
             ("tiled_mlp", self.tiled_mlp_num_shards == 0, "MLP in tiles"),
             ("tiled_mlp", bool(self.tiled_mlp_num_shards), f"MLP in {self.tiled_mlp_num_shards} tiles"),
             ("heads_k_stride", self.heads_k_stride is not None, f"{self.heads_k_stride} key/value heads at a time"),

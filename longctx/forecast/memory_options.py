@@ -134,14 +134,15 @@ def resolve_levers(memory: str, asked: Mapping[str, Any], place: RunTraits, *, c
     preset = _possible(memory, asked, place)
     values = {**preset, **asked}
     chunk = values.get("sequence_chunk_size")
+    offloaded = values.get("offloaded_layers")
     levers = Levers(
         memory=memory,
         set_by_preset=tuple(preset),
         activation_checkpointing=bool(values.get("activation_checkpointing", checkpoints_by_default or chunk)),
         every_n_layers=values.get("every_n_layers", 1),
         whole_layers=values.get("whole_layers", 0),
-        activation_offloading=bool(values.get("activation_offloading")),
-        offloaded_layers=values.get("offloaded_layers"),
+        activation_offloading=bool(values.get("activation_offloading")) and (chunk is None or offloaded is None),
+        offloaded_layers=offloaded,
         selective=values.get("selective"),
         checkpoint_kwargs=values.get("checkpoint_kwargs", {}),
         tiled_mlp_num_shards=_num_shards(values),

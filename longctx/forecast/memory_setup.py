@@ -190,14 +190,19 @@ class MemorySetup:
     @property
     def num_offloaded(self) -> int:
         """Checkpointed layers whose checkpoints wait in host memory."""
-        if self.sequence_chunk_size is None and not self.activation_offloading:
+        if self.sequence_chunk_size is not None:
+            return self.num_checkpointed
+        if not self.activation_offloading:
             return 0
         return self.num_checkpointed if self.offloaded_layers is None else self.offloaded_layers
 
     @property
     def num_selective_offloaded(self) -> int:
         """Layers whose output of attention waits in host memory."""
-        return np.maximum(0, self.num_selective + self.num_offloaded - self.num_checkpointed)
+        offloaded = self.num_offloaded
+        if self.sequence_chunk_size is not None and self.offloaded_layers is not None:
+            offloaded = self.offloaded_layers  # all layers' inputs wait there
+        return np.maximum(0, self.num_selective + offloaded - self.num_checkpointed)
 
     @property
     def ulysses(self) -> int:

@@ -125,18 +125,19 @@ def test_reach_is_the_last_length_that_fits(llama: ModelSizes) -> None:
 def test_chunked_step_is_bound_by_the_host(llama: ModelSizes) -> None:
     setup = MemorySetup(model=llama, world_size=8, sp=8, ranks_per_node=8, engine="zero3", sequence_chunk_size=8192)
     near, far = predict(setup, 2**20), predict(setup, 2**24)
-    assert far.device_bytes < 1.05 * near.device_bytes
+    of_keys = 2 * 4 * 128 * 2**24  # fp32 gradients of a rank's one key/value head, for all tokens
+    assert far.device_bytes < near.device_bytes + 1.1 * of_keys
     assert far.host_bytes == pytest.approx(16 * near.host_bytes)
     assert reach(setup, 85 * GB, 1900 * GB).binds == "host"
 
 
 def test_a_layer_of_a_chunked_step_waits_on_the_host(llama: ModelSizes) -> None:
     """By hand, in bf16 with q = h = 4096, k and v of 1024 each and 32 heads: q, k and v, 2 · 6144; attention's output
-    and its gradient, 2 · 2 · 4096; an fp32 log-sum-exp a head; fp32 gradients of k and v, 8 · 1024; and the gradients
-    of the layer's output and input, 2 · 2 · 4096."""
+    and its gradient, 2 · 2 · 4096; an fp32 log-sum-exp a head; and the gradients of the layer's output and input, which
+    are fp32 without an engine, 2 · 4 · 4096."""
     setup = MemorySetup(model=llama, sequence_chunk_size=8192)
     waits = predict(setup, 2**20).host["sequence chunks"] / 2**20
-    assert waits == 2 * 6144 + 4 * 4096 + 4 * 32 + 8 * 1024 + 4 * 4096
+    assert waits == 2 * 6144 + 4 * 4096 + 4 * 32 + 8 * 4096
 
 
 def test_all_memory_of_a_cpu_is_the_hosts(llama: ModelSizes) -> None:

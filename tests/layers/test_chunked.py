@@ -16,10 +16,11 @@ from longctx import parallelize
 from longctx.attention.kernels import block_forward
 from longctx.attention.operator import varlen_attention
 from longctx.layers.chunked import HostAttention
+from longctx.layers.chunked import attention as chunked_attention
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import check_one_thread
 from longctx.model.allow_list import GATED_DELTA_MODELS
-from longctx.model.tiny import tiny_model
+from longctx.model.tiny import tiny_config, tiny_model
 from tests.model.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
 from tests.workers import run_ranks
 
@@ -114,8 +115,35 @@ def test_layers_share_their_block_tables_and_a_long_document_needs_four(monkeypa
     assert len(used) == 4
 
 
+def test_layers_keep_attention_where_they_are_told(monkeypatch):
+    """Of four layers, the last three keep what attention returned, and the last two of them on the device. The first
+    one computes it again in the backward pass."""
+    places = []
+
+    def recorded(q, device, *, on_device):
+        places.append("device" if on_device else "host")
+        return results(q, device, on_device=on_device)
+
+    results = chunked_attention._results
+    monkeypatch.setattr(chunked_attention, "_results", recorded)
+    config = tiny_config()
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    model = tiny_model(config=config)
+    model, sequence = parallelize(model, 1, sequence_chunk_size=7, selective_checkpointing=3, offloaded_layers=2)
+    ids = torch.arange(20)[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(20)[None]}
+    logits = model(**sequence.shard(batch).inputs).logits
+    assert places == ["host", "host", "device", "device"]
+    logits.sum().backward()
+    assert places[4:] == ["host"]
+
+
+ON_DEVICE = 1
+"""Keep attention's output in this many layers, the last ones, on the device."""
+
+
 def chunked_errors(
-    family: str, sp: int, size: int, keep_attention: bool, backend: str | None = None
+    family: str, sp: int, size: int, keep_attention: bool | int, backend: str | None = None
 ) -> dict[str, float]:
     """Relative errors of loss and gradients against stock transformers, one document at a time."""
     model, batch = make_model(family), make_batch()
@@ -126,6 +154,7 @@ def chunked_errors(
         sp_backend=backend or ("ulysses" if sp > 1 else "auto"),
         sequence_chunk_size=size,
         selective_checkpointing=keep_attention,
+        offloaded_layers=0 if keep_attention is ON_DEVICE else None,
     )
     shard = sequence.shard(batch)
     logits = model(**shard.inputs).logits
@@ -147,7 +176,7 @@ def splittable() -> list[str]:
     return [name for name, (model_type, _) in FAMILIES.items() if model_type not in GATED_DELTA_MODELS]
 
 
-@pytest.mark.parametrize("keep_attention", [False, True])
+@pytest.mark.parametrize("keep_attention", [False, True, ON_DEVICE])
 @pytest.mark.parametrize("size", [5, 100])
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=[] if f in DEFAULT_FAMILIES else pytest.mark.long) for f in splittable()]
@@ -157,11 +186,15 @@ def test_every_family_in_chunks_equals_stock_transformers(family, size, keep_att
     assert max(errors.values()) <= TOLERANCE, errors
 
 
+KEEPING = ((3, False), (100, True), (5, ON_DEVICE))
+"""Tokens of a chunk, and whether or in how many layers attention's output is kept."""
+
+
 def families_on_ranks(families: tuple[str, ...]) -> dict[tuple, dict[str, float]]:
     return {
         (family, size, keep): chunked_errors(family, dist.get_world_size(), size, keep)
         for family in families
-        for size, keep in ((3, False), (100, True))
+        for size, keep in KEEPING
     }
 
 
@@ -170,7 +203,7 @@ def test_two_ulysses_ranks_in_chunks_equal_stock_transformers(families):
     for results in run_ranks(2, f"{__name__}:families_on_ranks", families):
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
-        assert len(results) == 2 * len(families)
+        assert len(results) == len(KEEPING) * len(families)
 
 
 def families_on_rings(families: tuple[str, ...], backends: tuple[str, ...]) -> dict[tuple, dict[str, float]]:
@@ -178,7 +211,7 @@ def families_on_rings(families: tuple[str, ...], backends: tuple[str, ...]) -> d
         (backend, family, size, keep): chunked_errors(family, dist.get_world_size(), size, keep, backend)
         for backend in backends
         for family in families
-        for size, keep in ((3, False), (100, True))
+        for size, keep in KEEPING
     }
 
 
@@ -195,7 +228,7 @@ def test_rings_in_chunks_equal_stock_transformers(ranks, families, backends):
     for results in run_ranks(ranks, f"{__name__}:families_on_rings", families, backends):
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
-        assert len(results) == 2 * len(families) * len(backends)
+        assert len(results) == len(KEEPING) * len(families) * len(backends)
 
 
 def test_chunks_of_no_tokens_are_refused():

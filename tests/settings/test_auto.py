@@ -80,7 +80,8 @@ def test_the_fastest_of_all_is_not_taken_where_it_fills_the_memory(resolved, gpu
 
 def test_each_flag_is_chosen_alone(resolved):
     spread = resolved("--max_length", "1048576", "--sp", "auto", "--memory", "longest")
-    assert (spread.dims.sp, spread.settings["memory"]) == (8, "longest")
+    assert spread.dims.sp > 1
+    assert spread.settings["memory"] == "longest"
     saving = resolved("--max_length", "524288", "--sp", "4", "--memory", "auto")
     preset = resolved("--max_length", "524288", "--sp", "4", "--memory", "longest")
     assert (saving.dims.sp, saving.dims.world_size) == (4, 4)

@@ -95,15 +95,17 @@ class HostAttention:
         found = Entries(queries, keys, causal=causal, window=window)
         return self._entries.setdefault((queries.tobytes(), keys.tobytes(), causal), found)
 
-    def forward(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, kv: Tensor, sinks: Tensor | None = None, *, on_device: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return out [G, S, h, D] and lse [G, S, h], fp32 or wider, in host memory.
 
         Args:
             sinks: [G·h] on the device.
+            on_device: leave out and lse on the device.
         """
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out_host = host_empty(*q.shape, dtype=q.dtype, device=self.copies.device)
-        lse_host = host_empty(*q.shape[:3], dtype=wide, device=self.copies.device)
+        all_out, all_lse = _results(q, self.copies.device, on_device=on_device)
+        wide = all_lse.dtype
         steps = [(group, block) for group in range(len(q)) for block in self.blocks]
         keys = self._keys(kv, steps)
         for (group, block), (rows,) in self.copies.arriving(steps, lambda step: [q[step[0], step[1].queries]]):
@@ -117,9 +119,9 @@ class HostAttention:
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks.view(len(q), -1)[group])
             self.copies.leave(
-                (out_host[group, block.queries], _tokens_first(out)), (lse_host[group, block.queries], lse[0].T)
+                (all_out[group, block.queries], _tokens_first(out)), (all_lse[group, block.queries], lse[0].T)
             )
-        return out_host, lse_host
+        return all_out, all_lse
 
     def backward(
         self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None
@@ -171,16 +173,16 @@ class ScheduledAttention:
     def __init__(self, schedule: Schedule, *, scale: float, copies: Copies):
         self.schedule, self.scale, self.copies = schedule, scale, copies
 
-    def forward(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out_host = host_empty(*q.shape, dtype=q.dtype, device=self.copies.device)
-        lse_host = host_empty(*q.shape[:3], dtype=wide, device=self.copies.device)
+    def forward(
+        self, q: Tensor, kv: Tensor, sinks: Tensor | None = None, *, on_device: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        all_out, all_lse = _results(q, self.copies.device, on_device=on_device)
         for group, (queries, keys) in self.copies.arriving(range(len(q)), lambda group: [q[group], kv[group]]):
             out, lse = self.schedule.forward(_heads_first(queries), *_split(keys), self.scale)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks.view(len(q), -1)[group])
-            self.copies.leave((out_host[group], _tokens_first(out)), (lse_host[group], lse[0].T))
-        return out_host, lse_host
+            self.copies.leave((all_out[group], _tokens_first(out)), (all_lse[group], lse[0].T))
+        return all_out, all_lse
 
     def backward(
         self, grad_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None
@@ -198,6 +200,17 @@ class ScheduledAttention:
 
         self.copies.each(range(len(q)), lambda group: [x[group] for x in (grad_out, q, out, lse, kv)], of_group)
         return torch.cat(grad_sinks) if grad_sinks else None
+
+
+def _results(q: Tensor, device: torch.device, *, on_device: bool) -> tuple[Tensor, Tensor]:
+    """Return memory for out [G, S, h, D] and lse [G, S, h], fp32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    shapes = (q.shape, q.dtype), (q.shape[:3], wide)
+    if on_device:
+        out, lse = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+    else:
+        out, lse = (host_empty(*shape, dtype=dtype, device=device) for shape, dtype in shapes)
+    return out, lse
 
 
 def _split(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ class Copies:
         """Write results on the device to host tensors.
 
         Args:
-            pairs: a host tensor, and values of the same shape and of any dtype.
+            pairs: a host tensor, or one that stays on the device, and values of the same shape and of any dtype.
         """
         values = [result.detach().to(host.dtype).contiguous() for host, result in pairs]
         pieces = [piece for (host, _), value in zip(pairs, values, strict=True) for piece in _pieces(host, value)]

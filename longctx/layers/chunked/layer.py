@@ -8,7 +8,7 @@ Attention takes a rank's heads in G groups of h query heads and m key/value head
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from longctx.regions import region
 from longctx.sequence.batch import AttentionContext
 from longctx.sequence.host_tensors import host_empty
 from longctx.ulysses.exchange import all_to_all, key_value_copies
+
+KeptOutput = Literal["host", "device"] | None
+"""Where a layer keeps what attention returned until the backward pass; None to compute it again."""
 
 
 class LazyTokens:
@@ -73,7 +76,7 @@ class ChunkedLayer:
         keywords: that it was called with; of tensors those a token by itself has.
         sequence: the batch's.
         size: c.
-        keep_attention: keep what attention returned until the backward pass, instead of computing it again.
+        kept: where to keep what attention returned until the backward pass, instead of computing it again.
         copies: to and from the device of the layer.
     """
 
@@ -84,11 +87,11 @@ class ChunkedLayer:
         *,
         sequence: AttentionContext,
         size: int,
-        keep_attention: bool,
+        kept: KeptOutput,
         copies: Copies,
     ):
         self.run, self.keywords, self.sequence = run, keywords, sequence
-        self.size, self.keep_attention, self.copies = size, keep_attention, copies
+        self.size, self.kept, self.copies = size, kept, copies
         self.world_size = 1 if sequence.group is None else dist.get_world_size(sequence.group)
         self.chunks = chunks_of(sequence.local_length, size)
         self.autocast = Autocast(copies.device)
@@ -98,8 +101,8 @@ class ChunkedLayer:
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [1, S/P, h] -> [1, S/P, h], both in host memory; no graph is made."""
         self.sequence.calls += 1
-        out, lse = self._attend(self._project_all(hidden))
-        self._kept = (out, lse) if self.keep_attention else None
+        out, lse = self._attend(self._project_all(hidden), on_device=self.kept == "device")
+        self._kept = None if self.kept is None else (out, lse)
         result: Any = None
         for at, (x, attention) in self.copies.arriving(
             self.chunks, lambda at: [hidden[:, at], self._of_ranks(out, at)]
@@ -172,9 +175,9 @@ class ChunkedLayer:
         q, kv = hosts
         return Projected(q, kv, projection.sinks)
 
-    def _attend(self, projected: Projected) -> tuple[Tensor, Tensor]:
+    def _attend(self, projected: Projected, *, on_device: bool = False) -> tuple[Tensor, Tensor]:
         with region("attention", "attention"):
-            return self._attention.forward(*projected)
+            return self._attention.forward(*projected, on_device=on_device)
 
     @property
     def _attention(self) -> HostAttention | ScheduledAttention:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from longctx.layers.checkpointed_layers import LayerCheckpoints
 from longctx.layers.chunked.copies import Copies
-from longctx.layers.chunked.layer import ChunkedLayer, LazyTokens, RunChunked
+from longctx.layers.chunked.layer import ChunkedLayer, KeptOutput, LazyTokens, RunChunked
 from longctx.layers.chunked.tiles import ask_for_gradient, keep_backward_in_one_thread, run_in_tiles, trained
 from longctx.model.allow_list import num_linear_heads
 
 
-def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, keep_attention: bool = False) -> None:
+def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kept: LayerCheckpoints) -> None:
     """Make every decoder layer of `model` run over `size` tokens at a time, in training and evaluation.
 
     Embeddings, layers and the final norm then hand on host tensors [1, S/P, h]. A layer keeps its input there; all
@@ -27,8 +28,9 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, 
 
     Args:
         device: what computes.
-        keep_attention: keep what attention returned, in host memory: as large as one more input of each layer, and
-            attention is not computed again.
+        kept: the layers that keep what attention returned, as large as one more input of each, so that attention is not
+            computed again: the `selective` last ones, in host memory, or on the device for those after the first
+            `offloaded` ones.
 
     Raises:
         ValueError: if `size` is below 1, or the model has layers that mix tokens in another way than by attention.
@@ -45,10 +47,11 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     blocks = next(m for m in model.modules() if any(child is layers[0] for child in m.children()))
     backbone = next(m for m in model.modules() if any(child is blocks for child in m.children()))
-    for layer in layers:
+    for number, layer in enumerate(layers):
         layer._z3_leaf = True  # ZeRO-3 then gathers the layer once for all chunks, not each of its modules for each
         forward = inspect.unwrap(type(layer).forward)
-        layer.forward = partial(_layer_forward, layer, partial(forward, layer), size, copies, keep_attention)
+        where = _kept_by(number, kept, len(layers))
+        layer.forward = partial(_layer_forward, layer, partial(forward, layer), size, copies, where)
         layer.register_forward_pre_hook(ask_for_gradient)
     for child in backbone.children():
         if any(name.endswith("inv_freq") for name, _ in child.named_buffers()):
@@ -58,12 +61,19 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, *, 
     model._set_gradient_checkpointing = lambda *args, **kwargs: None
 
 
+def _kept_by(number: int, kept: LayerCheckpoints, num_layers: int) -> KeptOutput:
+    """Return where a layer, counted from 0, keeps what its attention returned."""
+    if kept.selective is not None and number < num_layers - kept.selective:
+        return None
+    return "host" if kept.offloaded is None or number < kept.offloaded else "device"
+
+
 def _layer_forward(
     layer: nn.Module,
     forward: Callable[..., Tensor],
     size: int,
     copies: Copies,
-    keep_attention: bool,
+    kept: KeptOutput,
     hidden_states: Tensor,
     **keywords: Any,
 ) -> Tensor:
@@ -72,7 +82,7 @@ def _layer_forward(
         {name: value for name, value in keywords.items() if name != "sequence"},
         sequence=keywords["sequence"],
         size=size,
-        keep_attention=keep_attention,
+        kept=kept,
         copies=copies,
     )
     return RunChunked.apply(step, hidden_states, *trained(layer))
