@@ -72,7 +72,7 @@ def chunked_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str
     of = _Sizes.of(setup, tokens)
     both, left = min(2, of.chunks), min(1, of.chunks - 1)  # parts that are computed or arrive, and that leave
     of_layer = both * (2 * of.hidden + of.query) + left * (of.hidden + of.query)
-    of_layer += of.hidden + 2 * of.query  # its result; attention's output after the exchange, and in another layout
+    of_layer += 2 * of.query  # attention's output after the exchange, and in another layout
     of_projections = both * (2 * of.hidden + of.query + of.key_value) + left * of.hidden
     of_projections += 2 * (of.query + of.key_value)  # the gradients that are exchanged
     sums = 2 * FP32 / setup.element_size * of.key_value / 2 / of.groups  # of the gradients of a group's keys and values

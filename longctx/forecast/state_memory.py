@@ -72,9 +72,9 @@ def unsharded_parameters(setup: MemorySetup) -> float:
     model, b = setup.model, setup.element_size
     layer, head = model.layer_parameters, model.vocab_size * model.hidden_size
     trains_all = model.num_trained_parameters == model.num_parameters
-    gradients = b * layer if trains_all else 0
-    chunked = setup.sequence_chunk_size is not None
-    sums = chunked * FP32 * layer * model.num_trained_parameters / model.num_parameters  # of gradients, over chunks
+    gradients, sums = b * layer if trains_all else 0, 0.0
+    if setup.sequence_chunk_size is not None:  # a chunk's own gradients come when its activations have gone
+        gradients, sums = 0, FP32 * layer * model.num_trained_parameters / model.num_parameters
     if setup.engine == "none":
         return sums + (gradients + b * layer if setup.stream_size > b else 0.0)  # autocast's copies
     if setup.engine == "fsdp2":  # this layer and the next; the head's gradient is reduced meanwhile
