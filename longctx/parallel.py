@@ -19,13 +19,16 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
+from longctx.attention.modelled import plan_seconds
 from longctx.layers.checkpointed_layers import LayerCheckpoints
 from longctx.layers.checkpoints import install_checkpoints
 from longctx.layers.chunked import install_chunked
 from longctx.layers.loss import fuse_head, learnt_positions, step_loss, token_losses
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.allow_list import check_model
+from longctx.ranks.agreement import broadcast_object
 from longctx.regions import region
+from longctx.ring.planner import PlanSeconds
 from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
@@ -52,8 +55,9 @@ class SequenceParallel:
         schedule: ScheduleOfBatch | None,
         groups: SequenceGroups,
         device: torch.device,
+        plan_seconds: PlanSeconds | None = None,
     ):
-        self.dims, self.groups, self.device = dims, groups, device
+        self.dims, self.groups, self.device, self.plan_seconds = dims, groups, device, plan_seconds
         self._attention, self._schedule = attention, schedule
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -73,7 +77,7 @@ class SequenceParallel:
 
     def _shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
         position_ids = complete_position_ids(batch)
-        layout = batch.get("layout") or plan_batch(position_ids, self.dims)
+        layout = batch.get("layout") or plan_batch(position_ids, self.dims, seconds=self.plan_seconds)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
         schedule = self._schedule and partial(self._schedule, layout, self.groups)
         attention = partial(self._attention, layout, self.groups)
@@ -258,12 +262,19 @@ def parallelize(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     device = select_device(device or _device_of_this_rank(model))
     is_cuda = device.type == "cuda"
+    # Rank 0's, so that all ranks plan and choose alike where nodes differ.
+    device_name, per_node = broadcast_object(
+        (
+            torch.cuda.get_device_name(device) if is_cuda else "CPU",
+            devices_per_node(world_size, os.environ, torch.cuda.device_count() if is_cuda else 0),
+        )
+    )
     setup = Setup.of_model(
         model.config,
         sp,
         element_size=model.dtype.itemsize,
-        device_name=torch.cuda.get_device_name(device) if is_cuda else "CPU",
-        devices_per_node=devices_per_node(world_size, os.environ, torch.cuda.device_count() if is_cuda else 0),
+        device_name=device_name,
+        devices_per_node=per_node,
     )
     documents = _documents(model, document_lengths) if sp_backend == "auto" else None
     choice = choose_backend(sp_backend, setup, documents, ring_size=ring_size)
@@ -289,7 +300,9 @@ def parallelize(
             )
         install_chunked(model, sequence_chunk_size, device, checkpoints)
     attention = partial(backend.attention, heads_k_stride=heads_k_stride)
-    return model, SequenceParallel(dims, attention, backend.schedule, sequence_groups(dims, device), device)
+    seconds = partial(plan_seconds, setup, degrees) if dims.ring > 1 else None
+    groups = sequence_groups(dims, device)
+    return model, SequenceParallel(dims, attention, backend.schedule, groups, device, seconds)
 
 
 def _say_whether_tied(model: PreTrainedModel) -> None:

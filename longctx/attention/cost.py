@@ -26,7 +26,8 @@ from transformers import PretrainedConfig
 
 from longctx.attention.speeds import SPEEDS, Constant, SpeedTable
 from longctx.model.allow_list import head_size, num_heads, num_linear_heads
-from longctx.ring.planner import MAX_IMBALANCE, plan_ring
+from longctx.ring.plan import RingPlan
+from longctx.ring.planner import MAX_IMBALANCE, PlanSeconds, plan_ring
 from longctx.ulysses.exchange import key_value_copies
 
 Seconds = NDArray[np.float64]
@@ -201,9 +202,22 @@ class RingWork:
     """Tokens of the sequence, T."""
 
     @classmethod
-    def of(cls, document_lengths: NDArray[np.integer], ring: int, *, max_imbalance: float = MAX_IMBALANCE) -> RingWork:
-        """Return the work by the plan for one sequence, whose tokens have to be a multiple of `ring`."""
-        plan = plan_ring(np.concatenate(([0], np.cumsum(document_lengths))), ring, max_imbalance=max_imbalance)
+    def of(
+        cls,
+        document_lengths: NDArray[np.integer],
+        ring: int,
+        *,
+        max_imbalance: float = MAX_IMBALANCE,
+        seconds: PlanSeconds | None = None,
+    ) -> RingWork:
+        """Return the work by `plan_ring` for one sequence, whose tokens have to be a multiple of `ring`."""
+        cu_seqlens = np.concatenate(([0], np.cumsum(document_lengths)))
+        return cls.of_plan(plan_ring(cu_seqlens, ring, max_imbalance=max_imbalance, seconds=seconds))
+
+    @classmethod
+    def of_plan(cls, plan: RingPlan) -> RingWork:
+        """Return the work by a plan."""
+        ring = plan.world_size
         pairs, entries, merged_rows = plan.work_per_hop
         merged_rows[:, 0] = 0
         rank, hop = np.ogrid[:ring, :ring]

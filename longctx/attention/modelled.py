@@ -24,6 +24,7 @@ import numpy as np
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup, num_stages
+from longctx.ring.plan import RingPlan
 from longctx.ulysses.exchange import key_value_copies
 
 EXCHANGE_COPIES = 4
@@ -37,6 +38,11 @@ def modelled_seconds(setup: Setup, arrangement: Arrangement, work: RingWork) -> 
         work: work of a ring of `arrangement.ring` ranks.
     """
     return attention_time(setup, arrangement, work).seconds
+
+
+def plan_seconds(setup: Setup, arrangement: Arrangement, plan: RingPlan) -> float:
+    """Return `modelled_seconds` of a plan for `arrangement.ring` ranks."""
+    return modelled_seconds(setup, arrangement, RingWork.of_plan(plan))
 
 
 def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> AttentionTime:

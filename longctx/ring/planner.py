@@ -1,14 +1,16 @@
 """The search for a ring's plan, which gives every rank equal work and sends few keys and values.
 
 `plan_ring` tries arrangements from the one that sends the least keys and values to the one that sends the most, and
-takes the first that is balanced. `longctx.ring.plan` describes the result and defines *piece* and *legal pair*.
+takes the first that is balanced. If it is told how long plans take, it does so for several limits, and takes the
+fastest plan.
+`longctx.ring.plan` describes the result and defines *piece* and *legal pair*.
 
 Shape legend: T tokens of the packed sequence, n documents, P ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +19,13 @@ import numpy.typing as npt
 from longctx.ring.line import Line, Problem
 from longctx.ring.plan import IntArray, Pieces, RingPlan, assemble, merged, summed_area
 
+PlanSeconds = Callable[[RingPlan], float]
+"""(plan) -> modelled seconds of attention by this plan; the same on all ranks to four digits."""
+
 MAX_IMBALANCE = 1.02
 """The imbalance that a plan aims at: the largest attention work of a rank divided by the mean."""
+LOOSER_LIMITS = (1.5, 1.25, 1.1, 1.05)
+"""Other limits of the imbalance, which are tried where the seconds of a plan are modelled."""
 
 
 def plan_ring(
@@ -27,6 +34,7 @@ def plan_ring(
     *,
     max_imbalance: float = MAX_IMBALANCE,
     group_fraction: float = 0.125,
+    seconds: PlanSeconds | None = None,
 ) -> RingPlan:
     """Spread a packed sequence over a ring of ranks: equal tokens, balanced attention work, little K/V sent.
 
@@ -49,6 +57,8 @@ def plan_ring(
         world_size: P, the number of ranks in the ring.
         max_imbalance: the first arrangement whose largest attention work of a rank is at most this multiple
             of the mean is taken; if there is none, the most balanced one.
+        seconds: modelled seconds of a plan. With these, LOOSER_LIMITS are tried, too, and the fastest plan is taken:
+            over many ranks, the last percent of balance can cost more messages than it saves.
         group_fraction: neighbouring documents of at most this fraction of T/P tokens are dealt together, in
             groups of about as many tokens, so that a rank gets few runs of the original sequence.
 
@@ -64,16 +74,28 @@ def plan_ring(
             f"max_imbalance must be at least 1 and group_fraction at least 0, got {max_imbalance} and {group_fraction}"
         )
     cu = _checked(cu_seqlens, world_size)
-    problem = Problem.of(cu, world_size, max_imbalance, group_fraction)
-    best, most_work = None, np.inf
+    if seconds is None:
+        *_, most_balanced = _arrangements(Problem.of(cu, world_size, max_imbalance, group_fraction))
+        return assemble(cu, world_size, most_balanced)
+    plans: list[RingPlan] = []
+    for limit in (*(limit for limit in LOOSER_LIMITS if limit > max_imbalance), max_imbalance):
+        if not plans or min(plan.imbalance for plan in plans) > limit:
+            problem = Problem.of(cu, world_size, limit, group_fraction)
+            plans += [assemble(cu, world_size, pieces) for pieces in _arrangements(problem)]
+    # All ranks have three digits of the seconds in common, whatever processors they have.
+    return min(plans, key=lambda plan: float(f"{seconds(plan):.2e}")) if len(plans) > 1 else plans[0]
+
+
+def _arrangements(problem: Problem) -> Iterator[Pieces]:
+    """Yield the arrangements that are more balanced than all before, up to the first within the problem's slack."""
+    most_work = np.inf
     for num_zigzag, cut in _candidates(problem):
         pieces = _partition(problem, num_zigzag, cut)
-        if pieces is not None and (work := _area_per_rank(pieces, world_size).max()) < most_work:
-            best, most_work = pieces, work
+        if pieces is not None and (work := _area_per_rank(pieces, problem.world_size).max()) < most_work:
+            most_work = work
+            yield pieces
         if most_work <= problem.mean_work + problem.slack:
-            break
-    assert best is not None, "the first candidate always gives pieces"
-    return assemble(cu, world_size, best)
+            return
 
 
 def _checked(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], world_size: int) -> IntArray:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longctx.data import IGNORE_INDEX
-from longctx.ring.planner import plan_ring
+from longctx.ring.planner import PlanSeconds, plan_ring
 from longctx.sequence.batch import BatchLayout, ShardedBatch
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims
@@ -53,7 +53,9 @@ def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
     return int((labels != IGNORE_INDEX).sum())
 
 
-def plan_batch(position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = None) -> BatchLayout:
+def plan_batch(
+    position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = None, *, seconds: PlanSeconds | None = None
+) -> BatchLayout:
     """Decide which rank of a sequence group holds which token of a batch with these [B, S] positions.
 
     With a ring of at least two ranks, `plan_ring` puts the tokens into another order; otherwise they keep theirs. Rank
@@ -61,6 +63,7 @@ def plan_batch(position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = N
 
     Args:
         sp_rank: the rank whose work at every hop is planned here, and not in the first layer.
+        seconds: as in `plan_ring`.
 
     Raises:
         ValueError: if B·S is not a multiple of what the degrees need.
@@ -73,7 +76,7 @@ def plan_batch(position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = N
         )
     starts = np.flatnonzero(position_ids.reshape(-1).cpu().numpy() == 0)
     cu_seqlens = np.append(starts, rows * length).astype(np.int64)
-    plan = plan_ring(cu_seqlens, dims.ring) if dims.ring > 1 else None
+    plan = plan_ring(cu_seqlens, dims.ring, seconds=seconds) if dims.ring > 1 else None
     if plan is not None and sp_rank is not None:
         plan.shard(sp_rank // dims.ulysses)
     return BatchLayout(shape=(rows, length), cu_seqlens=cu_seqlens, sp=dims.sp, plan=plan)

@@ -6,6 +6,7 @@ from typing import Any
 
 from longctx.collate import SequenceCollator
 from longctx.regions import region
+from longctx.ring.planner import PlanSeconds
 from longctx.sequence.mesh import ParallelDims
 from longctx.sequence.shard import complete_position_ids, plan_batch
 from longctx.training.data_order import MicroBatch
@@ -18,13 +19,16 @@ class PlanningCollator:
     A rank without rows gets only padding.
     """
 
-    def __init__(self, collator: SequenceCollator, dims: ParallelDims, rank: int):
-        self.collator, self.dims, self.rank = collator, dims, rank
+    def __init__(
+        self, collator: SequenceCollator, dims: ParallelDims, rank: int, *, seconds: PlanSeconds | None = None
+    ):
+        self.collator, self.dims, self.rank, self.seconds = collator, dims, rank, seconds
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         with region("pack"):
             batch = self.collator(rows) if rows else self.collator.empty()
-            layout = plan_batch(complete_position_ids(batch), self.dims, self.dims.sp_rank(self.rank))
+            sp_rank = self.dims.sp_rank(self.rank)
+            layout = plan_batch(complete_position_ids(batch), self.dims, sp_rank, seconds=self.seconds)
         lengths = [len(row["input_ids"]) for row in rows]
         return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
 
