@@ -10,6 +10,8 @@ NONE, CPU, NVME = "none", "cpu", "nvme"
 
 AUTO = "auto"
 """The value of --sp and --memory that stands for what the forecast chooses."""
+ALL = "all"
+"""The value of --sp that stands for one group of all devices, with as many sequences as there would be groups."""
 
 PROFILE_LEVERS = (
     "offload_optimizer_device",

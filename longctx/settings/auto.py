@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.forecast.expected_step import FREE_PART, ExpectedStep
-from longctx.forecast.levers import AUTO
+from longctx.forecast.levers import ALL, AUTO
 from longctx.forecast.memory_options import PRESETS, lever_flags
 from longctx.settings.checks import check
 from longctx.settings.run import Run
@@ -65,6 +65,25 @@ def choose_layout(values: Values, world_size: int, resolve: Resolve) -> Run:
     best = ranked[0]
     others = [option for option in ranked[1:] if option.forecast.used <= 1 - FREE_PART]
     return replace(best.run, layout_reason=_reason(asked, best, others[0] if others else None))
+
+
+@check("sp", "per_device_train_batch_size", "num_processes")
+def one_group(values: Values, world_size: int, resolve: Resolve) -> Values:
+    """Check that all devices can share sequences, and return the values that --sp all stands for.
+
+    One group of all devices takes as many sequences at a time as the groups of --sp auto would together, or
+    --per_device_train_batch_size if that is given. The steps have the same sequences, and the plan spreads their
+    documents over all devices, so that none of them waits for the group with the longest documents.
+
+    Raises:
+        ValueError: if no arrangement can run.
+    """
+    sequences, why = values["per_device_train_batch_size"], "--per_device_train_batch_size"
+    if not values.is_given("per_device_train_batch_size"):
+        groups = choose_layout(values.given(sp=AUTO, num_processes=world_size), world_size, resolve).dims
+        sequences, why = groups.world_size // groups.sp, f"as many as groups of --sp {groups.sp} would take"
+    note = f"--sp {ALL}: one group of {world_size} devices takes {sequences} sequences at a time, {why}"
+    return values.given(sp=world_size, num_processes=world_size, per_device_train_batch_size=sequences).note(note)
 
 
 def with_forecast(run: Run, values: Values, resolve: Resolve) -> Run:

@@ -16,7 +16,7 @@ from transformers.hf_argparser import string_to_bool
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.levers import AUTO
+from longctx.forecast.levers import ALL, AUTO
 from longctx.settings.help import (
     DESCRIPTION,
     NO_FIELDS,
@@ -42,7 +42,10 @@ class SequenceArguments:
 
     sp: str | None = field(
         default=None,
-        metadata={"help": "Number of devices that share each sequence; auto takes the predicted fastest. Default: 1."},
+        metadata={
+            "help": "Number of devices that share each sequence; auto takes the predicted fastest, and all spreads "
+            "several sequences over all devices. Default: 1."
+        },
     )
     sp_backend: str = field(
         default="auto",
@@ -363,11 +366,11 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
 
 
 def _degree(text: str) -> int | str:
-    """Return --sp as a number, or auto."""
+    """Return --sp as a number, auto or all."""
     try:
-        return text if text == AUTO else int(text)
+        return text if text in (AUTO, ALL) else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is neither a number nor {AUTO}") from None
+        raise argparse.ArgumentTypeError(f"{text} is not a number, {AUTO} or {ALL}") from None
 
 
 def _space_or_false(value: str) -> str | Literal[False]:

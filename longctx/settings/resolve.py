@@ -14,11 +14,11 @@ from transformers import PretrainedConfig
 
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.forecast.hardware import Hardware
-from longctx.forecast.levers import AUTO
+from longctx.forecast.levers import ALL, AUTO
 from longctx.launch.spawn import device_count
 from longctx.layers.liger import check_liger_device, liger_parts
 from longctx.model.adapter import check_adapter, check_quantization
-from longctx.settings.auto import choose_layout, with_forecast
+from longctx.settings.auto import choose_layout, one_group, with_forecast
 from longctx.settings.backend import ask_levers, choose
 from longctx.settings.batch import accumulate
 from longctx.settings.engine import choose_engine, choose_precision, clipping, precision_notes
@@ -58,8 +58,10 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     values = stream(take_mixture(values))
     values, model_config = configure_model(values)
     arranged = partial(_arranged, model_config=model_config, profile=profile, env=env, hardware=hardware)
+    world_size = count_all_processes(flags, profile, env, hardware.gpus)
+    if values["sp"] == ALL:
+        values = one_group(values, world_size, arranged)
     if AUTO in (values["sp"], values["memory"]):
-        world_size = count_all_processes(flags, profile, env, hardware.gpus)
         run = choose_layout(values, world_size, arranged)
     else:
         run = arranged(values)

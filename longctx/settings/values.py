@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from longctx.forecast.levers import AUTO
+from longctx.forecast.levers import ALL, AUTO
 from longctx.model.load import is_template_file
 from longctx.settings.checks import check
 from longctx.settings.defaults import ADAPTER_DEFAULTS, DEFAULTS, DEMO
@@ -127,7 +127,7 @@ def _check_machine_flags(flags: Flags) -> None:
 def _check_degrees(values: Values) -> None:
     """Check that at least one device shares a sequence."""
     for name in ("sp", "cp"):
-        if values[name] not in (None, AUTO) and values[name] < 1:
+        if values[name] not in (None, AUTO, ALL) and values[name] < 1:
             raise ValueError(f"--{name} {values[name]}: at least 1 device has to share a sequence. Use 1 or more.")
 
 
