@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from longctx.forecast.closed_form import predict
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.simulate import SimulatedStep, simulate
-from longctx.forecast.step_time import Speeds
+from longctx.forecast.step_time import Speeds, attention_setup, planned_work
 from longctx.packing import balanced_order, pack, shuffled_order, spread_step
 from longctx.report.pictures import BACKEND_LOOKS
 from longctx.ring.planner import MAX_IMBALANCE
@@ -40,16 +40,36 @@ DEVICE, KERNEL, NODE = "H100", "flash-attn 3", 8
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 NAMES = ("ulysses", "hybrid", "ring", "gather")
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B"
-PACKED, ONE = "packed documents", "one document per sequence"
+PACKED, ONE, AGENT = "packed documents", "one document per sequence", "agent sessions"
+
+
+def agent_sessions(rng: np.random.Generator, count: int, capacity: int) -> NDArray[np.int64]:
+    """Lengths as CoderForge publishes them: log-normal, median 38k, 95% below 71k, cut at 184k."""
+    lengths = rng.lognormal(np.log(38_000), np.log(71 / 38) / 1.645, count // 30)
+    return np.minimum(lengths, 184_000).astype(np.int64)
+
+
+LENGTHS = {PACKED: DISTRIBUTIONS["histogram"], AGENT: agent_sessions}
+"""The lengths of packed documents: (generator, count, most tokens) -> int64 [about count of 1,000 tokens each]."""
 
 STRONG_ROWS, STRONG_LENGTH = 8, 1 << 20
 WEAK_TOKENS = 1 << 14
 """Tokens of a device where rows or batches grow with the devices."""
-LOOSER = (1.05, 1.1, 1.25)
-"""Other limits of the plan's imbalance."""
+LIMITS = (MAX_IMBALANCE, 1.05, 1.1, 1.25)
+"""Limits of a plan's imbalance, taken by themselves."""
+GOALS = {
+    (LLAMA, 400): {8: 0.97, 32: 0.95, 128: 0.92, 1024: 0.89},
+    (QWEN, 400): {8: 0.98, 32: 0.97, 128: 0.95, 1024: 0.94},
+    (LLAMA, 100): {128: 0.87},
+    (QWEN, 100): {128: 0.93},
+}
+"""Efficiencies that one group of all devices is to reach with the worse of two mixes of lengths."""
 STEPS = 16
 """Of a window that training sorts packs in."""
 SEED = 0
+TOGETHER_ON = (8, 32, 128, 1024)
+MOST_IN_A_RING = 128
+"""Ranks of the largest ring alone that is planned for one group of all devices."""
 PAYS = 1.5
 """A doubling of the devices pays if it makes at least as many times as much of the work a second."""
 
@@ -108,28 +128,41 @@ class Run(NamedTuple):
 
 
 class Rows:
-    """Rows of one length, and what the ranks of rings of any size do with them."""
+    """Rows of one length, and what the ranks of rings of any size do with them.
 
-    def __init__(self, length: int, documents: str, count: int, max_imbalance: float = MAX_IMBALANCE) -> None:
+    Args:
+        max_imbalance: plan by balance alone, up to this; None plans as training does.
+    """
+
+    def __init__(self, length: int, documents: str, count: int, max_imbalance: float | None = None) -> None:
         self.length, self.max_imbalance = length, max_imbalance
         self.documents = [np.array([length])] * count
-        if documents == PACKED:
+        if documents != ONE:
             rng = np.random.default_rng([SEED, length])
-            lengths = np.minimum(DISTRIBUTIONS["histogram"](rng, count * length // 1000, length), length)
+            lengths = np.minimum(LENGTHS[documents](rng, count * length // 1000, length), length)
             bins = list(pack(lengths, length).bins)[:-1]  # all but the one that is left over
             order = shuffled_order(len(bins), seed=SEED, epoch=0)[:count]
             self.documents = [_filled(lengths[bins[index]], length) for index in order]
-        self._work: dict[tuple[int, int], RingWork] = {}
+        self._work: dict[tuple[Any, ...], RingWork] = {}
 
     def costs(self, model: str) -> NDArray[np.float64]:
         """As training balances rows by."""
         cost = linear_cost(CONFIGS[model])
         return np.array([(row * (row + cost)).sum() for row in self.documents])
 
-    def work(self, row: int, ring: int) -> RingWork:
-        key = (row if len(self.documents[row]) > 1 else 0, ring)
+    def work(self, chosen: Sequence[int], how: MemorySetup, speeds: Speeds) -> RingWork:
+        """The work of a group that these rows are spread over."""
+        attention, arrangement = attention_setup(how, speeds.device)
+        same = len(self.documents[chosen[0]]) == 1
+        key: tuple[Any, ...] = (len(chosen) if same else tuple(chosen), arrangement.ring)
+        if self.max_imbalance is None and arrangement.ring > 1:
+            key += (attention, arrangement)
         if key not in self._work:
-            self._work[key] = RingWork.of(self.documents[row], ring, max_imbalance=self.max_imbalance)
+            lengths = np.concatenate([self.documents[row] for row in chosen])
+            if self.max_imbalance is None:
+                self._work[key] = planned_work(tuple(lengths.tolist()), attention, arrangement)
+            else:
+                self._work[key] = RingWork.of(lengths, arrangement.ring, max_imbalance=self.max_imbalance)
         return self._work[key]
 
 
@@ -171,7 +204,7 @@ def run(case: Case, backend: str, devices: int, sp: int, of: Rows, steps: NDArra
     costs, made = of.costs(case.model), []
     for step in steps:
         spread = spread_step(step, costs, micro_batch_size=1, dp=devices // sp)
-        work = [[of.work(int(row), how.ring) for (row,) in micro_batch] for micro_batch in spread]
+        work = [[of.work(list(group), how, case.speeds) for group in micro_batch] for micro_batch in spread]
         made.append(simulate(how, work, case.speeds))
     return Run(backend, devices, sp, made)
 
@@ -223,6 +256,51 @@ def more_rows(case: Case, *, balanced: bool = True) -> list[Run]:
         steps = order.reshape(STEPS, groups)[::4]
         found += [run(case, name, devices, NODE, of, steps) for name in NAMES]
     return [one for one in found if one is not None]
+
+
+def together(case: Case, devices: int) -> dict[str, Run]:
+    """Shuffled packs, 16k tokens a device, in groups of eight, and in one group of all devices.
+
+    The steps have the same packs in each. Every fourth step of a window is taken.
+    """
+    of, groups = rows(WEAK_TOKENS * NODE, case.documents, STEPS * DEVICES[-1] // NODE), devices // NODE
+    order = shuffled_order(STEPS * DEVICES[-1] // NODE, seed=SEED, epoch=0)[: STEPS * groups]
+    steps = order.reshape(STEPS, groups)[::4]
+    found = {}
+    for name in NAMES:
+        apart = run(case, name, devices, NODE, of, steps)
+        if apart is not None:
+            found[f"{name} {NODE}"] = apart
+        how = setup(case.model, name, devices, devices)
+        if how is None or (name in ("ring", "gather") and devices > MOST_IN_A_RING):
+            continue
+        how = replace(how, num_rows=groups)
+        if predict(how, of.length).device_bytes <= DEVICE_BYTES[DEVICE]:
+            made = [simulate(how, [[of.work(step.tolist(), how, case.speeds)]], case.speeds) for step in steps]
+            found[f"{name} of all"] = Run(name, devices, devices, made)
+    return found
+
+
+def together_table(results: Mapping[tuple[Case, int], Mapping[str, Run]]) -> Iterator[str]:
+    """Efficiency of groups and of one group, beside the goals."""
+    yield line(["model, links", "documents", "devices", "groups of eight", "one group of all", "", "goal"])
+    yield line(["---"] * 7)
+    for (case, devices), found in results.items():
+        apart = max((one for name, one in found.items() if name.endswith(str(NODE))), key=lambda one: one.efficiency)
+        whole = {name: one for name, one in found.items() if one.sp == devices}
+        name = max(whole, key=lambda name: whole[name].efficiency)
+        goal = GOALS.get((case.model, case.gigabits), {}).get(devices)
+        yield line(
+            [
+                case.title,
+                case.documents,
+                f"{devices:,}",
+                f"{apart.efficiency:.0%} ({apart.backend})",
+                f"{whole[name].efficiency:.0%}",
+                str(whole[name]),
+                "" if goal is None else f"{goal:.0%}",
+            ]
+        )
 
 
 def pays_up_to(runs: Iterable[Run]) -> Run:
@@ -329,14 +407,14 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
 
 
 def looser_table(case: Case, usual: Sequence[Run]) -> Iterator[str]:
-    """Efficiency of rings and hybrids by what the plan's imbalance may be at most."""
-    yield line(["devices", "backend", *(f"at most {limit}" for limit in (MAX_IMBALANCE, *LOOSER))])
-    yield line(["---"] * (3 + len(LOOSER)))
+    """Efficiency of rings and hybrids: planned as in training, and by what the imbalance may be at most."""
+    yield line(["devices", "backend", "by seconds", *(f"at most {limit}" for limit in LIMITS)])
+    yield line(["---"] * (3 + len(LIMITS)))
     for known in usual:
         if known.backend not in ("ring", "hybrid") or known.devices < 8 * NODE:
             continue
         found = [known]
-        for limit in LOOSER:
+        for limit in LIMITS:
             of = rows(STRONG_LENGTH, case.documents, STRONG_ROWS * STEPS, limit)
             step = middle_step(case, of, STRONG_ROWS)
             found += [one for one in [run(case, known.backend, known.devices, known.sp, of, step)] if one is not None]
@@ -454,7 +532,7 @@ How to read the tables:
 - A backend *pays* up to the last doubling of the devices that increases the work per second by a factor of {PAYS} or
   more.
 - The hybrid is Ulysses over the {NODE} devices of a node, and a ring over nodes.
-- Rings use `plan_ring` without changes. Where balance needs it, the plan distributes documents to all ranks, and their
+- Rings are planned as in training. Where balance needs it, the plan distributes documents to all ranks, and their
   keys and values then travel round the whole ring. Rings lose efficiency from that point on. The section on the cost of
   balance shows how much.
 - The simulation leaves out other jobs on the network, differences between devices, failures, and congestion in
@@ -476,6 +554,7 @@ def page(folder: Path | None) -> str:
     studies = dict(zip(STUDIES, (fixed, longer, more), strict=True))
     packed, one = Case(LLAMA, PACKED, 400), Case(LLAMA, ONE, 400)
     shuffled = more_rows(packed, balanced=False)
+    one_group = {(case, devices): together(case, devices) for case in cases(PACKED, AGENT) for devices in TOGETHER_ON}
     shown = {case: runs for case, runs in every_split.items() if case in (packed, one, Case(QWEN, PACKED, 400))}
     if folder is not None:
         images = folder / "images"
@@ -519,10 +598,11 @@ def page(folder: Path | None) -> str:
             "",
             "### The cost of balance",
             "",
-            f"`plan_ring` takes the first arrangement in which no rank has more than {MAX_IMBALANCE} times the mean "
-            "attention work (`max_imbalance`). Some sequences need zigzags for this. A ring over many nodes then pays "
-            "for the last percents of balance with messages that nothing hides. These are the same sequences "
-            f"({packed.documents}, {packed.title}) with looser limits:",
+            "Training plans for several limits of the imbalance, and takes the plan with the least modelled seconds. "
+            "With one limit alone, `plan_ring` takes the first arrangement in which no rank has more than so many "
+            "times the mean attention work (`max_imbalance`). Some sequences need zigzags for a low limit. A ring over "
+            "many nodes then pays for the last percents of balance with messages that nothing hides. These are the "
+            f"same sequences ({packed.documents}, {packed.title}):",
             "",
             *looser_table(packed, fixed[packed]),
             "",
@@ -540,6 +620,16 @@ def page(folder: Path | None) -> str:
             f"More sequences, {packed.documents}, {packed.title}",
             "",
             *efficiency_table(more[packed]),
+            "",
+            "## One group of all devices",
+            "",
+            f"Shuffled or streamed packs differ in cost, and groups of {NODE} devices wait for the group with the "
+            "longest documents. `--sp all` makes one group of all devices, which takes the sequences of all groups at "
+            "once. Each document is then spread over as many devices as it needs. These are steps of shuffled packs of "
+            f"{WEAK_TOKENS * NODE:,} tokens, one for every {NODE} devices: the same packs in groups and in one group. "
+            "Agent sessions have log-normal lengths with a median of 38k tokens.",
+            "",
+            *together_table(one_group),
             "",
         ]
     )

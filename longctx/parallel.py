@@ -19,7 +19,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.choice import Documents, assumed_documents, choose_backend
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
-from longctx.attention.modelled import plan_seconds
+from longctx.attention.modelled import plan_time
 from longctx.layers.checkpointed_layers import LayerCheckpoints
 from longctx.layers.checkpoints import install_checkpoints
 from longctx.layers.chunked import install_chunked
@@ -28,7 +28,7 @@ from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.allow_list import check_model
 from longctx.ranks.agreement import broadcast_object
 from longctx.regions import region
-from longctx.ring.planner import PlanSeconds
+from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
@@ -55,9 +55,9 @@ class SequenceParallel:
         schedule: ScheduleOfBatch | None,
         groups: SequenceGroups,
         device: torch.device,
-        plan_seconds: PlanSeconds | None = None,
+        time_of_plan: TimeOfPlan | None = None,
     ):
-        self.dims, self.groups, self.device, self.plan_seconds = dims, groups, device, plan_seconds
+        self.dims, self.groups, self.device, self.time_of_plan = dims, groups, device, time_of_plan
         self._attention, self._schedule = attention, schedule
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -77,7 +77,7 @@ class SequenceParallel:
 
     def _shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
         position_ids = complete_position_ids(batch)
-        layout = batch.get("layout") or plan_batch(position_ids, self.dims, seconds=self.plan_seconds)
+        layout = batch.get("layout") or plan_batch(position_ids, self.dims, time_of=self.time_of_plan)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
         schedule = self._schedule and partial(self._schedule, layout, self.groups)
         attention = partial(self._attention, layout, self.groups)
@@ -300,9 +300,9 @@ def parallelize(
             )
         install_chunked(model, sequence_chunk_size, device, checkpoints)
     attention = partial(backend.attention, heads_k_stride=heads_k_stride)
-    seconds = partial(plan_seconds, setup, degrees) if dims.ring > 1 else None
+    time_of_plan = partial(plan_time, setup, degrees) if dims.ring > 1 else None
     groups = sequence_groups(dims, device)
-    return model, SequenceParallel(dims, attention, backend.schedule, groups, device, seconds)
+    return model, SequenceParallel(dims, attention, backend.schedule, groups, device, time_of_plan)
 
 
 def _say_whether_tied(model: PreTrainedModel) -> None:

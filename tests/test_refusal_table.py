@@ -34,6 +34,7 @@ from longctx.forecast.memory_trace import MemoryTracer
 from longctx.forecast.traced_step import StepSettings, fake_process_group
 from longctx.launch.network import choose_interface
 from longctx.launch.slurm import first_host
+from longctx.layers.checkpointed_layers import LayerCheckpoints
 from longctx.layers.chunked.layer import _chunk_of
 from longctx.layers.chunked.model import install_chunked
 from longctx.layers.tiled_mlp import install_tiled_mlp
@@ -148,7 +149,7 @@ CALLS = {
     "state's name": (lambda: _parts("states", "weight|x|name"), "expected 'kind.start.name'"),
     "state's parts": (lambda: _parts("states", "weight"), "expected 'kind.start.name'"),
     "chunks of none": (
-        lambda: install_chunked(tiny_model(), 0, torch.device("cpu")),
+        lambda: install_chunked(tiny_model(), 0, torch.device("cpu"), LayerCheckpoints()),
         "sequence_chunk_size 0 is below 1",
     ),
     "2^31 tokens": (lambda: _varlen_arguments(np.array([1 << 30, 1 << 30])), "more than 32-bit cu_seq_lens"),
@@ -202,7 +203,7 @@ CALLS |= {
         "--use_peft on FSDP1 is not verified",
     ),
     "chunks of linear attention": (
-        lambda: install_chunked(LINEAR, 8, Q.device),
+        lambda: install_chunked(LINEAR, 8, Q.device, LayerCheckpoints()),
         "linear attention layers of qwen3_next",
     ),
     "endless mixture": (lambda: _order([1, 10], MIXED), "would draw .* documents"),

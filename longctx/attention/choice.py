@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup
-from longctx.attention.modelled import modelled_seconds
+from longctx.attention.modelled import modelled_seconds, plan_time
 from longctx.sequence.mesh import ParallelDims
 from longctx.ulysses import usable_sizes
 
@@ -207,15 +208,13 @@ def _modelled(setup: Setup, candidates: Sequence[Arrangement], documents: Docume
     """Return the mean modelled seconds over all sequences for each candidate, the fastest first."""
     rings = {arrangement.ring for arrangement in candidates if arrangement.ring <= MAX_MODELLED_RING}
     rows = [_filled(row, 2 * setup.sp) for row in documents.rows]
-    work = {ring: [RingWork.of(row, ring) for row in rows] for ring in rings}
-    seconds = [
-        (
-            arrangement,
-            float(np.mean([modelled_seconds(setup, arrangement, of_row) for of_row in work[arrangement.ring]])),
-        )
-        for arrangement in candidates
-        if arrangement.ring in rings
-    ]
+    seconds = []
+    for arrangement in candidates:
+        if arrangement.ring in rings:
+            time_of = partial(plan_time, setup, arrangement)
+            work = [RingWork.of(row, arrangement.ring, time_of=time_of) for row in rows]
+            of_rows = [modelled_seconds(setup, arrangement, of_row) for of_row in work]
+            seconds.append((arrangement, float(np.mean(of_rows))))
     return sorted(seconds, key=lambda pair: pair[1])
 
 

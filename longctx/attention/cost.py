@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from longctx.attention.speeds import SPEEDS, Constant, SpeedTable
 from longctx.model.allow_list import head_size, num_heads, num_linear_heads
 from longctx.ring.plan import RingPlan
-from longctx.ring.planner import MAX_IMBALANCE, PlanSeconds, plan_ring
+from longctx.ring.planner import MAX_IMBALANCE, TimeOfPlan, plan_ring
 from longctx.ulysses.exchange import key_value_copies
 
 Seconds = NDArray[np.float64]
@@ -208,11 +208,11 @@ class RingWork:
         ring: int,
         *,
         max_imbalance: float = MAX_IMBALANCE,
-        seconds: PlanSeconds | None = None,
+        time_of: TimeOfPlan | None = None,
     ) -> RingWork:
         """Return the work by `plan_ring` for one sequence, whose tokens have to be a multiple of `ring`."""
         cu_seqlens = np.concatenate(([0], np.cumsum(document_lengths)))
-        return cls.of_plan(plan_ring(cu_seqlens, ring, max_imbalance=max_imbalance, seconds=seconds))
+        return cls.of_plan(plan_ring(cu_seqlens, ring, max_imbalance=max_imbalance, time_of=time_of))
 
     @classmethod
     def of_plan(cls, plan: RingPlan) -> RingWork:

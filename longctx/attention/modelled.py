@@ -25,6 +25,7 @@ import numpy as np
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup, num_stages
 from longctx.ring.plan import RingPlan
+from longctx.ring.planner import PlanTime
 from longctx.ulysses.exchange import key_value_copies
 
 EXCHANGE_COPIES = 4
@@ -40,9 +41,11 @@ def modelled_seconds(setup: Setup, arrangement: Arrangement, work: RingWork) -> 
     return attention_time(setup, arrangement, work).seconds
 
 
-def plan_seconds(setup: Setup, arrangement: Arrangement, plan: RingPlan) -> float:
-    """Return `modelled_seconds` of a plan for `arrangement.ring` ranks."""
-    return modelled_seconds(setup, arrangement, RingWork.of_plan(plan))
+def plan_time(setup: Setup, arrangement: Arrangement, plan: RingPlan) -> PlanTime:
+    """Return the modelled time of attention by a plan for `arrangement.ring` ranks, in one layer and micro-batch."""
+    forward, backward = BACKENDS[arrangement.name].passes(setup, arrangement, RingWork.of_plan(plan))
+    time = forward + backward
+    return PlanTime(seconds=time.seconds, waiting=time.seconds - float(time.compute.mean()))
 
 
 def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> AttentionTime:

@@ -26,7 +26,7 @@ from longctx.attention.cost import (
     both_passes,
     devices_of,
 )
-from longctx.attention.modelled import modelled_seconds
+from longctx.attention.modelled import modelled_seconds, plan_time
 from longctx.attention.speeds import SPEEDS, SpeedTable
 from longctx.forecast.chunked_step import Pass, passes
 from longctx.forecast.coefficients import FP32, LOGIT_BYTES
@@ -127,10 +127,11 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     Args:
         documents: lengths of a row's documents, `length` in all; None means one document.
     """
-    work = _ring_work(tuple(documents or [length]), setup.ring)
+    attention = attention_setup(setup, speeds.device)
+    work = planned_work(tuple(documents or [length]), *attention)
     pairs = setup.num_rows * work.pairs.sum() / setup.sp
     linear, recomputed, elementwise = tokenwise_seconds(setup, length, speeds)
-    of_layer = _attention_seconds(*attention_setup(setup, speeds.device), work)
+    of_layer = _attention_seconds(*attention, work)
     parts: dict[str, Any] = {
         "linear": linear,
         "elementwise": elementwise,
@@ -146,9 +147,10 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
 
 
 @functools.lru_cache(maxsize=64)
-def _ring_work(documents: tuple[int, ...], ring: int) -> RingWork:
-    """Return `RingWork.of` the documents, which presets and backends with the same ring share."""
-    return RingWork.of(np.asarray(documents), ring)
+def planned_work(documents: tuple[int, ...], attention: Setup, arrangement: Arrangement) -> RingWork:
+    """Return the ranks' work for documents of these lengths, planned as in training."""
+    time_of = functools.partial(plan_time, attention, arrangement)
+    return RingWork.of(np.asarray(documents), arrangement.ring, time_of=time_of)
 
 
 _attention_seconds = functools.lru_cache(maxsize=64)(modelled_seconds)

@@ -10,6 +10,7 @@ Shape legend: T tokens of the packed sequence, n documents, P ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,13 +20,26 @@ import numpy.typing as npt
 from longctx.ring.line import Line, Problem
 from longctx.ring.plan import IntArray, Pieces, RingPlan, assemble, merged, summed_area
 
-PlanSeconds = Callable[[RingPlan], float]
-"""(plan) -> modelled seconds of attention by this plan; the same on all ranks to four digits."""
-
 MAX_IMBALANCE = 1.02
 """The imbalance that a plan aims at: the largest attention work of a rank divided by the mean."""
-LOOSER_LIMITS = (1.5, 1.25, 1.1, 1.05)
-"""Other limits of the imbalance, which are tried where the seconds of a plan are modelled."""
+LIMITS = (1.005, 1.05, 1.1, 1.25, 1.5)
+GROUP_FRACTIONS = (0.125, 0.3, 0.6)
+"""Limits of the imbalance and group fractions that are tried, too, where the seconds of a plan are modelled."""
+WORTH_A_SEARCH = 0.02
+"""They are tried where ranks wait for more than this part of the seconds."""
+
+
+class PlanTime(NamedTuple):
+    """Modelled time of attention by a plan."""
+
+    seconds: float
+    """Of a step of the slowest rank."""
+    waiting: float
+    """The part of it in which ranks compute nothing, on average."""
+
+
+TimeOfPlan = Callable[[RingPlan], PlanTime]
+"""The same on all ranks to four digits."""
 
 
 def plan_ring(
@@ -34,7 +48,7 @@ def plan_ring(
     *,
     max_imbalance: float = MAX_IMBALANCE,
     group_fraction: float = 0.125,
-    seconds: PlanSeconds | None = None,
+    time_of: TimeOfPlan | None = None,
 ) -> RingPlan:
     """Spread a packed sequence over a ring of ranks: equal tokens, balanced attention work, little K/V sent.
 
@@ -57,10 +71,10 @@ def plan_ring(
         world_size: P, the number of ranks in the ring.
         max_imbalance: the first arrangement whose largest attention work of a rank is at most this multiple
             of the mean is taken; if there is none, the most balanced one.
-        seconds: modelled seconds of a plan. With these, LOOSER_LIMITS are tried, too, and the fastest plan is taken:
-            over many ranks, the last percent of balance can cost more messages than it saves.
         group_fraction: neighbouring documents of at most this fraction of T/P tokens are dealt together, in
             groups of about as many tokens, so that a rank gets few runs of the original sequence.
+        time_of: the modelled time of a plan. With it, LIMITS and GROUP_FRACTIONS are tried, too, and the fastest
+            plan is taken: over many ranks, the last percent of balance can cost more messages than it saves.
 
     Returns:
         The plan. Its arrays are int64.
@@ -74,16 +88,24 @@ def plan_ring(
             f"max_imbalance must be at least 1 and group_fraction at least 0, got {max_imbalance} and {group_fraction}"
         )
     cu = _checked(cu_seqlens, world_size)
-    if seconds is None:
-        *_, most_balanced = _arrangements(Problem.of(cu, world_size, max_imbalance, group_fraction))
-        return assemble(cu, world_size, most_balanced)
-    plans: list[RingPlan] = []
-    for limit in (*(limit for limit in LOOSER_LIMITS if limit > max_imbalance), max_imbalance):
-        if not plans or min(plan.imbalance for plan in plans) > limit:
-            problem = Problem.of(cu, world_size, limit, group_fraction)
-            plans += [assemble(cu, world_size, pieces) for pieces in _arrangements(problem)]
-    # All ranks have three digits of the seconds in common, whatever processors they have.
-    return min(plans, key=lambda plan: float(f"{seconds(plan):.2e}")) if len(plans) > 1 else plans[0]
+    *_, pieces = _arrangements(Problem.of(cu, world_size, max_imbalance, group_fraction))
+    plan = assemble(cu, world_size, pieces)
+    if time_of is None:
+        return plan
+    best, taken = plan, _rounded(time_of(plan))
+    for limit, fraction in itertools.product(LIMITS, GROUP_FRACTIONS):
+        if taken.waiting <= WORTH_A_SEARCH * taken.seconds:
+            break
+        for pieces in _arrangements(Problem.of(cu, world_size, limit, fraction)):
+            plan = assemble(cu, world_size, pieces)
+            if (other := _rounded(time_of(plan))).seconds < taken.seconds:
+                best, taken = plan, other
+    return best
+
+
+def _rounded(time: PlanTime) -> PlanTime:
+    """Return the time with three digits, which all ranks have in common, whatever processors they have."""
+    return PlanTime(*(float(f"{value:.2e}") for value in time))
 
 
 def _arrangements(problem: Problem) -> Iterator[Pieces]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longctx.data import IGNORE_INDEX
-from longctx.ring.planner import PlanSeconds, plan_ring
+from longctx.ring.planner import TimeOfPlan, plan_ring
 from longctx.sequence.batch import BatchLayout, ShardedBatch
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims
@@ -54,7 +54,11 @@ def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
 
 
 def plan_batch(
-    position_ids: Tensor, dims: ParallelDims, sp_rank: int | None = None, *, seconds: PlanSeconds | None = None
+    position_ids: Tensor,
+    dims: ParallelDims,
+    sp_rank: int | None = None,
+    *,
+    time_of: TimeOfPlan | None = None,
 ) -> BatchLayout:
     """Decide which rank of a sequence group holds which token of a batch with these [B, S] positions.
 
@@ -63,7 +67,7 @@ def plan_batch(
 
     Args:
         sp_rank: the rank whose work at every hop is planned here, and not in the first layer.
-        seconds: as in `plan_ring`.
+        time_of: as in `plan_ring`.
 
     Raises:
         ValueError: if B·S is not a multiple of what the degrees need.
@@ -76,7 +80,7 @@ def plan_batch(
         )
     starts = np.flatnonzero(position_ids.reshape(-1).cpu().numpy() == 0)
     cu_seqlens = np.append(starts, rows * length).astype(np.int64)
-    plan = plan_ring(cu_seqlens, dims.ring, seconds=seconds) if dims.ring > 1 else None
+    plan = plan_ring(cu_seqlens, dims.ring, time_of=time_of) if dims.ring > 1 else None
     if plan is not None and sp_rank is not None:
         plan.shard(sp_rank // dims.ulysses)
     return BatchLayout(shape=(rows, length), cu_seqlens=cu_seqlens, sp=dims.sp, plan=plan)

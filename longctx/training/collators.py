@@ -6,7 +6,7 @@ from typing import Any
 
 from longctx.collate import SequenceCollator
 from longctx.regions import region
-from longctx.ring.planner import PlanSeconds
+from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.mesh import ParallelDims
 from longctx.sequence.shard import complete_position_ids, plan_batch
 from longctx.training.data_order import MicroBatch
@@ -20,15 +20,20 @@ class PlanningCollator:
     """
 
     def __init__(
-        self, collator: SequenceCollator, dims: ParallelDims, rank: int, *, seconds: PlanSeconds | None = None
+        self,
+        collator: SequenceCollator,
+        dims: ParallelDims,
+        rank: int,
+        *,
+        time_of: TimeOfPlan | None = None,
     ):
-        self.collator, self.dims, self.rank, self.seconds = collator, dims, rank, seconds
+        self.collator, self.dims, self.rank, self.time_of = collator, dims, rank, time_of
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         with region("pack"):
             batch = self.collator(rows) if rows else self.collator.empty()
             sp_rank = self.dims.sp_rank(self.rank)
-            layout = plan_batch(complete_position_ids(batch), self.dims, sp_rank, seconds=self.seconds)
+            layout = plan_batch(complete_position_ids(batch), self.dims, sp_rank, time_of=self.time_of)
         lengths = [len(row["input_ids"]) for row in rows]
         return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
 

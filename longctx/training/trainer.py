@@ -125,7 +125,7 @@ class SequenceTrainer(EvaluatingTrainer):
             model=model,
             args=without_data_preparation(args),
             sequence=sequence,
-            data_collator=PlanningCollator(collator, sequence.dims, sequence.rank, seconds=sequence.plan_seconds),
+            data_collator=PlanningCollator(collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan),
             train_dataset=documents,
             eval_dataset=eval_rows,
             processing_class=processing_class,

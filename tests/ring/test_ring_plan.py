@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.ring.plan import RankShard, RingPlan
-from longctx.ring.planner import plan_ring
+from longctx.ring.planner import PlanTime, plan_ring
 
 
 def _plan(lengths, world_size: int, **options) -> RingPlan:
@@ -134,6 +134,37 @@ def test_areas_runs_and_reports(pack):
         expected = [(int((own * (own + 1) // 2).sum()), len(own), shard.num_tokens), *remote]
         assert [*zip(pairs[shard.rank], entries[shard.rank], queries[shard.rank], strict=True)] == expected
     assert plan.kv_tokens_sent <= sum(lengths) * (world_size - 1)
+
+
+def test_the_fastest_plan_is_taken_where_times_are_known():
+    """Of sixteen packs over sixteen ranks: by what is sent alone, less is sent than for balance, and balance is lost;
+    by work alone, the plan is as balanced as any. A plan whose ranks do not wait ends the search."""
+    lengths = np.random.default_rng(1).lognormal(6.3, 1.4, 800).astype(np.int64) + 1
+    lengths = np.append(lengths, -lengths.sum() % 32 or 32)
+    balanced = _plan(lengths, 16)
+    by_messages = _plan(lengths, 16, time_of=lambda p: PlanTime(seconds=p.kv_tokens_sent, waiting=p.kv_tokens_sent))
+    by_work = _plan(lengths, 16, time_of=lambda p: PlanTime(seconds=p.imbalance, waiting=p.imbalance))
+    assert by_messages.kv_tokens_sent < 0.9 * balanced.kv_tokens_sent
+    assert by_messages.imbalance > balanced.imbalance
+    assert by_work.imbalance <= balanced.imbalance
+    asked = []
+    _plan(lengths, 16, time_of=lambda p: asked.append(p) or PlanTime(seconds=1.0, waiting=0.0))
+    assert len(asked) == 1
+
+
+def test_times_that_differ_by_rounding_give_one_plan():
+    """Processors add floats in different orders."""
+    lengths = np.random.default_rng(2).lognormal(6.3, 1.4, 400).astype(np.int64) + 1
+    lengths = np.append(lengths, -lengths.sum() % 16 or 16)
+    plans = [
+        _plan(
+            lengths,
+            8,
+            time_of=lambda p, error=error: PlanTime(seconds=p.kv_tokens_sent * (1 + error), waiting=p.kv_tokens_sent),
+        )
+        for error in (0.0, 1e-13, -1e-13)
+    ]
+    assert all(np.array_equal(plans[0].permutation, other.permutation) for other in plans[1:])
 
 
 @settings(max_examples=30, deadline=None)

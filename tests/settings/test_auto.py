@@ -90,6 +90,27 @@ def test_each_flag_is_chosen_alone(resolved):
     assert (str(ring.backend.arrangement), ring.settings["memory"]) == ("ring 4", "balanced")
 
 
+def test_all_spreads_as_many_sequences_as_groups_would_take(resolved):
+    flags = ("--max_length", "32768")
+    groups, whole = resolved(*flags, "--sp", "auto", "--num_processes", "8"), resolved(*flags, "--sp", "all")
+    sequences = 8 // groups.dims.sp
+    assert sequences > 1
+    assert (whole.dims.world_size, whole.dims.sp) == (8, 8)
+    assert whole.settings["per_device_train_batch_size"] == sequences
+    assert f"--sp all: one group of 8 devices takes {sequences} sequences at a time" in " ".join(whole.notes)
+    assert whole.forecast.fits
+    three = resolved(*flags, "--sp", "all", "--num_processes", "4", "--per_device_train_batch_size", "3")
+    assert (three.dims.sp, three.settings["per_device_train_batch_size"]) == (4, 3)
+
+
+def test_all_keeps_the_sequences_of_an_optimizer_step(resolved):
+    flags = ("--max_length", "32768", "--global_batch_size", "16")
+    for sp in ("2", "all"):
+        run = resolved(*flags, "--sp", sp, "--num_processes", "8")
+        sequences = run.settings["per_device_train_batch_size"] * run.dims.dp
+        assert sequences * run.settings["gradient_accumulation_steps"] == 16
+
+
 def test_auto_shares_the_processes_that_a_launcher_started(resolved):
     env = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     run = resolved("--max_length", "131072", "--sp", "auto", env=env)
@@ -119,7 +140,7 @@ def test_auto_without_a_possible_arrangement_says_why(resolved):
     impossible = ("--num_processes", "8", "--dp_replicate", "2", "--global_batch_size", "3")
     with pytest.raises(ValueError, match=r"--sp auto: no arrangement can run\. --global_batch_size 3"):
         resolved("--sp", "auto", *impossible)
-    with pytest.raises(ValueError, match="four is neither a number nor auto"):
+    with pytest.raises(ValueError, match="four is not a number, auto or all"):
         resolved("--sp", "four")
 
 
