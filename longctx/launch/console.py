@@ -23,7 +23,7 @@ LABEL = 10
 GROUPS = (
     ("model", "weights", "files"),
     ("data", "records", "overlong", "sample", "packing", "targets", "mixture", "evaluate", "resume"),
-    ("auto", "mesh", "backend", "engine", "device", "kernel", "memory", "liger"),
+    ("auto", "mesh", "backend", "engine", "device", "kernel", "memory", "liger", "compile"),
     ("batch", "tokens", "forecast", "time", "disk", "preset", "defaults"),
     ("note",),
 )

@@ -1,9 +1,9 @@
 """The search for a ring's plan, which gives every rank equal work and sends few keys and values.
 
 `plan_ring` tries arrangements from the one that sends the least keys and values to the one that sends the most, and
-takes the first that is balanced. If it is told how long plans take, it does so for several limits, and takes the
-fastest plan.
-`longctx.ring.plan` describes the result and defines *piece* and *legal pair*.
+takes the first that is balanced. If it is told how long plans take, and ranks would wait by this one, it searches with
+other limits, too, and takes the fastest plan. `longctx.ring.plan` describes the result and defines *piece* and *legal
+pair*.
 
 Shape legend: T tokens of the packed sequence, n documents, P ranks.
 """
@@ -25,6 +25,9 @@ MAX_IMBALANCE = 1.02
 LIMITS = (1.005, 1.05, 1.1, 1.25, 1.5)
 GROUP_FRACTIONS = (0.125, 0.3, 0.6)
 """Limits of the imbalance and group fractions that are tried, too, where the seconds of a plan are modelled."""
+MOST_SEARCHED = 128
+LOOSE_SEARCHES = ((1.25, 0.125), (1.5, 0.125))
+"""Over more ranks than MOST_SEARCHED, only these are tried: each search takes a good part of a second."""
 WORTH_A_SEARCH = 0.02
 """They are tried where ranks wait for more than this part of the seconds."""
 
@@ -93,7 +96,8 @@ def plan_ring(
     if time_of is None:
         return plan
     best, taken = plan, _rounded(time_of(plan))
-    for limit, fraction in itertools.product(LIMITS, GROUP_FRACTIONS):
+    searches = itertools.product(LIMITS, GROUP_FRACTIONS) if world_size <= MOST_SEARCHED else LOOSE_SEARCHES
+    for limit, fraction in searches:
         if taken.waiting <= WORTH_A_SEARCH * taken.seconds:
             break
         for pieces in _arrangements(Problem.of(cu, world_size, limit, fraction)):

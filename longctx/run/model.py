@@ -12,6 +12,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.kernels import Kernel
 from longctx.collate import SequenceCollator
 from longctx.forecast.levers import NVME
+from longctx.layers.compiled import install_compiled
 from longctx.layers.liger import check_liger, install_liger
 from longctx.model.adapter import add_adapter, changes_base, quantization_of
 from longctx.model.allow_list import kernel_of
@@ -70,6 +71,8 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         device=args.device,
         **run.levers.parallelize_arguments(),
     )
+    if settings["torch_compile"]:
+        install_compiled(model, settings["torch_compile_backend"], settings["torch_compile_mode"])
     if run.has_group:
         limit_waiting(timedelta(seconds=settings["ddp_timeout"]))
     if settings["use_peft"]:

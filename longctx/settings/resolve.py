@@ -16,6 +16,7 @@ from longctx.attention.cost import Setup, devices_per_node
 from longctx.forecast.hardware import Hardware
 from longctx.forecast.levers import ALL, AUTO
 from longctx.launch.spawn import device_count
+from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_device, liger_parts
 from longctx.model.adapter import check_adapter, check_quantization
 from longctx.settings.auto import choose_layout, one_group, with_forecast
@@ -99,6 +100,8 @@ def _arranged(
         check_adapter(values, model_config, engine.name)
     if values["use_liger_kernel"]:
         values = _take_liger(values, model_config, use_cpu=use_cpu)
+    if values["torch_compile"]:
+        check_compile(values, engine.name)
     values = values.note(*precision_notes(values, engine.name, use_cpu=use_cpu))
     values = values.set(
         max_grad_norm=clipping(values["max_grad_norm"], engine.name), pad_to_multiple_of=pad_multiple(multiple, dims)

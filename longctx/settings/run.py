@@ -177,6 +177,7 @@ class Run:
         chosen["activation_offloading"] &= not self.use_cpu  # TRL copies on a GPU's streams; see longctx.run
         chosen["use_cpu"] = self.use_cpu
         chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.layers.liger has put them in place
+        chosen |= {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}  # by layer
         chosen["pad_token"] = None  # the tokenizer has it already; TRL warns about the flag
         if self.use_cpu and self.has_group:  # the state that training.engines.start_on_cpu made
             chosen["accelerator_config"] = {"use_configured_state": True}
@@ -231,6 +232,8 @@ class Run:
             lines.append(Line("forecast", f"{self.forecast.describe()} (predicted)"))
         if self.liger_parts is not None:
             lines.append(Line("liger", describe_liger(self.liger_parts)))
+        if settings["torch_compile"]:
+            lines.append(Line("compile", "layers, around their attention; the first steps take longer"))
         if self.is_demo and self.changed:
             lines.append(Line("preset", f"{len(self.changed)} flags have the demo's values", self._changes()))
         elif self.changed:

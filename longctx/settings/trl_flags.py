@@ -33,7 +33,8 @@ _ACTING_GROUPS = {
     ),
     "memory and precision": (
         "bf16 tf32 use_cpu gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
-        "activation_checkpointing_kwargs activation_offloading torch_empty_cache_steps ddp_timeout use_liger_kernel"
+        "activation_checkpointing_kwargs activation_offloading torch_empty_cache_steps ddp_timeout use_liger_kernel "
+        "torch_compile"
     ),
     "logs and checkpoints": (
         "output_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
@@ -84,9 +85,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "optim_target_modules": (None,),
     "router_aux_loss_coef": (None,),
     "save_strategy": ("steps", "epoch", "no"),
-    "torch_compile": (False,),
-    "torch_compile_backend": (None,),
-    "torch_compile_mode": (None,),
     "train_sampling_strategy": ("random", "sequential"),
     "truncation_mode": ("keep_start",),
     "use_cache": (False,),
@@ -132,6 +130,8 @@ ACTS_WITH: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "metric_for_best_model": ("eval_strategy", _EVALUATES),
     "per_device_eval_batch_size": ("eval_strategy", _EVALUATES),
     "liger_kernel_config": ("use_liger_kernel", (True,)),
+    "torch_compile_backend": ("torch_compile", (True,)),
+    "torch_compile_mode": ("torch_compile", (True,)),
     "lora_alpha": ("use_peft", (True,)),
     "lora_dropout": ("use_peft", (True,)),
     "lora_modules_to_save": ("use_peft", (True,)),

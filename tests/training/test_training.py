@@ -222,6 +222,8 @@ LAYOUTS = {  # (processes, sp, backend, per-device batch, accumulation): 8 seque
     "4 processes × 2, data parallel": (4, 1, "ring", 2, 1),
     "ring sp 2 × dp 2, accumulation 4": (4, 2, "ring", 1, 4),
     "ring sp 4, accumulation 8": (4, 4, "ring", 1, 8),
+    "ring of all 4 × 2, accumulation 4": (4, "all", "ring", 2, 4),
+    "hybrid of all 4 × 4, accumulation 2": (4, "all", "hybrid", 4, 2),
     "ulysses sp 2 × dp 2, accumulation 4": (4, 2, "ulysses", 1, 4),
 }
 """What runs on DeepSpeed stands last: FSDP2 cannot follow in the same process."""
@@ -231,6 +233,7 @@ FEW_LAYOUTS = [
     "1 process × 2 × accumulation 4",
     "4 processes × 2, data parallel",
     "ring sp 2 × dp 2, accumulation 4",
+    "hybrid of all 4 × 4, accumulation 2",
     "ulysses sp 2 × dp 2, accumulation 4",
 ]
 """With accumulation, with data parallelism, and with both under each engine."""

@@ -1,0 +1,106 @@
+"""--torch_compile: compiled layers against stock transformers, and what they are not verified with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from longctx import parallelize
+from longctx.layers.compiled import check_compile, install_compiled
+from longctx.model.tiny import tiny_model
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from tests.model.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
+from tests.workers import run_ranks
+
+
+def compiled_errors(family: str, sp: int, backend: str = "auto") -> dict[str, float]:
+    """Relative errors of loss and gradients against stock transformers, one document at a time."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, batch = make_model(family), make_batch()
+    _, expected_loss, expected_gradients = stock_step(model)
+    model, sequence = parallelize(model, sp, sp_backend=backend)
+    install_compiled(model)
+    model.gradient_checkpointing_enable()
+    model.train()
+    shard = sequence.shard(batch)
+    loss = sequence.loss(model(**shard.inputs).logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward()
+    assert counters["stats"]["unique_graphs"] > 0
+    mean_loss, actual = loss.detach().clone(), gradients(model)
+    if sp > 1:
+        for value in (mean_loss, *actual.values()):
+            torch.distributed.all_reduce(value)
+            value /= sp
+    return {
+        "loss": float((mean_loss / expected_loss - 1).abs()),
+        "gradients": largest_error(actual, expected_gradients),
+    }
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.long) for name in FAMILIES]
+)
+def test_compiled_layers_equal_stock_transformers(family):
+    errors = compiled_errors(family, 1)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+def families_on_ranks(families: list[str]) -> dict[tuple[str, str], dict[str, float]]:
+    return {(family, name): compiled_errors(family, 2, name) for family in families for name in ("ring", "ulysses")}
+
+
+@pytest.mark.long
+def test_compiled_layers_on_two_ranks_equal_stock_transformers():
+    for results in run_ranks(2, f"{__name__}:families_on_ranks", ["llama", "gpt_oss, sinks and windows"]):
+        assert all(max(errors.values()) <= TOLERANCE for errors in results.values()), results
+
+
+def test_layers_and_batches_share_graphs():
+    """A graph up to attention and one after it, for one length; and as many for all other lengths."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, sequence = parallelize(tiny_model(), 1)
+    install_compiled(model, backend="aot_eager")
+    graphs = []
+    for length in (24, 24, 36, 48, 60):
+        ids = torch.arange(length)[None] % 256
+        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(length)[None]}
+        model(**sequence.shard(batch).inputs).logits.sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+    assert graphs[2:] == [2 * graphs[0]] * 3
+
+
+REFUSED = {
+    "chunks": (["--sequence_chunk_size", "64"], "--sequence_chunk_size 64, which runs layers chunk by chunk"),
+    "tiles": (["--tiled_mlp", "True"], "--tiled_mlp True, which runs MLPs tile by tile"),
+    "adapter": (["--use_peft", "True"], "--use_peft True, which puts adapters into layers"),
+    "ZeRO": (["--sp", "2", "--sp_backend", "ulysses"], "the engine is deepspeed, .* Use --engine fsdp2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_compiled_layers_are_not_verified_with_is_refused(case):
+    flags, message = REFUSED[case]
+    with pytest.raises(ValueError, match=f"--torch_compile True.*{message}"):
+        resolve(parse_flags(["--torch_compile", "True", *flags]), read_profile({}), {})
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    settings = dict.fromkeys(("sequence_chunk_size", "tiled_mlp", "use_liger_kernel", "use_peft"))
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and no-such-compiler is not found"):
+        check_compile({**settings, "torch_compile_backend": None}, "fsdp2")
+    check_compile({**settings, "torch_compile_backend": "aot_eager"}, "fsdp2")
+
+
+def test_the_flag_reaches_the_layers_and_not_the_trainer():
+    run = resolve(parse_flags(["--sp", "2", "--sp_backend", "ring", "--torch_compile", "True"]), read_profile({}), {})
+    arguments = run.training_arguments()
+    assert run.settings["torch_compile"] is True
+    assert (arguments["torch_compile"], arguments["torch_compile_backend"]) == (False, None)
