@@ -81,6 +81,7 @@ def test_parallelize_selects_the_gpu_before_it_makes_groups(device, gpus, monkey
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(parallel.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(parallel.dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(parallel, "broadcast_object", lambda value: value)
     made = []
     monkeypatch.setattr(parallel, "sequence_groups", lambda dims, device: made.append((device, selected[-1])))
     _, sequence = longctx.parallelize(tiny_model(), sp=2, sp_backend="ring", device=device)

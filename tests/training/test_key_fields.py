@@ -126,6 +126,7 @@ MAY_CHANGE = {
         "torch_empty_cache_steps attn_implementation use_liger_kernel liger_kernel_config bnb_4bit_quant_storage "
         "loss_type"
     ),
+    "a compiled layer computes the same": "torch_compile torch_compile_backend torch_compile_mode",
     "padding changes no result": "pad_to_multiple_of pad_token padding_free",
     "how data is read changes no token": (
         "dataset_num_proc dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor "
