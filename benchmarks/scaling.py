@@ -68,7 +68,7 @@ STEPS = 16
 """Of a window that training sorts packs in."""
 SEED = 0
 TOGETHER_ON = (8, 32, 128, 1024)
-MOST_IN_A_RING = 128
+MOST_IN_A_RING = 32
 """Ranks of the largest ring alone that is planned for one group of all devices."""
 PAYS = 1.5
 """A doubling of the devices pays if it makes at least as many times as much of the work a second."""
@@ -286,6 +286,9 @@ def together_table(results: Mapping[tuple[Case, int], Mapping[str, Run]]) -> Ite
     yield line(["model, links", "documents", "devices", "groups of eight", "one group of all", "", "goal"])
     yield line(["---"] * 7)
     for (case, devices), found in results.items():
+        if not found:
+            yield line([case.title, case.documents, f"{devices:,}", "does not fit", "does not fit", "", ""])
+            continue
         apart = max((one for name, one in found.items() if name.endswith(str(NODE))), key=lambda one: one.efficiency)
         whole = {name: one for name, one in found.items() if one.sp == devices}
         name = max(whole, key=lambda name: whole[name].efficiency)

@@ -19,8 +19,8 @@ def break_documents():
     """All documents of a batch are attended to as one."""
     plan = longctx.parallel.plan_batch
 
-    def one_document(position_ids, *args):
-        return plan(torch.arange(position_ids.numel())[None].view(position_ids.shape), *args)
+    def one_document(position_ids, *args, **options):
+        return plan(torch.arange(position_ids.numel())[None].view(position_ids.shape), *args, **options)
 
     longctx.parallel.plan_batch = longctx.training.collators.plan_batch = one_document
 
