@@ -23,6 +23,7 @@ def ulysses_attention(
     scale: float | None = None,
     *,
     heads_k_stride: int | None = None,
+    overlap_exchange: bool = False,
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -34,7 +35,8 @@ def ulysses_attention(
         cu_seqlens: int [n + 1], boundaries of the documents in the whole sequence, from 0 to S.
         scale: factor of the scores before the softmax; 1/sqrt(D) if None.
         heads_k_stride: key/value heads of a rank that are exchanged and attended to at a time, see `HeadChunks`; all of
-            them if None.
+            them if None, or a few large groups with `overlap_exchange`.
+        overlap_exchange: whether some heads are exchanged while others are attended to.
         window: tokens of its document that each query sees, itself included; None means all tokens before it.
         sinks: [H], for each head a logit that takes part in every softmax and adds nothing to the output.
 
@@ -52,19 +54,26 @@ def ulysses_attention(
             f"expected [1, H, {total / world_size:g}, D]. Flatten several sequences into one and pad the total."
         )
     schedule = LocalSchedule(cu_seqlens, window)
-    run = scheduled_attention(schedule, group, heads_k_stride, split_queries=True)
+    run = scheduled_attention(schedule, group, heads_k_stride, split_queries=True, overlap_exchange=overlap_exchange)
     return run(q, k, v, scale=scale, sinks=sinks)
 
 
 def scheduled_attention(
-    schedule: Schedule, group: dist.ProcessGroup | None, heads_k_stride: int | None, *, split_queries: bool
+    schedule: Schedule,
+    group: dist.ProcessGroup | None,
+    heads_k_stride: int | None,
+    *,
+    split_queries: bool,
+    overlap_exchange: bool = False,
 ) -> Attend:
     """Return attention by `schedule`, after an exchange of tokens for heads if there is a group.
 
     Args:
-        heads_k_stride, split_queries: as in `HeadChunks`; a stride of None computes all heads at once.
+        heads_k_stride, split_queries, overlap_exchange: as in `HeadChunks`; a stride of None computes all heads at once
+            unless the exchange overlaps.
     """
-    if heads_k_stride is not None:
-        return partial(attend, HeadChunks(schedule, heads_k_stride, group, split_queries=split_queries))
+    if heads_k_stride is not None or (overlap_exchange and group is not None):
+        stages = HeadChunks(schedule, heads_k_stride, group, split_queries=split_queries, overlaps=overlap_exchange)
+        return partial(attend, stages)
     whole = partial(attend, schedule)
     return whole if group is None else partial(exchange_attention, group=group, attend=whole)

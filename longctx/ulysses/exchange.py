@@ -6,6 +6,7 @@ Shape legend: P ranks, S tokens of the whole sequence, H query heads, K key/valu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,17 +34,22 @@ def key_value_copies(num_heads: int, num_key_value_heads: int, world_size: int) 
     return next(n for n in range(1, group + 1) if group % n == 0 and num_key_value_heads * n % world_size == 0)
 
 
+def _exchange(x: Tensor, group: dist.ProcessGroup, *, overlaps: bool) -> tuple[Tensor, dist.Work | None]:
+    """Return what arrives when slice p of x [P, ...] goes to rank p, and the work to wait for if it still travels."""
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    with region("exchange", "communication"):
+        work = dist.all_to_all_single(received, x, group=group, async_op=overlaps)
+    return received, work
+
+
 class _AllToAll(torch.autograd.Function):
     """[P, ...] -> [P, ...]: slice p goes to rank p. The operation is its own transpose."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        with region("exchange", "communication"):
-            dist.all_to_all_single(received, x, group=group)
-        return received
+        return _exchange(x, group, overlaps=False)[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -53,6 +59,46 @@ class _AllToAll(torch.autograd.Function):
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[P, ...] -> [P, ...]: slice p goes to rank p; differentiable."""
     return _AllToAll.apply(x, group)
+
+
+class Message:
+    """Tensors that arrive from all ranks of a group, without autograd.
+
+    Args:
+        received: the tensors, or one buffer that `read` makes them from.
+        work: the exchange to wait for; None if it is done.
+    """
+
+    def __init__(
+        self,
+        received: list[Tensor] | Tensor,
+        read: Callable[[Any], list[Tensor]] = list,
+        work: dist.Work | None = None,
+    ):
+        self._received: list[Tensor] | Tensor | None = received
+        self._read, self._work = read, work
+
+    @classmethod
+    def send(
+        cls, x: Tensor, group: dist.ProcessGroup, read: Callable[[Tensor], list[Tensor]], *, overlaps: bool
+    ) -> Message:
+        """Send slice p of x [P, ...] to rank p. All ranks send messages of a group in the same order.
+
+        Args:
+            read: makes the tensors from what arrives, which has the shape of x.
+            overlaps: whether the message travels while this rank computes; else it has arrived on return.
+        """
+        received, work = _exchange(x, group, overlaps=overlaps)
+        return cls(received, read, work)
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors, once; this object no longer refers to them."""
+        received, self._received = self._received, None
+        if self._work is not None:
+            with region("exchange", "communication"):
+                self._work.wait()
+            self._work = None
+        return self._read(received)
 
 
 def tokens_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention for a few heads at a time, whose memory besides its inputs and outputs shrinks with the number of heads.
+"""Attention for a few heads at a time, to hold less at once, or to hide the exchange behind attention.
 
 The idea is that of Untied Ulysses (arXiv 2602.21196). A rank keeps q, k, v, attention's output and their gradients for
 its own tokens and all heads. Messages, other ranks' tokens and the kernel's buffers are made for one stage after the
@@ -12,61 +12,92 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.operator import Schedule
-from longctx.ulysses.exchange import all_to_all, heads_message, key_value_copies
+from longctx.ulysses.exchange import Message, heads_message, key_value_copies
+
+OVERLAPPED_STAGES = 4
+"""Stages of an exchange that is hidden, if the heads allow it. The first message and the last one are not hidden, and
+more stages make these smaller. But every stage costs messages and launches."""
 
 
 class HeadChunks:
     """A schedule that runs another schedule stage by stage, for a few heads each.
 
-    A stage's tokens are sent only after those of the stage before are freed. Sending them earlier would take the memory
-    of another stage and save little, since attention takes far longer at the lengths that need stages.
-
     Args:
         schedule: attention of some heads, over all tokens of `group`.
-        heads_k_stride: key/value heads of a rank at a time.
+        heads_k_stride: key/value heads of a rank at a time; None for `OVERLAPPED_STAGES` stages.
         group: the ranks that exchange tokens for heads; None if `schedule` takes only this rank's tokens.
-        split_queries: whether query heads that share a key/value head have a stage each, while keys and values stay.
-            Else they share one, which is better if `schedule` sends keys and values on.
+        split_queries: whether query heads that share a key/value head can have stages of their own, while keys and
+            values stay. Else they share one, which is better if `schedule` sends keys and values on.
+        overlaps: whether messages travel while attention runs: those of the next stage's tokens, and of the results of
+            the stage before. Else a stage's tokens are sent only after those of the stage before are freed, which
+            takes less memory.
 
     Raises:
         ValueError: for a stride below 1.
     """
 
     def __init__(
-        self, schedule: Schedule, heads_k_stride: int, group: dist.ProcessGroup | None = None, *, split_queries: bool
+        self,
+        schedule: Schedule,
+        heads_k_stride: int | None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        split_queries: bool,
+        overlaps: bool = False,
     ):
-        check_stride(heads_k_stride)
+        if heads_k_stride is not None:
+            check_stride(heads_k_stride)
         self.schedule, self.heads_k_stride = schedule, heads_k_stride
-        self.group, self.split_queries = group, split_queries
+        self.group, self.split_queries, self.overlaps = group, split_queries, overlaps and group is not None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         heads = _Heads.of(q, k, self.group)
         out = _tokens_first(q)
         own_lse = q.new_empty(1, q.shape[1] // heads.ranks, q.shape[2] * heads.ranks, dtype=_wide(q.dtype))
+
+        def arrive(stage: Stage, message: Message) -> None:
+            [home] = message.wait()
+            heads.queries(out, stage)[:] = _by_key(home, stage)
+
+        leaving: list[tuple[Stage, Message]] = []
         for stage, (q_part,), (k_part, v_part) in self._stages(heads, [q], [k, v]):
             out_part, lse_part = self.schedule.forward(q_part, k_part, v_part, scale)
             del q_part, k_part, v_part  # before another stage's tokens arrive
             heads.own(own_lse, stage)[:] = _by_key(lse_part, stage)
-            [home] = _to_tokens([out_part.to(q.dtype)], self.group)
-            heads.queries(out, stage)[:] = _by_key(home, stage)
-            del out_part, home
-        [lse] = _to_tokens([own_lse[..., None]], self.group)
+            leaving.append((stage, _to_tokens([out_part.to(q.dtype)], self.group, self.overlaps)))
+            del out_part
+            if not self.overlaps or len(leaving) > 1:
+                arrive(*leaving.pop(0))
+        for last in leaving:
+            arrive(*last)
+        [lse] = _to_tokens([own_lse[..., None]], self.group).wait()
         return out, lse.flatten(0, 1)[None, ..., 0]
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = _Heads.of(q, k, self.group)
-        [own_lse] = _to_heads([lse[0].unflatten(0, (heads.ranks, -1))[..., None]], self.group)
+        [own_lse] = _to_heads([lse[0].unflatten(0, (heads.ranks, -1))[..., None]], self.group).wait()
         dq = _tokens_first(q)
         sums: list[Tensor] = []
         key_grads: list[Tensor] = []
+
+        def arrive(stage: Stage, message: Message) -> None:
+            home, *keys_home = message.wait()
+            heads.queries(dq, stage)[:] = _by_key(home, stage)
+            if stage.is_last and not key_grads:
+                key_grads.extend(heads.zeros(x) for x in (k, v))
+            for total, grad in zip(key_grads, keys_home, strict=False):  # only a last stage brings some
+                heads.add_keys(total, stage, grad)
+
+        leaving: list[tuple[Stage, Message]] = []
         for stage, (grad_part, q_part, out_part), (k_part, v_part) in self._stages(heads, [grad_out, q, out], [k, v]):
             lse_part = heads.own(own_lse[..., 0], stage).flatten(1, 2)
             dq_part, *grads = self.schedule.backward(grad_part, q_part, k_part, v_part, out_part, lse_part, scale)
@@ -76,28 +107,42 @@ class HeadChunks:
             del dq_part, grads
             if stage.is_last:
                 going += [sums.pop(0).to(q.dtype) for _ in (k, v)]
-            home, *keys_home = _to_tokens(going, self.group)
-            heads.queries(dq, stage)[:] = _by_key(home, stage)
-            if stage.is_last:
-                key_grads = key_grads or [heads.zeros(x) for x in (k, v)]
-                for total, grad in zip(key_grads, keys_home, strict=True):
-                    heads.add_keys(total, stage, grad)
-            del home, keys_home
+            leaving.append((stage, _to_tokens(going, self.group, self.overlaps)))
+            if not self.overlaps or len(leaving) > 1:
+                arrive(*leaving.pop(0))
+        for last in leaving:
+            arrive(*last)
         dk, dv = key_grads
         return dq, dk, dv
 
     def _stages(
         self, heads: _Heads, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
-    ) -> Iterator[tuple[_Stage, list[Tensor], list[Tensor]]]:
+    ) -> Iterator[tuple[Stage, list[Tensor], list[Tensor]]]:
         """Yield each stage with its heads of the given tensors, [1, n, S, D]."""
+        stages = list(head_stages(heads.per_rank, heads.sharing, self.heads_k_stride, split_queries=self.split_queries))
         keys: list[Tensor] = []
-        for stage in heads.stages(self.heads_k_stride, self.split_queries):
-            if stage.is_first:
-                keys = []  # freed before those of the next heads arrive
-                keys = _to_heads([heads.keys(x, stage) for x in of_keys], self.group)
-            queries = [heads.queries(x, stage).flatten(1, 2) for x in of_queries]  # views
+        coming = self._send(heads, stages[0], of_queries, of_keys)
+        for stage, following in pairwise([*stages, None]):
+            assert stage is not None, "only the last one has none that follows"
+            key_message, query_message = coming
+            if self.overlaps and following is not None:
+                coming = self._send(heads, following, of_queries, of_keys)
+            if key_message is not None:
+                keys = key_message.wait()
+            del key_message
             # No local name refers to what is yielded, so that the caller can free it.
-            yield stage, _to_heads(queries, self.group), [keys.pop(0) for _ in of_keys] if stage.is_last else keys
+            yield stage, query_message.wait(), [keys.pop(0) for _ in of_keys] if stage.is_last else keys
+            if not self.overlaps and following is not None:
+                coming = self._send(heads, following, of_queries, of_keys)
+
+    def _send(
+        self, heads: _Heads, stage: Stage, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+    ) -> tuple[Message | None, Message]:
+        """Send a stage's heads: those of keys, if it is the first stage that attends to them, and those of queries."""
+        keys = [heads.keys(x, stage) for x in of_keys] if stage.is_first else None
+        message = None if keys is None else _to_heads(keys, self.group, self.overlaps)
+        queries = [heads.queries(x, stage).flatten(1, 2) for x in of_queries]  # views
+        return message, _to_heads(queries, self.group, self.overlaps)
 
 
 def check_stride(heads_k_stride: int) -> None:
@@ -110,7 +155,9 @@ def check_stride(heads_k_stride: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stage:
+class Stage:
+    """The heads of one stage."""
+
     keys: slice
     """The stage's part of every rank's M key/value heads."""
     queries: slice
@@ -123,6 +170,28 @@ class _Stage:
     def sharing(self) -> int:
         """Query heads in the stage for each of its key/value heads."""
         return self.queries.stop - self.queries.start
+
+
+def head_stages(per_rank: int, sharing: int, heads_k_stride: int | None, *, split_queries: bool) -> Iterator[Stage]:
+    """Yield the stages of a rank that attends to M = `per_rank` key/value heads, each shared by G = `sharing` queries.
+
+    Args:
+        heads_k_stride, split_queries: as in `HeadChunks`.
+    """
+    if heads_k_stride is None:
+        stride = -(-per_rank // OVERLAPPED_STAGES)
+        parts = OVERLAPPED_STAGES // -(-per_rank // stride) if split_queries else 1
+        step = -(-sharing // parts)
+    else:
+        stride, step = heads_k_stride, 1 if split_queries else sharing
+    for start in range(0, per_rank, stride):
+        for query in range(0, sharing, step):
+            yield Stage(
+                keys=slice(start, min(start + stride, per_rank)),
+                queries=slice(query, min(query + step, sharing)),
+                is_first=query == 0,
+                is_last=query + step >= sharing,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,28 +219,15 @@ class _Heads:
         attended = k.shape[1] * copies
         return cls(ranks=ranks, copies=copies, per_rank=attended // ranks, sharing=q.shape[1] // attended)
 
-    def stages(self, stride: int, split_queries: bool) -> list[_Stage]:
-        step = 1 if split_queries else self.sharing
-        return [
-            _Stage(
-                keys=slice(start, min(start + stride, self.per_rank)),
-                queries=slice(query, query + step),
-                is_first=query == 0,
-                is_last=query + step == self.sharing,
-            )
-            for start in range(0, self.per_rank, stride)
-            for query in range(0, self.sharing, step)
-        ]
-
-    def queries(self, x: Tensor, stage: _Stage) -> Tensor:
+    def queries(self, x: Tensor, stage: Stage) -> Tensor:
         """[1, H, ...] -> [P, keys, queries, ...], a view."""
         return x[0].unflatten(0, (self.ranks, self.per_rank, self.sharing))[:, stage.keys, stage.queries]
 
-    def own(self, x: Tensor, stage: _Stage) -> Tensor:
+    def own(self, x: Tensor, stage: Stage) -> Tensor:
         """[1, H/P, ...] -> [1, keys, queries, ...], a view."""
         return x.unflatten(1, (self.per_rank, self.sharing))[:, stage.keys, stage.queries]
 
-    def keys(self, x: Tensor, stage: _Stage) -> Tensor:
+    def keys(self, x: Tensor, stage: Stage) -> Tensor:
         """[1, K, S/P, D] -> [P, n, S/P, D]."""
         if self.copies == 1:
             return x[0].unflatten(0, (self.ranks, self.per_rank))[:, stage.keys]
@@ -181,38 +237,46 @@ class _Heads:
         """Return zeros for gradients of x [1, K, S/P, D], in fp32 or wider if those of copies are added up."""
         return torch.zeros_like(x, dtype=x.dtype if self.copies == 1 else _wide(x.dtype))
 
-    def add_keys(self, total: Tensor, stage: _Stage, part: Tensor) -> None:
+    def add_keys(self, total: Tensor, stage: Stage, part: Tensor) -> None:
         """Add [P, n, S/P, D] to [1, K, S/P, D]: the adjoint of `keys`."""
         heads = self._originals(stage, total.device).flatten()
         total[0].index_add_(0, heads, part.flatten(0, 1).to(total.dtype))
 
-    def _originals(self, stage: _Stage, device: torch.device) -> Tensor:
+    def _originals(self, stage: Stage, device: torch.device) -> Tensor:
         """Return int64 [P, n]: which of the K heads every rank gets in a stage."""
         attended = torch.arange(self.ranks * self.per_rank, device=device).view(self.ranks, -1)
         return attended[:, stage.keys] // self.copies
 
 
-def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup | None, overlaps: bool = False) -> Message:
     """Each [P, n, S/P, D], the heads of each rank -> [1, n, S, D], this rank's of all tokens, in one message."""
     if group is None:
-        return list(parts)
+        return Message(list(parts))
+    sizes = [part.shape[1] for part in parts]
     message = torch.cat([part.transpose(1, 2) for part in parts], dim=2)  # [P, S/P, n of each part, D]
-    rows = all_to_all(message, group).flatten(0, 1)
-    return [row.transpose(0, 1)[None] for row in rows.split([part.shape[1] for part in parts], dim=1)]
+
+    def read(received: Tensor) -> list[Tensor]:
+        return [row.transpose(0, 1)[None] for row in received.flatten(0, 1).split(sizes, dim=1)]
+
+    return Message.send(message, group, read, overlaps=overlaps)
 
 
-def _to_tokens(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+def _to_tokens(parts: list[Tensor], group: dist.ProcessGroup | None, overlaps: bool = False) -> Message:
     """Each [1, n, S, D], this rank's heads -> [P, n, S/P, D], those of each rank. The inverse of `_to_heads`.
 
     The list is emptied, so that the parts are freed while they travel.
     """
     if group is None:
-        return list(parts)
+        return Message(list(parts))
     sizes = [part.shape[1] for part in parts]
     rows = torch.cat([part[0].transpose(0, 1) for part in parts], dim=1)  # [S, n of each part, D]
     parts.clear()
-    shares = all_to_all(rows, group).unflatten(0, (dist.get_world_size(group), -1))  # [P, S/P, n of each part, D]
-    return [part.transpose(1, 2) for part in shares.split(sizes, dim=2)]
+
+    def read(received: Tensor) -> list[Tensor]:
+        shares = received.unflatten(0, (dist.get_world_size(group), -1))  # [P, S/P, n of each part, D]
+        return [part.transpose(1, 2) for part in shares.split(sizes, dim=2)]
+
+    return Message.send(rows, group, read, overlaps=overlaps)
 
 
 def _added(sums: list[Tensor], grads: Sequence[Tensor], *, is_all: bool) -> list[Tensor]:
@@ -222,7 +286,7 @@ def _added(sums: list[Tensor], grads: Sequence[Tensor], *, is_all: bool) -> list
     return [grad if is_all else grad.to(_wide(grad.dtype)) for grad in grads]
 
 
-def _by_key(x: Tensor, stage: _Stage) -> Tensor:
+def _by_key(x: Tensor, stage: Stage) -> Tensor:
     """[P or 1, n, ...] -> [P or 1, keys, queries, ...]."""
     return x.unflatten(1, (-1, stage.sharing))
 

@@ -77,12 +77,12 @@ def subgroups(ring, ulysses):
     return mesh["ring"].get_group(), mesh["ulysses"].get_group()
 
 
-def attend(backend, groups, cu_seqlens, window=None, stride=None):
+def attend(backend, groups, cu_seqlens, window=None, stride=None, overlap_exchange=False):
     """(order of the tokens over the ranks, attention function) of "p2p", "gather", "ulysses" or "hybrid"."""
     ring_group, ulysses_group = groups
     plan = plan_ring(cu_seqlens, dist.get_world_size(ring_group))
     if backend == "ulysses":
-        chunks = {"heads_k_stride": stride, "window": window}
+        chunks = {"heads_k_stride": stride, "window": window, "overlap_exchange": overlap_exchange}
         return np.arange(cu_seqlens[-1]), partial(
             ulysses_attention, cu_seqlens=cu_seqlens, group=ulysses_group, **chunks
         )
@@ -91,7 +91,9 @@ def attend(backend, groups, cu_seqlens, window=None, stride=None):
         return plan.permutation, partial(ring_attention, plan=plan, group=ring_group, transport="gather", **chunks)
     schedule = ring_schedule(plan, ring_group, window=window)
     exchanged = ulysses_group if backend == "hybrid" else None
-    return plan.permutation, scheduled_attention(schedule, exchanged, stride, split_queries=False)
+    return plan.permutation, scheduled_attention(
+        schedule, exchanged, stride, split_queries=False, overlap_exchange=overlap_exchange
+    )
 
 
 @lru_cache(maxsize=32)  # the cases of a plain pytest, which every backend has
@@ -105,12 +107,12 @@ def dense_results(lengths, heads, dtype, window, has_sinks):
     return [out.detach(), *(x.grad for x in reference), *([sinks.grad] if has_sinks else [])]
 
 
-def sharded_case(backend, groups, lengths, heads, dtype, kind="full", stride=None):
+def sharded_case(backend, groups, lengths, heads, dtype, kind="full", stride=None, overlap_exchange=False):
     """Errors of out, dq, dk, dv (and dsinks) on this rank, relative to the dense reference."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     window, has_sinks = KINDS[kind]
     *inputs, grad = make_inputs(lengths, heads, dtype)
-    order, attention = attend(backend, groups, np.cumsum([0, *lengths]), window, stride)
+    order, attention = attend(backend, groups, np.cumsum([0, *lengths]), window, stride, overlap_exchange)
     mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
     local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
     sinks = torch.linspace(-2, 3, heads[0], dtype=dtype).requires_grad_() if has_sinks else None
@@ -165,12 +167,18 @@ CHUNKED_HEADS = [(12, 6), (12, 4), (8, 2)]
 
 
 def chunked_cases(name, groups, ulysses):
-    """The same a few heads at a time, with a stride that divides a rank's heads and one that does not always."""
+    """The same a few heads at a time, with a stride that divides a rank's heads and one that does not always.
+
+    Where heads are exchanged, some cases exchange heads while others are attended to.
+    """
     lengths, errors = padded(PACKS["mixed"], 2 * dist.get_world_size()), {}
-    for heads, (stride, kind) in itertools.product(CHUNKED_HEADS, enumerate(("window 50, sinks", "full"), start=1)):
+    ways = [(1, "window 50, sinks", False), (2, "full", False)]
+    if ulysses > 1:
+        ways += [(None, "full", True), (1, "window 50, sinks", True)]
+    for heads, (stride, kind, overlaps) in itertools.product(CHUNKED_HEADS, ways):
         if heads[0] % ulysses == 0 and dist.get_world_size() <= 4:
-            case = sharded_case(name.split()[0], groups, lengths, heads, torch.float64, kind, stride)
-            errors[name, kind, heads, f"{stride} at a time", torch.float64] = max(case)
+            case = sharded_case(name.split()[0], groups, lengths, heads, torch.float64, kind, stride, overlaps)
+            errors[name, kind, heads, f"{stride} at a time, overlapping {overlaps}", torch.float64] = max(case)
     return errors
 
 
@@ -293,16 +301,18 @@ def delayed():
         setattr(dist, name, late(getattr(dist, name)))
     lengths = padded(PACKS["mixed"], 2 * dist.get_world_size())
     return {
-        (backend, kind): max(sharded_case(backend, subgroups(*degrees), lengths, HEADS["GQA"], torch.float64, kind))
+        (backend, kind, round): max(
+            sharded_case(backend, subgroups(*degrees), lengths, HEADS["GQA"], torch.float64, kind, None, round == 2)
+        )
         for backend, degrees in factorisations(dist.get_world_size())
         for kind in ("full", "window 50, sinks")
-        for _ in range(3)
+        for round in range(3)
     }
 
 
 def test_delays_of_ranks_change_nothing():
     for errors in run_ranks(4, f"{__name__}:delayed", timeout=120):
-        assert len(errors) == 2 * len({backend for backend, _ in errors})
+        assert len(errors) == 6 * len({backend for backend, *_ in errors})
         assert max(errors.values()) <= TOLERANCE[torch.float64]
 
 

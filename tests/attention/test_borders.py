@@ -102,9 +102,10 @@ HEADS = [(4, 4), (4, 1), (8, 2), (12, 2), (12, 4), (16, 8)]
 
 def ulysses_errors():
     groups, errors = subgroups(1, 4), {}
-    for heads, stride, kind in itertools.product(HEADS, (None, 1, 2), ("full, sinks", "window 50, sinks")):
-        case = sharded_case("ulysses", groups, [61, 1, 2], heads, torch.float64, kind, stride)
-        errors[heads, stride, kind] = max(case)
+    ways = [(None, False), (1, False), (2, False), (None, True), (1, True)]
+    for heads, (stride, overlaps), kind in itertools.product(HEADS, ways, ("full, sinks", "window 50, sinks")):
+        case = sharded_case("ulysses", groups, [61, 1, 2], heads, torch.float64, kind, stride, overlaps)
+        errors[heads, stride, overlaps, kind] = max(case)
     return errors
 
 

@@ -29,7 +29,7 @@ from longctx.ring.attention import ring_schedule
 from longctx.sequence.batch import BatchLayout
 from longctx.training.metrics import StepMetrics
 from longctx.ulysses.gated_delta import gated_delta_layers
-from longctx.ulysses.head_chunks import HeadChunks, _Heads
+from longctx.ulysses.head_chunks import HeadChunks, _Heads, head_stages
 from tests.attention.test_attention import make_inputs
 from tests.model.test_models import make_batch, make_model
 from tests.workers import run_ranks
@@ -161,7 +161,7 @@ def test_gradients_of_copies_are_added_up_in_fp32():
     heads = _Heads(ranks=1, copies=16, per_rank=16, sharing=1)
     parts = torch.randn(16, 1, 1, 64, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
     total = heads.zeros(torch.zeros(1, 1, 64, 32, dtype=BF16))
-    for stage, part in zip(heads.stages(1, False), parts, strict=True):
+    for stage, part in zip(head_stages(16, 1, 1, split_queries=False), parts, strict=True):
         heads.add_keys(total, stage, part)
     assert rounded_otherwise(total.to(BF16), parts.double().sum(0)) <= FEW
 
