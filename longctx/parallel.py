@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from longctx.attention.backend import AttentionOfBatch, ScheduleOfBatch
 from longctx.attention.backends import BACKENDS
-from longctx.attention.choice import Documents, assumed_documents, choose_backend
+from longctx.attention.choice import Documents, assumed_documents, choose_backend, exchange_overlaps
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
 from longctx.attention.modelled import plan_time
@@ -42,7 +42,7 @@ from longctx.sequence.shard import (
 )
 from longctx.ulysses import ulysses_remedy
 from longctx.ulysses.gated_delta import check_gated_delta
-from longctx.ulysses.head_chunks import check_stride
+from longctx.ulysses.stages import check_stride
 
 
 class SequenceParallel:
@@ -216,6 +216,7 @@ def parallelize(
     whole_layers: int = 0,
     offloaded_layers: int | None = None,
     heads_k_stride: int | None = None,
+    overlap_exchange: bool | None = None,
     tiled_mlp_num_shards: int | None = None,
     sequence_chunk_size: int | None = None,
 ) -> tuple[PreTrainedModel, SequenceParallel]:
@@ -230,8 +231,8 @@ def parallelize(
         dp_replicate: copies of the sharded model.
         device: device of batches. If None, this rank's GPU if the process group runs on GPUs, else the model's. A GPU
             first becomes this process's current one; without an index it is that of LOCAL_RANK.
-        document_lengths: tokens of each document in a typical row, for `auto`, the same on every rank; if None, one
-            document as long as the model's context.
+        document_lengths: tokens of each document in a typical row, for `auto` and for `overlap_exchange`, the same on
+            every rank; if None, one document as long as the model's context.
         selective_checkpointing: whether activation checkpointing, once switched on, saves attention's output, one more
             [1, T/P, H·D] a layer, instead of recomputing it, or the number of layers in which it does, the last ones
             that are checkpointed. If None, only for a ring, whose messages would be sent again.
@@ -241,6 +242,8 @@ def parallelize(
             `sequence_chunk_size`, the first layers that keep attention's output in host memory and not on the device.
         heads_k_stride: a rank's key/value heads that are sent and attended at a time; fewer take less memory and more
             messages. If None, all, or a quarter of them for gather.
+        overlap_exchange: whether Ulysses and hybrid exchange some heads while they attend to others. If None, they do
+            so where it is modelled to be faster, as over slow links.
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
             `longctx.layers.tiled_mlp`; 0 for tiles as long as the model is wide, None for all tokens at once.
         sequence_chunk_size: tokens of this rank that a layer works on at a time, while others wait in host memory; see
@@ -276,8 +279,8 @@ def parallelize(
         device_name=device_name,
         devices_per_node=per_node,
     )
-    documents = _documents(model, document_lengths) if sp_backend == "auto" else None
-    choice = choose_backend(sp_backend, setup, documents, ring_size=ring_size)
+    documents = _documents(model, document_lengths)
+    choice = choose_backend(sp_backend, setup, documents if sp_backend == "auto" else None, ring_size=ring_size)
     backend, degrees = BACKENDS[choice.name], choice.arrangement
     dims = ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
     if selective_checkpointing is None:
@@ -299,7 +302,9 @@ def parallelize(
                 f"sequence-chunked step. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
             )
         install_chunked(model, sequence_chunk_size, device, checkpoints)
-    attention = partial(backend.attention, heads_k_stride=heads_k_stride)
+    if overlap_exchange is None:
+        overlap_exchange = heads_k_stride is None and exchange_overlaps(setup, degrees, documents)
+    attention = partial(backend.attention, heads_k_stride=heads_k_stride, overlap_exchange=overlap_exchange)
     time_of_plan = partial(plan_time, setup, degrees) if dims.ring > 1 else None
     groups = sequence_groups(dims, device)
     return model, SequenceParallel(dims, attention, backend.schedule, groups, device, time_of_plan)

@@ -58,7 +58,8 @@ from longctx.training.dataset import _template
 from longctx.training.evaluation import rows_to_evaluate
 from longctx.ulysses.attention import ulysses_attention
 from longctx.ulysses.exchange import exchange_attention
-from longctx.ulysses.head_chunks import _Heads, check_stride
+from longctx.ulysses.head_chunks import _Heads
+from longctx.ulysses.stages import check_stride
 from longctx.verify.setup import check_engine, probe_rows
 from tests import refusals
 from tests.attention.test_choice import QWEN3_8B, a_setup

@@ -37,7 +37,7 @@ class _GatherTokens(torch.autograd.Function):
         return grad.chunk(ctx.group.size(), dim=2)[ctx.group.rank()], None
 
 
-def _attention_of(layout, groups, window, heads_k_stride=None):
+def _attention_of(layout, groups, window, heads_k_stride=None, overlap_exchange=False):
     order = layout.plan.permutation
     document = np.searchsorted(layout.cu_seqlens, order, side="right")
     own = np.split(np.arange(len(order)), groups.ring.size())[groups.ring.rank()]

@@ -19,10 +19,12 @@ from longctx.sequence.batch import Attend, BatchLayout
 from longctx.sequence.mesh import SequenceGroups
 
 AttentionOfBatch = Callable[..., Attend]
-"""(layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None) -> attention.
+"""(layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None,
+overlap_exchange: bool = False) -> attention.
 
 It serves all layers of the batch that have this window; None means full attention. `heads_k_stride` is how many
-key/value heads of a rank travel and are attended at a time; None means the backend's default.
+key/value heads of a rank travel and are attended at a time; None means the backend's default. `overlap_exchange` asks a
+backend that exchanges tokens for heads to exchange some heads while it attends to others.
 """
 
 ScheduleOfBatch = Callable[[BatchLayout, SequenceGroups, int | None], Schedule]

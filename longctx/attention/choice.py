@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
 
@@ -30,6 +30,9 @@ MAX_MODELLED_RING = 512
 A_TIE = 1.05
 """Modelled times within this ratio of the fastest count as equal. Among these an exchange that stays in a node comes
 first, then the smallest ring, then the backend registered first, which takes less memory."""
+
+WORTH_OVERLAPPING = 0.98
+"""Part of attention's modelled seconds that is left if the exchange overlaps with attention, for it to be worth it."""
 
 WORTH_A_CHANGE = 1.1
 """How many times faster another backend must be to replace one that was chosen before the data was known."""
@@ -142,6 +145,21 @@ def choose_backend(
     )
 
 
+def exchange_overlaps(setup: Setup, arrangement: Arrangement, documents: Documents) -> bool:
+    """Return whether the exchange of tokens for heads had better overlap with attention, by the modelled seconds.
+
+    In stages of a few heads, the backward pass exchanges the inputs and the output again, so it pays on slow links.
+    """
+    if arrangement.ulysses == 1 or arrangement.ring > MAX_MODELLED_RING:
+        return False
+    work = _work(setup, arrangement, documents)
+    whole, stages = (
+        sum(modelled_seconds(replace(setup, overlap_exchange=overlaps), arrangement, of_row) for of_row in work)
+        for overlaps in (False, True)
+    )
+    return stages < WORTH_OVERLAPPING * whole
+
+
 def arrangements(sp: int) -> list[Arrangement]:
     """Return every arrangement of sp > 1 ranks, those with fewer ring ranks first."""
     ways = [arrangement for backend in BACKENDS.values() for arrangement in backend.arrangements(sp)]
@@ -206,16 +224,18 @@ def _least(
 
 def _modelled(setup: Setup, candidates: Sequence[Arrangement], documents: Documents) -> list[tuple[Arrangement, float]]:
     """Return the mean modelled seconds over all sequences for each candidate, the fastest first."""
-    rings = {arrangement.ring for arrangement in candidates if arrangement.ring <= MAX_MODELLED_RING}
-    rows = [_filled(row, 2 * setup.sp) for row in documents.rows]
     seconds = []
     for arrangement in candidates:
-        if arrangement.ring in rings:
-            time_of = partial(plan_time, setup, arrangement)
-            work = [RingWork.of(row, arrangement.ring, time_of=time_of) for row in rows]
-            of_rows = [modelled_seconds(setup, arrangement, of_row) for of_row in work]
+        if arrangement.ring <= MAX_MODELLED_RING:
+            of_rows = [modelled_seconds(setup, arrangement, row) for row in _work(setup, arrangement, documents)]
             seconds.append((arrangement, float(np.mean(of_rows))))
     return sorted(seconds, key=lambda pair: pair[1])
+
+
+def _work(setup: Setup, arrangement: Arrangement, documents: Documents) -> list[RingWork]:
+    """Return the work of a ring for each sequence, planned as in training."""
+    time_of = partial(plan_time, setup, arrangement)
+    return [RingWork.of(_filled(row, 2 * setup.sp), arrangement.ring, time_of=time_of) for row in documents.rows]
 
 
 def _filled(row: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ from longctx.model.allow_list import head_size, num_heads, num_linear_heads
 from longctx.ring.plan import RingPlan
 from longctx.ring.planner import MAX_IMBALANCE, TimeOfPlan, plan_ring
 from longctx.ulysses.exchange import key_value_copies
+from longctx.ulysses.stages import Stage, head_stages
 
 Seconds = NDArray[np.float64]
 
@@ -121,6 +122,8 @@ class Setup:
     devices_per_node: int
     heads_k_stride: int | None = None
     """Key/value heads of a rank that are sent and attended at a time; None means the backend's default."""
+    overlap_exchange: bool = False
+    """Whether some heads are exchanged for tokens while others are attended to."""
     num_linear_heads: int | None = None
     """Key heads of linear-attention layers, which need all tokens and cannot run on a ring; None without any."""
 
@@ -256,18 +259,19 @@ class AttentionTime:
         return float((self.compute + self.exchange + self.wait).max())
 
 
-def num_stages(setup: Setup, arrangement: Arrangement) -> int:
-    """Return how many parts of the heads a rank attends to one after the other.
+def stages_of(setup: Setup, arrangement: Arrangement) -> list[Stage]:
+    """Return the parts of the heads that a rank attends to one after the other; one part if all go together."""
+    copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, arrangement.ulysses)
+    per_rank = setup.num_key_value_heads * copies // arrangement.ulysses
+    sharing = setup.num_heads // (setup.num_key_value_heads * copies)
+    if setup.heads_k_stride is None and not (setup.overlap_exchange and arrangement.ulysses > 1):
+        return list(head_stages(per_rank, sharing, per_rank, split_queries=False))
+    return list(head_stages(per_rank, sharing, setup.heads_k_stride, split_queries=arrangement.ring == 1))
 
-    Without a ring, query heads that share a key/value head have a stage each, see `longctx.ulysses.head_chunks`.
-    """
-    if setup.heads_k_stride is None:
-        return 1
-    attended = setup.num_key_value_heads * key_value_copies(
-        setup.num_heads, setup.num_key_value_heads, arrangement.ulysses
-    )
-    sharing = setup.num_heads // attended if arrangement.ring == 1 else 1
-    return math.ceil(attended / arrangement.ulysses / setup.heads_k_stride) * sharing
+
+def num_stages(setup: Setup, arrangement: Arrangement) -> int:
+    """Return how many parts of the heads a rank attends to one after the other."""
+    return len(stages_of(setup, arrangement))
 
 
 def key_value_elements(setup: Setup, arrangement: Arrangement) -> float:

@@ -8,8 +8,10 @@ their gradients likewise. Every rank keeps 1/U of each and sends
 
     2 · (2·H + 2·K·c) · s · D · e · (U-1)/U bytes,
 
-where k and v are repeated c times if they have too few heads for the ranks. Nothing overlaps with the exchange. Data
-for ranks of the same node and data that leaves the node take different links, at the same time.
+where k and v are repeated c times if they have too few heads for the ranks. In stages of a few heads, the backward pass
+exchanges q, k, v and the output again. Nothing overlaps with the exchange, unless some heads are exchanged while others
+are attended to: then only what outlasts attention counts, and the first and the last message. Data for ranks of the
+same node and data that leaves the node take different links, at the same time.
 
 A **ring** and a **gather** are modelled in `longctx.ring.cost`. **Hybrid** (USP, arXiv 2405.07719, section 3) is the
 exchange among U neighbours, then the ring with 1/U of the heads.
@@ -20,13 +22,15 @@ K·P/(H+K) forward.
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup, num_stages
+from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup, stages_of
 from longctx.ring.plan import RingPlan
 from longctx.ring.planner import PlanTime
-from longctx.ulysses.exchange import key_value_copies
+from longctx.ulysses.stages import Stage
 
 EXCHANGE_COPIES = 4
 """How often an exchanged element is also read or written: it is gathered before sending and reordered afterwards."""
@@ -50,23 +54,72 @@ def plan_time(setup: Setup, arrangement: Arrangement, plan: RingPlan) -> PlanTim
 
 def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> AttentionTime:
     """Return how each rank spends the seconds of `modelled_seconds`."""
-    exchanged, sent = _exchange_seconds(setup, arrangement, work.num_tokens)
-    if setup.in_a_node(arrangement.ulysses) and not setup.in_a_node(setup.sp):
-        sent = 0.0  # the ring uses other links, those between nodes
     forward, backward = BACKENDS[arrangement.name].passes(setup, arrangement, work)
-    zero = np.zeros(arrangement.ring)
-    return AttentionTime(compute=zero, exchange=zero + exchanged, wait=zero, link=sent) + forward + backward
+    if arrangement.ulysses > 1:
+        stages = stages_of(setup, arrangement)
+        forward = _with_exchange(setup, arrangement, forward, _messages(stages, is_backward=False), work.num_tokens)
+        backward = _with_exchange(setup, arrangement, backward, _messages(stages, is_backward=True), work.num_tokens)
+    return forward + backward
 
 
-def _exchange_seconds(setup: Setup, arrangement: Arrangement, num_tokens: int) -> tuple[float, float]:
-    """Return the seconds of all exchanges for heads, and how many of these a link is busy."""
-    ulysses, stages = arrangement.ulysses, num_stages(setup, arrangement)
-    if ulysses == 1:
-        return 0.0, 0.0
-    copies = key_value_copies(setup.num_heads, setup.num_key_value_heads, ulysses)
-    heads = 2 * (setup.num_heads + setup.num_key_value_heads * copies)
-    held = 2 * heads * setup.head_size * setup.element_size * num_tokens / setup.sp  # forward and backward
-    if stages > 1:
-        held *= 1.5  # the backward pass exchanges q, k, v and the output again
-    sent = setup.exchange_seconds(held, ulysses)
-    return 4 * stages * setup.device.message_seconds + sent + EXCHANGE_COPIES * held / setup.device.memory_speed, sent
+class _Messages(NamedTuple):
+    """What one rank exchanges for a stage, in heads of its own: before attention and after it."""
+
+    queries: int
+    """Query heads that are attended to."""
+    arriving: int
+    arriving_messages: int
+    leaving: int
+
+
+def _messages(stages: Sequence[Stage], *, is_backward: bool) -> list[_Messages]:
+    """Return the messages of each stage. In several stages, the backward pass exchanges the inputs and output again."""
+    again = len(stages) > 1
+    found = []
+    for stage in stages:
+        keys = stage.keys.stop - stage.keys.start
+        queries = keys * stage.sharing
+        if not is_backward:
+            arriving, leaving = queries + 2 * keys * stage.is_first, queries
+        else:
+            arriving = (3 * queries + 2 * keys * stage.is_first) if again else queries
+            leaving = queries + 2 * keys * stage.is_last
+        found.append(_Messages(queries, arriving, 1 + (again and stage.is_first), leaving))
+    return found
+
+
+def _with_exchange(
+    setup: Setup, arrangement: Arrangement, attention: AttentionTime, messages: Sequence[_Messages], num_tokens: int
+) -> AttentionTime:
+    """Return the time of a pass with its exchange for heads."""
+    ulysses, of_message = arrangement.ulysses, setup.device.message_seconds
+    head_bytes = ulysses * setup.head_size * setup.element_size * num_tokens / setup.sp
+    sent, arriving, leaving, computed = 0.0, [], [], []
+    heads = sum(message.queries for message in messages)
+    for message in messages:
+        each = [setup.exchange_seconds(n * head_bytes, ulysses) for n in (message.arriving, message.leaving)]
+        sent += sum(each)
+        arriving.append(message.arriving_messages * of_message + each[0])
+        leaving.append(of_message + each[1])
+        copied = EXCHANGE_COPIES * (message.arriving + message.leaving) * head_bytes / setup.device.memory_speed
+        computed.append(attention.seconds * message.queries / heads + copied)
+    total = _pipelined(computed, arriving, leaving) if setup.overlap_exchange else sum(computed + arriving + leaving)
+    if setup.in_a_node(ulysses) and not setup.in_a_node(setup.sp):
+        sent = 0.0  # the ring uses other links, those between nodes
+    return replace(attention, exchange=attention.exchange + total - attention.seconds, link=attention.link + sent)
+
+
+def _pipelined(computed: Sequence[float], arriving: Sequence[float], leaving: Sequence[float]) -> float:
+    """Return the seconds of stages whose messages take one link in the order of `longctx.ulysses.head_chunks`.
+
+    The next stage's tokens are sent when a stage begins, and its results when it is done.
+    """
+    arrived = link = arriving[0]
+    done = 0.0
+    for stage, seconds in enumerate(computed):
+        begun = max(done, arrived)
+        if stage + 1 < len(computed):
+            arrived = link = max(link, begun) + arriving[stage + 1]
+        done = begun + seconds
+        link = max(link, done) + leaving[stage]
+    return link

@@ -37,17 +37,22 @@ def ring_attention_of(
     groups: SequenceGroups,
     window: int | None,
     heads_k_stride: int | None = None,
+    overlap_exchange: bool = False,
     *,
     exchanges: bool = False,
 ) -> Attend:
     """Return the ring attention of a batch; with `exchanges`, Ulysses ranks first exchange tokens for heads."""
     schedule = ring_schedule_of(layout, groups, window)
     group = groups.ulysses if exchanges else None
-    return scheduled_attention(schedule, group, heads_k_stride, split_queries=False)
+    return scheduled_attention(schedule, group, heads_k_stride, split_queries=False, overlap_exchange=overlap_exchange)
 
 
 def _gather_attention_of(
-    layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None
+    layout: BatchLayout,
+    groups: SequenceGroups,
+    window: int | None,
+    heads_k_stride: int | None = None,
+    overlap_exchange: bool = False,
 ) -> Attend:
     return partial(attend, gather_schedule_of(layout, groups, window, heads_k_stride=heads_k_stride))
 

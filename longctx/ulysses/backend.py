@@ -20,12 +20,13 @@ def _attention_of(
     groups: SequenceGroups,
     window: int | None,
     heads_k_stride: int | None = None,
+    overlap_exchange: bool = False,
     *,
     exchanges: bool,
 ) -> Attend:
     schedule = _schedule_of(layout, groups, window)
     group = groups.ulysses if exchanges else None
-    return scheduled_attention(schedule, group, heads_k_stride, split_queries=True)
+    return scheduled_attention(schedule, group, heads_k_stride, split_queries=True, overlap_exchange=overlap_exchange)
 
 
 def _schedule_of(layout: BatchLayout, groups: SequenceGroups, window: int | None) -> LocalSchedule:

@@ -29,7 +29,8 @@ from longctx.ring.attention import ring_schedule
 from longctx.sequence.batch import BatchLayout
 from longctx.training.metrics import StepMetrics
 from longctx.ulysses.gated_delta import gated_delta_layers
-from longctx.ulysses.head_chunks import HeadChunks, _Heads, head_stages
+from longctx.ulysses.head_chunks import HeadChunks, _Heads
+from longctx.ulysses.stages import head_stages
 from tests.attention.test_attention import make_inputs
 from tests.model.test_models import make_batch, make_model
 from tests.workers import run_ranks
