@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +109,32 @@ def sequence_groups(dims: ParallelDims, device: torch.device) -> SequenceGroups:
     """
     if dims.sp == 1:
         return SequenceGroups(None, None, None)
-    whole = init_device_mesh(device.type, (dims.dp, dims.sp), mesh_dim_names=("dp", "sp"))
+    whole = _mesh(device, {"dp": dims.dp, "sp": dims.sp})
     if 1 in (dims.ring, dims.ulysses):
         group = whole["sp"].get_group()
         _meet(device, group)
         return SequenceGroups(group, group, group)
-    axes = (dims.dp, dims.ring, dims.ulysses)
-    parts = init_device_mesh(device.type, axes, mesh_dim_names=("dp", "ring", "ulysses"))
+    parts = _mesh(device, {"dp": dims.dp, "ring": dims.ring, "ulysses": dims.ulysses})
     groups = [whole["sp"].get_group(), parts["ring"].get_group(), parts["ulysses"].get_group()]
     _meet(device, *groups)
     return SequenceGroups(*groups)
+
+
+def _mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:
+    """Return a mesh with these axes. On NCCL, the groups of all axes but dp have streams of high priority.
+
+    Attention waits for their messages. The weights that an engine gathers at the same time are needed later, and their
+    kernels would keep the messages waiting.
+    """
+    override: Any = None
+    if device.type == "cuda" and "nccl" in dist.get_backend_config():
+        world: Any = dist.group.WORLD
+        override = {}
+        for axis in axes.keys() - {"dp"}:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = world._get_backend(torch.device("cuda")).options._timeout  # else 10 minutes
+            override[axis] = "nccl", options
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=override)
 
 
 def select_device(device: torch.device) -> torch.device:

@@ -205,6 +205,9 @@ def first_hop(meets: bool) -> list[float]:
     device = select_device(torch.device("cuda", dist.get_rank()))
     with nullcontext() if meets else patch("longctx.sequence.mesh._meet"):
         ring = sequence_groups(ParallelDims(world_size=3, ring=3), device).ring
+    options, of_world = (group._get_backend(device).options for group in (ring, dist.group.WORLD))
+    assert options.is_high_priority_stream
+    assert options._timeout == of_world._timeout
     if not meets:
         ring._get_backend(device)._set_default_timeout(timedelta(seconds=2))
     keys = torch.full((6, 2, 1, 1), dist.get_rank() + 1.0, device=device)
