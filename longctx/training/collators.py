@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from longctx.collate import SequenceCollator
@@ -13,8 +14,8 @@ from longctx.training.data_order import MicroBatch
 
 
 class PlanningCollator:
-    """Adds the batch's `layout`, the rows' `lengths` without padding, and their sum `num_tokens`, in a data loader's
-    worker.
+    """Adds the batch's `layout`, the rows' `lengths` without padding, their sum `num_tokens`, and what `also` returns
+    for rows and batch, in a data loader's worker.
 
     A rank without rows gets only padding.
     """
@@ -26,12 +27,15 @@ class PlanningCollator:
         rank: int,
         *,
         time_of: TimeOfPlan | None = None,
+        also: Callable[[list[dict[str, Any]], dict[str, Any]], dict[str, Any]] | None = None,
     ):
-        self.collator, self.dims, self.rank, self.time_of = collator, dims, rank, time_of
+        self.collator, self.dims, self.rank, self.time_of, self.also = collator, dims, rank, time_of, also
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         with region("pack"):
             batch = self.collator(rows) if rows else self.collator.empty()
+            if self.also is not None:
+                batch |= self.also(rows, batch)
             sp_rank = self.dims.sp_rank(self.rank)
             layout = plan_batch(complete_position_ids(batch), self.dims, sp_rank, time_of=self.time_of)
         lengths = [len(row["input_ids"]) for row in rows]
