@@ -7,6 +7,7 @@ from typing import Any
 
 from longctx.forecast.levers import NONE, NVME, Levers, RunTraits
 from longctx.layers.checkpointed_layers import LayerCheckpoints, check_layers
+from longctx.layers.compiled import check_compiled_layers
 
 
 def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
@@ -28,6 +29,8 @@ def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
             f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's linear attention carries a state "
             "through all tokens, which is not cut into chunks. Leave it out."
         )
+    if place.is_compiled:
+        check_compiled_layers(asked)
     on_fsdp1 = [n for n in ("sequence_chunk_size", "tiled_mlp", "tiled_mlp_num_shards") if asked.get(n)]
     if on_fsdp1 and place.engine == "fsdp1":
         raise ValueError(

@@ -40,10 +40,13 @@ class RunTraits(NamedTuple):
     """Whether layers carry a state through all tokens."""
     num_layers: int
     """Decoder layers of the model."""
+    is_compiled: bool
+    """Whether --torch_compile compiles decoder layers, which are then neither chunked nor tiled."""
 
     @property
     def can_chunk(self) -> bool:
-        return self.backend_can_chunk and not self.has_linear_attention and self.engine != "fsdp1"
+        is_able = self.backend_can_chunk and not self.has_linear_attention and not self.is_compiled
+        return is_able and self.engine != "fsdp1"
 
 
 @dataclass(frozen=True, kw_only=True)

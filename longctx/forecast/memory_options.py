@@ -173,7 +173,7 @@ def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[s
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
-    if place.engine == "fsdp1" or "tiled_mlp_num_shards" in asked:
+    if place.engine == "fsdp1" or place.is_compiled or "tiled_mlp_num_shards" in asked:
         left_out.add("tiled_mlp")
     if place.engine != "deepspeed":
         left_out |= {"offload_optimizer_device", "small_buckets"}

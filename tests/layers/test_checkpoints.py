@@ -109,6 +109,7 @@ PLACE = RunTraits(
     local_tokens=4096,
     has_linear_attention=False,
     num_layers=LAYERS,
+    is_compiled=False,
 )
 
 
