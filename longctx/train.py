@@ -47,8 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         from longctx.launch.slurm import join_step
         from longctx.launch.spawn import spawn
         from longctx.settings.flags import parse_flags
-        from longctx.settings.launcher import relaunch, who_starts
-        from longctx.settings.profile import read_profile
+        from longctx.settings.profile import read_profile, relaunch, who_starts
         from longctx.settings.resolve import resolve
         from longctx.training.checkpoint.files import how_to_resume
 
