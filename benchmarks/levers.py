@@ -102,11 +102,8 @@ def table(name: str) -> Iterator[str]:
 def fused_table(name: str) -> Iterator[str]:
     """Yield a Markdown table of stock and fused layers for one model."""
     config = CONFIGS[name]
-    yield (
-        "| length | stock layers: tokens/s a device | "
-        + " | ".join(f"`--{flag} True` | ratio" for flag in FUSED)
-        + " |"
-    )
+    columns = [f"`--{flag} True` | ratio" for flag in FUSED]
+    yield f"| {' | '.join(['length', 'stock layers: tokens/s a device', *columns])} |"
     yield "| --- " * (2 + 2 * len(FUSED)) + "|"
     parts = dict.fromkeys(liger_parts(config), True)
     every = [{}, *({flag: True, "liger_kernel_config": parts} for flag in FUSED)]
@@ -115,9 +112,13 @@ def fused_table(name: str) -> Iterator[str]:
         before, *after = [
             best([outlook(candidate, MACHINE, length) for candidate in found]) for found in (stock, *fused)
         ]
-        assert before is not None, f"{length:,} tokens do not fit stock layers"
-        assert None not in after, f"{length:,} tokens do not fit fused layers"
-        cells = [f"{one.speed:,.0f}, `{one.candidate.label}` | {one.speed / before.speed:.2f}" for one in after if one]
+        assert before is not None, f"{length:,} tokens do not fit"
+        cells = [
+            "does not fit | "
+            if one is None
+            else f"{one.speed:,.0f}, `{one.candidate.label}` | {one.speed / before.speed:.2f}"
+            for one in after
+        ]
         yield f"| {length:,} | {before.speed:,.0f}, `{before.candidate.label}` | " + " | ".join(cells) + " |"
 
 
