@@ -88,8 +88,9 @@ def _train(run: Run) -> int:
         from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
         from longctx.ranks.watchdog import FAILED, watch
         from longctx.run import finish, fit, load, prepare
-        from longctx.training.checkpoint import RESUMABLE, CheckpointError, NotSavedError
-        from longctx.training.nonfinite import NonFiniteError
+        from longctx.training.callbacks import RESUMABLE
+        from longctx.training.checkpoint import CheckpointError, NotSavedError
+        from longctx.training.metrics import NonFiniteError
 
     try:
         prepared = prepare(run)
