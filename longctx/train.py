@@ -149,7 +149,7 @@ def prepare_only(run: Run) -> int:
     if not is_first_on_node():
         return 0
     stay_on_cpu()
-    from longctx.data.cache import cache_folder
+    from longctx.data.contents import cache_folder
     from longctx.run import prepare_data
 
     try:

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from transformers import EarlyStoppingCallback, LlamaConfig, TrainerState
 
 from longctx.data import DataError
+from longctx.data.files import _read_text
 from longctx.data.json_records import _elements
-from longctx.data.text_files import _read_text
 from longctx.model.config_file import check_tokenizer_files
 from longctx.model.files import without_weights
 from longctx.model.tied_head import _lazy_tensors
