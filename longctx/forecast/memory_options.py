@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
-from longctx.forecast.lever_checks import check_asked, check_together
-from longctx.forecast.levers import CPU, NONE, OWN_FLAGS, Levers, RunTraits
+from longctx.forecast.levers import CPU, NONE, OWN_FLAGS, Levers, RunTraits, check_asked, check_together
 
 CHUNK_TOKENS = 8192
 """Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""

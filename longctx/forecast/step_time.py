@@ -28,9 +28,8 @@ from longctx.attention.cost import (
 )
 from longctx.attention.modelled import modelled_seconds, plan_time
 from longctx.attention.speeds import SPEEDS, SpeedTable
-from longctx.forecast.chunked_step import Pass, passes
 from longctx.forecast.coefficients import FP32, LOGIT_BYTES
-from longctx.forecast.layer_memory import saved_by_layer
+from longctx.forecast.layer_memory import Pass, passes, saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 

@@ -14,8 +14,8 @@ from packaging.version import Version
 
 from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
 from longctx.forecast.closed_form import max_length, predict
+from longctx.forecast.hardware import available_host_memory
 from longctx.forecast.levers import NVME, Levers
-from longctx.forecast.machine_memory import available_host_memory
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.settings.checks import check
 from longctx.settings.run import Run

@@ -19,7 +19,7 @@ from longctx.settings.flag_sources import ADAPTER_DEFAULTS, DEFAULTS, DEMO
 from longctx.settings.flags import MACHINE_FLAGS, Flags
 from longctx.settings.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
 from longctx.settings.trl_flags import check_supported
-from longctx.training.profiling import BEFORE
+from longctx.training.callbacks import STEPS_BEFORE_PROFILE
 from longctx.training.schedule import check_length
 
 TRL_EVAL_STEPS = 10
@@ -151,10 +151,11 @@ def _check_profile_steps(values: Values) -> None:
         raise ValueError(
             f"--profile_steps {values['profile_steps']} is below 1: there would be nothing to trace. Use at least 1."
         )
-    if values["profile"] and 0 < values["max_steps"] <= BEFORE:
+    if values["profile"] and 0 < values["max_steps"] <= STEPS_BEFORE_PROFILE:
         raise ValueError(
-            f"--profile True starts to trace after the first {BEFORE}, and --max_steps {values['max_steps']} ends "
-            f"before. Use --max_steps {BEFORE + values['profile_steps']} or more."
+            f"--profile True starts to trace after the first {STEPS_BEFORE_PROFILE}, and --max_steps "
+            f"{values['max_steps']} ends before. "
+            f"Use --max_steps {STEPS_BEFORE_PROFILE + values['profile_steps']} or more."
         )
 
 
