@@ -277,6 +277,7 @@ def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangem
         device=device,
         devices_per_node=setup.ranks_per_node,
         heads_k_stride=setup.heads_k_stride,
+        overlap_exchange=setup.overlap_exchange,
     )
     arrangement = Arrangement(name=setup.backend, ring=setup.ring, ulysses=setup.ulysses)
     return attention, arrangement

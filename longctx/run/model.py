@@ -69,6 +69,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         ring_size=run.dims.ring if BACKENDS[run.backend.name].has_ring_size else None,
         dp_replicate=run.dims.dp_replicate,
         device=args.device,
+        overlap_exchange=run.overlaps_exchange,
         **run.levers.parallelize_arguments(),
     )
     if settings["torch_compile"]:
