@@ -44,8 +44,10 @@ that is registered first."""
 FARTHEST: Sequence[Mapping[str, Any]] = (
     {"memory": "longest"},
     {"sequence_chunk_size": CHUNK_TOKENS, "selective": False},
+    {"activation_offloading": True, "selective": False},
 )
-"""Levers with which sequences are longest, in one set-up or another: the second set leaves the host to activations."""
+"""Levers with which sequences are longest, in one set-up or another: the second set leaves the host to activations, and
+the third is for set-ups that refuse the others, such as those with 4-bit weights."""
 
 WORTH_NAMING = 1.1
 """How many times faster than the recommendation a candidate has to be to be named beside it."""
@@ -222,7 +224,7 @@ def _setup(
 ) -> MemorySetup:
     """Return the set-up with these levers, by flag, and their preset as `memory`."""
     preset, asked = levers.get("memory", "balanced"), {k: v for k, v in levers.items() if k != "memory"}
-    in_4_bit = flags.get("load_in_4bit")  # longctx.train keeps a copy on every rank, on FSDP2
+    in_4_bit = flags.get("load_in_4bit")  # which longctx.train shards on FSDP2
     engine = "none" if dims.world_size == 1 else "fsdp2" if in_4_bit else BACKENDS[backend].engine
     offloads = preset == "longest" or asked.get("offload_optimizer_device") == CPU
     if engine == "none" and offloads and not in_4_bit:

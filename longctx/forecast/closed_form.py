@@ -41,6 +41,7 @@ from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.state_memory import (
     device_states,
     gradients_on_host,
+    loaded_weights,
     placed_states,
     unsharded_parameters,
     with_gradients,
@@ -55,7 +56,7 @@ class Breakdown:
     device: Mapping[str, float]
     host: Mapping[str, float]
     moment: str
-    """The moment of the device's peak: loss, MLP, norm, attention or projections."""
+    """The moment of the device's peak: loss, MLP, norm, attention or projections; or loading, of 4-bit weights."""
 
     NOT_ALLOCATED = ("copies in flight", "fragmentation", "fixed")
     """Categories of the device that `torch.cuda.max_memory_allocated` does not count."""
@@ -168,16 +169,23 @@ def _moments(setup: MemorySetup, length: int) -> dict[str, dict[str, Any]]:
         moments = _layer_moments(setup, layer, tokens)
     else:
         moments, others = chunked_moments(setup, layer, tokens), {"checkpoints": kept}
-    states = device_states(setup) | {"unsharded parameters": unsharded_parameters(setup)}
+    states = device_states(setup)
     beside = {} if setup.is_cpu else {"copies in flight": _copies_in_flight(setup, tokens)}
     always = {"tokens": TOKEN_BYTES * tokens}
-    return {
-        name: with_gradients(setup, states | sizes) | _unallocated(setup, sizes, beside)
+    loading = {}
+    if setup.quantized_weight_bytes is not None and setup.engine == "fsdp2":
+        loading = {"loading": {"parameters": loaded_weights(setup)} | _unallocated(setup, {}, {})}
+    return loading | {
+        name: with_gradients(setup, states | _unsharded(setup, name) | sizes) | _unallocated(setup, sizes, beside)
         for name, sizes in {
             "loss": always | at_loss,
             **{name: always | others | sizes for name, sizes in moments.items()},
         }.items()
     }
+
+
+def _unsharded(setup: MemorySetup, moment: str) -> dict[str, float]:
+    return {"unsharded parameters": unsharded_parameters(setup, at_loss=moment == "loss")}
 
 
 def _layer_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str, dict[str, Any]]:
@@ -243,6 +251,8 @@ def _logits(setup: MemorySetup, tokens: float) -> float:
         return (LOGIT_BYTES if setup.bf16 else FP32_LOGIT_BYTES) * vocab * tokens
     tile = min(FP32 * vocab * tokens, max(TILE_BYTES, FP32 * vocab))
     head_gradient = FP32 * vocab * setup.model.hidden_size  # summed up over the tiles
+    if setup.quantized_weight_bytes is not None:
+        head_gradient = 0  # the head is frozen
     return LOSS_TILES * tile + head_gradient
 
 
