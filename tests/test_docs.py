@@ -39,8 +39,7 @@ from longctx.forecast.candidates import (
     DEVICE_BYTES,
     HOST_BYTES_PER_DEVICE,
 )
-from longctx.forecast.hardware import Hardware
-from longctx.forecast.machine_memory import host_bytes
+from longctx.forecast.hardware import Hardware, host_bytes
 from longctx.plan import _parser as plan_parser
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from longctx.forecast.closed_form import placed_states
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.state_memory import placed_states
 from longctx.model.load import load_config, load_model
 from longctx.model.quantized import ALIGNMENT, ShardableLinear4bit, loading_pieces, make_shardable
 from longctx.train import main
