@@ -46,8 +46,10 @@ that is registered first."""
 FARTHEST: Sequence[Mapping[str, Any]] = (
     {"memory": "longest"},
     {"sequence_chunk_size": CHUNK_TOKENS, "selective": False},
+    {"activation_offloading": True, "selective": False},
 )
-"""Levers with which sequences are longest, in one set-up or another: the second set leaves the host to activations."""
+"""Levers with which sequences are longest, in one set-up or another: the second set leaves the host to activations, and
+the third is for set-ups that refuse the others, such as those with 4-bit weights."""
 
 WORTH_NAMING = 1.1
 """How many times faster than the recommendation a candidate has to be to be named beside it."""
@@ -225,7 +227,7 @@ def _setup(
     """Return the set-up with these levers, by flag, and their preset as `memory`."""
     preset, asked = levers.get("memory", "balanced"), {k: v for k, v in levers.items() if k != "memory"}
     in_4_bit, is_compiled = flags.get("load_in_4bit"), bool(flags.get("torch_compile"))
-    on_fsdp2 = in_4_bit or is_compiled  # which keeps 4-bit weights whole on every rank
+    on_fsdp2 = in_4_bit or is_compiled  # which shards 4-bit weights
     engine = "none" if dims.world_size == 1 else "fsdp2" if on_fsdp2 else BACKENDS[backend].engine
     offloads = preset == "longest" or asked.get("offload_optimizer_device") == CPU
     if engine == "none" and offloads and not in_4_bit:
