@@ -45,9 +45,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
-from longctx.forecast.allocations import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace
-from longctx.forecast.memory_trace import MemoryTracer
-from longctx.forecast.token_label import token_label
+from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTrace, MemoryTracer
 from longctx.forecast.traced_step import (
     StepSettings,
     fake_process_group,
@@ -57,6 +55,7 @@ from longctx.forecast.traced_step import (
     trace_training_step,
 )
 from longctx.launch.network import choose_interface
+from longctx.launch.terminal import token_label
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.training.engines import start_on_cpu

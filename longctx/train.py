@@ -47,8 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         from longctx.launch.slurm import join_step
         from longctx.launch.spawn import spawn
         from longctx.settings.flags import parse_flags
-        from longctx.settings.launcher import relaunch, who_starts
-        from longctx.settings.profile import read_profile
+        from longctx.settings.profile import read_profile, relaunch, who_starts
         from longctx.settings.resolve import resolve
         from longctx.training.checkpoint.files import how_to_resume
 
@@ -89,8 +88,9 @@ def _train(run: Run) -> int:
         from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
         from longctx.ranks.watchdog import FAILED, watch
         from longctx.run import finish, fit, load, prepare
-        from longctx.training.checkpoint import RESUMABLE, CheckpointError, NotSavedError
-        from longctx.training.nonfinite import NonFiniteError
+        from longctx.training.callbacks import RESUMABLE
+        from longctx.training.checkpoint import CheckpointError, NotSavedError
+        from longctx.training.metrics import NonFiniteError
 
     try:
         prepared = prepare(run)
@@ -149,7 +149,7 @@ def prepare_only(run: Run) -> int:
     if not is_first_on_node():
         return 0
     stay_on_cpu()
-    from longctx.data.cache import cache_folder
+    from longctx.data.contents import cache_folder
     from longctx.run import prepare_data
 
     try:

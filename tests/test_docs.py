@@ -42,8 +42,7 @@ from longctx.forecast.candidates import (
     outlook,
     recommend,
 )
-from longctx.forecast.hardware import Hardware
-from longctx.forecast.machine_memory import host_bytes
+from longctx.forecast.hardware import Hardware, host_bytes
 from longctx.forecast.step_time import Speeds
 from longctx.plan import _parser as plan_parser
 from longctx.settings.flags import SequenceArguments, parse_flags

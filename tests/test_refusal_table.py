@@ -318,7 +318,7 @@ def test_records_beyond_a_bound_are_named(tmp_path, monkeypatch):
     """The bounds are lowered; files of gigabytes would only take longer."""
     monkeypatch.setattr("longctx.data.json_records.RECORD_BYTES", 20)
     monkeypatch.setattr("longctx.data.json_records._ARRAY_BYTES", 20)
-    monkeypatch.setattr("longctx.data.text_files.RECORD_BYTES", 20)
+    monkeypatch.setattr("longctx.data.files.RECORD_BYTES", 20)
     for name, text in {"a.jsonl": '{"text": "%s"}\n', "a.json": '[{"text": "%s"}]', "a.txt": "%s"}.items():
         path = write(tmp_path / name, text % ("x" * 30))
         with pytest.raises(ValueError, match=r"of more than .* the limit"):

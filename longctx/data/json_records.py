@@ -14,7 +14,9 @@ from datasets import Features, Json, Value
 
 from longctx.data.errors import (
     RECORD_BYTES,
+    RECORD_MEMORY_BYTES,
     DataError,
+    MemoryBound,
     name_files,
     name_record,
     no_records,
@@ -31,7 +33,6 @@ from longctx.data.kinds import (
     kind_columns,
     record_kind,
 )
-from longctx.data.memory import RECORD_MEMORY_BYTES, MemoryBound
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INT32_MAX = np.iinfo(np.int32).max

@@ -222,8 +222,9 @@ def _setup(
 ) -> MemorySetup:
     """Return the set-up with these levers, by flag, and their preset as `memory`."""
     preset, asked = levers.get("memory", "balanced"), {k: v for k, v in levers.items() if k != "memory"}
-    in_4_bit = flags.get("load_in_4bit")  # longctx.train keeps a copy on every rank, on FSDP2
-    engine = "none" if dims.world_size == 1 else "fsdp2" if in_4_bit else BACKENDS[backend].engine
+    in_4_bit, is_compiled = flags.get("load_in_4bit"), bool(flags.get("torch_compile"))
+    on_fsdp2 = in_4_bit or is_compiled  # which keeps 4-bit weights whole on every rank
+    engine = "none" if dims.world_size == 1 else "fsdp2" if on_fsdp2 else BACKENDS[backend].engine
     offloads = preset == "longest" or asked.get("offload_optimizer_device") == CPU
     if engine == "none" and offloads and not in_4_bit:
         engine = "deepspeed"  # only DeepSpeed offloads states of a single device
@@ -236,6 +237,7 @@ def _setup(
         local_tokens=LONG_ROW // dims.sp,
         has_linear_attention=bool(num_linear_heads(config)),
         num_layers=model.num_layers,
+        is_compiled=is_compiled,
     )
     resolved = resolve_levers(preset, asked, place, checkpoints_by_default=True).settings()
     if in_4_bit:

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
-from longctx.forecast.lever_checks import check_asked, check_together
-from longctx.forecast.levers import CPU, NONE, OWN_FLAGS, Levers, RunTraits
+from longctx.forecast.levers import CPU, NONE, OWN_FLAGS, Levers, RunTraits, check_asked, check_together
 
 CHUNK_TOKENS = 8192
 """Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
@@ -173,7 +172,7 @@ def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[s
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
-    if place.engine == "fsdp1" or "tiled_mlp_num_shards" in asked:
+    if place.engine == "fsdp1" or place.is_compiled or "tiled_mlp_num_shards" in asked:
         left_out.add("tiled_mlp")
     if place.engine != "deepspeed":
         left_out |= {"offload_optimizer_device", "small_buckets"}

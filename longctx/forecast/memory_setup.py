@@ -47,7 +47,7 @@ class MemorySetup:
     fused_loss: bool = True
     """Whether logits exist only for a few tokens at a time."""
     fused_layers: bool = False
-    """Whether norms and the MLP's activation are single kernels that save only their inputs (Liger)."""
+    """Whether norms and the MLP's activation are single kernels that save only their inputs (Liger, torch.compile)."""
     gradient_checkpointing: bool = True
     every_n_layers: int = 1
     whole_layers: int = 0
@@ -131,7 +131,8 @@ class MemorySetup:
             weight_bytes=4 if get("dtype") == "float32" else 2,
             quantized_weight_bytes=_quantized_weight_bytes(settings),
             num_rows=settings["per_device_train_batch_size"],
-            fused_layers=bool(get("use_liger_kernel")) and fuses_layers(get("liger_kernel_config")),
+            fused_layers=bool(get("torch_compile"))
+            or (bool(get("use_liger_kernel")) and fuses_layers(get("liger_kernel_config"))),
             gradient_checkpointing=checkpoints,
             every_n_layers=kwargs.get("every_n_layers") or 1,
             whole_layers=kwargs.get("whole_layers") or 0,

@@ -28,9 +28,8 @@ from longctx.attention.cost import (
 )
 from longctx.attention.modelled import modelled_seconds, plan_time
 from longctx.attention.speeds import SPEEDS, SpeedTable
-from longctx.forecast.chunked_step import Pass, passes
 from longctx.forecast.coefficients import FP32, LOGIT_BYTES
-from longctx.forecast.layer_memory import saved_by_layer
+from longctx.forecast.layer_memory import Pass, passes, saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 
@@ -240,8 +239,10 @@ def _gradient_sum_bytes(setup: MemorySetup, tokens: float) -> float:
 
 def matmul_parameters(model: ModelSizes) -> int:
     """Return how many parameters a token is multiplied with: all matrices but the embedding and unused experts."""
-    projections = 2 * (model.query_size + model.key_value_size)
-    layer = model.hidden_size * (projections + 3 * model.intermediate_size)
+    projections = model.projection_parameters
+    if projections is None:
+        projections = 2 * model.hidden_size * (model.query_size + model.key_value_size)
+    layer = projections + 3 * model.hidden_size * model.intermediate_size
     return model.num_layers * layer + model.vocab_size * model.hidden_size
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from longctx.attention.choice import arrangements, choose_backend, chunking_backend
-from longctx.forecast.machine_memory import address_room, available_host_memory, host_bytes
+from longctx.forecast.hardware import address_room, available_host_memory, host_bytes
 from longctx.forecast.memory_options import CHUNK_TOKENS, lever_flags, prefers_ulysses
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes

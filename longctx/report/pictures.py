@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.token_label import token_label
+from longctx.launch.terminal import token_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

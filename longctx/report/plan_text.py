@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from longctx.forecast.levers import AUTO
-from longctx.forecast.token_label import token_label
+from longctx.launch.terminal import token_label
 
 WIDTH = 120
 """Width of printed lines."""

@@ -17,6 +17,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, T
 
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.levers import ALL, AUTO
+from longctx.settings.flag_sources import POINTER
 from longctx.settings.help import (
     DESCRIPTION,
     NO_FIELDS,
@@ -28,7 +29,6 @@ from longctx.settings.help import (
     read_config,
     todays_name,
 )
-from longctx.settings.methods import POINTER
 
 MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
 """Flags that --accelerate_config passes on to `accelerate launch`."""

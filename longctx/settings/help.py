@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.settings.defaults import DEFAULTS
-from longctx.settings.flag_sources import Flag, read_dataclass
-from longctx.settings.methods import POINTER, methods_with
+from longctx.settings.flag_sources import DEFAULTS, POINTER, Flag, methods_with, read_dataclass
 from longctx.untrusted.files import check_file
 
 USAGE = "longctx train [--sp N] [--FLAG VALUE ...] [--config FILE]"

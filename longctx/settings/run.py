@@ -92,6 +92,7 @@ class Run:
             local_tokens=-(-row_length(self.settings) // self.dims.sp),
             has_linear_attention=bool(num_linear_heads(self.model_config)),
             num_layers=self.model_config.get_text_config().num_hidden_layers,
+            is_compiled=bool(self.settings["torch_compile"]),
         )
         return resolve_levers(
             self.settings["memory"],

@@ -34,7 +34,7 @@ from longctx.data import (
     tokenize_stream,
     with_place,
 )
-from longctx.data.cache import cache_folder, cache_key
+from longctx.data.contents import cache_folder, cache_key
 from longctx.model.allow_list import head_size, num_heads
 from longctx.model.load import is_template_file
 from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan

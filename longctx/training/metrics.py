@@ -1,10 +1,16 @@
-"""Metrics of each logging step, exact over all ranks and micro-batches since the one before."""
+"""Metrics of each logging step, exact over all ranks and micro-batches since the one before.
+
+Also reports of steps whose gradient is NaN or infinite, with their documents.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +21,7 @@ from transformers import PretrainedConfig
 from longctx.attention.cost import PEAK_FLOPS
 from longctx.data import IGNORE_INDEX
 from longctx.layers.routers import Routers
-from longctx.model.allow_list import has_experts, has_windows, head_size, num_linear_heads
+from longctx.model.allow_list import has_experts, has_windows, head_sizes, num_linear_heads
 from longctx.regions import PARTS, clock
 from longctx.sequence.batch import BatchLayout
 from longctx.sequence.host_tensors import send
@@ -42,7 +48,7 @@ class StepMetrics:
         self.peak_flops = _peak_flops(_device_name(device), config)
         self.flops_per_token = flops_per_token
         text = config.get_text_config()
-        self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
+        self.flops_per_pair = 6 * text.num_hidden_layers * text.num_attention_heads * sum(head_sizes(config))
         self.total_tokens = 0
         self.longest_row = 0
         """Tokens of the longest micro-batch so far, padding included; over all ranks after `read`."""
@@ -283,3 +289,44 @@ def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+NON_FINITE_FILE = "nonfinite.jsonl"
+"""File in output_dir with a line for each such step."""
+
+NON_FINITE_REMEDY = (
+    "Look at these documents; lower --learning_rate; or leave such steps out with --on_nonfinite skip. Weights and "
+    "checkpoints are those of the steps before it."
+)
+_SHOWN = 8
+
+
+class NonFiniteError(ValueError):
+    """Raised on every rank for NaN or infinite gradients or weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """A step whose gradient is NaN or infinite."""
+
+    step: int
+    """Number of the step, counted from 1 as in the log."""
+    grad_norm: str
+    """`nan` or `inf`."""
+    rows: list[int] | None
+    """Row numbers of all ranks and micro-batches; None for a stream."""
+    documents: list[int] | None
+    """Document numbers in these rows, from 0 in data set order after --shuffle_dataset."""
+
+    def append_to(self, path: Path) -> None:
+        """Append the step to a file as a line of JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(self)) + "\n")
+
+    def __str__(self) -> str:
+        of = "of a stream"
+        if self.documents is not None:
+            more = f" and {len(self.documents) - _SHOWN} more" if len(self.documents) > _SHOWN else ""
+            of = f"with documents {', '.join(map(str, self.documents[:_SHOWN]))}{more}"
+        return f"the gradient of step {self.step}, {of}, has the norm {self.grad_norm}"

@@ -1,6 +1,6 @@
 """A subclass of TRL's SFTTrainer with longctx's rows, sharding, loss and log, and no attention code.
 
-Rows are collated and their cut is planned in `longctx.training.collators`. The base classes evaluate
+Rows are collated and their cut is planned in `longctx.training.data_order`. The base classes evaluate
 (`longctx.training.evaluation`), and save and resume (`longctx.training.checkpoint`).
 """
 
@@ -45,14 +45,18 @@ from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.shard import check_shard_length
-from longctx.training.callbacks import EpochByRows, PackingEntry, ScheduleGoesOn, StreamEntry
-from longctx.training.checkpoint import EpochEndsWithItsStep, StopOnSignal
-from longctx.training.collators import PlanningCollator, StreamCollator
-from longctx.training.data_order import MicroBatch, StepSampler, StepStream
+from longctx.training.callbacks import (
+    EpochByRows,
+    EpochEndsWithItsStep,
+    PackingEntry,
+    ScheduleGoesOn,
+    StopOnSignal,
+    StreamEntry,
+)
+from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
 from longctx.training.engines import keep_sums_in_fp32, save_whole_models
 from longctx.training.evaluation import EvaluatingTrainer
-from longctx.training.metrics import StepMetrics
-from longctx.training.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
+from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
@@ -232,7 +236,7 @@ class SequenceTrainer(EvaluatingTrainer):
         if self.args.should_save:
             met.append_to(path)
         if self.on_nonfinite == "stop":
-            raise NonFiniteError(f"{met}; it is written to {path}. {REMEDY}")
+            raise NonFiniteError(f"{met}; it is written to {path}. {NON_FINITE_REMEDY}")
         if self.args.should_save:
             warnings.warn(f"{met}: the step is left out; see {path}", stacklevel=2)
         if not self.is_deepspeed_enabled:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import longctx.sequence.host_tensors
 from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
-from longctx.forecast.machine_memory import available_host_memory
+from longctx.forecast.hardware import available_host_memory
 from longctx.forecast.memory_options import PRESETS
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes

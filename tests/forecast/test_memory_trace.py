@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longctx.forecast import memory_trace as trace_module
 from longctx.forecast import traced_step as step
-from longctx.forecast.allocations import (
+from longctx.forecast.memory_trace import (
     ACTIVATIONS,
     CATEGORIES,
     GATHERED,
@@ -24,8 +24,8 @@ from longctx.forecast.allocations import (
     PARAMETERS,
     Allocation,
     MemoryTrace,
+    MemoryTracer,
 )
-from longctx.forecast.memory_trace import MemoryTracer
 from longctx.forecast.traced_step import StepSettings, fsdp2, row_of, trace_training_step
 from longctx.layers.loss import TILE_BYTES
 from longctx.model.tiny import tiny_config, tiny_model

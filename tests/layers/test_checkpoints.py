@@ -10,8 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import longctx
 from longctx.attention.operator import LocalSchedule
-from longctx.forecast.lever_checks import check_together
-from longctx.forecast.levers import RunTraits
+from longctx.forecast.levers import RunTraits, check_together
 from longctx.forecast.memory_options import asked_levers, lever_flags, resolve_levers
 from longctx.model.tiny import tiny_config, tiny_model
 
@@ -109,6 +108,7 @@ PLACE = RunTraits(
     local_tokens=4096,
     has_linear_attention=False,
     num_layers=LAYERS,
+    is_compiled=False,
 )
 
 

@@ -11,7 +11,7 @@ from longctx.settings.flags import parse_flags
 
 FOLDER = Path(__file__).parents[2] / "longctx" / "settings"
 
-READERS = {"flags", "help", "profile", "launcher", "checks"}
+READERS = {"flags", "help", "profile", "checks"}
 """Modules that refuse what cannot be read at all."""
 
 PROFILE_KEYS = {

@@ -362,7 +362,7 @@ def test_tensor_parallel_profile(refused, launched_by_accelerate):
 def test_package_versions_below_the_minimum(package, arguments, refused, monkeypatch):
     installed = importlib.metadata.version
     monkeypatch.setattr(
-        "longctx.settings.versions.version", lambda name: "0.1.2" if name == package else installed(name)
+        "longctx.settings.machine_checks.version", lambda name: "0.1.2" if name == package else installed(name)
     )
     refused(*arguments, parts=(f"{package} 0.1.2 is installed", " needs ", f"pip install -U '{package}>="))
 
@@ -370,7 +370,7 @@ def test_package_versions_below_the_minimum(package, arguments, refused, monkeyp
 def test_a_backend_asks_only_for_what_it_needs(monkeypatch):
     installed = importlib.metadata.version
     monkeypatch.setattr(
-        "longctx.settings.versions.version", lambda name: "0.1.2" if name == "deepspeed" else installed(name)
+        "longctx.settings.machine_checks.version", lambda name: "0.1.2" if name == "deepspeed" else installed(name)
     )
     assert main(["--sp", "2", "--sp_backend", "ring", "--dry_run"]) == 0
 

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from trl.scripts.utils import DatasetConfig
 
 from longctx.data import Mixture, load_records, tokenize_records
-from longctx.data.cache import cache_folder
 from longctx.data.chat import ChatEncoder
+from longctx.data.contents import cache_folder
 from longctx.data.encoders import PretokenizedEncoder, TextEncoder
 from longctx.data.tokenize import encoder_key
 from longctx.model.tiny import tiny_config, tiny_tokenizer
