@@ -46,8 +46,11 @@ def adamw_steps(model, learning_rates, loss_of_step):
 def dense_loss(model, documents, label_smoothing=0.0):
     """Mean cross-entropy over all label tokens of the documents, with the auxiliary loss of a mixture of experts."""
     coefficient = getattr(model.config, "router_aux_loss_coef", 0)
-    output, targets = dense_output(model, documents, **({"output_router_logits": True} if coefficient else {}))
-    logits = output.logits[0]
+    if coefficient:  # without the head's own class, which would take the mask [1, 1, T, T] for one of padding
+        output, targets = dense_output(model.base_model, documents, output_router_logits=True)
+        logits = model.get_output_embeddings()(output.last_hidden_state)[0]
+    else:
+        logits, targets = dense_logits(model, documents)
     if label_smoothing:
         loss = LabelSmoother(label_smoothing)({"logits": logits}, targets)
     else:

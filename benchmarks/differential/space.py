@@ -12,7 +12,9 @@ from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup, device_named
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
 
-ALWAYS_WINDOWED = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
+ALWAYS_WINDOWED = (
+    *("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone_moe", "gemma3_text", "gpt_oss", "granitemoe_swa", "olmo3"),
+)
 """Model types whose configuration always has windows in some layers."""
 
 

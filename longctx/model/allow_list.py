@@ -10,7 +10,24 @@ from transformers import PretrainedConfig
 
 from longctx.attention.kernels import Kernel, choose_kernel
 
+EXPERT_MODELS = (
+    "afmoe",
+    "cohere2_moe",
+    "dots1",
+    "exaone_moe",
+    "flex_olmo",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "hy_v3",
+    "mellum",
+    "minimax_m2",
+    "sarvam_moe",
+    "solar_open",
+)
+"""Mixtures of experts among CAUSAL_MODELS, besides the older ones that stand there by name."""
+
 CAUSAL_MODELS = (
+    *EXPERT_MODELS,
     "apertus",
     "arcee",
     "axk1",
@@ -60,6 +77,12 @@ CAUSAL_MODELS = (
 """model_type of every decoder that tests/model/test_models.py compares with stock transformers, each document alone."""
 
 WINDOW_MODELS = (
+    "afmoe",
+    "cohere2_moe",
+    "dots1",
+    "exaone_moe",
+    "granitemoe_swa",
+    "mellum",
     "cohere2",
     "cwm",
     "exaone4",
@@ -80,8 +103,13 @@ GATED_DELTA_MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 AUXILIARY_LOSS_MODELS = (
     "ernie4_5_moe",
+    "flex_olmo",
     "gpt_oss",
     "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "mellum",
+    "minimax_m2",
     "mixtral",
     "olmoe",
     "qwen2_moe",

@@ -7,15 +7,19 @@ transformers' own function of the router logits of all documents of the step.
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from longctx import parallelize
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, GATED_DELTA_MODELS
 from longctx.model.tiny import tiny_tokenizer
 from longctx.training.metrics import TokenMeans
-from tests.model.test_models import largest_error
+from tests.model.test_models import FAMILIES, largest_error, make_batch, make_model
+from tests.model.test_models import LENGTHS as DOCUMENT_LENGTHS
 from tests.reference import adamw_steps, auxiliary_loss
 from tests.training.test_training import log_of, make_documents, relative, write_jsonl
 from tests.workers import run_main, run_ranks
@@ -251,6 +255,54 @@ def test_the_loop_of_a_user(padding, folder):
     assert means.read()["loss"] == pytest.approx(total, rel=1e-5)
     assert torch.equal(loads, load.double())
     assert largest_error(gradients_of(model), gradients_of(stock)) <= 1e-5
+
+
+SP_1 = [(model_type, 1, "auto") for model_type in AUXILIARY_LOSS_MODELS]
+SP_2 = [
+    (model_type, 2, backend)
+    for model_type in AUXILIARY_LOSS_MODELS
+    for backend in (("ulysses",) if model_type in GATED_DELTA_MODELS else ("ring", "ulysses"))
+]
+
+
+def errors_of_type(model_type, sp, backend):
+    """Relative errors of loss, auxiliary loss and gradients of a small model against stock transformers."""
+    family = next(name for name, (found, _) in FAMILIES.items() if found == model_type)
+    model, batch = make_model(family), make_batch()
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, COEFFICIENT
+    ends = list(accumulate(DOCUMENT_LENGTHS))
+    documents = [
+        (batch["input_ids"][0, end - length : end].tolist(), batch["labels"][0, end - length : end].tolist())
+        for end, length in zip(ends, DOCUMENT_LENGTHS, strict=True)
+    ]
+    expected, aux_loss, _ = stock_loss(model, documents, COEFFICIENT)
+    expected.backward()
+    gradients = gradients_of(model)
+    model.zero_grad()
+    model, sequence = parallelize(model, sp, sp_backend=backend)
+    (loss,) = run_step(model, sequence, [{**batch, "lengths": [ends[-1]]}])
+    loss.backward()
+    actual, found = gradients_of(model), torch.stack((loss.detach().double(), sequence.routers.shares[0] * sp)) / sp
+    if sp > 1:
+        for value in (found, *actual.values()):
+            dist.all_reduce(value)
+        actual = {name: value / sp for name, value in actual.items()}
+    right = torch.tensor([float(expected.detach()), aux_loss], dtype=torch.float64)
+    return max(float((found / right - 1).abs().max()), largest_error(actual, gradients))
+
+
+def errors_of_types(cases):
+    return {case: errors_of_type(*case) for case in cases}
+
+
+def test_every_type_has_the_loss_of_transformers():
+    assert max(errors_of_types(SP_1).values()) <= 1e-5
+
+
+@pytest.mark.long
+def test_every_type_has_the_loss_of_transformers_on_two_ranks():
+    for errors in run_ranks(2, f"{__name__}:errors_of_types", SP_2):
+        assert {case: error for case, error in errors.items() if not error <= 1e-5} == {}
 
 
 def run_step(model, sequence, step, *, count_experts=True):
