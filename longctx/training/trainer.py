@@ -121,7 +121,10 @@ class SequenceTrainer(EvaluatingTrainer):
             config=model.config,
             flops_per_token=4 * count_parameters(model) + 2 * count_trained_parameters(model),
             device=sequence.device,
+            routers=sequence.routers,
         )
+        self._uncounted: list[dict[str, Any]] = []
+        """The micro-batches of a step that has begun, before their routers' choices are counted."""
         self._memory_warnings = MemoryWarnings()
         self._layers_checked = False
         self.has_seen_labels = False
@@ -322,6 +325,7 @@ class SequenceTrainer(EvaluatingTrainer):
         """
         num_label_tokens = self.sequence.count_label_tokens(batch_samples)
         self.has_seen_labels |= num_label_tokens > 0
+        self._uncounted = batch_samples
         return num_label_tokens
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -330,7 +334,11 @@ class SequenceTrainer(EvaluatingTrainer):
     @phase("forward")
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.stream_read = inputs.pop("stream_read", self.stream_read)
+        if self._uncounted:
+            self.sequence.count_experts(model, self._uncounted)
+            self._uncounted = []
         shard, outputs = self._forward(model, inputs)
+        loss = self.sequence.reduce(outputs.losses, num_items_in_batch)
         self.step_metrics.add(
             layout=shard.layout,
             num_tokens=inputs["num_tokens"],
@@ -338,7 +346,6 @@ class SequenceTrainer(EvaluatingTrainer):
             correct=outputs.is_top1,
             entropy=outputs.entropy,
         )
-        loss = self.sequence.reduce(outputs.losses, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _forward(self, model, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
@@ -372,6 +379,8 @@ class SequenceTrainer(EvaluatingTrainer):
         entry["seconds"] = {
             part: [round(seconds, 4) for seconds in ranks] for part, ranks in self.step_metrics.seconds.items()
         }
+        if (experts := self.step_metrics.experts) is not None:
+            entry["experts"] = {name: [round(value, 4) for value in of] for name, of in experts.of_layers.items()}
 
     def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
         """Write README.md in output_dir with what this run knows of the model; TRL's other arguments are ignored."""

@@ -110,6 +110,7 @@ KNOWN_ELSEWHERE = {
     ),
     "by the mixture, below": "datasets dataset_weights dataset_stopping_strategy test_split_size",
     "by the identity of 4-bit weights": "load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
+    "by the model's configuration, which it sets": "router_aux_loss_coef",
     "by the flags of the optimizer": " ".join([*_OPTIMIZATION, "max_grad_norm"]),
     "another name of `dataset_streaming`": "streaming",
     "hub data, whose tokens or name and configuration are compared": "dataset_config",
