@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longctx.model.allow_list import head_size, num_heads
+from longctx.model.allow_list import head_size, is_latent, num_heads
 from longctx.model.files import without_weights
 from longctx.model.load import num_elements
 
@@ -33,6 +33,8 @@ class ModelSizes:
     num_key_value_heads: int
     head_size: int
     has_qk_norm: bool
+    projection_parameters: int | None = None
+    """Parameters of a layer's projections of multi-head latent attention; None for plain heads."""
 
     @property
     def query_size(self) -> int:
@@ -82,6 +84,7 @@ class ModelSizes:
             num_key_value_heads=key_value_heads,
             head_size=head_size(config),
             has_qk_norm=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
+            projection_parameters=_latent_projections(text) if is_latent(config) else None,
         )
 
 
@@ -93,6 +96,16 @@ def adapter_rows(model: ModelSizes) -> int:
     """Return the parameters of a rank-1 adapter on every matrix of every layer, the most that an adapter has."""
     h, width = model.hidden_size, model.intermediate_size
     return model.num_layers * (7 * h + 2 * model.query_size + 2 * model.key_value_size + 3 * width)
+
+
+def _latent_projections(text: PretrainedConfig) -> int:
+    """Return the parameters of a layer's projections in multi-head latent attention, those to latents and from them."""
+    h, rank, latent = text.hidden_size, text.q_lora_rank, text.kv_lora_rank
+    query = text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
+    key_value = text.num_attention_heads * (text.qk_nope_head_dim + text.v_head_dim)
+    queries = h * query if rank is None else rank * (h + query)
+    output = h * text.num_attention_heads * text.v_head_dim
+    return queries + h * (latent + text.qk_rope_head_dim) + latent * key_value + output
 
 
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:

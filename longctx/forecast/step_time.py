@@ -239,8 +239,10 @@ def _gradient_sum_bytes(setup: MemorySetup, tokens: float) -> float:
 
 def matmul_parameters(model: ModelSizes) -> int:
     """Return how many parameters a token is multiplied with: all matrices but the embedding and unused experts."""
-    projections = 2 * (model.query_size + model.key_value_size)
-    layer = model.hidden_size * (projections + 3 * model.intermediate_size)
+    projections = model.projection_parameters
+    if projections is None:
+        projections = 2 * model.hidden_size * (model.query_size + model.key_value_size)
+    layer = projections + 3 * model.hidden_size * model.intermediate_size
     return model.num_layers * layer + model.vocab_size * model.hidden_size
 
 

@@ -13,17 +13,21 @@ from longctx.attention.kernels import Kernel, choose_kernel
 CAUSAL_MODELS = (
     "apertus",
     "arcee",
+    "axk1",
     "cohere",
     "cohere2",
     "cwm",
     "ernie4_5",
     "ernie4_5_moe",
+    "deepseek_v2",
+    "deepseek_v3",
     "exaone4",
     "gemma",
     "gemma3_text",
     "glm",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_neox",
     "gpt_oss",
     "granite",
@@ -32,6 +36,7 @@ CAUSAL_MODELS = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "llama",
+    "minicpm3",
     "mistral",
     "mixtral",
     "olmo",
@@ -47,6 +52,7 @@ CAUSAL_MODELS = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "sarvam_mla",
     "seed_oss",
     "smollm3",
     "starcoder2",
@@ -133,7 +139,14 @@ def check_model(config: PretrainedConfig) -> None:
 def num_heads(config: PretrainedConfig) -> tuple[int, int]:
     """(query heads, key/value heads) of every attention layer."""
     text = config.get_text_config()
+    if is_latent(config):
+        return text.num_attention_heads, text.num_attention_heads
     return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
+def is_latent(config: PretrainedConfig) -> bool:
+    """Whether attention is multi-head latent attention (MLA), which makes keys and values of all heads from latents."""
+    return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
 
 
 def has_windows(config: PretrainedConfig) -> bool:
@@ -233,9 +246,17 @@ def _rope(config: PretrainedConfig) -> Iterator[str]:
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Return the size D of every attention head."""
+    """Return the size D of every attention head in the kernel, to which the narrower of `head_sizes` is padded."""
+    return max(head_sizes(config))
+
+
+def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """(size of a head of queries and keys, size of a head of values)."""
     text = config.get_text_config()
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if is_latent(config):
+        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return size, size
 
 
 def kernel_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:

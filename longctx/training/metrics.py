@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from longctx.attention.cost import PEAK_FLOPS
 from longctx.data import IGNORE_INDEX
-from longctx.model.allow_list import has_experts, has_windows, head_size, num_linear_heads
+from longctx.model.allow_list import has_experts, has_windows, head_sizes, num_linear_heads
 from longctx.regions import PARTS, clock
 from longctx.sequence.batch import BatchLayout
 from longctx.sequence.host_tensors import send
@@ -37,7 +37,7 @@ class StepMetrics:
         self.peak_flops = _peak_flops(_device_name(device), config)
         self.flops_per_token = flops_per_token
         text = config.get_text_config()
-        self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
+        self.flops_per_pair = 6 * text.num_hidden_layers * text.num_attention_heads * sum(head_sizes(config))
         self.total_tokens = 0
         self.longest_row = 0
         """Tokens of the longest micro-batch so far, padding included; over all ranks after `read`."""

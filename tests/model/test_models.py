@@ -38,6 +38,15 @@ SCALED_ROPE = {
     "yarn": {"factor": 4.0},
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {  # multi-head latent attention, whose values are narrower than its queries
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+GROUPED_EXPERTS = EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 8,
@@ -55,6 +64,28 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_A
         | EXPERTS
         | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8},
     ),
+    "axk1": ("axk1", SMALL | LATENT | GROUPED_EXPERTS),
+    "deepseek_v2": ("deepseek_v2", SMALL | LATENT | GROUPED_EXPERTS | {"topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("deepseek_v3", SMALL | LATENT | GROUPED_EXPERTS),
+    "deepseek_v3, queries at once, yarn": (
+        "deepseek_v3",
+        SMALL
+        | LATENT
+        | GROUPED_EXPERTS
+        | {"q_lora_rank": None, "rope_interleave": False}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+                "factor": 4.0,
+                "mscale_all_dim": 1.0,
+            }
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", SMALL | LATENT | GROUPED_EXPERTS | {"v_head_dim": 16}),
+    "minicpm3": ("minicpm3", SMALL | LATENT),
+    "sarvam_mla": ("sarvam_mla", SMALL | LATENT | GROUPED_EXPERTS),
     "granitemoe": ("granitemoe", SMALL | EXPERTS | {"num_local_experts": 4}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", SMALL | {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
     "mixtral": ("mixtral", SMALL | EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
