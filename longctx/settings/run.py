@@ -25,7 +25,7 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
-from longctx.model.allow_list import num_linear_heads
+from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.checks import check
 from longctx.settings.flags import Flags
@@ -91,7 +91,7 @@ class Run:
             zero_stage=self.zero_stage,
             bf16=self.settings["bf16"],
             local_tokens=-(-row_length(self.settings) // self.dims.sp),
-            has_linear_attention=bool(num_linear_heads(self.model_config)),
+            has_linear_attention=recurrent_sizes(self.model_config) is not None,
             num_layers=self.model_config.get_text_config().num_hidden_layers,
             is_compiled=bool(self.settings["torch_compile"]),
         )

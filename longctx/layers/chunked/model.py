@@ -16,7 +16,7 @@ from longctx.layers.checkpointed_layers import LayerCheckpoints
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.layer import ChunkedLayer, KeptOutput, LazyTokens, RunChunked
 from longctx.layers.chunked.tiles import ask_for_gradient, keep_backward_in_one_thread, run_in_tiles, trained
-from longctx.model.allow_list import num_linear_heads
+from longctx.model.recurrent import recurrent_sizes
 
 
 def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kept: LayerCheckpoints) -> None:
@@ -37,7 +37,7 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
     """
     if size < 1:
         raise ValueError(f"sequence_chunk_size {size} is below 1. Use a few thousand tokens.")
-    if num_linear_heads(model.config):
+    if recurrent_sizes(model.config):
         raise ValueError(
             f"sequence_chunk_size {size}: linear attention layers of {model.config.model_type} carry a state through "
             "all tokens, and cannot be split at their attention. Leave it out."
