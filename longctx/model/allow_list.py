@@ -119,6 +119,9 @@ AUXILIARY_LOSS_MODELS = (
 )
 """Those of them whose routers have an auxiliary loss in transformers; tests/layers/test_routers.py compares it."""
 
+EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""transformers' own ways to compute experts that tests/layers/test_routers.py compares."""
+
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
 
