@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longctx.ranks.first import is_first_on_node
+from longctx.ranks import is_first_on_node
 from longctx.ranks.watchdog import Watchdog, leave, watch
 
 Result = TypeVar("Result")
