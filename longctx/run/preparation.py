@@ -1,7 +1,12 @@
-"""Start the processes and prepare the data of a run, before weights are loaded."""
+"""Start the processes and prepare the data of a run, before weights are loaded.
+
+This checks the checkpoint that a run resumes from, and where it writes: a folder that nodes share or one on each node,
+and the hub.
+"""
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,26 +24,8 @@ from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import is_template_file, load_tokenizer, take_chat_template
-from longctx.ranks.agreement import broadcast_object, on_all_ranks, storage_of_ranks
+from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ranks, storage_of_ranks
 from longctx.run.processes import agree, degrees, start_processes
-from longctx.run.preparation import checkpoint_to_resume
-from longctx.settings.run import Run
-from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
-from longctx.training.engines import settle_deepspeed
-from longctx.training.fingerprint import compare_files, data_identity
-from longctx.training.schedule import check_learning_rates, check_training_steps
-
-
-import logging
-from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
-from trl import SFTConfig
-
-from longctx.ranks.agreement import check_agreement, on_all_ranks, storage_of_ranks
 from longctx.settings.run import Run
 from longctx.training.checkpoint import (
     MANIFEST,
@@ -50,6 +37,12 @@ from longctx.training.checkpoint import (
     optimization_flags,
     read_manifest,
 )
+from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
+from longctx.training.engines import settle_deepspeed
+from longctx.training.fingerprint import compare_files, data_identity
+from longctx.training.schedule import check_learning_rates, check_training_steps
+
+logger = logging.getLogger(__name__)
 
 SAMPLED_ROWS = 8
 """Micro-batches that are sampled to choose a backend."""
@@ -225,10 +218,6 @@ def settle_output(args: SFTConfig) -> None:
             )
 
     on_all_ranks(check)
-
-
-
-logger = logging.getLogger(__name__)
 
 
 def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, Any]]) -> Path | None:
