@@ -235,7 +235,7 @@ def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
 
 
 def _write(folder: Path, plan: _Planned, machine: Any) -> None:
-    from longctx.report.forecast import draw_lengths, draw_memory, draw_speeds
+    from longctx.report.pictures import draw_lengths, draw_memory, draw_speeds
     from longctx.report.plan_command import model_folder
 
     folder.mkdir(parents=True, exist_ok=True)

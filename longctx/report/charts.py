@@ -9,8 +9,7 @@ from typing import Any
 from longctx.forecast.expected_step import GIB, ExpectedStep
 from longctx.launch.terminal import number
 from longctx.regions import PARTS
-from longctx.report.page_elements import escaped, figure, folded
-from longctx.report.svg import Series, area_chart, bar_chart, finite, line_chart
+from longctx.report.svg import Series, area_chart, bar_chart, escaped, figure, finite, folded, line_chart
 
 PART_NAMES = {
     "data": "waiting for data",
