@@ -87,7 +87,7 @@ def _train(run: Run) -> int:
         from longctx.data import DataError
         from longctx.launch.terminal import refuse
         from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
-        from longctx.ranks.watchdog import FAILED, watch
+        from longctx.ranks.watchdog import FAILED, current_watchdog
         from longctx.run import finish, fit, load, prepare
         from longctx.training.callbacks import RESUMABLE
         from longctx.training.checkpoint import CheckpointError, NotSavedError
@@ -95,8 +95,8 @@ def _train(run: Run) -> int:
 
     try:
         prepared = prepare(run)
-        if watching := watch():
-            watching.guard()
+        if watchdog := current_watchdog():
+            watchdog.register()
         model = load(prepared)
     except RefusedOnAllRanks as error:
         if error.is_mine:
