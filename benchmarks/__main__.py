@@ -22,6 +22,7 @@ MINUTES = {
     "plan": "5",
     "planned": "15",
     "scaling": "10",
+    "small_gpus": "1",
     "soak": "60",
     "step_time": "1, 5 with --here",
     "streaming": "3",

@@ -220,9 +220,13 @@ def _planned(
 
 
 def _adapter(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags of longctx.train about adapters that affect memory."""
+    """Return the flags of longctx.train about adapters that affect memory.
+
+    With 4-bit weights, what is not quantised is loaded in bf16: it is frozen, so no precision of an update is lost.
+    """
     names = ("model_name_or_path", "use_peft", "lora_r", "load_in_4bit", "use_bnb_nested_quant")
-    return {name: getattr(options, name) for name in names}
+    adapter = {name: getattr(options, name) for name in names}
+    return adapter | ({"dtype": "bfloat16"} if options.load_in_4bit else {})
 
 
 def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:

@@ -57,7 +57,12 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
             {"model": "qwen3", "window": 2},
             {"model": "olmo3", "window": 1},
         ],
-        "experts": [{"model": "qwen3_moe"}, {"model": "mixtral"}, {"model": "glm4_moe"}, {"model": "olmoe"}],
+        "experts": [
+            {"model": "qwen3_moe", "aux_loss": 1.0},
+            {"model": "mixtral", "aux_loss": 0.01},
+            {"model": "glm4_moe"},
+            {"model": "olmoe"},
+        ],
         "sinks": [{"model": "gpt_oss", "window": 8}, {"model": "gpt_oss", "window": 24, "heads": "6:2"}],
     },
     "records": {

@@ -10,9 +10,11 @@ from typing import Any
 from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup, device_named
-from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
 
-ALWAYS_WINDOWED = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
+ALWAYS_WINDOWED = (
+    *("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone_moe", "gemma3_text", "gpt_oss", "granitemoe_swa", "olmo3"),
+)
 """Model types whose configuration always has windows in some layers."""
 
 
@@ -78,6 +80,8 @@ class Case:
     # The features.
     adapter: str = ""
     smoothing: float = 0.0
+    aux_loss: float = 0.0
+    """Coefficient of the routers' auxiliary loss."""
     evaluation: str = ""
     schedule: str = "linear"
     warmup: int = 0
@@ -283,6 +287,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "loss_type": ("chunked_nll",),
     "adapter": ADAPTERS,
     "smoothing": (0.1, 1.0),
+    "aux_loss": (0.01, 1.0),
     "evaluation": ("steps", "epoch", "at the start", "best model", "early stopping", "packed otherwise"),
     "schedule": SCHEDULES[1:],
     "warmup": (1, 5),
@@ -315,7 +320,7 @@ def draw(seed: int, *, launchers: float = 0.02) -> Case:
     rates = {"model": 0.75, "sp": 0.65, "dp": 0.35, "backend": 0.8, "engine": 0.5, "unlucky": 0.12, "resume": 0.12}
     rates |= {"records": 0.5, "lengths": 0.6, "packing": 0.4, "adapter": 0.15, "evaluation": 0.15, "order": 0.5}
     rates |= {"model_init_kwargs": 0.05, "rope_scaling": 0.08, "window": 0.5, "memory": 0.08, "offload": 0.08}
-    rates |= {"heads_k_stride": 0.08, "overlong": 0.6, "drop_last": 0.06, "epochs": 0.12}
+    rates |= {"aux_loss": 0.5, "heads_k_stride": 0.08, "overlong": 0.6, "drop_last": 0.06, "epochs": 0.12}
     for name, values in VALUES.items():
         if random_.random() < rates.get(name, 0.15):
             case = replace(case, **{name: random_.choice(values)})
@@ -385,6 +390,10 @@ def settle(case: Case) -> Case:
         change["engine"] = "auto"
     if case.window and case.model not in WINDOW_MODELS:
         change["window"] = 0
+    if case.aux_loss and case.model not in AUXILIARY_LOSS_MODELS:
+        change["aux_loss"] = 0.0
+    elif case.aux_loss and case.order == "random":  # documents are found by their loss alone
+        change["order"] = "whole"
     if case.model in ALWAYS_WINDOWED and not case.window:
         change["window"] = 8
     if case.model in GATED_DELTA_MODELS and case.heads not in ("4:2", "4:4", "8:2"):

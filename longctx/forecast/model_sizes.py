@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.model.allow_list import head_size, is_latent, num_heads
 from longctx.model.files import without_weights
-from longctx.model.load import num_elements
+from longctx.model.load import count_parameters, count_trained_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class ModelSizes:
         heads, key_value_heads = num_heads(config)
         width, experts = _mlp_width(text)
         return cls(
-            num_parameters=sum(map(num_elements, model.parameters())),
-            num_trained_parameters=sum(num_elements(x) for x in model.parameters() if x.requires_grad),
-            layer_parameters=max(sum(map(num_elements, layer.parameters())) for layer in layers),
+            num_parameters=count_parameters(model),
+            num_trained_parameters=count_trained_parameters(model),
+            layer_parameters=max(map(count_parameters, layers)),
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,

@@ -72,7 +72,12 @@ def all_charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str
         _memory(steps),
         *_times(steps),
     ]
+    of_experts: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("Auxiliary loss", "aux_loss", {"low": 0.0}),
+        ("Expert load", "expert_load_imbalance", {"low": 1.0, "high": 2.0}),
+    )
     for name, key, options in (
+        *(chart for chart in of_experts if any(chart[1] in step for step in steps)),
         ("Padding", "padding_fraction", {"low": 0.0, "high": 0.05, "tick": _percent}),
         ("Attention imbalance", "attention_imbalance", {"low": 1.0, "high": 1.1}),
         ("Gradient norm", "grad_norm", {"low": 0.0}),
@@ -103,6 +108,8 @@ def _smoothed(name: str, points: Sequence[tuple[float, float]]) -> list[Series]:
 
 _NOTES = {
     "Padding": "Part of the tokens computed that are padding.",
+    "Auxiliary loss": "Of the routers, without its coefficient; with an even load, it is the experts of a token.",
+    "Expert load": "Tokens of a layer's busiest expert over the mean, in the least balanced layer; 1 is even.",
     "Attention imbalance": "Attention work of the busiest rank over the mean; 1 is even.",
 }
 
@@ -209,6 +216,9 @@ _COLUMNS = {
     "peak_host_memory_gib_max": "{:.2f}".format,
     "padding_fraction": _percent,
     "attention_imbalance": "{:.3f}".format,
+    "aux_loss": "{:.4g}".format,
+    "expert_load_imbalance": "{:.2f}".format,
+    "unused_experts_fraction": _percent,
     "data_fraction": _percent,
     "attention_fraction": _percent,
     "communication_fraction": _percent,

@@ -17,7 +17,7 @@ from longctx.launch.terminal import token_label
 from longctx.model.rope import scaling_for
 
 ASSUMED = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": True, "dtype": "float32"}
-"""Flags of longctx.train that a plan assumes."""
+"""Flags of longctx.train that a plan assumes, unless `Commands.adapter` has them."""
 
 WIDTH = 120
 """Width of printed lines."""
@@ -58,8 +58,9 @@ class Commands:
         if self.adapter["use_peft"]:
             words += ["--use_peft", "True", "--lora_r", str(self.adapter["lora_r"])]
         for name in ("load_in_4bit", "use_bnb_nested_quant"):
-            words += [f"--{name}", "True"] if self.adapter[name] else []
-        return shlex.join([*words, *(word for name, value in ASSUMED.items() for word in (f"--{name}", str(value)))])
+            words += [f"--{name}", "True"] if self.adapter.get(name) else []
+        assumed = {name: self.adapter.get(name, value) for name, value in ASSUMED.items()}
+        return shlex.join([*words, *(word for name, value in assumed.items() for word in (f"--{name}", str(value)))])
 
     def rope_flags(self, length: int) -> str:
         """Return the flag that extends the model's context to this length; empty if there is none."""

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.model.adapter import changes_base
-from longctx.model.allow_list import check_model
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, check_model, has_experts
 from longctx.model.load import load_config
 from longctx.model.rope import extended, factor_for, parse_rope_scaling, scaling_for
 from longctx.model.tied_head import untie_as_stored
@@ -52,12 +52,34 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
             raise ValueError(f"--rope_scaling and {twice[0]} in --model_init_kwargs set the same. Keep one of them.")
         config = extended(config, values["rope_scaling"])
     check_model(config)
+    _set_auxiliary_loss(config, values["router_aux_loss_coef"])
     if values["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
         raise ValueError(
             f"--dtype auto means {config.dtype} for {values['model_name_or_path']}, whose gradients underflow "
             "without a scaled loss, which is not supported. Use --dtype float32 or bfloat16."
         )
     return values.note(*_notes(values, config)), config
+
+
+@check("router_aux_loss_coef")
+def _set_auxiliary_loss(config: PretrainedConfig, coefficient: float | None) -> None:
+    """Switch the routers' auxiliary loss on unless its coefficient, by default the model's own, is 0, as TRL does.
+
+    Raises:
+        ValueError: for a coefficient with a model that has no such loss.
+    """
+    text = config.get_text_config()
+    if text.model_type not in AUXILIARY_LOSS_MODELS:
+        if coefficient:
+            kind = "has no such loss in transformers" if has_experts(config) else "is no mixture of experts"
+            raise ValueError(
+                f"--router_aux_loss_coef {coefficient} weights the routers' auxiliary loss, and {text.model_type} "
+                f"{kind}. Leave it out."
+            )
+        return
+    if coefficient is not None:
+        text.router_aux_loss_coef = coefficient
+    text.output_router_logits = bool(text.router_aux_loss_coef)
 
 
 def _notes(values: Values, config: PretrainedConfig) -> list[str]:

@@ -71,7 +71,7 @@ def set_up_allocators() -> None:
 
 
 def load_on_every_rank() -> None:
-    """Make every rank read the weights: FSDP2 only sends those that it shards. Call it before its plug-in exists."""
+    """Make every rank read the weights, and quantise them itself. Call it before FSDP2's plug-in exists."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel, PrinterCallback, T
 from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.layers.loss import token_losses
 from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.run import first_step_batches
 from longctx.training.reference import check_reference_fits, documents_of, single_device_step
@@ -163,7 +164,8 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
     model: PreTrainedModel = trainer.model
     device, home = trainer.sequence.device, model.device
     on_device = [
-        {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)} for batch in batches
+        {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        for batch in batches
     ]
     model.to(device)
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -357,7 +359,7 @@ def _check_denominator(trainer: SequenceTrainer, shard: Any, logits: Tensor, bat
     summed = F.cross_entropy(
         logits.flatten(0, 1).double(), shard.shift_labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    share = sequence.loss(logits, shard.shift_labels, count).double()
+    share = sequence.label_loss(token_losses(logits, shard.shift_labels), count).double()
     if dist.is_initialized():
         dist.all_reduce(summed)
         dist.all_reduce(share)
