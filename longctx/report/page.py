@@ -167,7 +167,7 @@ class RunReport:
     ended: str
     """A sentence on how the run ended."""
     is_complete: bool
-    """Whether it took all of its steps."""
+    """Whether the run took all of its steps."""
     history: Sequence[Mapping[str, Any]]
     """trainer_state.json's log_history."""
     results: Sequence[tuple[str, str]] = field(default=())

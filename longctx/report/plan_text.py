@@ -28,9 +28,9 @@ class Commands:
     """The commands of a plan, which differ in devices, length and arrangement."""
 
     config: PretrainedConfig
-    """The model's, with `rope_scaling` applied."""
+    """The model's configuration, with `rope_scaling` applied."""
     model: str
-    """Its name, its folder, or the config.json in it."""
+    """The model's name, its folder, or the config.json in it."""
     revision: str
     rope_scaling: str | None
     """The --rope_scaling that was asked for."""
