@@ -21,8 +21,7 @@ from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
 from longctx.attention.modelled import plan_time
 from longctx.data import IGNORE_INDEX
-from longctx.layers.checkpointed_layers import LayerCheckpoints
-from longctx.layers.checkpoints import install_checkpoints
+from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
 from longctx.layers.chunked import install_chunked
 from longctx.layers.loss import fuse_head, learnt_positions, step_loss, token_losses
 from longctx.layers.routers import Routers, install_routers

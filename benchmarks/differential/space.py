@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from longctx.attention.backend import Backend
@@ -326,7 +326,7 @@ def draw(seed: int, *, launchers: float = 0.02) -> Case:
             case = replace(case, **{name: random_.choice(values)})
     if random_.random() < launchers:
         case = replace(case, spelling=random_.choice(LAUNCHERS))
-    return settle(case if random_.random() < REFUSED_SHARE else reconcile(case, random_))
+    return make_consistent(case if random_.random() < REFUSED_SHARE else reconcile(case, random_))
 
 
 def reconcile(case: Case, random_: random.Random) -> Case:
@@ -381,7 +381,7 @@ def spreads(backend: Backend, case: Case) -> bool:
         return False
 
 
-def settle(case: Case) -> Case:
+def make_consistent(case: Case) -> Case:
     """Bring together what has no meaning, or no independent account, side by side; refusals are left to longctx."""
     change: dict[str, Any] = {}
     if case.processes > 4:
@@ -422,10 +422,5 @@ def settle(case: Case) -> Case:
         change |= {"order": "sequential"}
     if case.file == "folder" and case.records != "text":
         change["records"] = "text"
-    settled = replace(case, **change)
-    return case if settled == case else settle(settled)
-
-
-def dimensions() -> list[str]:
-    """The names of all dimensions, in order."""
-    return [field.name for field in fields(Case)]
+    consistent = replace(case, **change)
+    return case if consistent == case else make_consistent(consistent)

@@ -53,7 +53,7 @@ class Reference:
     grad_norm: float
     """Added up in fp64."""
     gradients: Gradients
-    """On the CPU, by the parameter's name."""
+    """Gradients on the CPU, by the parameter's name."""
     bounds: tuple[float, float, float]
     """Largest errors allowed of the loss, any parameter's gradient, and the norm."""
 
@@ -114,7 +114,7 @@ class _Step(TrainerCallback):
         self.trainer, self.sp, self.batches, self.reference = trainer, sp, batches, reference
         self.checks: list[Check] = []
         self.errors: dict[str, float] = {}
-        """Of every parameter's gradient, on rank 0."""
+        """The error of every parameter's gradient, on rank 0."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = self.trainer.model_wrapped
@@ -158,7 +158,7 @@ def _whole_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 
 
 def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]) -> Reference | None:
-    """On rank 0, with transformers' own attention; the model is as before afterwards."""
+    """Return the reference on rank 0, with transformers' own attention; afterwards the model is as before."""
     if trainer.sequence.rank != 0:
         return None
     model: PreTrainedModel = trainer.model
@@ -195,7 +195,7 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
 
 
 def _check_reference_fits(trainer: SequenceTrainer, batches: Batches) -> None:
-    """On rank 0, which runs the step on one device."""
+    """Check on rank 0, which runs the reference's step, that it fits one device."""
     device, model = trainer.sequence.device, trainer.model
     if trainer.sequence.rank != 0 or device.type != "cuda":
         return
