@@ -6,6 +6,9 @@ Predicted, never measured: memory by the closed form, time by `longctx.forecast.
 FlashAttention-3, 1.9 TB of host memory. *Presets* is the fastest of --memory balanced, longest and fastest over all
 degrees that leaves a tenth of the memory free, and *chosen* what --memory auto finds over the same degrees. MFU counts
 no recomputation, and only pairs of query and key that the causal mask leaves, of a peak of 989 TFLOP/s.
+
+The tables of fused layers have the fastest that --memory auto finds with --use_liger_kernel True and with
+--torch_compile True, which is on FSDP2 and has neither tiles nor chunks. Both save and move less than stock layers do.
 """
 
 from __future__ import annotations
@@ -19,11 +22,15 @@ from longctx.attention.cost import FLOPS_FORWARD
 from longctx.forecast.candidates import DEVICE_BYTES, Machine, Outlook, candidates, outlook
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, matmul_parameters
+from longctx.layers.liger import liger_parts
 
 from .published import CONFIGS, HOST_BYTES
 
 MODELS = ("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B")
 LENGTHS = (*(2**power for power in range(15, 22)), 3_000_000, 2**22, 5_000_000, 6_000_000)
+FUSED_LENGTHS = (2**15, 2**17, 2**20)
+FUSED = ("use_liger_kernel", "torch_compile")
+"""Flags that fuse norms and activations."""
 PRESETS = ("balanced", "longest", "fastest")
 PEAK = 9.89e14
 MACHINE = Machine(
@@ -92,16 +99,40 @@ def table(name: str) -> Iterator[str]:
         )
 
 
+def fused_table(name: str) -> Iterator[str]:
+    """Yield a Markdown table of stock and fused layers for one model."""
+    config = CONFIGS[name]
+    columns = [f"`--{flag} True` | ratio" for flag in FUSED]
+    yield f"| {' | '.join(['length', 'stock layers: tokens/s a device', *columns])} |"
+    yield "| --- " * (2 + 2 * len(FUSED)) + "|"
+    parts = dict.fromkeys(liger_parts(config), True)
+    every = [{}, *({flag: True, "liger_kernel_config": parts} for flag in FUSED)]
+    stock, *fused = [candidates(config, MACHINE, presets=("auto",), settings=settings) for settings in every]
+    for length in FUSED_LENGTHS:
+        before, *after = [
+            best([outlook(candidate, MACHINE, length) for candidate in found]) for found in (stock, *fused)
+        ]
+        assert before is not None, f"{length:,} tokens do not fit"
+        cells = [
+            "does not fit | "
+            if one is None
+            else f"{one.speed:,.0f}, `{one.candidate.label}` | {one.speed / before.speed:.2f}"
+            for one in after
+        ]
+        yield f"| {length:,} | {before.speed:,.0f}, `{before.candidate.label}` | " + " | ".join(cells) + " |"
+
+
 def page() -> str:
     """Return the page."""
-    summary = (__doc__ or "").split("\n\n")[2].strip()
+    summary = [part.strip() for part in (__doc__ or "").split("\n\n")[2:]]
     parts = [
         "# Memory levers chosen by cost",
         f"`python -m benchmarks.levers`  \n{datetime.now(UTC):%Y-%m-%d}",
-        summary,
+        *summary,
     ]
     for name in MODELS:
         parts += [f"## {name} on 8 × H100", "\n".join(table(name))]
+        parts += [f"### {name}, fused layers", "\n".join(fused_table(name))]
     return "\n\n".join(parts) + "\n"
 
 

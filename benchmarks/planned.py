@@ -29,8 +29,8 @@ from longctx.forecast.calibrate import Calibration, calibrate, corrected
 from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
 from longctx.forecast.closed_form import predict
 from longctx.forecast.step_time import Speeds
-from longctx.forecast.token_label import token_label
-from longctx.report.forecast import draw_lengths_and_seconds
+from longctx.launch.terminal import token_label
+from longctx.report.pictures import draw_lengths_and_seconds
 
 from .published import CONFIGS, HOST_BYTES
 

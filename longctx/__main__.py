@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 import longctx
-from longctx.settings.methods import METHODS, POINTER
+from longctx.settings.flag_sources import METHODS, POINTER
 from longctx.train import USAGE_ERROR
 
 BROKEN_PIPE = 128 + 13

@@ -174,7 +174,7 @@ def _planned(
     """Return the plan for these candidates."""
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document
-    from longctx.report.plan_command import Commands
+    from longctx.report.plan_text import Commands
 
     documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
@@ -220,9 +220,13 @@ def _planned(
 
 
 def _adapter(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags of longctx.train about adapters that affect memory."""
+    """Return the flags of longctx.train about adapters that affect memory.
+
+    With 4-bit weights, what is not quantised is loaded in bf16: it is frozen, so no precision of an update is lost.
+    """
     names = ("model_name_or_path", "use_peft", "lora_r", "load_in_4bit", "use_bnb_nested_quant")
-    return {name: getattr(options, name) for name in names}
+    adapter = {name: getattr(options, name) for name in names}
+    return adapter | ({"dtype": "bfloat16"} if options.load_in_4bit else {})
 
 
 def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
@@ -235,8 +239,8 @@ def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
 
 
 def _write(folder: Path, plan: _Planned, machine: Any) -> None:
-    from longctx.report.forecast import draw_lengths, draw_memory, draw_speeds
-    from longctx.report.plan_command import model_folder
+    from longctx.report.pictures import draw_lengths, draw_memory, draw_speeds
+    from longctx.report.plan_text import model_folder
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan.result, indent=1) + "\n")

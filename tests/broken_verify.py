@@ -11,7 +11,7 @@ import torch
 import longctx.attention.operator
 import longctx.parallel
 import longctx.run.model
-import longctx.training.collators
+import longctx.training.data_order
 from longctx.verify import __main__ as verify
 
 
@@ -22,7 +22,7 @@ def break_documents():
     def one_document(position_ids, *args, **options):
         return plan(torch.arange(position_ids.numel())[None].view(position_ids.shape), *args, **options)
 
-    longctx.parallel.plan_batch = longctx.training.collators.plan_batch = one_document
+    longctx.parallel.plan_batch = longctx.training.data_order.plan_batch = one_document
 
 
 def break_labels():

@@ -93,12 +93,12 @@ def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu
     given = ["--model_name_or_path", str(models / model), "--dataset_name", "data.jsonl", "--max_length", "256"]
     given += ["--max_steps", "5"]
     with (
-        mock.patch("longctx.settings.versions.version", _version),
+        mock.patch("longctx.settings.machine_checks.version", _version),
         mock.patch("longctx.settings.model_config.load_config", _load_config),
         mock.patch("longctx.settings.resolve.QLORA_VERSIONS", {}),  # bitsandbytes is in no extra of the tests
         mock.patch("longctx.settings.resolve.device_count", return_value=devices),
         mock.patch(
-            "longctx.settings.profile_values.default_config_file", return_value=None
+            "longctx.settings.values.default_config_file", return_value=None
         ),  # may be left behind on this machine
     ):
         try:

@@ -13,7 +13,7 @@ import pytest
 
 import longctx
 from longctx.__main__ import COMMANDS, main
-from longctx.settings.methods import METHODS, POINTER
+from longctx.settings.flag_sources import METHODS, POINTER
 
 ROOT = Path(__file__).parents[1]
 

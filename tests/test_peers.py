@@ -214,11 +214,11 @@ def test_deepspeed_that_reads_parameters_too_early_is_refused(monkeypatch):
     flags = parse_flags(["--sp", "2", "--sp_backend", "ulysses", "--use_cpu", "True"])
     env = {"RANK": "0", "WORLD_SIZE": "2"}
     monkeypatch.setattr(
-        "longctx.settings.versions.version", lambda name: "0.19.7" if name == "deepspeed" else installed(name)
+        "longctx.settings.machine_checks.version", lambda name: "0.19.7" if name == "deepspeed" else installed(name)
     )
     with pytest.raises(ValueError, match=r"deepspeed 0\.19\.7 .*needs 0\.19\.8 or later.*pip install"):
         resolve(flags, read_profile(env), env)
     monkeypatch.setattr(
-        "longctx.settings.versions.version", lambda name: "0.19.8" if name == "deepspeed" else installed(name)
+        "longctx.settings.machine_checks.version", lambda name: "0.19.8" if name == "deepspeed" else installed(name)
     )
     assert resolve(flags, read_profile(env), env).engine == "deepspeed"

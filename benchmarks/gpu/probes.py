@@ -24,7 +24,7 @@ from longctx.attention.operator import varlen_attention
 from longctx.forecast.measure import Work, measure_together
 from longctx.model.tiny import tiny_tokenizer
 from longctx.ring import plan_ring
-from longctx.training.profiling import FOLDER
+from longctx.training.callbacks import PROFILE_FOLDER
 
 from ..attention import CASES, Heads, clock_of, forward_backward, virtual_seconds
 from ..max_length.rank import Task, run_task
@@ -160,7 +160,7 @@ def ring_efficiency(about: Attention) -> dict[str, Any]:
 def train(task: Task) -> dict[str, Any]:
     """A few optimizer steps, and what of the copies to and from the host a trace shows beside kernels."""
     report = run_task(task)
-    trace = Path(task.data).parent / FOLDER / "rank-0.json.gz"
+    trace = Path(task.data).parent / PROFILE_FOLDER / "rank-0.json.gz"
     if trace.exists():
         with gzip.open(trace) as file:
             report |= overlap(json.load(file)["traceEvents"])

@@ -249,7 +249,7 @@ def _facts(options: argparse.Namespace, use_cpu: bool) -> dict[str, Any]:
     Raises:
         ValueError: for more devices than there are, or a larger budget than one has.
     """
-    from longctx.forecast.machine_memory import host_bytes
+    from longctx.forecast.hardware import host_bytes
     from longctx.launch.spawn import device_count
 
     if not use_cpu and options.gpus[-1] > device_count():

@@ -17,8 +17,7 @@ from longctx.forecast.memory_setup import MemorySetup
 from longctx.model.allow_list import num_heads
 from longctx.model.load import load_config
 from longctx.settings.flags import parse_flags
-from longctx.settings.launcher import find_profile
-from longctx.settings.profile import read_profile
+from longctx.settings.profile import find_profile, read_profile
 from longctx.settings.resolve import resolve
 from longctx.settings.run import Run
 

@@ -19,9 +19,8 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import longctx.run
-from longctx.forecast.allocations import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.memory_trace import MemoryTracer
+from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS, MemoryTracer
 from longctx.model.load import count_parameters, load_config, load_model, load_tokenizer
 from longctx.packing import PackedDataset
 from longctx.settings.flags import parse_flags

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from longctx.recurrent.layers import PrefersHeads, install_recurrent
 from longctx.sequence.batch import AttentionContext
-from longctx.ulysses.gated_delta import install_gated_delta
 
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
@@ -32,7 +33,7 @@ def longctx_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer, in transformers' signature.
 
-    query [1, H, S/P, D], key and value [1, K, S/P, D] -> [1, S/P, H, D].
+    query and key [1, H or K, S/P, D], value [1, K, S/P, E] -> [1, S/P, H, E].
 
     Args:
         sliding_window: tokens that each query sees, itself included.
@@ -66,15 +67,30 @@ def longctx_attention(
     if torch.is_autocast_enabled(query.device.type):  # norms and RoPE may have left fp32 queries beside bf16 values
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    attend = sequence.attend(sliding_window)
-    return attend(query, key, value, scale=scaling, sinks=s_aux).transpose(1, 2).contiguous(), None
+    scale, size = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
+    query, key, value = _of_one_size(query, key, value)
+    out = sequence.attend(sliding_window)(query, key, value, scale=scale, sinks=s_aux)
+    return out[..., :size].transpose(1, 2).contiguous(), None
 
 
-def install(model: PreTrainedModel) -> None:
-    """Make every attention layer of `model` call `longctx_attention`, and every gated delta-rule layer our forward."""
+def _of_one_size(*heads: Tensor) -> list[Tensor]:
+    """Return queries, keys and values with zeros up to the largest head size, which change neither scores nor outputs.
+
+    Multi-head latent attention has values of another size than its queries and keys, and kernels take one size.
+    """
+    size = max(x.shape[-1] for x in heads)
+    return [F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in heads]
+
+
+def install(model: PreTrainedModel, prefers_heads: PrefersHeads) -> None:
+    """Make every attention layer of `model` call `longctx_attention`, and every recurrent layer our functions.
+
+    Args:
+        prefers_heads: as in `install_recurrent`.
+    """
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
-    install_gated_delta(model)
+    install_recurrent(model, NAME, prefers_heads)
     _name_present_layers(model)
 
 

@@ -20,10 +20,10 @@ from longctx.data.errors import DataError, with_place
 from longctx.data.mixture import Mixture, name_data
 
 if TYPE_CHECKING:
+    from longctx.data.files import STDLIB, stdlib_files
     from longctx.data.mixing import MixedStream, SourceReport, mix
     from longctx.data.records import load_records, record_place, stream_records
     from longctx.data.stream import DocumentStream, tokenize_stream
-    from longctx.data.text_files import STDLIB, stdlib_files
     from longctx.data.tokenize import tokenize_records
 
 __all__ = [
@@ -51,12 +51,12 @@ __all__ = [
 _LOADED_WHEN_USED = {
     "DocumentStream": "stream",
     "MixedStream": "mixing",
-    "STDLIB": "text_files",
+    "STDLIB": "files",
     "SourceReport": "mixing",
     "load_records": "records",
     "mix": "mixing",
     "record_place": "records",
-    "stdlib_files": "text_files",
+    "stdlib_files": "files",
     "stream_records": "records",
     "tokenize_records": "tokenize",
     "tokenize_stream": "stream",

@@ -1,12 +1,13 @@
-"""Digests of whole files, remembered on disk for as long as a file's inode and times stay as they are.
+"""What is kept on disk for later runs: its keys, its folder, and digests of whole files.
 
 A file is known by its contents: its size and modification time can be those of another file, since anyone can set
 them. The time of its last change (ctime) cannot be set, so a digest is computed once for each
-(device, inode, size, mtime, ctime) and found again from then on.
+(device, inode, size, mtime, ctime), and found again for as long as these stay as they are.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import stat
 import time
@@ -15,12 +16,26 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import datasets
 import xxhash
 
-from longctx.data.cache import cache_folder, cache_key
 from longctx.data.errors import DataError, unreadable
+
+# Raised when the same records would now give other tokens or other rows.
+_VERSION = 3
+
+
+def cache_key(*parts: Any) -> str:
+    """Fingerprint of everything a cached result depends on."""
+    return hashlib.sha256(json.dumps([_VERSION, *parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """The folder of plans and digests, beside the data sets that `datasets` keeps (HF_DATASETS_CACHE)."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "longctx"
+
 
 _BLOCK_BYTES = 64 << 20
 """Blocks of a large file are hashed side by side."""

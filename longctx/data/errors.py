@@ -1,10 +1,15 @@
-"""The error of the data stage, and the wording that several of its files share."""
+"""The error of the data stage, the wording that several of its files share, and the limits on what is read.
+
+Compressed files, and JSON of empty lists, are small on the disk and large once they are read.
+"""
 
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 
 class DataError(ValueError):
@@ -12,7 +17,7 @@ class DataError(ValueError):
 
 
 RECORD_BYTES = 1 << 28
-"""Of a line of JSON, or of a text file: what is read before anything is known about it, and so bounds memory."""
+"""The largest line of JSON or text file. It is read before anything is known about it, so this bounds memory."""
 
 
 def too_long(where: str, what: str, limit: int, remedy: str) -> DataError:
@@ -40,3 +45,33 @@ def with_place(error: DataError, place: Callable[[int], str]) -> DataError:
     """The error with the place of the record that its message begins with, by `name_record`; or as it is."""
     named = re.match(r"record (\d+) \(counted from 0\)", str(error))
     return DataError(place(int(named[1])) + str(error)[named.end() :]) if named else error
+
+
+RECORD_MEMORY_BYTES = 4 << 30
+"""The most memory that a parsed JSON record may take."""
+GROUP_MEMORY_BYTES = 8 << 30
+"""The most memory that an unpacked row group (parquet) or record batch (Arrow) may take."""
+
+_STATM = Path("/proc/self/statm")
+
+
+class MemoryBound:
+    """Let this process take so many bytes more than it has now, besides files that are mapped into memory.
+
+    Code that asks for more inside this context gets a MemoryError (pyarrow's ArrowMemoryError is one). Linux only.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        self._limit = self._before[0]
+        if _STATM.exists():
+            held = int(_STATM.read_text().split()[5]) * resource.getpagesize()
+            known = [limit for limit in self._before if limit != resource.RLIM_INFINITY]
+            self._limit = min([held + nbytes, *known])
+
+    def __enter__(self) -> Self:
+        resource.setrlimit(resource.RLIMIT_DATA, (self._limit, self._before[1]))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, self._before)

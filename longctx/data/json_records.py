@@ -14,7 +14,9 @@ from datasets import Features, Json, Value
 
 from longctx.data.errors import (
     RECORD_BYTES,
+    RECORD_MEMORY_BYTES,
     DataError,
+    MemoryBound,
     name_files,
     name_record,
     no_records,
@@ -31,7 +33,6 @@ from longctx.data.kinds import (
     kind_columns,
     record_kind,
 )
-from longctx.data.memory import RECORD_MEMORY_BYTES, MemoryBound
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _INT32_MAX = np.iinfo(np.int32).max
@@ -40,7 +41,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 SMALL_TEXT = 1 << 20
 """Characters of JSON that cannot become much memory: an empty list takes two of them and 64 bytes."""
 _ARRAY_BYTES = 1 << 30
-"""Of a file that is one JSON array."""
+"""The largest file that holds one JSON array."""
 
 
 class JsonRecords:

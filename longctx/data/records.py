@@ -1,23 +1,38 @@
-"""The name of a data set -> its records: where it is, which splits it has, and the slice asked for."""
+"""The name of a data set -> its records: where it is, which splits it has, and the slice asked for.
+
+A folder of `Dataset.save_to_disk` may be anybody's, so Arrow's own checks come before it is read.
+"""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import datasets
+import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
-from longctx.data.errors import DataError, name_record, no_records
-from longctx.data.files import DATA_SUFFIXES, FORMATS_HELP, Loader, files_loader, generated_loader
+from longctx.data.contents import cache_key, content_digests
+from longctx.data.errors import GROUP_MEMORY_BYTES, DataError, MemoryBound, name_record, no_records
+from longctx.data.files import (
+    DATA_SUFFIXES,
+    FORMATS_HELP,
+    STDLIB,
+    Loader,
+    TextFiles,
+    files_loader,
+    generated_loader,
+    stdlib_files,
+)
 from longctx.data.kinds import record_kind
-from longctx.data.saved import is_saved, saved_splits
-from longctx.data.text_files import STDLIB, TextFiles, stdlib_files
 from longctx.untrusted.files import check_data_file, check_folder, files_below, leads_outside, matching_files
 
 Records = TypeVar("Records", Dataset, IterableDataset)
@@ -118,7 +133,7 @@ def local_files(dataset_name: str) -> list[Path] | None:
 
 
 def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader] | None:
-    """The same as `_local_splits`, which have no configurations."""
+    """Return `_local_splits`, or raise ValueError for a configuration, which local files do not have."""
     splits = _local_splits(name, text_field)
     if splits is not None and config is not None:
         raise DataError(
@@ -262,3 +277,91 @@ def _no_split(name: str, split: str, splits: Mapping[str, Loader]) -> DataError:
         f"{name}: no split {split!r}; available: {', '.join(sorted(splits))}. "
         "Choose one with --dataset_train_split or --dataset_test_split, or several joined by a plus sign."
     )
+
+
+_THREADS = 8
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether the folder is one of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def saved_splits(path: Path) -> dict[str, Loader]:
+    """Return the loader of each split in a folder.
+
+    Raises:
+        DataError: The folder is damaged, or names files outside itself; by the loaders, for its contents.
+    """
+    return {name: _loader(path, folder) for name, folder in _split_folders(path).items()}
+
+
+def _split_folders(path: Path) -> dict[str, Path]:
+    try:
+        check_folder(path, subfolders=True)
+        if (path / "state.json").is_file():
+            return {str(_json(path / "state.json").get("_split") or "train"): path}
+        return {name: path / _own_name(name, path) for name in _json(path / "dataset_dict.json")["splits"]}
+    except Exception as error:  # damage shows as any error of the code that meets it
+        raise _unreadable(path, error) from error
+
+
+def _loader(path: Path, folder: Path) -> Loader:
+    """
+    Args:
+        path: The data set or the dictionary of several, for messages.
+        folder: The folder of this one.
+    """
+    load = cache(lambda: _load(path, folder))
+    return Loader(
+        load=load,
+        stream=lambda: load().to_iterable_dataset(),
+        places=lambda: (f"{path}, {name_record(row)}" for row in range(len(load()))),
+    )
+
+
+def _load(path: Path, folder: Path) -> Dataset:
+    """Map the tables of a folder into memory, once their contents are known to be valid.
+
+    Of state.json, only the names of the tables count. Its format is dropped, and its fingerprint, which anybody could
+    have copied from another data set, is replaced by one of the contents.
+    """
+    try:
+        state = _json(folder / "state.json")
+        tables = [folder / _own_name(file["filename"], folder / "state.json") for file in state["_data_files"]]
+        with MemoryBound(GROUP_MEMORY_BYTES), ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(_validate, tables))
+        dataset = Dataset.load_from_disk(str(folder)).with_format(None)
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    files = [*tables, folder / "dataset_info.json"]
+    dataset._fingerprint = cache_key("saved", [file.name for file in files], content_digests(files))
+    return dataset
+
+
+def _validate(table: Path) -> None:
+    """Read a whole table and check it: offsets and indices within bounds, text in UTF-8.
+
+    Arrow's readers take offsets on trust, and one that points elsewhere reads foreign memory or crashes the process.
+    """
+    try:
+        with pa.memory_map(str(table)) as source:
+            for batch in pa.ipc.open_stream(source):
+                batch.validate(full=True)
+    except pa.ArrowException as error:
+        raise ValueError(f"{table.name}: {error}") from error
+
+
+def _own_name(name: Any, where: Path) -> str:
+    """The name of a file or folder in the folder itself."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{where} names {name}, outside its folder")
+    return name
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: not a readable folder of Dataset.save_to_disk ({error}). Save the data set again.")

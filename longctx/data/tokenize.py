@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, Json, Value
 from transformers import PreTrainedTokenizerBase
 
-from longctx.data.cache import cache_folder, cache_key
 from longctx.data.chat import ChatEncoder, training_template
 from longctx.data.columns import IGNORE_INDEX, document_lengths
+from longctx.data.contents import cache_folder, cache_key
 from longctx.data.encoders import Encoder, PretokenizedEncoder, TextEncoder, one_chunk
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.kinds import (

@@ -24,11 +24,11 @@ import torch
 from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.allocations import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from longctx.forecast.candidates import Candidate, Machine, Outlook, with_reach
 from longctx.forecast.closed_form import Reach, predict, reach
 from longctx.forecast.levers import AUTO
 from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.traced_step import StepSettings, trace_training_step
 

@@ -5,8 +5,8 @@ attention; in a sequence-chunked step also that of the projections before attent
 them. It is made of
 
 - `longctx.forecast.memory_setup`: what memory depends on, the model's sizes (`longctx.forecast.model_sizes`) included;
-- `longctx.forecast.state_memory`: parameters, gradients and optimizer states;
 - `longctx.forecast.layer_memory`: what a layer saves and what its backward pass adds;
+- parameters, gradients and optimizer states, by engine and by where they are kept (`placed_states`);
 - `longctx.forecast.coefficients`: every constant with its source. Most are counted in code. Four cannot be, and are
   fitted to published runs.
 
@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longctx.forecast import coefficients
-from longctx.forecast.chunked_step import chunked_layer_bytes, chunked_moments
 from longctx.forecast.coefficients import (
+    ADAMW_BYTES,
     FP32,
     FP32_LOGIT_BYTES,
     HOST_BUFFERS,
@@ -36,15 +36,8 @@ from longctx.forecast.coefficients import (
     LOSS_TILES,
     TOKEN_BYTES,
 )
-from longctx.forecast.layer_memory import Layer, layer_bytes
+from longctx.forecast.layer_memory import Layer, chunked_layer_bytes, chunked_moments, layer_bytes
 from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.state_memory import (
-    device_states,
-    gradients_on_host,
-    placed_states,
-    unsharded_parameters,
-    with_gradients,
-)
 from longctx.layers.loss import TILE_BYTES
 
 
@@ -55,7 +48,7 @@ class Breakdown:
     device: Mapping[str, float]
     host: Mapping[str, float]
     moment: str
-    """The moment of the device's peak: loss, MLP, norm, attention or projections."""
+    """The moment of the device's peak: loss, MLP, norm, attention or projections; or loading, of 4-bit weights."""
 
     NOT_ALLOCATED = ("copies in flight", "fragmentation", "fixed")
     """Categories of the device that `torch.cuda.max_memory_allocated` does not count."""
@@ -168,16 +161,23 @@ def _moments(setup: MemorySetup, length: int) -> dict[str, dict[str, Any]]:
         moments = _layer_moments(setup, layer, tokens)
     else:
         moments, others = chunked_moments(setup, layer, tokens), {"checkpoints": kept}
-    states = device_states(setup) | {"unsharded parameters": unsharded_parameters(setup)}
+    states = device_states(setup)
     beside = {} if setup.is_cpu else {"copies in flight": _copies_in_flight(setup, tokens)}
     always = {"tokens": TOKEN_BYTES * tokens}
-    return {
-        name: with_gradients(setup, states | sizes) | _unallocated(setup, sizes, beside)
+    loading = {}
+    if setup.quantized_weight_bytes is not None and setup.engine == "fsdp2":
+        loading = {"loading": {"parameters": loaded_weights(setup)} | _unallocated(setup, {}, {})}
+    return loading | {
+        name: with_gradients(setup, states | _unsharded(setup, name) | sizes) | _unallocated(setup, sizes, beside)
         for name, sizes in {
             "loss": always | at_loss,
             **{name: always | others | sizes for name, sizes in moments.items()},
         }.items()
     }
+
+
+def _unsharded(setup: MemorySetup, moment: str) -> dict[str, float]:
+    return {"unsharded parameters": unsharded_parameters(setup, at_loss=moment == "loss")}
 
 
 def _layer_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str, dict[str, Any]]:
@@ -243,6 +243,8 @@ def _logits(setup: MemorySetup, tokens: float) -> float:
         return (LOGIT_BYTES if setup.bf16 else FP32_LOGIT_BYTES) * vocab * tokens
     tile = min(FP32 * vocab * tokens, max(TILE_BYTES, FP32 * vocab))
     head_gradient = FP32 * vocab * setup.model.hidden_size  # summed up over the tiles
+    if setup.quantized_weight_bytes is not None:
+        head_gradient = 0  # the head is frozen
     return LOSS_TILES * tile + head_gradient
 
 
@@ -271,3 +273,119 @@ def _copies_in_flight(setup: MemorySetup, tokens: float) -> float:
         return 0.0  # a sequence-chunked step waits for copies before it frees what they read
     layers = coefficients.COPIES_IN_FLIGHT * np.minimum(setup.num_offloaded, 1)
     return layers * setup.stream_size * setup.model.hidden_size * tokens
+
+
+def device_states(setup: MemorySetup) -> dict[str, float]:
+    """Return the bytes of the states that are on the device throughout, by category."""
+    placed = placed_states(setup)
+    on_device = {
+        "parameters": setup.offload_param == "none",
+        "gradients": not gradients_on_host(setup),
+        "optimizer states": setup.offload_optimizer == "none",
+    }
+    return {name: size if on_device[name] else 0.0 for name, size in placed.items()}
+
+
+def placed_states(setup: MemorySetup) -> dict[str, float]:
+    """Return the bytes of one rank's states by category, wherever they are."""
+    model, shards = setup.model, setup.world_size / setup.dp_replicate
+    parameters, trained = model.num_parameters, model.num_trained_parameters
+    if not setup.engine.startswith("zero"):
+        spread = shards if setup.engine == "fsdp2" else 1
+        each = setup.weight_bytes / spread
+        weights = each * parameters
+        if setup.quantized_weight_bytes is not None:
+            weights = each * (parameters - model.linear_parameters) + _quantized_part(setup)
+            each = FP32 / spread  # peft keeps adapters in fp32
+            weights += each * trained
+        return {"parameters": weights, "gradients": each * trained, "optimizer states": 2 * each * trained}
+    stage = int(setup.engine.removeprefix("zero"))
+    return {
+        "parameters": setup.element_size * parameters / (shards if stage == 3 else 1),
+        "gradients": setup.reduce_bytes * trained / (shards if stage >= 2 else 1),
+        "optimizer states": ADAMW_BYTES * trained / shards,
+    }
+
+
+def gradients_on_host(setup: MemorySetup) -> bool:
+    """Whether gradients are kept on the host.
+
+    ZeRO-2 and 3 add gradients up where the optimizer is; FSDP2 offloads all states or none.
+    """
+    if setup.engine == "fsdp2":
+        return setup.offload_param != "none"
+    return setup.engine in ("zero2", "zero3") and setup.offload_optimizer != "none"
+
+
+def with_gradients(setup: MemorySetup, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes with only the gradients and checkpoints that are there at the same time.
+
+    The first layer's backward pass finds all other gradients, the last layer's all checkpoints; the larger counts.
+    ZeRO, and a run that accumulates, have all gradients throughout.
+    """
+    if setup.engine.startswith("zero") or setup.accumulates_gradients:
+        return sizes
+    model, gradients = setup.model, sizes["gradients"]
+    of_head = gradients * model.vocab_size * model.hidden_size / model.num_parameters
+    others = sizes["checkpoints"] * (1 - 1 / model.num_layers)
+    at_last = others > gradients - of_head
+    return sizes | {
+        "gradients": np.where(at_last, of_head, gradients)[()],
+        "checkpoints": np.where(at_last, sizes["checkpoints"], sizes["checkpoints"] - others)[()],
+    }
+
+
+def loaded_weights(setup: MemorySetup) -> float:
+    """Return the bytes of weights that a rank has loaded with --load_in_4bit, before FSDP2 wraps the model.
+
+    Of 4-bit weights it keeps its part; embeddings and head are still whole.
+    """
+    others = setup.model.num_parameters - setup.model.linear_parameters
+    return _quantized_part(setup) + setup.weight_bytes * others
+
+
+def _quantized_part(setup: MemorySetup) -> float:
+    """Return the bytes of a rank's 4-bit weights, scales included."""
+    assert setup.quantized_weight_bytes is not None, "weights are quantised"
+    shards = setup.world_size / setup.dp_replicate if setup.engine == "fsdp2" else 1
+    return setup.quantized_weight_bytes * setup.model.linear_parameters / shards
+
+
+def _unsharded_quantized(setup: MemorySetup, quantized_weight_bytes: float, at_loss: bool) -> float:
+    """Return the same for 4-bit weights: a dequantised matrix for its products, and on FSDP2 what is gathered.
+
+    The head, which is not quantised, is gathered for the loss.
+    """
+    model, b = setup.model, setup.element_size
+    numbers = b + (setup.weight_bytes if setup.weight_bytes != b else 0)
+    matrix = (
+        numbers * model.hidden_size * (model.query_size if model.num_experts_per_token else model.intermediate_size)
+    )
+    if setup.engine == "none":
+        return 0.0 if at_loss else matrix
+    linear = model.linear_parameters / model.num_layers
+    layer = quantized_weight_bytes * linear + b * (model.layer_parameters - linear)
+    return b * model.vocab_size * model.hidden_size + layer if at_loss else matrix + 2 * layer
+
+
+def unsharded_parameters(setup: MemorySetup, *, at_loss: bool) -> float:
+    """Return the bytes of the whole parameters that a layer needs, their gradients, and the buffers of collectives.
+
+    Args:
+        at_loss: whether the loss is computed rather than a layer, which matters for 4-bit weights.
+    """
+    if setup.quantized_weight_bytes is not None:
+        return _unsharded_quantized(setup, setup.quantized_weight_bytes, at_loss)
+    model, b = setup.model, setup.element_size
+    layer, head = model.layer_parameters, model.vocab_size * model.hidden_size
+    trains_all = model.num_trained_parameters == model.num_parameters
+    gradients, sums = b * layer if trains_all else 0, 0.0
+    if setup.sequence_chunk_size is not None:  # a chunk's own gradients come when its activations have gone
+        gradients, sums = 0, FP32 * layer * model.num_trained_parameters / model.num_parameters
+    if setup.engine == "none":
+        return sums + (gradients + b * layer if setup.stream_size > b else 0.0)  # autocast's copies
+    if setup.engine == "fsdp2":  # this layer and the next; the head's gradient is reduced meanwhile
+        return sums + 2 * b * layer + gradients + (setup.reduce_bytes * max(layer, head) if trains_all else 0)
+    bucket = setup.reduce_bytes * min(setup.bucket_size or layer, model.num_trained_parameters)
+    gathered = b * min(setup.live_parameters, model.num_parameters) if setup.engine == "zero3" else 0
+    return sums + bucket + gathered

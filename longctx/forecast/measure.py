@@ -28,7 +28,7 @@ from torch import nn
 from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, both_passes, device_named, measure_link
 from longctx.attention.kernels.choose import choose_kernel
 from longctx.attention.kernels.entries import Entries
-from longctx.forecast.machine_memory import host_bytes
+from longctx.forecast.hardware import host_bytes
 from longctx.forecast.step_time import ADAMW_BYTES, Speeds
 from longctx.launch.network import choose_interface
 from longctx.launch.spawn import device_count, spawn

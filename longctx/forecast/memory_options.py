@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
-from longctx.forecast.lever_checks import check_asked, check_together
-from longctx.forecast.levers import CPU, NONE, OWN_FLAGS, Levers, RunTraits
+from longctx.forecast.levers import CPU, NONE, OWN_FLAGS, Levers, RunTraits, check_asked, check_together
 
 CHUNK_TOKENS = 8192
 """Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
@@ -147,6 +146,7 @@ def resolve_levers(memory: str, asked: Mapping[str, Any], place: RunTraits, *, c
         checkpoint_kwargs=values.get("checkpoint_kwargs", {}),
         tiled_mlp_num_shards=_num_shards(values),
         heads_k_stride=values.get("heads_k_stride"),
+        overlap_exchange=values.get("overlap_exchange"),
         sequence_chunk_size=chunk,
         offload_optimizer_device=values.get("offload_optimizer_device", NONE),
         offload_param_device=values.get("offload_param_device", NONE),
@@ -173,7 +173,7 @@ def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[s
     left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
     if asked.get("activation_checkpointing") is False:
         left_out |= {"selective"}
-    if place.engine == "fsdp1" or "tiled_mlp_num_shards" in asked:
+    if place.engine == "fsdp1" or place.is_compiled or "tiled_mlp_num_shards" in asked:
         left_out.add("tiled_mlp")
     if place.engine != "deepspeed":
         left_out |= {"offload_optimizer_device", "small_buckets"}
@@ -187,7 +187,7 @@ def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[s
 def _whole_layers(asked: Mapping[str, Any]) -> bool:
     """Whether a lever is asked for that only a step with whole layers has."""
     return bool({"tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride"} & asked.keys()) or (
-        asked.get("every_n_layers", 1) > 1 or _by_layer(asked)
+        asked.get("every_n_layers", 1) > 1 or bool(asked.get("overlap_exchange")) or _by_layer(asked)
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longctx.model.allow_list import head_size, num_heads
+from longctx.model.allow_list import head_size, is_latent, num_heads
 from longctx.model.files import without_weights
-from longctx.model.load import num_elements
+from longctx.model.load import count_parameters, count_trained_parameters
+from longctx.model.quantized import ShardableLinear4bit, parameter_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class ModelSizes:
     num_trained_parameters: int
     layer_parameters: int
     """Parameters of the largest decoder layer."""
+    linear_parameters: int
+    """Weights of the linear layers in all decoder layers, which --load_in_4bit quantises. Experts are none of them."""
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -33,6 +36,8 @@ class ModelSizes:
     num_key_value_heads: int
     head_size: int
     has_qk_norm: bool
+    projection_parameters: int | None = None
+    """Parameters of a layer's projections of multi-head latent attention; None for plain heads."""
 
     @property
     def query_size(self) -> int:
@@ -70,9 +75,10 @@ class ModelSizes:
         heads, key_value_heads = num_heads(config)
         width, experts = _mlp_width(text)
         return cls(
-            num_parameters=sum(map(num_elements, model.parameters())),
-            num_trained_parameters=sum(num_elements(x) for x in model.parameters() if x.requires_grad),
-            layer_parameters=max(sum(map(num_elements, layer.parameters())) for layer in layers),
+            num_parameters=count_parameters(model),
+            num_trained_parameters=count_trained_parameters(model),
+            layer_parameters=max(map(count_parameters, layers)),
+            linear_parameters=_linear_parameters(layers),
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
@@ -82,6 +88,7 @@ class ModelSizes:
             num_key_value_heads=key_value_heads,
             head_size=head_size(config),
             has_qk_norm=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
+            projection_parameters=_latent_projections(text) if is_latent(config) else None,
         )
 
 
@@ -89,10 +96,26 @@ _KNOWN: dict[tuple[type[PretrainedConfig], str], ModelSizes] = {}
 """Sizes by the class and the text of the configuration."""
 
 
+def _linear_parameters(layers: nn.Module) -> int:
+    sizes = {id(parameter): size for parameter, size in parameter_sizes(layers)}
+    linear = (layer for layer in layers.modules() if isinstance(layer, nn.Linear | ShardableLinear4bit))
+    return sum(sizes[id(layer.weight)] for layer in linear)
+
+
 def adapter_rows(model: ModelSizes) -> int:
     """Return the parameters of a rank-1 adapter on every matrix of every layer, the most that an adapter has."""
     h, width = model.hidden_size, model.intermediate_size
     return model.num_layers * (7 * h + 2 * model.query_size + 2 * model.key_value_size + 3 * width)
+
+
+def _latent_projections(text: PretrainedConfig) -> int:
+    """Return the parameters of a layer's projections in multi-head latent attention, those to latents and from them."""
+    h, rank, latent = text.hidden_size, text.q_lora_rank, text.kv_lora_rank
+    query = text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
+    key_value = text.num_attention_heads * (text.qk_nope_head_dim + text.v_head_dim)
+    queries = h * query if rank is None else rank * (h + query)
+    output = h * text.num_attention_heads * text.v_head_dim
+    return queries + h * (latent + text.qk_rope_head_dim) + latent * key_value + output
 
 
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:

@@ -28,8 +28,7 @@ from trl.models.activation_offloading import OffloadActivations
 
 from longctx.attention.kernels import choose
 from longctx.attention.kernels.varlen import AtenFlashKernel
-from longctx.forecast.allocations import MemoryTrace
-from longctx.forecast.memory_trace import MemoryTracer
+from longctx.forecast.memory_trace import MemoryTrace, MemoryTracer
 from longctx.layers import loss
 from longctx.parallel import parallelize
 from longctx.sequence.host_tensors import SavedOnHost, host_memory

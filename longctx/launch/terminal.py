@@ -9,7 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
-from longctx.ranks.first import is_first_on_node, is_first_rank
+from longctx.ranks import is_first_on_node, is_first_rank
 
 DEPRECATIONS_BETWEEN_LIBRARIES = (
     r"`(is_)?gradient_checkpointing` is deprecated",  # transformers, about a name that TRL, peft and users use
@@ -76,3 +76,12 @@ def number(value: float) -> str:
         if 1e13 > size >= 0.9995 * unit:
             return f"{value / unit:.3g}{suffix}"
     return f"{value:.3g}"
+
+
+def token_label(tokens: float, digits: int = 3) -> str:
+    """Return a number of tokens with so many significant digits from 1,000 on: 131072 as `131k`, 1300000 as `1.3M`."""
+    if tokens < 1000:
+        return f"{tokens:.0f}"
+    rounded = round(tokens, digits - len(str(int(tokens))))
+    unit, suffix = (10**6, "M") if rounded >= 10**6 else (10**3, "k")
+    return f"{rounded / unit:,.{digits}f}".rstrip("0").removesuffix(".") + suffix

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 CHANGES_LAYERS = {
     "sequence_chunk_size": "runs layers chunk by chunk and leaves them at their attention",
     "tiled_mlp": "runs MLPs tile by tile in a backward pass of its own",
+    "tiled_mlp_num_shards": "runs MLPs tile by tile in a backward pass of its own",
     "use_liger_kernel": "puts kernels of its own into layers",
     "use_peft": "puts adapters into layers",
 }
@@ -32,12 +33,7 @@ def check_compile(settings: Mapping[str, Any], engine: str) -> None:
     Raises:
         ValueError: for another flag or engine that compiled layers are not verified with, or without a C++ compiler.
     """
-    for name, does in CHANGES_LAYERS.items():
-        if settings[name]:
-            raise ValueError(
-                f"--torch_compile True with --{name} {settings[name]}, which {does}: the two are not verified "
-                "together. Leave out one of them."
-            )
+    check_compiled_layers(settings)
     if engine not in ("fsdp2", "none"):
         raise ValueError(
             f"--torch_compile True: the engine is {engine}, whose hooks inside layers cannot be compiled. Use --engine "
@@ -49,6 +45,16 @@ def check_compile(settings: Mapping[str, Any], engine: str) -> None:
             f"--torch_compile True needs a C++ compiler, and {compiler} is not found. Install g++, or set CXX to "
             "another compiler."
         )
+
+
+def check_compiled_layers(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if flags, by name, ask for something else that changes decoder layers."""
+    for name, does in CHANGES_LAYERS.items():
+        if settings.get(name):
+            raise ValueError(
+                f"--torch_compile True with --{name} {settings[name]}, which {does}: the two are not verified "
+                "together. Leave out one of them."
+            )
 
 
 def install_compiled(model: PreTrainedModel, backend: str | None = None, mode: str | None = None) -> None:

@@ -10,20 +10,41 @@ from transformers import PretrainedConfig
 
 from longctx.attention.kernels import Kernel, choose_kernel
 
+EXPERT_MODELS = (
+    "afmoe",
+    "cohere2_moe",
+    "dots1",
+    "exaone_moe",
+    "flex_olmo",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "hy_v3",
+    "mellum",
+    "minimax_m2",
+    "sarvam_moe",
+    "solar_open",
+)
+"""Mixtures of experts among CAUSAL_MODELS, besides the older ones that stand there by name."""
+
 CAUSAL_MODELS = (
+    *EXPERT_MODELS,
     "apertus",
     "arcee",
+    "axk1",
     "cohere",
     "cohere2",
     "cwm",
     "ernie4_5",
     "ernie4_5_moe",
+    "deepseek_v2",
+    "deepseek_v3",
     "exaone4",
     "gemma",
     "gemma3_text",
     "glm",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_neox",
     "gpt_oss",
     "granite",
@@ -32,6 +53,7 @@ CAUSAL_MODELS = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "llama",
+    "minicpm3",
     "mistral",
     "mixtral",
     "olmo",
@@ -47,6 +69,7 @@ CAUSAL_MODELS = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "sarvam_mla",
     "seed_oss",
     "smollm3",
     "starcoder2",
@@ -54,6 +77,12 @@ CAUSAL_MODELS = (
 """model_type of every decoder that tests/model/test_models.py compares with stock transformers, each document alone."""
 
 WINDOW_MODELS = (
+    "afmoe",
+    "cohere2_moe",
+    "dots1",
+    "exaone_moe",
+    "granitemoe_swa",
+    "mellum",
     "cohere2",
     "cwm",
     "exaone4",
@@ -70,7 +99,28 @@ WINDOW_MODELS = (
 """Those of them that are compared with sliding windows too, in all layers or in some."""
 
 GATED_DELTA_MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Those of them whose layers of type linear_attention are gated delta rules (longctx.ulysses.gated_delta)."""
+"""Those of them whose layers of type linear_attention are gated delta rules (longctx.recurrent.gated_delta)."""
+
+AUXILIARY_LOSS_MODELS = (
+    "ernie4_5_moe",
+    "flex_olmo",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "mellum",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+"""Those of them whose routers have an auxiliary loss in transformers; tests/layers/test_routers.py compares it."""
+
+EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""transformers' own ways to compute experts that tests/layers/test_routers.py compares."""
 
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
@@ -92,7 +142,6 @@ AutoTokenizer.from_pretrained("{name}").save_pretrained("{folder}")
 REFUSED_SETTINGS = {
     "attn_logit_softcapping": "soft-capped attention scores",
     "attention_chunk_size": "chunked attention",
-    "output_router_logits": "the routers' auxiliary loss, which depends on all tokens of a step at once",
     "state_size": "state-space layers",
     "ssm_state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
@@ -133,7 +182,14 @@ def check_model(config: PretrainedConfig) -> None:
 def num_heads(config: PretrainedConfig) -> tuple[int, int]:
     """(query heads, key/value heads) of every attention layer."""
     text = config.get_text_config()
+    if is_latent(config):
+        return text.num_attention_heads, text.num_attention_heads
     return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
+def is_latent(config: PretrainedConfig) -> bool:
+    """Whether attention is multi-head latent attention (MLA), which makes keys and values of all heads from latents."""
+    return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
 
 
 def has_windows(config: PretrainedConfig) -> bool:
@@ -144,16 +200,17 @@ def has_windows(config: PretrainedConfig) -> bool:
     return getattr(text, "sliding_window", None) is not None
 
 
-def num_linear_heads(config: PretrainedConfig) -> int | None:
-    """Key heads of every gated delta-rule layer, which only Ulysses can spread; None without such layers."""
-    text = config.get_text_config()
-    return text.linear_num_key_heads if "linear_attention" in (getattr(text, "layer_types", None) or ()) else None
-
-
 def has_experts(config: PretrainedConfig) -> bool:
     """Whether it is a mixture of experts, of which a token uses some."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any(getattr(config.get_text_config(), name, None) for name in names)
+
+
+def auxiliary_loss_coefficient(config: PretrainedConfig) -> float:
+    """Return the coefficient of the routers' auxiliary loss, 0 for a model without it or where it is switched off."""
+    text = config.get_text_config()
+    has_loss = text.model_type in AUXILIARY_LOSS_MODELS and text.output_router_logits
+    return float(text.router_aux_loss_coef or 0) if has_loss else 0.0
 
 
 def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
@@ -233,9 +290,17 @@ def _rope(config: PretrainedConfig) -> Iterator[str]:
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Return the size D of every attention head."""
+    """Return the size D of every attention head in the kernel, to which the narrower of `head_sizes` is padded."""
+    return max(head_sizes(config))
+
+
+def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """(size of a head of queries and keys, size of a head of values)."""
     text = config.get_text_config()
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if is_latent(config):
+        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return size, size
 
 
 def kernel_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Kernel:

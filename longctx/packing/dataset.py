@@ -206,7 +206,7 @@ def _write_packs(
     """Cut every pack and write it through datasets' `map`, with its cache and worker processes."""
     import datasets
 
-    from longctx.data.cache import cache_key
+    from longctx.data.contents import cache_key
 
     fingerprint = cache_key("pack_dataset", *key)
     values = {name: dataset.features[name].feature for name in packs._columns}

@@ -13,11 +13,11 @@ from trl import SFTConfig
 
 import longctx
 from longctx.launch.network import choose_interface
-from longctx.launch.restarts import renew_store
+from longctx.launch.store import renew_store
 from longctx.ranks.agreement import check_agreement, on_all_ranks
 from longctx.ranks.watchdog import leave
+from longctx.settings.machine_checks import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.settings.run import Run
-from longctx.settings.versions import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.training.checkpoint import candidates
 from longctx.training.engines import (
     load_on_every_rank,

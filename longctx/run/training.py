@@ -18,9 +18,8 @@ from longctx.report.page import reported
 from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
-from longctx.training.callbacks import CompareForecast
+from longctx.training.callbacks import CompareForecast, ProfileSteps
 from longctx.training.dataset import TrainingRows
-from longctx.training.profiling import ProfileSteps
 from longctx.training.reference import single_device_step
 from longctx.training.trainer import SequenceTrainer
 

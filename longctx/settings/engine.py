@@ -1,18 +1,23 @@
-"""Choose the engine that shards the model, and the precision."""
+"""Choose the engine that shards the model, the precision and the attention backend."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from longctx.attention.choice import BackendChoice
+from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend, chunking_backend
+from longctx.attention.cost import Setup
+from longctx.forecast.levers import PROFILE_LEVERS
+from longctx.forecast.memory_options import asked_levers, prefers_ulysses
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.checks import check
 from longctx.settings.flags import Flags
+from longctx.settings.machine_checks import MINIMUM_VERSIONS, check_versions
 from longctx.settings.profile import LaunchProfile
-from longctx.settings.profile_values import profile_name
-from longctx.settings.values import Values
-from longctx.settings.versions import MINIMUM_VERSIONS, check_versions
+from longctx.settings.run import given_multiple, row_length
+from longctx.settings.values import Values, agree, profile_name
 
 
 class Engine(NamedTuple):
@@ -59,7 +64,7 @@ def _choose(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: 
     if dims.world_size == 1:
         return "none", "one process"
     if flags.load_in_4bit:
-        return "fsdp2", "auto: 4-bit weights are replicated on FSDP2"
+        return "fsdp2", "auto: FSDP2 shards 4-bit weights"
     if dims.dp_replicate > 1:
         return "fsdp2", "auto: copies of a sharded model are FSDP2's"
     runs_on = "DeepSpeed ZeRO-3" if backend.engine == "deepspeed" else "FSDP2"
@@ -125,3 +130,39 @@ def precision_notes(values: Values, engine: str, *, use_cpu: bool) -> list[str]:
 def clipping(value: float | None, engine: str) -> float:
     """Return the bound on the gradient norm. Without clipping it is infinite, or 0 on DeepSpeed: both measure it."""
     return value or (0.0 if engine == "deepspeed" else math.inf)
+
+
+def ask_levers(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str, Any]]:
+    """Return the values, and the memory levers that a flag or the profile sets."""
+    asked = asked_levers(values, values.flags.explicit)
+    for name in PROFILE_LEVERS:
+        if (agreed := agree(values.flags, name, profile.levers.get(name), name)) is not None:
+            asked[name] = agreed
+    if profile.activation_checkpointing:  # the trainer does it, and keeps the ring's output
+        if asked.get("activation_checkpointing") is not True:
+            values = values.note("activation_checkpointing is on: the profile says fsdp_activation_checkpointing: true")
+        asked["activation_checkpointing"] = True
+        if profile.activation_checkpointing_offload:
+            asked["activation_offloading"] = True
+    return values, asked
+
+
+def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any]) -> tuple[str, BackendChoice]:
+    """Return the wanted backend's name, and the choice before the data is known.
+
+    With a sequence-chunked step, `auto` wants the backend that has least of it on the device.
+    """
+
+    def choice(name: str) -> BackendChoice:
+        return choose_backend(
+            name,
+            setup,
+            assumed_documents(row_length(values), packed=values["packing"]),
+            ring_size=values.flags.ring_size,
+            pad_to_multiple_of=given_multiple(values.flags),
+        )
+
+    chunks = prefers_ulysses(values["memory"], levers) and setup.recurrent is None
+    if wanted == "auto" and setup.sp > 1 and chunks and (name := chunking_backend(setup)) is not None:
+        return name, replace(choice(name), reason="auto: the sequence-chunked step has least on the device")
+    return wanted, choice(wanted)

@@ -1,4 +1,4 @@
-"""Read a dataclass's fields from its source file, without importing it.
+"""What flags exist, without importing TRL: fields in the source of dataclasses, our defaults, and the methods of TRL.
 
 Importing TRL takes seconds, and a mistyped flag, `--help` and shell completion should not. The files read are those
 that Python would import, so that the result is never that of another release. What this module does not understand
@@ -150,3 +150,50 @@ def _parse(module: str) -> tuple[ast.Module, str] | None:
         if file.is_file():
             return ast.parse(file.read_bytes()), package
     return None
+
+
+METHODS = ("grpo", "kto", "orpo", "ppo", "reward", "rloo")
+"""Methods without a command that users may name as one, as in `trl grpo`."""
+
+POINTER = (
+    "longctx train does supervised fine-tuning (SFT), and longctx dpo direct preference optimization; for other "
+    "methods, compute log-probabilities and their gradients at --sp N in a loop of your own "
+    "(docs/howto/preference.md), or use TRL's trainers where one device holds a sequence"
+)
+
+
+def methods_with(flag: str) -> list[str]:
+    """Return TRL's methods that have a flag of this name, spelled as in TRL."""
+    configs = {method: read_dataclass("trl", f"{method}Config") for method in ("DPO", "GRPO", "KTO", "Reward", "RLOO")}
+    return [method for method, config in configs.items() if config and flag in config]
+
+
+DEMO = {
+    "model_name_or_path": "tiny",
+    "dataset_name": "stdlib",
+    "packing": True,
+    "max_length": 8192,
+    "overlong": "split",
+    "max_steps": 20,
+    "per_device_train_batch_size": 1,
+    "learning_rate": 4e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "output_dir": "longctx-output",
+}
+"""The preset of a run without model and data set."""
+
+DEFAULTS = {
+    "packing": True,
+    "max_length": None,
+    "per_device_train_batch_size": 1,
+    "logging_steps": 1,
+}
+"""Defaults of other runs that differ from SFTConfig's. The max_length None stands for the model's context length. One
+packed sequence fills a device, and a step of such sequences can take minutes."""
+
+ADAPTER_DEFAULTS = {"lora_dropout": 0.0}
+"""Defaults with --use_peft that differ from ModelConfig's: dropout is refused."""

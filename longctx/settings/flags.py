@@ -18,6 +18,7 @@ from trl import TrlParser
 
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.levers import ALL, AUTO
+from longctx.settings.flag_sources import POINTER
 from longctx.settings.help import (
     NO_FIELDS,
     advice,
@@ -27,7 +28,7 @@ from longctx.settings.help import (
     read_config,
     todays_name,
 )
-from longctx.settings.methods import POINTER, SFT, Method
+from longctx.settings.methods import SFT, Method
 
 MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
 """Flags that --accelerate_config passes on to `accelerate launch`."""
@@ -123,6 +124,13 @@ class SequenceArguments:
     heads_k_stride: int | None = field(
         default=None,
         metadata={"help": "Number of key/value heads that are exchanged and attended to at a time. Default: all."},
+    )
+    overlap_exchange: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Exchange some heads while others are attended to (ulysses, hybrid). Default: where that is "
+            "predicted to be faster."
+        },
     )
     sequence_chunk_size: int | None = field(
         default=None,

@@ -11,9 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.settings.defaults import DEFAULTS
-from longctx.settings.flag_sources import Flag, read_dataclass
-from longctx.settings.methods import POINTER, SFT, Method, methods_with
+from longctx.settings.flag_sources import DEFAULTS, POINTER, Flag, methods_with, read_dataclass
+from longctx.settings.methods import SFT, Method
 from longctx.untrusted.files import check_file
 
 _NOTE = "Without a model and a data set, a small demo runs. Defaults are in [brackets]."

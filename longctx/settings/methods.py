@@ -1,11 +1,9 @@
-"""Training methods: those of longctx's commands, and pointers for others, which users may name as in `trl grpo`."""
+"""The training methods of longctx's commands."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from longctx.settings.flag_sources import read_dataclass
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,18 +58,3 @@ DPO = Method(
     },
     hidden=frozenset({"assistant_only_loss"}),
 )
-
-METHODS = ("grpo", "kto", "orpo", "ppo", "reward", "rloo")
-"""Methods without a command that users may name as one, as in `trl grpo`."""
-
-POINTER = (
-    "longctx train does supervised fine-tuning (SFT), and longctx dpo direct preference optimization; for other "
-    "methods, compute log-probabilities and their gradients at --sp N in a loop of your own "
-    "(docs/howto/preference.md), or use TRL's trainers where one device holds a sequence"
-)
-
-
-def methods_with(flag: str) -> list[str]:
-    """Return TRL's methods that have a flag of this name, spelled as in TRL."""
-    configs = {method: read_dataclass("trl", f"{method}Config") for method in ("DPO", "GRPO", "KTO", "Reward", "RLOO")}
-    return [method for method, config in configs.items() if config and flag in config]

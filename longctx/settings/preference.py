@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from transformers import PretrainedConfig
 from trl import SFTConfig
 
 from longctx.data.kinds import PAIRS
+from longctx.model.allow_list import auxiliary_loss_coefficient
 from longctx.settings.checks import check
 from longctx.training.preference import LOSSES, SFT, WITH_F_DIVERGENCES, uses_reference
 
@@ -139,6 +141,16 @@ def _check_parameters(settings: Mapping[str, Any]) -> None:
     size = settings["precompute_ref_batch_size"]
     if size is not None and size < 1:
         raise ValueError(f"--precompute_ref_batch_size {size} is below 1. Use at least 1.")
+
+
+@check("router_aux_loss_coef")
+def check_model_of_pairs(config: PretrainedConfig) -> None:
+    """Check that the model has no loss besides that of pairs."""
+    if coefficient := auxiliary_loss_coefficient(config):
+        raise ValueError(
+            f"The routers of {config.model_type} have an auxiliary loss with the coefficient {coefficient:g}, which is "
+            "not built for pairs of answers. Add --router_aux_loss_coef 0."
+        )
 
 
 def for_pairs(settings: Mapping[str, Any]) -> dict[str, Any]:

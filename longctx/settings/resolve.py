@@ -20,27 +20,22 @@ from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_device, liger_parts
 from longctx.model.adapter import check_adapter, check_quantization
 from longctx.settings.auto import choose_layout, one_group, with_forecast
-from longctx.settings.backend import ask_levers, choose
-from longctx.settings.batch import accumulate
-from longctx.settings.engine import choose_engine, choose_precision, clipping, precision_notes
+from longctx.settings.data import stream, take_mixture
+from longctx.settings.engine import ask_levers, choose, choose_engine, choose_precision, clipping, precision_notes
 from longctx.settings.flags import Flags
-from longctx.settings.machine_checks import check_machine
-from longctx.settings.mixture import take_mixture
-from longctx.settings.model_config import configure_model, limit_length
-from longctx.settings.processes import Processes, check_dp_shard, count_all_processes, count_processes
-from longctx.settings.profile import LaunchProfile
-from longctx.settings.profile_values import check_profile, take_profile
-from longctx.settings.ranges import check_numbers
-from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
-from longctx.settings.streaming import stream
-from longctx.settings.values import Values, check_counts, read_values
-from longctx.settings.versions import (
+from longctx.settings.machine_checks import (
     LIGER_VERSIONS,
     PEFT_VERSIONS,
     QLORA_VERSIONS,
     REQUIRED_VERSIONS,
+    check_machine,
     check_versions,
 )
+from longctx.settings.model_config import configure_model, limit_length
+from longctx.settings.processes import Processes, accumulate, check_dp_shard, count_all_processes, count_processes
+from longctx.settings.profile import LaunchProfile
+from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
+from longctx.settings.values import Values, check_counts, check_numbers, check_profile, read_values, take_profile
 from longctx.training.checkpoint.files import candidates, check_writable
 
 

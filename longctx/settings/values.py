@@ -1,7 +1,11 @@
-"""The values of all flags while a run is resolved. They are immutable: each stage returns new ones."""
+"""The values of all flags while a run is resolved. They are immutable: each stage returns new ones.
+
+The checks of single values are here too: the range of every number, and that flags agree with the launcher's profile.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,12 +15,12 @@ from typing import Any
 from longctx.forecast.levers import ALL, AUTO
 from longctx.model.load import is_template_file
 from longctx.settings.checks import check
-from longctx.settings.defaults import ADAPTER_DEFAULTS, DEFAULTS, DEMO
+from longctx.settings.flag_sources import ADAPTER_DEFAULTS, DEFAULTS, DEMO
 from longctx.settings.flags import MACHINE_FLAGS, Flags
 from longctx.settings.preference import for_pairs
-from longctx.settings.ranges import check_numbers
+from longctx.settings.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
 from longctx.settings.trl_flags import check_supported
-from longctx.training.profiling import BEFORE
+from longctx.training.callbacks import STEPS_BEFORE_PROFILE
 from longctx.training.schedule import check_length
 
 TRL_EVAL_STEPS = 10
@@ -154,10 +158,11 @@ def _check_profile_steps(values: Values) -> None:
         raise ValueError(
             f"--profile_steps {values['profile_steps']} is below 1: there would be nothing to trace. Use at least 1."
         )
-    if values["profile"] and 0 < values["max_steps"] <= BEFORE:
+    if values["profile"] and 0 < values["max_steps"] <= STEPS_BEFORE_PROFILE:
         raise ValueError(
-            f"--profile True starts to trace after the first {BEFORE}, and --max_steps {values['max_steps']} ends "
-            f"before. Use --max_steps {BEFORE + values['profile_steps']} or more."
+            f"--profile True starts to trace after the first {STEPS_BEFORE_PROFILE}, and --max_steps "
+            f"{values['max_steps']} ends before. "
+            f"Use --max_steps {STEPS_BEFORE_PROFILE + values['profile_steps']} or more."
         )
 
 
@@ -188,3 +193,147 @@ def check_counts(values: Values) -> None:
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "ddp_timeout"):
         if values[name] < 1:
             raise ValueError(f"--{name} {values[name]} is below 1. Use at least 1.")
+
+
+def profile_name() -> str:
+    """Return the profile's name for messages, with the default config file if there is one."""
+    left_behind = default_config_file()
+    if left_behind is not None:
+        return f"accelerate's config (--config_file, or {left_behind} where none was given)"
+    return "accelerate's config"
+
+
+@check("distributed_type", "parallelism_config_tp_size", "mixed_precision")
+def check_profile(profile: LaunchProfile) -> None:
+    """Check that longctx supports what the profile asks for."""
+    if profile.unsupported:
+        raise ValueError(
+            f"distributed_type {profile.unsupported} in {profile_name()} is not supported. "
+            "Use a profile of configs/, such as --config_file configs/fsdp2.yaml."
+        )
+    if profile.tp > 1:
+        raise ValueError(
+            f"parallelism_config_tp_size {profile.tp} in {profile_name()}: longctx does not support tensor "
+            "parallelism. Set it to 1: --sp spreads the sequence and FSDP2 or ZeRO-3 the weights (torchtitan or "
+            "Megatron-LM have tensor parallelism)."
+        )
+    if profile.mixed_precision in ("fp16", "fp8"):
+        raise ValueError(
+            f"mixed_precision {profile.mixed_precision} in {profile_name()} is not verified against the reference yet. "
+            "Use bf16, or leave the key out and set --bf16."
+        )
+
+
+@check(
+    "dp_replicate",
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "per_device_train_batch_size",
+    *DEEPSPEED_FLAGS,
+    "offload_optimizer_device",
+    "offload_param_device",
+    "communication_data_type",
+)
+def agree(flags: Flags, name: str, from_profile: Any, key: str) -> Any:
+    """Check that a flag and the profile's key do not contradict each other.
+
+    Returns:
+        The value that is set, or None.
+    """
+    given = flags.values[name] if name in flags.explicit else None
+    if given is not None and from_profile is not None and given != from_profile:
+        raise ValueError(
+            f"--{name} {given} contradicts {profile_name()}, which sets {key} {from_profile}. "
+            "Change one of them, or set the key to auto."
+        )
+    return given if given is not None else from_profile
+
+
+def take_profile(values: Values, profile: LaunchProfile) -> Values:
+    """Take the values that a profile may set instead of a flag; with `auto`, the flag decides."""
+    sources = (
+        ("gradient_accumulation_steps", profile.gradient_accumulation_steps, "gradient_accumulation_steps"),
+        ("max_grad_norm", profile.gradient_clipping, "gradient_clipping"),
+        ("per_device_train_batch_size", profile.micro_batch_size, "train_micro_batch_size_per_gpu"),
+        *((name, profile.deepspeed_values.get(name), key) for name, key in DEEPSPEED_FLAGS.items()),
+    )
+    for name, value, key in sources:
+        agreed = agree(values.flags, name, value, key)
+        if agreed is not None and agreed != values[name]:
+            values = values.set(**{name: agreed}).note(f"{name} {agreed} is the profile's {key}")
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Range:
+    """Numbers of at least 0, up to a limit."""
+
+    most: float = math.inf
+    below: float = math.inf
+    remedy: str = ""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and 0 <= value <= self.most and value < self.below
+
+    def __str__(self) -> str:
+        if self.most < math.inf:
+            return f"from 0 to {self.most:,}"
+        return "of at least 0" + (f" and below {self.below:g}" if self.below < math.inf else "")
+
+
+_FP32 = _Range(below=3.4e38)
+"""The range of fp32: torch converts these numbers to the dtype of the weights."""
+_SEED = _Range(most=2**32 - 1)
+"""Seeds that NumPy's generators take."""
+
+_RANGES: Mapping[str, _Range] = {
+    "adam_beta1": _Range(below=1),
+    "adam_beta2": _Range(below=1),
+    "adam_epsilon": _FP32,
+    "early_stopping_threshold": _Range(remedy="It is an improvement in the metric's unit"),
+    "data_seed": _SEED,
+    "dataloader_num_workers": _Range(),
+    "eval_delay": _Range(),
+    "label_smoothing_factor": _Range(most=1),
+    "learning_rate": _FP32,
+    "logging_steps": _Range(),
+    "max_grad_norm": _Range(remedy="Use 0 for no clipping"),
+    "num_train_epochs": _Range(),
+    "router_aux_loss_coef": _FP32,
+    "save_steps": _Range(),
+    "seed": _SEED,
+    "warmup_steps": _Range(),
+    "weight_decay": _FP32,
+}
+"""Limits by flag. Flags that no entry names may have any finite value."""
+
+
+@check(*_RANGES)
+def check_numbers(settings: Mapping[str, Any]) -> None:
+    """Check that every number is finite, and in its range.
+
+    Raises:
+        ValueError: with the flag, its value, and the range.
+    """
+    for name, value in settings.items():
+        for number in _floats(value):
+            if not math.isfinite(number):
+                raise _out_of_range(name, value, _RANGES.get(name, ""))
+        if name in _RANGES and value is not None and value not in _RANGES[name]:
+            raise _out_of_range(name, value, _RANGES[name])
+
+
+def _floats(value: Any) -> Iterator[float]:
+    """Yield the floating-point numbers of a setting, also those in lists and mappings."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _floats(item)
+    elif isinstance(value, Mapping):
+        yield from _floats(list(value.values()))
+
+
+def _out_of_range(name: str, value: Any, expected: _Range | str) -> ValueError:
+    remedy = f" {expected.remedy}." if isinstance(expected, _Range) and expected.remedy else ""
+    return ValueError(f"--{name} {value} is out of range: expected a finite number {expected}".rstrip() + f".{remedy}")

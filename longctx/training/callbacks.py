@@ -1,11 +1,22 @@
-"""Callbacks that keep the trainer's log and learning-rate schedule right."""
+"""Callbacks: the log, the schedule, `--profile`, and stopping on a scheduler's SIGTERM or SIGUSR1.
+
+A run that is stopped finishes its step, saves, and exits with the code `RESUMABLE`.
+"""
 
 from __future__ import annotations
 
+import logging
+import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import DefaultFlowCallback
 from trl import SFTConfig
 
 from longctx.data import SourceReport
@@ -107,3 +118,106 @@ class StreamEntry(TrainerCallback):
         if mixture := self.mixture():
             entry["mixture"] = [source.to_dict() for source in mixture]
         history[:] = [entry, *(e for e in history if "packing" not in e)]
+
+
+class EpochEndsWithItsStep(DefaultFlowCallback):
+    """Log, evaluate and save at the end of an epoch as part of the epoch's last step.
+
+    The Trainer does so after that step, and thus after the checkpoint that `--save_steps` asks for there. A run that
+    resumed from this checkpoint would lack the epoch's evaluation and its entry in the log.
+    """
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs) -> TrainerControl:
+        control = super().on_step_end(args, state, control, **kwargs)
+        assert state.epoch is not None, "set before the end of a step"
+        if state.epoch.is_integer() or state.global_step >= state.max_steps:
+            control = super().on_epoch_end(args, state, control, **kwargs)
+        return control
+
+    def on_epoch_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs) -> TrainerControl:
+        return control
+
+
+RESUMABLE = 75
+"""Exit code of a run that was stopped by a signal and has saved: sysexits' EX_TEMPFAIL."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopOnSignal(TrainerCallback):
+    """Saves and stops after the step in which any rank gets one of SIGNALS. All ranks agree on the step."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stopped_by: signal.Signals | None = None
+        self._received = 0
+        self._before: dict[int, Any] = {}
+
+    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        received = self._received
+        if dist.is_initialized():
+            agreed = torch.tensor(received, device=self.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            received = int(agreed)
+        if received and self.stopped_by is None:
+            self.stopped_by = signal.Signals(received)
+            control.should_save = control.should_training_stop = True
+
+    def restore_handlers(self) -> None:
+        """Restore the signal handlers from before the training, which may have failed."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+
+logger = logging.getLogger(__name__)
+
+PROFILE_FOLDER = "profile"
+"""Folder in output_dir with the traces of `--profile`, for Perfetto or chrome://tracing."""
+STEPS_BEFORE_PROFILE = 2
+"""Number of steps before the trace: the first, and one in which the profiler warms up."""
+
+
+class ProfileSteps(TrainerCallback):
+    """Traces `num_steps` steps, from the third of this run on, to `profile/rank-R.json.gz`.
+
+    Each is named `ProfilerStep#N`, from the end of one optimizer step to that of the next. Tracing only changes the
+    run's speed.
+    """
+
+    def __init__(self, output_dir: str, num_steps: int, rank: int):
+        self.path = Path(output_dir) / PROFILE_FOLDER / f"rank-{rank}.json.gz"
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
+        self.profiler = profile(
+            activities=activities,
+            schedule=schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=num_steps, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self.is_written = False
+
+    def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.profiler.start()
+
+    def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self.is_written:
+            self.profiler.step()
+
+    def on_train_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.is_written:
+            return
+        self.profiler.stop()  # writes what there is
+        if not self.is_written:
+            logger.warning(
+                "--profile True has traced nothing: the run had no step after its first %d.", STEPS_BEFORE_PROFILE
+            )
+
+    def _write(self, profiler: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self.path))
+        self.is_written = True

@@ -1,8 +1,11 @@
-"""The rows that each data-parallel rank reads in each micro-batch of each optimizer step."""
+"""The rows that each data-parallel rank reads in each micro-batch of each optimizer step, and their collators.
+
+The collators add to a batch its layout over ranks, its token counts and the position in a stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -11,8 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
+from longctx.collate import SequenceCollator
 from longctx.data import DataError
 from longctx.packing import PackedStream, PackingReport, balanced_order, shuffled_order, spread_step
+from longctx.regions import region
+from longctx.ring.planner import TimeOfPlan
+from longctx.sequence.mesh import ParallelDims
+from longctx.sequence.shard import complete_position_ids, plan_batch
 
 
 class StepSampler(Sampler[list[int]]):
@@ -75,7 +83,7 @@ class StepSampler(Sampler[list[int]]):
                 yield ranks[self.dp_rank].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer in place of the loader's, in the epoch that a run is resumed in."""
+        """Set the epoch. The Trainer calls this, not the loader's method, in the epoch that a run is resumed in."""
         self.epoch = epoch
 
     def steps(self) -> Iterator[NDArray[np.int64]]:
@@ -212,3 +220,44 @@ class StepStream(IterableDataset):
                 mine[micro_batch].append(row)
             num_rows += 1
         return None if num_rows < (self.rows_per_step if self.drop_last else 1) else mine
+
+
+class PlanningCollator:
+    """Adds the batch's `layout`, the rows' `lengths` without padding, their sum `num_tokens`, and what `also` returns
+    for rows and batch, in a data loader's worker.
+
+    A rank without rows gets only padding.
+    """
+
+    def __init__(
+        self,
+        collator: SequenceCollator,
+        dims: ParallelDims,
+        rank: int,
+        *,
+        time_of: TimeOfPlan | None = None,
+        also: Callable[[list[dict[str, Any]], dict[str, Any]], dict[str, Any]] | None = None,
+    ):
+        self.collator, self.dims, self.rank, self.time_of, self.also = collator, dims, rank, time_of, also
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        with region("pack"):
+            batch = self.collator(rows) if rows else self.collator.empty()
+            if self.also is not None:
+                batch |= self.also(rows, batch)
+            sp_rank = self.dims.sp_rank(self.rank)
+            layout = plan_batch(complete_position_ids(batch), self.dims, sp_rank, time_of=self.time_of)
+        lengths = [len(row["input_ids"]) for row in rows]
+        return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
+
+
+class StreamCollator:
+    """Adds the state of the stream as `stream_read`, from a data loader's worker too."""
+
+    def __init__(self, collator: PlanningCollator):
+        self.collator = collator
+
+    def __call__(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        if micro_batch.rows is None:  # the Trainer skips an empty batch
+            return {}
+        return self.collator(micro_batch.rows) | {"stream_read": micro_batch._replace(rows=[])}

@@ -34,7 +34,7 @@ from longctx.data import (
     tokenize_stream,
     with_place,
 )
-from longctx.data.cache import cache_folder, cache_key
+from longctx.data.contents import cache_folder, cache_key
 from longctx.data.kinds import PAIRS
 from longctx.data.sides import sides_of_pairs
 from longctx.model.allow_list import head_size, num_heads

@@ -48,7 +48,7 @@ class EvaluatingTrainer(ResumableTrainer):
         **kwargs: Any,
     ):
         self.sequence, self.objective = sequence, objective
-        self._token_means = TokenMeans(sequence.device, objective.sums)
+        self._token_means = TokenMeans(sequence.device, sequence.routers, objective.sums)
         self._predictions: list[list[NDArray[np.float32]]] | None = None
         super().__init__(model=model, args=args, **kwargs)
 
@@ -98,7 +98,8 @@ class EvaluatingTrainer(ResumableTrainer):
     ) -> dict[str, float]:
         """Return the means over all label tokens: `eval_loss`, `eval_mean_token_accuracy`, `eval_entropy`.
 
-        As in TRL, `eval_num_tokens` is the number of tokens trained on so far. Called by all ranks together.
+        With the routers' auxiliary loss, `eval_aux_loss` is that of all tokens, and `eval_loss` includes it as in
+        training. As in TRL, `eval_num_tokens` is the number of tokens trained on so far. Called by all ranks together.
 
         Args:
             eval_dataset: rows with `input_ids` and, if not all tokens count, `labels`; the trainer's own if None.
@@ -144,7 +145,7 @@ class EvaluatingTrainer(ResumableTrainer):
 
     def _means(self, loader: StepLoader, description: str, prefix: str) -> dict[str, float]:
         start = time.time()
-        self._token_means = TokenMeans(self.sequence.device, self.objective.sums)
+        self._token_means = TokenMeans(self.sequence.device, self.sequence.routers, self.objective.sums)
         with self.step_metrics.paused(), region("evaluation"):
             output = self.evaluation_loop(loader, description, prediction_loss_only=True, metric_key_prefix=prefix)
         means = self._token_means.read()

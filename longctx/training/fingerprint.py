@@ -19,8 +19,7 @@ from transformers import PretrainedConfig
 from trl import SFTConfig
 
 from longctx.data import Mixture
-from longctx.data.cache import cache_key
-from longctx.data.contents import content_digests
+from longctx.data.contents import cache_key, content_digests
 from longctx.data.kinds import PAIRS
 from longctx.data.records import local_files
 from longctx.data.tokenize import encoder_key

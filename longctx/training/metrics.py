@@ -1,10 +1,16 @@
-"""Metrics of each logging step, exact over all ranks and micro-batches since the one before."""
+"""Metrics of each logging step, exact over all ranks and micro-batches since the one before.
+
+Also reports of steps whose gradient is NaN or infinite, with their documents.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +20,9 @@ from transformers import PretrainedConfig
 
 from longctx.attention.cost import PEAK_FLOPS
 from longctx.data import IGNORE_INDEX
-from longctx.model.allow_list import has_experts, has_windows, head_size, num_linear_heads
+from longctx.layers.routers import Routers
+from longctx.model.allow_list import has_experts, has_windows, head_sizes
+from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import PARTS, clock
 from longctx.sequence.batch import BatchLayout
 from longctx.sequence.host_tensors import send
@@ -32,6 +40,7 @@ class StepMetrics:
         config: PretrainedConfig,
         flops_per_token: int,
         device: torch.device,
+        routers: Routers | None = None,
         extra: Sequence[str] = (),
     ):
         """
@@ -41,11 +50,12 @@ class StepMetrics:
         self._names = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", *extra, "work")
         self.totals: dict[str, float] = {}
         """All sums by name, over all ranks, between the last two readings."""
+        self.experts = None if routers is None else ExpertLoad(routers, device)
         self.sp, self.sp_rank, self.device = sp, sp_rank, device
         self.peak_flops = _peak_flops(_device_name(device), config)
         self.flops_per_token = flops_per_token
         text = config.get_text_config()
-        self.flops_per_pair = 12 * text.num_hidden_layers * text.num_attention_heads * head_size(config)
+        self.flops_per_pair = 6 * text.num_hidden_layers * text.num_attention_heads * sum(head_sizes(config))
         self.total_tokens = 0
         self.longest_row = 0
         """Tokens of the longest micro-batch so far, padding included; over all ranks after `read`."""
@@ -92,6 +102,8 @@ class StepMetrics:
                 self._number(attention_work(layout, self.sp_rank)),
             ]
         )
+        if self.experts is not None:
+            self.experts.add()
 
     def _number(self, value: float) -> Tensor:
         """Return a float64 [] on the device, written by a kernel, since the host would wait for a copy."""
@@ -105,11 +117,12 @@ class StepMetrics:
             "longest_row": self.longest_row,
             "elapsed": time.perf_counter() - self._started,
             "seconds": clock.read(),
+            **({} if self.experts is None else {"experts": self.experts.sums.tolist()}),
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> None:
         """Restore what `state_dict` returned on every rank; with another number of ranks, rank 0 takes all sums."""
-        if len(states) == self._world_size():
+        if len(states) == _world_size():
             sums = torch.tensor(states[rank]["sums"], dtype=torch.float64)
             before = states[rank]
         else:
@@ -118,12 +131,10 @@ class StepMetrics:
         self._started = time.perf_counter() - before.get("elapsed", 0.0)
         clock.reset(before.get("seconds"))
         self._sums = sums.to(self.device)
+        if self.experts is not None and all("experts" in state for state in states):
+            self.experts.restore([state["experts"] for state in states], rank)
         self.total_tokens = states[0]["total_tokens"]
         self.longest_row = max(state["longest_row"] for state in states)
-
-    @staticmethod
-    def _world_size() -> int:
-        return dist.get_world_size() if dist.is_initialized() else 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -172,6 +183,7 @@ class StepMetrics:
             "data_fraction": shares["data"],
             "attention_fraction": shares["attention"],
             "communication_fraction": shares["communication"],
+            **({} if self.experts is None else self.experts.read()),
         }
 
     def read_memory(self) -> PeakMemory:
@@ -187,10 +199,58 @@ class StepMetrics:
         return values, self.peak_memory
 
 
-class TokenMeans:
-    """Means over the label tokens of evaluation data: sums of this rank's tokens, reduced over all ranks when read."""
+class ExpertLoad:
+    """The tokens that routers have sent to each expert, and the auxiliary loss, in training steps.
 
-    def __init__(self, device: torch.device, extra: Sequence[str] = ()):
+    Sums over this rank's micro-batches, reduced over all ranks when read.
+    """
+
+    def __init__(self, routers: Routers, device: torch.device):
+        self._routers = routers
+        num_routers, num_experts = routers.shape
+        self.sums = torch.zeros(num_routers * num_experts + 2, dtype=torch.float64, device=device)
+        self.of_layers: dict[str, list[float]] = {}
+        """By layer at the last reading: the load of its busiest expert over the mean, and the share of its experts that
+        no token used."""
+
+    def add(self) -> None:
+        """Count the micro-batch of the model's last forward pass, whose loss has been made."""
+        shares = self._routers.shares
+        self.sums[:-2] += self._routers.latest.load.flatten()
+        if shares is not None:
+            self.sums[-2:] += shares
+
+    def restore(self, ranks: Sequence[Sequence[float]], rank: int) -> None:
+        """Restore `sums` from those of every rank; with another number of ranks, rank 0 takes all."""
+        sums = torch.tensor(ranks, dtype=torch.float64)
+        own = sums[rank] if len(ranks) == _world_size() else sums.sum(0) * (rank == 0)
+        self.sums = own.to(self.sums.device)
+
+    def read(self) -> dict[str, float | None]:
+        """Return the log's values since the last call: means over steps. Called by all ranks together."""
+        sums, self.sums = self.sums, torch.zeros_like(self.sums)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        load, (aux_loss, steps) = sums[:-2].view(self._routers.shape).cpu(), sums[-2:].tolist()
+        sizes = torch.tensor(self._routers.num_experts, dtype=torch.float64)
+        means = load.sum(1) / sizes
+        over_mean = torch.where(means > 0, load.amax(1) / means, 1.0)
+        used = (load > 0).sum(1) / sizes
+        self.of_layers = {"max_over_mean": over_mean.tolist(), "unused_fraction": (1 - used).tolist()}
+        return {
+            **({"aux_loss": aux_loss / steps if steps else 0.0} if self._routers.coefficient else {}),
+            "expert_load_imbalance": float(over_mean.max()),
+            "unused_experts_fraction": float(1 - (used * sizes).sum() / sizes.sum()),
+        }
+
+
+class TokenMeans:
+    """Means over the label tokens of evaluation data: sums of this rank's tokens, reduced over all ranks when read.
+
+    The routers' auxiliary loss is that of all tokens, times its coefficient a part of the loss, as in training.
+    """
+
+    def __init__(self, device: torch.device, routers: Routers | None = None, extra: Sequence[str] = ()):
         """
         Args:
             extra: names of further sums, which `add` is given and `read` puts into `totals`.
@@ -198,6 +258,9 @@ class TokenMeans:
         self._extra = extra
         self.totals: dict[str, float] = {}
         self._sums = torch.zeros(4 + len(extra), dtype=torch.float64, device=device)
+        self._routers = routers if routers is not None and routers.coefficient else None
+        num_experts = 0 if self._routers is None else self._routers.shape[1]
+        self._experts = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
 
     def add(
         self,
@@ -212,16 +275,22 @@ class TokenMeans:
         is_label = shift_labels != IGNORE_INDEX
         sums = [values.double().sum() for values in (is_label, losses, correct, entropy)]
         self._sums += torch.stack([*sums, *(() if extra is None else extra)])
+        if self._routers is not None:
+            self._experts += torch.stack(self._routers.latest[1:])
 
     def read(self) -> dict[str, float]:
         """Return the means, NaN without label tokens. Called by all ranks together."""
         labels, *sums = _gather(self._sums).sum(0).tolist()
         names = ("loss", "mean_token_accuracy", "entropy")
         self.totals = dict(zip(self._extra, sums[len(names) :], strict=True))
-        return {
+        means = {
             name: total / labels if labels else float("nan")
             for name, total in zip(names, sums[: len(names)], strict=True)
         }
+        if self._routers is None:
+            return means
+        aux_loss = self._routers.loss_of(*_gather(self._experts).sum(0))
+        return means | {"loss": means["loss"] + self._routers.coefficient * aux_loss, "aux_loss": aux_loss}
 
 
 def attention_work(layout: BatchLayout, sp_rank: int) -> float:
@@ -233,8 +302,12 @@ def attention_work(layout: BatchLayout, sp_rank: int) -> float:
     return float((lengths * (lengths + 1) // 2).sum()) / layout.sp
 
 
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _gather(values: Tensor) -> Tensor:
-    """Gather [n] of every rank to [world, n]."""
+    """Gather [n, ...] of every rank to [world, n, ...]."""
     if not dist.is_initialized():
         return values[None]
     ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -244,10 +317,51 @@ def _gather(values: Tensor) -> Tensor:
 
 def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
     """Return the device's peak; None if unknown, or if tokens do not use all parameters or see all tokens before."""
-    if has_experts(config) or has_windows(config) or num_linear_heads(config):
+    if has_experts(config) or has_windows(config) or recurrent_sizes(config):
         return None
     return next((peak for key, peak in PEAK_FLOPS.items() if key in device_name), None)
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+NON_FINITE_FILE = "nonfinite.jsonl"
+"""File in output_dir with a line for each such step."""
+
+NON_FINITE_REMEDY = (
+    "Look at these documents; lower --learning_rate; or leave such steps out with --on_nonfinite skip. Weights and "
+    "checkpoints are those of the steps before it."
+)
+_SHOWN = 8
+
+
+class NonFiniteError(ValueError):
+    """Raised on every rank for NaN or infinite gradients or weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """A step whose gradient is NaN or infinite."""
+
+    step: int
+    """Number of the step, counted from 1 as in the log."""
+    grad_norm: str
+    """`nan` or `inf`."""
+    rows: list[int] | None
+    """Row numbers of all ranks and micro-batches; None for a stream."""
+    documents: list[int] | None
+    """Document numbers in these rows, from 0 in data set order after --shuffle_dataset."""
+
+    def append_to(self, path: Path) -> None:
+        """Append the step to a file as a line of JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(self)) + "\n")
+
+    def __str__(self) -> str:
+        of = "of a stream"
+        if self.documents is not None:
+            more = f" and {len(self.documents) - _SHOWN} more" if len(self.documents) > _SHOWN else ""
+            of = f"with documents {', '.join(map(str, self.documents[:_SHOWN]))}{more}"
+        return f"the gradient of step {self.step}, {of}, has the norm {self.grad_norm}"

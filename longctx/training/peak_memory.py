@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from longctx.forecast.closed_form import max_length, predict, reach
-from longctx.forecast.machine_memory import host_bytes, peak_resident_bytes
+from longctx.forecast.hardware import host_bytes, peak_resident_bytes
 from longctx.forecast.memory_setup import MemorySetup
-from longctx.forecast.token_label import token_label
+from longctx.launch.terminal import token_label
 
 GIB = 2**30
 

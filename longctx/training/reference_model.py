@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from longctx.data.cache import cache_folder, cache_key
+from longctx.data.contents import cache_folder, cache_key
 from longctx.launch.console import Line, show
 from longctx.packing import PairedDataset
 from longctx.ranks.agreement import broadcast_object, gather_objects
 from longctx.ranks.watchdog import phase
 from longctx.training.fingerprint import column_arrays, digest
-from longctx.training.nonfinite import NonFiniteError
+from longctx.training.metrics import NonFiniteError
 from longctx.training.preference import PreferenceLoss, uses_reference
 
 

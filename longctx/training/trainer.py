@@ -1,6 +1,6 @@
 """A subclass of TRL's SFTTrainer with longctx's rows, sharding, loss and log, and no attention code.
 
-Rows are collated and their cut is planned in `longctx.training.collators`. The base classes evaluate
+Rows are collated and their cut is planned in `longctx.training.data_order`. The base classes evaluate
 (`longctx.training.evaluation`), and save and resume (`longctx.training.checkpoint`).
 """
 
@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,21 +38,25 @@ from longctx.data import MixedStream, SourceReport
 from longctx.layers.loss import TokenOutputs
 from longctx.model.card import model_card
 from longctx.model.load import count_parameters, count_trained_parameters
-from longctx.model.saved_buffers import saved_buffers_handed_on
+from longctx.model.quantized import pieces_placed
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.shard import check_shard_length
-from longctx.training.callbacks import EpochByRows, PackingEntry, ScheduleGoesOn, StreamEntry
-from longctx.training.checkpoint import EpochEndsWithItsStep, StopOnSignal
-from longctx.training.collators import PlanningCollator, StreamCollator
-from longctx.training.data_order import MicroBatch, StepSampler, StepStream
-from longctx.training.engines import keep_sums_in_fp32, save_whole_models
+from longctx.training.callbacks import (
+    EpochByRows,
+    EpochEndsWithItsStep,
+    PackingEntry,
+    ScheduleGoesOn,
+    StopOnSignal,
+    StreamEntry,
+)
+from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
+from longctx.training.engines import keep_sums_in_fp32, save_whole_models, saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingTrainer
-from longctx.training.metrics import StepMetrics
-from longctx.training.nonfinite import NON_FINITE_FILE, REMEDY, NonFinite, NonFiniteError
+from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.objective import Objective
 from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
@@ -119,8 +123,11 @@ class SequenceTrainer(EvaluatingTrainer):
             config=model.config,
             flops_per_token=4 * count_parameters(model) + 2 * count_trained_parameters(model),
             device=sequence.device,
+            routers=sequence.routers,
             extra=objective.sums,
         )
+        self._uncounted: list[dict[str, Any]] = []
+        """The micro-batches of a step that has begun, before their routers' choices are counted."""
         self._memory_warnings = MemoryWarnings()
         self._layers_checked = False
         self.has_seen_labels = False
@@ -212,12 +219,15 @@ class SequenceTrainer(EvaluatingTrainer):
         add_defaults(self.optimizer)
         return super().create_scheduler(*args, **kwargs)
 
-    def _wrapping(self) -> AbstractContextManager[None]:
-        """Return the context in which the engine wraps the model."""
+    @contextmanager
+    def _wrapping(self) -> Iterator[None]:
+        """Hand on what FSDP2 would lose, in the context in which the engine wraps the model."""
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is None or plugin.fsdp_version != 2 or isinstance(self.model, FSDPModule):
-            return nullcontext()
-        return saved_buffers_handed_on(self.model, self.accelerator.device)
+            yield
+            return
+        with pieces_placed(self.model), saved_buffers_handed_on(self.model, self.accelerator.device):
+            yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. Before any training, this wraps the model."""
@@ -239,7 +249,7 @@ class SequenceTrainer(EvaluatingTrainer):
         if self.args.should_save:
             met.append_to(path)
         if self.on_nonfinite == "stop":
-            raise NonFiniteError(f"{met}; it is written to {path}. {REMEDY}")
+            raise NonFiniteError(f"{met}; it is written to {path}. {NON_FINITE_REMEDY}")
         if self.args.should_save:
             warnings.warn(f"{met}: the step is left out; see {path}", stacklevel=2)
         if not self.is_deepspeed_enabled:
@@ -324,6 +334,7 @@ class SequenceTrainer(EvaluatingTrainer):
         """
         counts = self.objective.count(batch_samples)
         self.has_seen_labels |= bool(counts)
+        self._uncounted = batch_samples
         return counts
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -332,8 +343,12 @@ class SequenceTrainer(EvaluatingTrainer):
     @phase("forward")
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.stream_read = inputs.pop("stream_read", self.stream_read)
+        if self._uncounted:
+            self.sequence.count_experts(model, self._uncounted)
+            self._uncounted = []
         shard, outputs = self._forward(model, inputs)
         terms, extra = self.objective.measure(shard, outputs, inputs)
+        loss = self.objective.loss(terms, num_items_in_batch)
         self.step_metrics.add(
             layout=shard.layout,
             num_tokens=inputs["num_tokens"],
@@ -342,7 +357,6 @@ class SequenceTrainer(EvaluatingTrainer):
             entropy=outputs.entropy,
             extra=extra,
         )
-        loss = self.objective.loss(terms, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _forward(self, model, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
@@ -377,6 +391,8 @@ class SequenceTrainer(EvaluatingTrainer):
         entry["seconds"] = {
             part: [round(seconds, 4) for seconds in ranks] for part, ranks in self.step_metrics.seconds.items()
         }
+        if (experts := self.step_metrics.experts) is not None:
+            entry["experts"] = {name: [round(value, 4) for value in of] for name, of in experts.of_layers.items()}
 
     def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
         """Write README.md in output_dir with what this run knows of the model; TRL's other arguments are ignored."""

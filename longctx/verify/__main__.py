@@ -78,8 +78,7 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
     from longctx.launch.slurm import join_step
     from longctx.launch.spawn import device_count, spawn
     from longctx.settings.flags import parse_flags
-    from longctx.settings.launcher import relaunch, who_starts
-    from longctx.settings.profile import read_profile
+    from longctx.settings.profile import read_profile, relaunch, who_starts
     from longctx.settings.resolve import resolve
     from longctx.verify.setup import check_engine, few_layers, with_defaults
 

@@ -17,8 +17,7 @@ from datasets import Dataset
 
 import longctx.data.contents
 from longctx.data import DataError, load_records, tokenize_records
-from longctx.data.cache import cache_folder
-from longctx.data.contents import content_digests
+from longctx.data.contents import cache_folder, content_digests
 from longctx.data.encoders import TextEncoder
 from longctx.data.tokenize import _fingerprint
 from longctx.model.load import load_config

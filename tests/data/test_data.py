@@ -20,8 +20,8 @@ import torch
 from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
+import longctx.data.files
 import longctx.data.json_records
-import longctx.data.text_files
 from longctx.data import (
     DataError,
     document_lengths,
@@ -990,7 +990,7 @@ def test_files_that_were_read_are_not_read_again(suffix, tmp_path, monkeypatch) 
     monkeypatch.setattr(longctx.data.files, "_PART_BYTES", 1)
     read = []
     for name in ("_read_text", "_iterate_lines"):
-        module = longctx.data.text_files if name == "_read_text" else longctx.data.json_records
+        module = longctx.data.files if name == "_read_text" else longctx.data.json_records
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda path, original=original: (read.append(path.name), original(path))[1])
     with pytest.raises(DataError, match=rf"3\.{suffix}"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers import Qwen3MoeConfig
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -20,6 +21,7 @@ from longctx.model.tiny import tiny_tokenizer
 from longctx.packing import PairedDataset, kept_of_sides, plan_pairs
 from longctx.settings.flags import parse_flags
 from longctx.settings.methods import DPO
+from longctx.settings.preference import check_model_of_pairs
 from longctx.settings.values import read_values
 from longctx.training.preference import LOSSES, Pairs
 
@@ -159,6 +161,12 @@ NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
 def test_flags_that_are_refused(flags, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         read_values(parse_flags(flags, DPO))
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused():
+    config = Qwen3MoeConfig(output_router_logits=True, router_aux_loss_coef=0.01)
+    with pytest.raises(ValueError, match="Add --router_aux_loss_coef 0"):
+        check_model_of_pairs(config)
 
 
 def test_simpo_is_that_of_trl():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    DeepseekV3Config,
     GemmaConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -84,6 +85,22 @@ def test_parameters_are_counted_exactly(config: PretrainedConfig) -> None:
     assert sizes == ModelSizes.of_model(model)
     assert sizes.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert sizes.layer_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+
+
+@pytest.mark.parametrize("rank", [16, None])
+def test_projections_of_latent_attention_are_counted_exactly(rank: int | None) -> None:
+    config = DeepseekV3Config(
+        **SMALL,
+        moe_intermediate_size=8,
+        q_lora_rank=rank,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=10,
+    )
+    layer = MODEL_FOR_CAUSAL_LM_MAPPING[DeepseekV3Config](config).model.layers[0]
+    matrices = [weight.numel() for weight in layer.self_attn.parameters() if weight.dim() == 2]
+    assert ModelSizes.of_config(config).projection_parameters == sum(matrices)
 
 
 def test_sizes_of_llama(llama: ModelSizes) -> None:
@@ -168,6 +185,11 @@ TRACES = {
     "ring 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8}, {}),
     "one GPU": (_config(), {}, {}),
     "ulysses 8, checkpoints on the host": (_config(**SMALL_MLP), {"sp": 8, "activation_offloading": True}, {}),
+    "ulysses 8, exchange beside attention": (
+        _config(**SMALL_MLP),
+        {"sp": 8, "overlap_exchange": True},
+        {"overlap_exchange": True},
+    ),
     "no checkpoints": (_config(), {"sp": 8, "gradient_checkpointing": False}, {}),
     "gather 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8, "sp_backend": "gather"}, {}),
 }

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import longctx.sequence.host_tensors
 from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
-from longctx.forecast.machine_memory import available_host_memory
+from longctx.forecast.hardware import available_host_memory
 from longctx.forecast.memory_options import PRESETS
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
@@ -380,6 +380,7 @@ ON = {
             "parameters offloaded": offload("param"),
             "both offloaded": offload("optimizer", "param"),
             "sequence chunks": ["--sequence_chunk_size", "50"],
+            "exchange beside attention": ["--overlap_exchange", "True"],
             "longest, whole layers": [*LONGEST, "--tiled_mlp", "True", *offload("param")],
         },
     },

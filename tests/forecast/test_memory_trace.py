@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longctx.forecast import memory_trace as trace_module
 from longctx.forecast import traced_step as step
-from longctx.forecast.allocations import (
+from longctx.forecast.memory_trace import (
     ACTIVATIONS,
     CATEGORIES,
     GATHERED,
@@ -24,8 +24,8 @@ from longctx.forecast.allocations import (
     PARAMETERS,
     Allocation,
     MemoryTrace,
+    MemoryTracer,
 )
-from longctx.forecast.memory_trace import MemoryTracer
 from longctx.forecast.traced_step import StepSettings, fsdp2, row_of, trace_training_step
 from longctx.layers.loss import TILE_BYTES
 from longctx.model.tiny import tiny_config, tiny_model
@@ -78,6 +78,7 @@ STEPS = {
     "gather": ("gather", {}, GATHERED_WIDTH),
     "ulysses": ("ulysses", {}, WIDTH // SP),
     "ulysses, one head at a time": ("ulysses", {"heads_k_stride": 1}, WIDTH // SP),
+    "ulysses, exchange beside attention": ("ulysses", {"overlap_exchange": True}, WIDTH // SP),
     "hybrid": ("hybrid", {"ring_size": 2}, 0),
     "ulysses in chunks": ("ulysses", {"sequence_chunk_size": 4096}, WIDTH // SP),
 }

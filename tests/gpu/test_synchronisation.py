@@ -38,7 +38,7 @@ BETWEEN_MICRO_BATCHES = {
     "longctx.parallel.SequenceParallel.count_label_tokens": "The loss is divided by the label tokens of the step.",
     "longctx.training.trainer.SequenceTrainer._get_grad_norm": "A norm that is not finite stops the run.",
     "accelerate.utils.deepspeed.DeepSpeedEngineWrapper.get_global_grad_norm": "The same norm, of DeepSpeed.",
-    "longctx.training.checkpoint.signals.StopOnSignal.on_step_end": "Ranks agree whether a signal has come.",
+    "longctx.training.callbacks.StopOnSignal.on_step_end": "Ranks agree whether a signal has come.",
     "longctx.training.metrics.StepMetrics": "The log has sums over all ranks.",
     "transformers.trainer.Trainer._maybe_log_save_evaluate": "The log has the loss and the norm as numbers.",
     "transformers.trainer.Trainer.store_flos": "So has it the operations of all ranks.",
@@ -132,6 +132,9 @@ OTHER_RUNS = {
     "ulysses, fsdp2": ["--sp_backend", "ulysses", "--engine", "fsdp2"],
     "ulysses, fsdp2, windows": ["--sp_backend", "ulysses", "--engine", "fsdp2"],
     "ulysses, fsdp2, chunks": ["--sp_backend", "ulysses", "--engine", "fsdp2", *CHUNKS],
+    "ulysses, fsdp2, exchange beside attention": [
+        *("--sp_backend", "ulysses", "--engine", "fsdp2", "--overlap_exchange", "True")
+    ],
     "ulysses, zero3": ["--sp_backend", "ulysses", "--engine", "deepspeed"],
     "ring, zero3, offload": ["--sp_backend", "ring", "--engine", "deepspeed", "--activation_offloading", "True"],
 }

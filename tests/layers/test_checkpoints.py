@@ -10,8 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import longctx
 from longctx.attention.operator import LocalSchedule
-from longctx.forecast.lever_checks import check_together
-from longctx.forecast.levers import RunTraits
+from longctx.forecast.levers import RunTraits, check_together
 from longctx.forecast.memory_options import asked_levers, lever_flags, resolve_levers
 from longctx.model.tiny import tiny_config, tiny_model
 
@@ -103,12 +102,14 @@ def test_a_model_has_only_so_many_layers(run, levers, message):
 
 PLACE = RunTraits(
     backend_can_chunk=True,
+    exchanges_heads=True,
     engine="fsdp2",
     zero_stage=None,
     bf16=True,
     local_tokens=4096,
     has_linear_attention=False,
     num_layers=LAYERS,
+    is_compiled=False,
 )
 
 

@@ -79,6 +79,7 @@ def test_layers_and_batches_share_graphs():
 REFUSED = {
     "chunks": (["--sequence_chunk_size", "64"], "--sequence_chunk_size 64, which runs layers chunk by chunk"),
     "tiles": (["--tiled_mlp", "True"], "--tiled_mlp True, which runs MLPs tile by tile"),
+    "number of tiles": (["--tiled_mlp_num_shards", "4"], "--tiled_mlp_num_shards 4, which runs MLPs tile by tile"),
     "adapter": (["--use_peft", "True"], "--use_peft True, which puts adapters into layers"),
     "ZeRO": (["--sp", "2", "--sp_backend", "ulysses"], "the engine is deepspeed, .* Use --engine fsdp2"),
 }
@@ -89,6 +90,13 @@ def test_what_compiled_layers_are_not_verified_with_is_refused(case):
     flags, message = REFUSED[case]
     with pytest.raises(ValueError, match=f"--torch_compile True.*{message}"):
         resolve(parse_flags(["--torch_compile", "True", *flags]), read_profile({}), {})
+
+
+@pytest.mark.parametrize("memory", ["longest", "auto"])
+def test_presets_leave_compiled_layers_whole(memory):
+    flags = ["--sp", "2", "--sp_backend", "ring", "--torch_compile", "True", "--memory", memory]
+    levers = resolve(parse_flags(flags), read_profile({}), {}).levers
+    assert (levers.sequence_chunk_size, levers.tiled_mlp_num_shards) == (None, None)
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

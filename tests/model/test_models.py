@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
 
 from longctx import parallelize
-from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
+from longctx.model.allow_list import CAUSAL_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
 from longctx.model.load import load_config, load_model
 from longctx.training.metrics import _peak_flops
 from tests.workers import run_ranks
@@ -38,6 +38,15 @@ SCALED_ROPE = {
     "yarn": {"factor": 4.0},
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {  # multi-head latent attention, whose values are narrower than its queries
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+GROUPED_EXPERTS = EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 8,
@@ -46,7 +55,17 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
-NEVER_AS_IS = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
+NEVER_AS_IS = (
+    "afmoe",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "exaone_moe",
+    "gemma3_text",
+    "gpt_oss",
+    "granitemoe_swa",
+    "olmo3",
+)
 FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_AS_IS} | {
     "ernie4_5_moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}),
     "glm4_moe": (
@@ -54,6 +73,53 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_A
         SMALL
         | EXPERTS
         | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8},
+    ),
+    "axk1": ("axk1", SMALL | LATENT | GROUPED_EXPERTS),
+    "deepseek_v2": ("deepseek_v2", SMALL | LATENT | GROUPED_EXPERTS | {"topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("deepseek_v3", SMALL | LATENT | GROUPED_EXPERTS),
+    "deepseek_v3, queries at once, yarn": (
+        "deepseek_v3",
+        SMALL
+        | LATENT
+        | GROUPED_EXPERTS
+        | {"q_lora_rank": None, "rope_interleave": False}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+                "factor": 4.0,
+                "mscale_all_dim": 1.0,
+            }
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", SMALL | LATENT | GROUPED_EXPERTS | {"v_head_dim": 16}),
+    "minicpm3": ("minicpm3", SMALL | LATENT),
+    "sarvam_mla": ("sarvam_mla", SMALL | LATENT | GROUPED_EXPERTS),
+    "dots1": (
+        "dots1",
+        SMALL
+        | GROUPED_EXPERTS
+        | {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2, "n_shared_experts": 1},
+    ),
+    "dots1, windows": ("dots1", SMALL | GROUPED_EXPERTS | WINDOW | {"head_dim": 8, "n_shared_experts": 1}),
+    "flex_olmo": ("flex_olmo", SMALL | EXPERTS | {"num_experts": 4}),
+    "hy_v3": ("hy_v3", SMALL | EXPERTS | {"num_experts": 4, "head_dim": 8}),
+    "mellum": ("mellum", SMALL | EXPERTS | {"num_experts": 4, "head_dim": 8, "sliding_window": None}),
+    "mellum, windows": ("mellum", SMALL | EXPERTS | WINDOW | {"num_experts": 4, "head_dim": 8}),
+    "minimax_m2": ("minimax_m2", SMALL | EXPERTS | {"num_local_experts": 4, "head_dim": 8}),
+    "sarvam_moe": ("sarvam_moe", SMALL | GROUPED_EXPERTS | {"head_dim": 8}),
+    "solar_open": ("solar_open", SMALL | GROUPED_EXPERTS | {"head_dim": 8}),
+    "afmoe, windows": ("afmoe", SMALL | EXPERTS | WINDOW | {"num_experts": 4, "head_dim": 8, "num_dense_layers": 1}),
+    "cohere2_moe, windows": ("cohere2_moe", SMALL | EXPERTS | WINDOW | {"num_experts": 4, "head_dim": 8}),
+    "exaone_moe, windows": ("exaone_moe", SMALL | EXPERTS | WINDOW | {"num_experts": 4}),
+    "granitemoe_swa, windows": (
+        "granitemoe_swa",
+        SMALL | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
     ),
     "granitemoe": ("granitemoe", SMALL | EXPERTS | {"num_local_experts": 4}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", SMALL | {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
@@ -161,10 +227,15 @@ def stock_step(model: PreTrainedModel):
 
 
 def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Over all parameters, relative to each gradient's norm, or to 1e-3 of all where it vanishes (a bias of keys)."""
+    """Over all parameters, relative to each gradient's norm, or to 1e-3 of all where it vanishes (a bias of keys).
+
+    Decays of recurrent layers are compared with 5e-3 of all: their gradients are differences of much larger sums, and
+    the stock step itself is off by 2e-5 of them from one in fp64 (in qwen3_next).
+    """
     assert actual.keys() == expected.keys()
     total = torch.nn.utils.get_total_norm(expected.values())
-    return max(float((actual[n] - e).norm() / e.norm().clamp(min=1e-3 * total)) for n, e in expected.items())
+    least = {name: 5e-3 if name.endswith(("A_log", "dt_bias")) else 1e-3 for name in expected}
+    return max(float((actual[n] - e).norm() / e.norm().clamp(min=least[n] * total)) for n, e in expected.items())
 
 
 def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
@@ -215,7 +286,7 @@ def test_scaled_rope_acts(kind):
 
 
 def backends_of(family: str) -> tuple[str, ...]:
-    return ("ulysses", "auto") if FAMILIES[family][0] in GATED_DELTA_MODELS else ("ring", "gather", "ulysses")
+    return ("ring", "gather", "ulysses")
 
 
 EVERY_PAIR = [(family, backend) for family in FAMILIES for backend in backends_of(family)]

@@ -211,7 +211,7 @@ def test_peft_that_is_missing_or_old(found, says, refusal, monkeypatch):
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr("longctx.settings.versions.version", version)
+    monkeypatch.setattr("longctx.settings.machine_checks.version", version)
     error = refusal("--model_name_or_path", "tiny")
     assert says in error
     assert "--use_peft" in error

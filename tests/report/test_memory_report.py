@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from longctx.forecast.closed_form import max_length, predict
-from longctx.forecast.machine_memory import host_bytes
+from longctx.forecast.hardware import host_bytes
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.token_label import token_label
+from longctx.launch.terminal import token_label
 from longctx.model.tiny import tiny_config
 from longctx.report.memory_advice import LEVERS, out_of_memory_explained
 from longctx.settings.flags import parse_flags

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from longctx.forecast.token_label import token_label
+from longctx.launch.terminal import token_label
 from longctx.report.pictures import (
     Bar,
     Point,

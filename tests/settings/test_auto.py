@@ -58,6 +58,15 @@ def by_hand(resolved, *flags: str, **machine):
     return runs
 
 
+def test_auto_finds_levers_that_go_with_compiled_layers(resolved):
+    flags = ("--max_length", str(1 << 20), "--sp", "8", "--memory", "auto", "--engine", "fsdp2")
+    tiled, compiled = resolved(*flags), resolved(*flags, "--torch_compile", "True")
+    assert tiled.levers.tiled_mlp_num_shards is not None
+    assert (compiled.levers.sequence_chunk_size, compiled.levers.tiled_mlp_num_shards) == (None, None)
+    assert compiled.forecast.fits
+    assert compiled.forecast.tokens_per_second_per_device > tiled.forecast.tokens_per_second_per_device
+
+
 @pytest.mark.parametrize("length", [4096, 131072, 1048576])
 def test_auto_is_the_fastest_that_leaves_a_tenth_free(resolved, length):
     flags = ("--max_length", str(length))

@@ -12,7 +12,7 @@ from longctx.settings.methods import DPO
 
 FOLDER = Path(__file__).parents[2] / "longctx" / "settings"
 
-READERS = {"flags", "help", "profile", "launcher", "checks"}
+READERS = {"flags", "help", "profile", "checks"}
 """Modules that refuse what cannot be read at all."""
 
 PROFILE_KEYS = {

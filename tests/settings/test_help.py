@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from longctx.settings import flag_sources, help
-from longctx.settings.defaults import DEFAULTS
+from longctx.settings.flag_sources import DEFAULTS
 from longctx.settings.flags import parse_flags
 from longctx.train import main
 

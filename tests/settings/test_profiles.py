@@ -21,8 +21,7 @@ import pytest
 import yaml
 
 from longctx.settings.flags import parse_flags
-from longctx.settings.launcher import find_profile, relaunch, shipped_configs
-from longctx.settings.profile import read_profile
+from longctx.settings.profile import find_profile, read_profile, relaunch, shipped_configs
 from longctx.settings.resolve import resolve
 from tests.workers import run_main, run_ranks
 
@@ -295,9 +294,7 @@ def test_wheel_holds_the_profiles(tmp_path):
     wheels, target = tmp_path / "wheels", tmp_path / "target"
     _check_call([*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", str(wheels)], cwd=tmp_path / "source")
     _check_call([*pip, "install", "--no-deps", "--target", str(target), str(next(wheels.glob("*.whl")))], cwd=tmp_path)
-    look_up = (
-        "from longctx.settings.launcher import find_profile as f; print(f('zero3')); print(f('zero3').read_text())"
-    )
+    look_up = "from longctx.settings.profile import find_profile as f; print(f('zero3')); print(f('zero3').read_text())"
     env = os.environ | {"PYTHONPATH": str(target)}
     path, _, text = _check_call([sys.executable, "-c", look_up], cwd=tmp_path, env=env).partition("\n")
     assert Path(path) == target / "longctx/configs/zero3.yaml"

@@ -13,14 +13,13 @@ from safetensors.torch import save_file
 from transformers import EarlyStoppingCallback, LlamaConfig, TrainerState
 
 from longctx.data import DataError
+from longctx.data.files import _read_text
 from longctx.data.json_records import _elements
-from longctx.data.text_files import _read_text
 from longctx.model.config_file import check_tokenizer_files
 from longctx.model.files import without_weights
 from longctx.model.tied_head import _lazy_tensors
 from longctx.training.checkpoint.files import CheckpointError, Manifest, damage_named
-from longctx.training.checkpoint.soundness import check_side_files
-from longctx.training.checkpoint.states import StateReader
+from longctx.training.checkpoint.states import StateReader, check_side_files
 from longctx.training.checkpoint.trainer import ResumableTrainer
 from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
 from longctx.untrusted.files import check_file

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from longctx.data import DataError, load_records, stream_records, tokenize_records, tokenize_stream
-from longctx.data.cache import cache_folder
+from longctx.data.contents import cache_folder
 from longctx.model.files import without_weights
 from longctx.model.load import load_config, load_model, load_tokenizer, take_chat_template
 from longctx.model.tiny import tiny_config, tiny_tokenizer

@@ -10,20 +10,15 @@ from longctx.training.checkpoint.files import (
     check_same,
     read_manifest,
 )
-from longctx.training.checkpoint.flow import EpochEndsWithItsStep
-from longctx.training.checkpoint.signals import RESUMABLE, StopOnSignal
-from longctx.training.checkpoint.soundness import check_side_files
+from longctx.training.checkpoint.states import check_side_files
 from longctx.training.checkpoint.trainer import ResumableTrainer, optimization_flags
 
 __all__ = [
     "MANIFEST",
-    "RESUMABLE",
     "CheckpointError",
-    "EpochEndsWithItsStep",
     "Manifest",
     "NotSavedError",
     "ResumableTrainer",
-    "StopOnSignal",
     "candidates",
     "check_files",
     "check_same",

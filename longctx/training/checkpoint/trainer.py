@@ -40,14 +40,18 @@ from longctx.training.checkpoint.files import (
 )
 from longctx.training.checkpoint.hub import PushingTrainer
 from longctx.training.checkpoint.masters import round_weights, set_fp32_weights
-from longctx.training.checkpoint.random_state import random_file, random_state, read_random_state, set_random_state
 from longctx.training.checkpoint.shards import WEIGHT, parameter_shards, trained_shapes, update_working_weights
-from longctx.training.checkpoint.soundness import (
+from longctx.training.checkpoint.states import (
+    StateReader,
     check_kinds,
     nonfinite_weights,
+    random_file,
+    random_state,
+    read_random_state,
+    set_random_state,
+    write_states,
 )
-from longctx.training.checkpoint.states import StateReader, write_states
-from longctx.training.nonfinite import NonFiniteError
+from longctx.training.metrics import NonFiniteError
 
 logger = logging.getLogger(__name__)
 
