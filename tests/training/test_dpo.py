@@ -46,7 +46,7 @@ LOSSES = {
     "ipo-alpha": {"f_divergence_type": "alpha_divergence"},
 }
 EARLY = ("sigmoid", "ipo", "sigmoid sft", "sigmoid-ld")
-ONE, PACKED = ["--packing", "False"], ["--packing", "True", "--max_length", "400"]
+ONE, PACKED = ["--packing", "False"], ["--packing", "True", "--max_length", "512"]
 ULYSSES = ["--sp", "2", "--sp_backend", "ulysses"]
 LAYOUTS = {  # (processes, flags)
     "ring sp 2, one pair at a time": (2, ["--cp", "2", *ONE, "--gradient_accumulation_steps", "8"]),
@@ -176,20 +176,25 @@ def trl(saved_model, tmp_path_factory):
     return entries
 
 
-def compare(actual, expected, case, prefix=""):
-    """Compare one entry of the logs."""
-    close = {"rel": 1e-5, "abs": 1e-6}
+def compare(actual, expected, case, prefix="", norm=0.0):
+    """Compare one entry of the logs.
+
+    Args:
+        norm: the gradient norm of the first step. A gradient in which the two sides of a pair cancel is off by rounding
+            of the sides' own gradients.
+    """
+    is_first = actual.get("step") == 1 and not prefix
     sums = abs(expected[f"{prefix}logps/chosen"])
-    for name in ("loss", "grad_norm") if not prefix else (f"{prefix}loss",):
-        step_close = {"rel": 1e-5 if actual.get("step") == 1 else 1e-4, "abs": 1e-6}
-        assert actual[name] == pytest.approx(expected[name], **step_close), (case, name)
+    for name in ("loss",) if prefix else ("loss", "grad_norm"):
+        bound = {"rel": 1e-5 if is_first else 1e-4, "abs": 1e-5 * norm if name == "grad_norm" else 1e-6}
+        assert actual[prefix + name] == pytest.approx(expected[prefix + name], **bound), (case, name)
     for name in METRICS:
-        if name == "rewards/accuracies" and actual.get("step") == 1:
+        bound = {"rel": 1e-5, "abs": 1e-6} if is_first else {"rel": 1e-4, "abs": max(1e-6 * sums, 1e-5)}
+        if is_first and name.startswith("rewards"):
+            bound["abs"] = 1e-6 * sums
+        if is_first and name == "rewards/accuracies":
             continue  # of rewards that are 0 but for rounding
-        tolerance = {"rel": 1e-4, "abs": 1e-6 * sums} if name.startswith("rewards") else close
-        if actual.get("step") != 1:
-            tolerance = {"rel": 1e-4, "abs": max(1e-4 * sums * 1e-2, 1e-5)}
-        assert actual[prefix + name] == pytest.approx(expected[prefix + name], **tolerance), (case, name)
+        assert actual[prefix + name] == pytest.approx(expected[prefix + name], **bound), (case, name)
 
 
 def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational=False):
@@ -236,9 +241,9 @@ def test_steps_are_those_of_trl(layouts, losses, saved_model, trl, tmp_path, par
         evaluations, rated = ([e for e in log if "eval_loss" in e] for log in (entries, reference))
         assert len(steps) == STEPS == len(right)
         for step, entry in zip(steps, right, strict=True):
-            compare(step, entry, case)
+            compare(step, entry, case, norm=right[0]["grad_norm"])
         for evaluation, entry in zip(evaluations, rated, strict=True):
-            compare({**evaluation, "step": 2}, entry, case, "eval_")
+            compare(evaluation, entry, case, "eval_")
         errors = [abs(steps[0][name] / right[0][name] - 1) for name in ("loss", "grad_norm")]
         run = max(abs(step["loss"] / (entry["loss"] or 1) - 1) for step, entry in zip(steps, right, strict=True))
         parity_table.append((f"DPO {loss}, {layout}", "torchrun", *errors, run if math.isfinite(run) else 0.0))
@@ -254,7 +259,7 @@ def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, 
     [entries] = run_layouts([layout], ["sigmoid"], saved_model, tmp_path, adapter, conversational=chats).values()
     steps, right = ([e for e in log if "loss" in e] for log in (entries, expected))
     for step, entry in zip(steps, right, strict=True):
-        compare(step, entry, layout)
+        compare(step, entry, layout, norm=right[0]["grad_norm"])
     assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
 
 
