@@ -340,8 +340,8 @@ def reconcile(case: Case, random_: random.Random) -> Case:
         change["engine"] = "zero1"
     if backend is not None and case.sp > 1 and not spreads(backend, case):
         change["backend"] = random_.choice([name for name, other in BACKENDS.spread.items() if spreads(other, case)])
-    if case.model in GATED_DELTA_MODELS and case.sp > 1:
-        change |= {"backend": "ulysses", "sp": 2, "sequence_chunk_size": 0}
+    if case.model in GATED_DELTA_MODELS:
+        change["sequence_chunk_size"] = 0
     if case.sequence_chunk_size and (backend is None or not backend.can_chunk or case.tiled_mlp or case.checkpointing):
         change["sequence_chunk_size"] = 0
     elif case.sequence_chunk_size == 1 and case.max_length > 37:

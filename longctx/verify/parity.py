@@ -25,10 +25,10 @@ from longctx.data import IGNORE_INDEX
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.layers.loss import token_losses
 from longctx.ranks.agreement import gather_objects, on_all_ranks
+from longctx.recurrent.layers import recurrent_layers
 from longctx.run import first_step_batches
 from longctx.training.reference import check_reference_fits, documents_of, single_device_step
 from longctx.training.trainer import SequenceTrainer
-from longctx.ulysses.gated_delta import gated_delta_layers
 from longctx.verify.report import Check, error_check
 
 FP32_BOUND = 1e-5
@@ -262,10 +262,10 @@ def _recorded_attention(model: torch.nn.Module) -> Iterator[list[int]]:
         return longctx_attention(module, query, *args, **kwargs)
 
     def recorded_linear(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        lengths.append(kwargs["hidden_states"].shape[1])
+        lengths.append((*args, kwargs.get("hidden_states"))[0].shape[1])
 
     AttentionInterface.register(NAME, recorded)
-    hooks = [layer.register_forward_pre_hook(recorded_linear, with_kwargs=True) for layer in gated_delta_layers(model)]
+    hooks = [layer.register_forward_pre_hook(recorded_linear, with_kwargs=True) for layer in recurrent_layers(model)]
     try:
         yield lengths
     finally:

@@ -32,7 +32,7 @@ from longctx.layers.chunked.tiles import (
     run_in_tiles,
     trained,
 )
-from longctx.model.allow_list import num_linear_heads
+from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import region
 from longctx.sequence.batch import AttentionContext
 from longctx.sequence.host_tensors import host_empty
@@ -339,7 +339,7 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
     """
     if size < 1:
         raise ValueError(f"sequence_chunk_size {size} is below 1. Use a few thousand tokens.")
-    if num_linear_heads(model.config):
+    if recurrent_sizes(model.config):
         raise ValueError(
             f"sequence_chunk_size {size}: linear attention layers of {model.config.model_type} carry a state through "
             "all tokens, and cannot be split at their attention. Leave it out."
