@@ -126,7 +126,7 @@ class ChunkedLayer:
             if result is None:
                 result = self._host(1, hidden.shape[1], *y.shape[2:], dtype=y.dtype)
             self.copies.leave((result[:, at], y))
-        self.copies.settle()
+        self.copies.synchronize()
         return result
 
     def backward(
@@ -173,7 +173,7 @@ class ChunkedLayer:
             lambda at: [hidden[:, at], grad_hidden[:, at], *(self._of_ranks(x, at) for x in heads)],
             to_hidden,
         )
-        self.copies.settle()
+        self.copies.synchronize()
         return grad_hidden, sums.result()
 
     def _project_all(self, hidden: Tensor) -> Projected:
