@@ -174,7 +174,7 @@ def _planned(
     """Return the plan for these candidates."""
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document
-    from longctx.report.plan_command import Commands
+    from longctx.report.plan_text import Commands
 
     documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
@@ -239,8 +239,8 @@ def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
 
 
 def _write(folder: Path, plan: _Planned, machine: Any) -> None:
-    from longctx.report.forecast import draw_lengths, draw_memory, draw_speeds
-    from longctx.report.plan_command import model_folder
+    from longctx.report.pictures import draw_lengths, draw_memory, draw_speeds
+    from longctx.report.plan_text import model_folder
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan.result, indent=1) + "\n")

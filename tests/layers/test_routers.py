@@ -127,6 +127,10 @@ def check_run(log, expected, case):
     assert steps[0]["unused_experts_fraction"] == pytest.approx(float((load == 0).double().mean()))
 
 
+def experts(name):
+    return ["--model_init_kwargs", json.dumps({"experts_implementation": name})]
+
+
 ACCUMULATED = ["--packing", "True", "--gradient_accumulation_steps", "2"]
 RING = ["--sp", "2", "--sp_backend", "ring", "--engine"]
 ULYSSES = ["--sp", "2", "--sp_backend", "ulysses", "--engine"]
@@ -139,6 +143,8 @@ CASES = {  # those on DeepSpeed come last, whose changes to torch stay in the pr
         *["--gradient_checkpointing_kwargs", '{"use_reentrant": true}'],
     ],
     "ring, offloading": [*RING, "fsdp2", *ACCUMULATED, "--activation_offloading", "True"],
+    "ring, eager experts": [*RING, "fsdp2", *ACCUMULATED, *experts("eager")],
+    "ulysses, batched experts": [*ULYSSES, "fsdp2", *ACCUMULATED, *experts("batched_mm")],
     "dp, padded": ["--packing", "False", "--per_device_train_batch_size", "5"],
     "ring, padded": [
         *[*RING, "fsdp2", "--packing", "False", "--per_device_train_batch_size", "2"],
@@ -146,6 +152,11 @@ CASES = {  # those on DeepSpeed come last, whose changes to torch stay in the pr
     ],
     "ulysses, zero3": [*ULYSSES, "deepspeed", *ACCUMULATED],
     "ulysses, zero3, chunked": [*ULYSSES, "deepspeed", *ACCUMULATED, "--sequence_chunk_size", "32"],
+    "ulysses, zero3, eager experts": [*ULYSSES, "deepspeed", *ACCUMULATED, *experts("eager")],
+    "ring, zero3, batched experts": [*RING, "deepspeed", *ACCUMULATED, *experts("batched_mm")],
+    "ulysses, zero3, tiled grouped experts": [
+        *[*ULYSSES, "deepspeed", *ACCUMULATED, *experts("grouped_mm"), "--tiled_mlp", "True"],
+    ],
     "ring, zero3, tiled": [
         *[*RING, "deepspeed", *ACCUMULATED, "--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],
     ],
