@@ -202,8 +202,8 @@ def _planned(
         "context": commands.context(wanted),
         "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
-        "recommendation": None if best is None else _recommendation(best, there, commands),
-        "next_best": None if second is None else _recommendation(second, there, commands),
+        "recommendation": None if best is None else _recommendation(best, there, commands, machine),
+        "next_best": None if second is None else _recommendation(second, there, commands, machine),
         "changed": None,
         "trace": None,
     }
@@ -326,10 +326,12 @@ def _as_dict(candidate: Any, outlooks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _recommendation(best: Any, there: Sequence[Any], commands: Any) -> dict[str, Any]:
+def _recommendation(best: Any, there: Sequence[Any], commands: Any, machine: Any) -> dict[str, Any]:
     from longctx.forecast.candidates import why
+    from longctx.forecast.step_time import weights_seconds
 
     facts = {"name": best.candidate.label, "why": why(best, there)}
+    facts["weights_seconds"] = weights_seconds(best.candidate.setup, machine.speeds.device)
     return _as_dict(best.candidate, [best]) | facts | {"command": commands.command(best.candidate, best.length)}
 
 
