@@ -341,7 +341,7 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
         raise ValueError(f"sequence_chunk_size {size} is below 1. Use a few thousand tokens.")
     if recurrent_sizes(model.config):
         raise ValueError(
-            f"sequence_chunk_size {size}: linear attention layers of {model.config.model_type} carry a state through "
+            f"sequence_chunk_size {size}: recurrent layers of {model.config.model_type} carry a state through "
             "all tokens, and cannot be split at their attention. Leave it out."
         )
     keep_backward_in_one_thread()
