@@ -58,7 +58,7 @@ def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, e
 def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConfig, engine: str, use_cpu: bool) -> None:
     """Check that 4-bit weights under an adapter (QLoRA) can be the same as on one device.
 
-    Every rank has all of them: FSDP2 leaves them out of its shards, whose pieces bitsandbytes could not read.
+    FSDP2 shards them as bytes, see `longctx.model.quantized`.
 
     Args:
         settings: every flag of TRL's ModelConfig, and the memory levers.

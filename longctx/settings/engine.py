@@ -64,7 +64,7 @@ def _choose(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: 
     if dims.world_size == 1:
         return "none", "one process"
     if flags.load_in_4bit:
-        return "fsdp2", "auto: 4-bit weights are replicated on FSDP2"
+        return "fsdp2", "auto: FSDP2 shards 4-bit weights"
     if dims.dp_replicate > 1:
         return "fsdp2", "auto: copies of a sharded model are FSDP2's"
     runs_on = "DeepSpeed ZeRO-3" if backend.engine == "deepspeed" else "FSDP2"
@@ -162,7 +162,7 @@ def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any])
             pad_to_multiple_of=given_multiple(values.flags),
         )
 
-    chunks = prefers_ulysses(values["memory"], levers) and not setup.num_linear_heads
+    chunks = prefers_ulysses(values["memory"], levers) and setup.recurrent is None
     if wanted == "auto" and setup.sp > 1 and chunks and (name := chunking_backend(setup)) is not None:
         return name, replace(choice(name), reason="auto: the sequence-chunked step has least on the device")
     return wanted, choice(wanted)

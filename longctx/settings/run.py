@@ -25,7 +25,8 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
-from longctx.model.allow_list import auxiliary_loss_coefficient, num_linear_heads
+from longctx.model.allow_list import auxiliary_loss_coefficient
+from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.checks import check
 from longctx.settings.flags import Flags
@@ -86,11 +87,12 @@ class Run:
         """
         place = RunTraits(
             backend_can_chunk=BACKENDS[self.backend.name].can_chunk,
+            exchanges_heads=self.dims.ulysses > 1,
             engine=self.engine,
             zero_stage=self.zero_stage,
             bf16=self.settings["bf16"],
             local_tokens=-(-row_length(self.settings) // self.dims.sp),
-            has_linear_attention=bool(num_linear_heads(self.model_config)),
+            has_linear_attention=recurrent_sizes(self.model_config) is not None,
             num_layers=self.model_config.get_text_config().num_hidden_layers,
             is_compiled=bool(self.settings["torch_compile"]),
         )
@@ -102,13 +104,21 @@ class Run:
         )
 
     @property
+    def overlaps_exchange(self) -> bool:
+        """Whether some heads are exchanged while others are attended to: as asked for, or where that is faster."""
+        if self.levers.overlap_exchange is not None:
+            return self.levers.overlap_exchange
+        all_at_once = self.levers.heads_k_stride is None and self.levers.sequence_chunk_size is None
+        return all_at_once and self.backend.overlaps_exchange
+
+    @property
     def liger_parts(self) -> tuple[str, ...] | None:
         """The parts of the model that Liger computes; None without --use_liger_kernel."""
         return tuple(self.settings["liger_kernel_config"]) if self.settings["use_liger_kernel"] else None
 
     def memory_setup(self, ranks_per_node: int) -> MemorySetup:
         """Return what memory is predicted from."""
-        return MemorySetup.of_settings(
+        setup = MemorySetup.of_settings(
             ModelSizes.of_config(self.model_config),
             self.settings,
             dims=self.dims,
@@ -118,6 +128,7 @@ class Run:
             use_cpu=self.use_cpu,
             ranks_per_node=ranks_per_node,
         )
+        return replace(setup, overlap_exchange=self.overlaps_exchange)
 
     def forecast_for(self, documents: Sequence[int] | None = None) -> ExpectedStep | None:
         """Return what the run's steps are predicted to take; None for a configuration of which no model can be made.

@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,7 +38,7 @@ from longctx.data import MixedStream, SourceReport
 from longctx.layers.loss import TokenOutputs
 from longctx.model.card import model_card
 from longctx.model.load import count_parameters, count_trained_parameters
-from longctx.model.saved_buffers import saved_buffers_handed_on
+from longctx.model.quantized import pieces_placed
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
@@ -54,7 +54,7 @@ from longctx.training.callbacks import (
     StreamEntry,
 )
 from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
-from longctx.training.engines import keep_sums_in_fp32, save_whole_models
+from longctx.training.engines import keep_sums_in_fp32, save_whole_models, saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingTrainer
 from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.peak_memory import MemoryWarnings
@@ -209,12 +209,15 @@ class SequenceTrainer(EvaluatingTrainer):
         add_defaults(self.optimizer)
         return super().create_scheduler(*args, **kwargs)
 
-    def _wrapping(self) -> AbstractContextManager[None]:
-        """Return the context in which the engine wraps the model."""
+    @contextmanager
+    def _wrapping(self) -> Iterator[None]:
+        """Hand on what FSDP2 would lose, in the context in which the engine wraps the model."""
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is None or plugin.fsdp_version != 2 or isinstance(self.model, FSDPModule):
-            return nullcontext()
-        return saved_buffers_handed_on(self.model, self.accelerator.device)
+            yield
+            return
+        with pieces_placed(self.model), saved_buffers_handed_on(self.model, self.accelerator.device):
+            yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. Before any training, this wraps the model."""

@@ -380,6 +380,7 @@ ON = {
             "parameters offloaded": offload("param"),
             "both offloaded": offload("optimizer", "param"),
             "sequence chunks": ["--sequence_chunk_size", "50"],
+            "exchange beside attention": ["--overlap_exchange", "True"],
             "longest, whole layers": [*LONGEST, "--tiled_mlp", "True", *offload("param")],
         },
     },

@@ -132,6 +132,9 @@ OTHER_RUNS = {
     "ulysses, fsdp2": ["--sp_backend", "ulysses", "--engine", "fsdp2"],
     "ulysses, fsdp2, windows": ["--sp_backend", "ulysses", "--engine", "fsdp2"],
     "ulysses, fsdp2, chunks": ["--sp_backend", "ulysses", "--engine", "fsdp2", *CHUNKS],
+    "ulysses, fsdp2, exchange beside attention": [
+        *("--sp_backend", "ulysses", "--engine", "fsdp2", "--overlap_exchange", "True")
+    ],
     "ulysses, zero3": ["--sp_backend", "ulysses", "--engine", "deepspeed"],
     "ring, zero3, offload": ["--sp_backend", "ring", "--engine", "deepspeed", "--activation_offloading", "True"],
 }

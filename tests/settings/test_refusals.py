@@ -190,6 +190,14 @@ RING, ULYSSES = ["--sp", "2", "--sp_backend", "ring"], ["--sp", "2", "--sp_backe
 LEVERS = {
     "unknown preset": (["--memory", "most"], ("most", "'balanced', 'longest', 'fastest'")),
     "no heads": ([*ULYSSES, "--heads_k_stride", "0"], ("--heads_k_stride 0", "below 1")),
+    "overlap of no exchange": (
+        [*RING, "--overlap_exchange", "True"],
+        ("--overlap_exchange True", "--sp_backend ulysses"),
+    ),
+    "chunks and overlap": (
+        [*ULYSSES, "--sequence_chunk_size", "64", "--overlap_exchange", "True"],
+        ("--sequence_chunk_size 64", "--overlap_exchange", "one of the two"),
+    ),
     "chunks and heads": (
         ["--sequence_chunk_size", "64", "--heads_k_stride", "1"],
         ("--sequence_chunk_size 64", "--heads_k_stride", "one of the two"),
