@@ -22,11 +22,12 @@ MINUTES = {
     "plan": "5",
     "planned": "15",
     "scaling": "10",
+    "small_gpus": "1",
     "soak": "60",
     "step_time": "1, 5 with --here",
     "streaming": "3",
 }
-"""Of `python -m benchmarks.NAME` as it stands, by name."""
+"""Minutes that `python -m benchmarks.NAME` takes without further flags."""
 
 
 def first_line(name: str) -> str:

@@ -20,12 +20,13 @@ from longctx.attention.choice import Documents, assumed_documents, choose_backen
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
 from longctx.attention.modelled import plan_time
-from longctx.layers.checkpointed_layers import LayerCheckpoints
-from longctx.layers.checkpoints import install_checkpoints
+from longctx.data import IGNORE_INDEX
+from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
 from longctx.layers.chunked import install_chunked
 from longctx.layers.loss import fuse_head, learnt_positions, step_loss, token_losses
+from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
-from longctx.model.allow_list import check_model
+from longctx.model.allow_list import auxiliary_loss_coefficient, check_model
 from longctx.ranks.agreement import broadcast_object
 from longctx.recurrent.cost import prefers_heads
 from longctx.recurrent.layers import check_recurrent
@@ -39,6 +40,7 @@ from longctx.sequence.shard import (
     complete_position_ids,
     count_label_tokens,
     plan_batch,
+    real_tokens,
     shard_tokens,
     shift_labels,
     unshard_tokens,
@@ -58,7 +60,10 @@ class SequenceParallel:
         groups: SequenceGroups,
         device: torch.device,
         time_of_plan: TimeOfPlan | None = None,
+        routers: Routers | None = None,
     ):
+        self.routers = routers
+        """Those of a mixture of experts."""
         self.dims, self.groups, self.device, self.time_of_plan = dims, groups, device, time_of_plan
         self._attention, self._schedule = attention, schedule
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -69,7 +74,8 @@ class SequenceParallel:
         Args:
             batch: `input_ids` and `labels` (not shifted) int64 [B, S], and `position_ids` [B, S] or a right-padded
                 `attention_mask` [B, S]; as `SequenceCollator` makes it. B·S is a multiple of `dims.multiple`. It has
-                `layout` if `plan_batch` was called in a data loader's worker.
+                `layout` if `plan_batch` was called in a data loader's worker. For the auxiliary loss of a mixture of
+                experts it says which tokens are padding: by `attention_mask`, or by `lengths`, the tokens of each row.
 
         Raises:
             ValueError: if the batch cannot be cut exactly, with the remedy.
@@ -85,6 +91,8 @@ class SequenceParallel:
         attention = partial(self._attention, layout, self.groups)
         exchanging = self.groups.ulysses if self.dims.ulysses > 1 else None
         context = AttentionContext(layout, exchanging, attention, schedule, self.groups.sequence)
+        if self.routers is not None:
+            context.real_tokens = send(cut(self._real_tokens(batch))[0], self.device)
         inputs = {
             "input_ids": send(cut(batch["input_ids"]), self.device),
             "position_ids": send(cut(position_ids), self.device),
@@ -97,12 +105,28 @@ class SequenceParallel:
             context.know_learnt(targets, send(learnt_positions(own_labels), self.device))
         return ShardedBatch(inputs=inputs, shift_labels=targets, layout=layout, context=context)
 
+    def _real_tokens(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return bool [B, S], the tokens that routers count."""
+        real = real_tokens(batch)
+        if real is not None:
+            return real
+        assert self.routers is not None, "asked for a mixture of experts"
+        if self.routers.coefficient:
+            raise ValueError(
+                "the routers' auxiliary loss leaves padding out, and the batch does not say which tokens are padding. "
+                "Add lengths, the tokens of each row without padding, as in batch | {'lengths': [8192]}, or set "
+                "model.config.output_router_logits = False before parallelize to train without that loss."
+            )
+        return torch.ones_like(batch["input_ids"], dtype=torch.bool)
+
     def count_label_tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
         """Return the denominator of the loss: the label tokens of one optimizer step, over all ranks.
 
         Each rank counts in its micro-batches of the step, before they are cut. The `sp` ranks of a sequence group hold
         the same micro-batches, so the sum over all ranks is divided by `sp`.
         """
+        if self.routers is not None:
+            self.routers.expect(len(batches))
         count = torch.full((), sum(map(count_label_tokens, batches)), device=self.device)
         if dist.is_initialized():
             with region("wait", "communication"):
@@ -115,22 +139,60 @@ class SequenceParallel:
         Averaging the gradients over all ranks, as DDP, FSDP and ZeRO do, and adding up micro-batches gives the gradient
         of the mean over all label tokens of the step.
 
+        The routers' auxiliary loss of a mixture of experts is added where model.config.output_router_logits is set,
+        times `router_aux_loss_coef`: that of all tokens of the step, without padding.
+
         Args:
-            logits: [1, T/P, V] of the sharded batch.
+            logits: [1, T/P, V] of the sharded batch, whose forward pass was the model's last one.
             shift_labels: [1, T/P] of the sharded batch.
             num_label_tokens: label tokens of the whole optimizer step, from `count_label_tokens`.
+
+        Raises:
+            ValueError: if the auxiliary loss needs `count_experts`, which was not called for this step.
         """
         return self.reduce(token_losses(logits, shift_labels), num_label_tokens)
 
     def reduce(self, losses: Tensor, num_label_tokens: int) -> Tensor:
         """Return the same as `loss` from per-token losses [1, T/P] that are 0 where nothing is learnt."""
+        loss = self.label_loss(losses, num_label_tokens)
+        return self.routers.add_loss(loss) if self.routers is not None and self.routers.coefficient else loss
+
+    def label_loss(self, losses: Tensor, num_label_tokens: int) -> Tensor:
+        """Return what `reduce` does, without the routers' auxiliary loss."""
         return step_loss(losses, num_label_tokens, self.dims.world_size)
+
+    def count_experts(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Count how often each expert is chosen in an optimizer step of several micro-batches.
+
+        The routers' auxiliary loss covers all tokens of the step, and its gradient needs these counts. So where the
+        model has that loss, and a step more than one micro-batch, call this between `count_label_tokens` and the
+        step's first micro-batch: it runs the model on each of them, without gradients. It does nothing otherwise.
+        Called by all ranks together.
+
+        Args:
+            model: the first result of `parallelize`, wrapped or not.
+            batches: this rank's micro-batches of the step, as for `shard`.
+        """
+        if self.routers is None or not self.routers.coefficient or len(batches) < 2:
+            return
+        was_training = model.training
+        model.eval()  # nothing is kept for a backward pass, so that no layer is checkpointed
+        with torch.no_grad(), region("count experts"):
+            self.routers.count_step(map(partial(self._route, model), batches))
+        model.train(was_training)
+
+    def _route(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        """Run a model on a batch up to its head, which has no labels."""
+        shard = self.shard({**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)})
+        model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Any], *, gather: bool = True) -> Tensor:
         """Return the log-probability of every label given the tokens before it in its document; 0 for labels of −100.
 
         The model is run on this rank's part of the batch, and its logits exist for a tile of tokens at a time. Under
         `torch.no_grad()` nothing is kept for a backward pass. Every rank of a sequence group passes the same batch.
+
+        The routers' auxiliary loss of a mixture of experts has no part in it.
 
         A loss made from the result is that of a data-parallel rank: every rank of a sequence group computes the same
         loss, and averaging the gradients over all ranks, as DDP, FSDP and ZeRO do, gives the gradient of its mean over
@@ -277,6 +339,7 @@ def parallelize(
     checkpoints = LayerCheckpoints(whole=whole_layers, selective=selective, offloaded=offloaded_layers)
     install_checkpoints(model, checkpoints)
     check_recurrent(model, device, with_states=sp > 1)
+    routers = install_routers(model, auxiliary_loss_coefficient(model.config))
     if tiled_mlp_num_shards is not None:
         install_tiled_mlp(model, tiled_mlp_num_shards)
     fuse_head(model, hidden_on_host=sequence_chunk_size is not None)
@@ -292,7 +355,7 @@ def parallelize(
     attention = partial(backend.attention, heads_k_stride=heads_k_stride, overlap_exchange=overlap_exchange)
     time_of_plan = partial(plan_time, setup, degrees) if dims.ring > 1 else None
     groups = sequence_groups(dims, device)
-    return model, SequenceParallel(dims, attention, backend.schedule, groups, device, time_of_plan)
+    return model, SequenceParallel(dims, attention, backend.schedule, groups, device, time_of_plan, routers)
 
 
 def _say_whether_tied(model: PreTrainedModel) -> None:

@@ -239,9 +239,7 @@ FEATURES = {
     "mixed layer types": Feature(shown_by="windows"),
     "attention sinks": Feature(shown_by="sinks"),
     "mixture of experts": Feature(shown_by="experts"),
-    "auxiliary loss of the routers": Feature(
-        model="experts", flags=("--model_init_kwargs", '{"output_router_logits": true}')
-    ),
+    "auxiliary loss of the routers": Feature(shown_by="experts"),
     "tied embeddings": Feature(shown_by="packed"),
     "untied embeddings": Feature(shown_by="padded"),
     "VLM with text-only data": Feature(model="VLM"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
@@ -42,15 +44,34 @@ def adamw_steps(model, learning_rates, loss_of_step):
 
 
 def dense_loss(model, documents, label_smoothing=0.0):
-    """Mean cross-entropy over all label tokens of the documents."""
-    logits, targets = dense_logits(model, documents)
+    """Mean cross-entropy over all label tokens of the documents, with the auxiliary loss of a mixture of experts."""
+    coefficient = getattr(model.config, "router_aux_loss_coef", 0)
+    if coefficient:  # without the head's own class, which would take the mask [1, 1, T, T] for one of padding
+        output, targets = dense_output(model.base_model, documents, output_router_logits=True)
+        logits = model.get_output_embeddings()(output.last_hidden_state)[0]
+    else:
+        logits, targets = dense_logits(model, documents)
     if label_smoothing:
-        return LabelSmoother(label_smoothing)({"logits": logits}, targets)
-    return F.cross_entropy(logits, targets, ignore_index=-100)
+        loss = LabelSmoother(label_smoothing)({"logits": logits}, targets)
+    else:
+        loss = F.cross_entropy(logits, targets, ignore_index=-100)
+    return loss + coefficient * auxiliary_loss(model, output.router_logits) if coefficient else loss
+
+
+def auxiliary_loss(model, router_logits):
+    """Transformers' own, of the logits [T, E] of every layer."""
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    return function(tuple(router_logits), model.num_experts, model.num_experts_per_tok)
 
 
 def dense_logits(model, documents):
     """Logits [T, V] and targets [T] of the documents in one row that keeps them apart."""
+    output, targets = dense_output(model, documents)
+    return output.logits[0], targets
+
+
+def dense_output(model, documents, **options):
+    """What the model returns for the documents in one row that keeps them apart, and targets [T]."""
     lengths = [len(ids) for ids, _ in documents]
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -65,4 +86,4 @@ def dense_logits(model, documents):
     mask = masks if len(masks) > 1 else masks["full_attention"]
     ids = torch.tensor([token for tokens, _ in documents for token in tokens])
     targets = torch.tensor([token for _, labels in documents for token in [*labels[1:], -100]])
-    return model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask).logits[0], targets
+    return model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, **options), targets

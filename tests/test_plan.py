@@ -16,7 +16,7 @@ from longctx.forecast.calibrate import calibrate, corrected, trace_parts, tracea
 from longctx.forecast.candidates import Machine, candidates, next_best, outlook, recommend, why
 from longctx.forecast.closed_form import predict
 from longctx.forecast.hardware import Hardware
-from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.model_sizes import ModelSizes, adapter_rows
 from longctx.forecast.step_time import Speeds
 from longctx.forecast.traced_step import StepSettings, trace_training_step
 from longctx.model.load import load_config
@@ -362,17 +362,20 @@ def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, mo
     monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})  # nothing is quantised here
     quantised = ["--use_peft", "True", "--load_in_4bit", "True", *more]
     assert main(["--model_name_or_path", wide_layers, "--no_calibration", "--gpus", "4", *quantised]) == 0
-    assert " ".join(quantised[2:]) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " ".join(quantised[2:]) in printed
+    assert "--dtype bfloat16" in printed
     settings = {name.removeprefix("--"): True for name in quantised[::2]}
     settings |= {"lora_r": 16, "model_name_or_path": wide_layers}
     machine = replace(MACHINE, gpus=4, gpus_per_node=4, kernel="flash-attn 2")
     found = candidates(load_config(wide_layers), machine, presets=["balanced"], settings=settings)
     sizes = ModelSizes.of_config(load_config(wide_layers))
-    in_layers = sizes.num_layers * sizes.layer_parameters
+    in_layers = sizes.linear_parameters
     for candidate in found:
-        in_4_bit = (0.5 + (1 if more else 4) / 64) * in_layers  # on every rank; the rest in fp32, over four
+        in_4_bit = (0.5 + (1 if more else 4) / 64) * in_layers
+        others = sizes.num_parameters - in_layers + 16 * adapter_rows(sizes)
         held = predict(candidate.setup, 4096).device["parameters"]
-        assert held == pytest.approx(in_4_bit + 4 * (sizes.num_parameters - in_layers) / 4)
+        assert held == pytest.approx(in_4_bit / 4 + 4 * others / 4)  # all over four ranks, the others in fp32
         flags = ["--model_name_or_path", wide_layers, "--dataset_name", "stdlib", "--max_length", "4096", *quantised]
         flags += ["--num_processes", "4", "--per_device_train_batch_size", "1", "--bf16", "True", "--use_cpu"]
         run = resolve(parse_flags([*flags, *candidate.flags()]), read_profile({}), {})

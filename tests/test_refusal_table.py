@@ -34,9 +34,8 @@ from longctx.forecast.memory_trace import MemoryTracer
 from longctx.forecast.traced_step import StepSettings, fake_process_group
 from longctx.launch.network import choose_interface
 from longctx.launch.slurm import first_host
-from longctx.layers.checkpointed_layers import LayerCheckpoints
-from longctx.layers.chunked.layer import _chunk_of
-from longctx.layers.chunked.model import install_chunked
+from longctx.layers.checkpoints import LayerCheckpoints
+from longctx.layers.chunked.layer import _chunk_of, install_chunked
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.adapter import check_adapter
 from longctx.model.files import _parameters

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
+
 from .data import SEED, Data, Steps, make_data, steps_of
 from .models import name_of
 from .reference import MOST_SEARCHED
@@ -167,6 +169,8 @@ def _flags(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) -
         "train_sampling_strategy": "sequential" if case.order == "sequential" else "",
     }
     flags |= {name: value for name, value in optional.items() if value}
+    if case.model in AUXILIARY_LOSS_MODELS:  # whose own coefficient is above 0
+        flags["router_aux_loss_coef"] = case.aux_loss
     if case.adapter:
         flags |= {"use_peft": True} | ADAPTERS[case.adapter][0]
     flags |= _evaluation(case)
@@ -324,6 +328,7 @@ def _plan(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) ->
         "losses": None,
         "epochs": None,
         "smoothing": case.smoothing,
+        "aux_loss": case.aux_loss,
         "clipping": case.clipping,
         "optimizer": case.optimizer,
         "learning_rate": case.learning_rate,

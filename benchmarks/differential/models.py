@@ -35,9 +35,23 @@ _GATED_DELTA = {
     "linear_value_head_dim": 6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+_GROUPED = _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"]}
 _OF_TYPE: dict[str, dict[str, Any]] = {
+    "afmoe": _EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
+    "cohere2_moe": _EXPERTS | {"num_experts": 4},
+    "dots1": _GROUPED | {"n_shared_experts": 1},
+    "exaone_moe": _EXPERTS | {"num_experts": 4},
+    "flex_olmo": _EXPERTS | {"num_experts": 4},
+    "granitemoe_swa": _LOCAL | {"shared_intermediate_size": 16},
+    "granitemoeshared": _LOCAL | {"shared_intermediate_size": 16},
+    "hy_v3": _EXPERTS | {"num_experts": 4},
+    "mellum": _EXPERTS | {"num_experts": 4},
+    "minimax_m2": _EXPERTS | {"num_local_experts": 4},
+    "sarvam_moe": _GROUPED,
+    "solar_open": _GROUPED,
     "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
     "cwm": {"bos_token_id": EOS},
     "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
@@ -77,7 +91,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
 }
-_NO_WINDOW = ("exaone4", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
+_NO_WINDOW = ("dots1", "exaone4", "mellum", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
 """Types whose default window is left out where a case has none."""
 _WINDOW_IN_ALL_LAYERS = ("mistral", "phi3", "starcoder2")
 

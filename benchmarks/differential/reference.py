@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -59,7 +60,7 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
     batches = _batches(model, plan)
     for number in range(1, plan["num_steps"] + 1):
         documents = next(batches)
-        loss = _backward(model, documents, plan["smoothing"])
+        loss = _backward(model, documents, plan["smoothing"], plan["aux_loss"])
         loose = rates * _loose_gradient(model, firm)
         grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), plan["clipping"] or math.inf))
         _keep_firm(model, firm, grad_norm)
@@ -139,9 +140,11 @@ def _num_labels(document: Document) -> int:
 
 def _loss_sum(model: nn.Module, document: Document, smoothing: float) -> torch.Tensor:
     """Sum of the document's token losses; with smoothing ε, (1 - ε) of the target's and ε of the vocabulary's mean."""
-    ids, labels = document
-    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
-    targets = torch.tensor(labels[1:])
+    return _loss_of(model(input_ids=torch.tensor([document[0]]), use_cache=False).logits, document, smoothing)
+
+
+def _loss_of(logits: torch.Tensor, document: Document, smoothing: float) -> torch.Tensor:
+    logits, targets = logits[0, :-1].float(), torch.tensor(document[1][1:])
     loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     if smoothing:
         uniform = -F.log_softmax(logits, dim=-1).mean(dim=-1)[targets != IGNORED].sum()
@@ -149,11 +152,15 @@ def _loss_sum(model: nn.Module, document: Document, smoothing: float) -> torch.T
     return loss
 
 
-def _backward(model: nn.Module, documents: Sequence[Document], smoothing: float) -> float:
+def _backward(model: nn.Module, documents: Sequence[Document], smoothing: float, aux_loss: float) -> float:
     """The step's gradient; returns its mean loss, 0 where no token has a label."""
     model.train()
     count = sum(map(_num_labels, documents))
     total = 0.0
+    if aux_loss and documents:
+        whole = _with_aux_loss(model, documents, smoothing, aux_loss)
+        whole.backward()
+        total, count, documents = float(whole.detach()), 1, []
     for document in documents:
         if _num_labels(document):
             loss = _loss_sum(model, document, smoothing)
@@ -165,14 +172,30 @@ def _backward(model: nn.Module, documents: Sequence[Document], smoothing: float)
     return total / count if count else 0.0
 
 
+def _with_aux_loss(model: Any, documents: Sequence[Document], smoothing: float, coefficient: float) -> torch.Tensor:
+    """The mean loss, with transformers' auxiliary loss of the router logits of all documents."""
+    total, count, routed = torch.zeros(()), sum(map(_num_labels, documents)), []
+    for document in documents:
+        output = model(input_ids=torch.tensor([document[0]]), use_cache=False, output_router_logits=True)
+        if _num_labels(document):
+            total = total + _loss_of(output.logits, document, smoothing)
+        routed.append(output.router_logits)
+    stock = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = tuple(torch.cat(logits) for logits in zip(*routed, strict=True))
+    balance = sys.modules[type(stock).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+    aux_loss = balance(layers, stock.num_experts, stock.num_experts_per_tok)
+    return total / max(count, 1) + coefficient * aux_loss
+
+
 @torch.no_grad()
 def _evaluate(model: nn.Module, plan: Mapping[str, Any]) -> float:
     model.eval()
-    sums = [
-        float(_loss_sum(model, document, plan["smoothing"])) for document in plan["evaluation"] if _num_labels(document)
-    ]
-    count = sum(map(_num_labels, plan["evaluation"]))
-    return sum(sums) / count if count else math.nan
+    documents, count = plan["evaluation"], sum(map(_num_labels, plan["evaluation"]))
+    if not count:
+        return math.nan
+    if plan["aux_loss"]:
+        return float(_with_aux_loss(model, documents, plan["smoothing"], plan["aux_loss"]))
+    return sum(float(_loss_sum(model, document, plan["smoothing"])) for document in documents) / count
 
 
 # ------------------------------------------------------------------------------------------------
@@ -345,6 +368,4 @@ def _load_saved(plan: Mapping[str, Any]) -> nn.Module:
 
 
 if __name__ == "__main__":
-    import sys
-
     print(json.dumps(train(json.loads(Path(sys.argv[1]).read_text())), indent=1))

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup, device_named
-from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, RECURRENT_MODELS, WINDOW_MODELS
+from longctx.model.allow_list import (
+    AUXILIARY_LOSS_MODELS,
+    CAUSAL_MODELS,
+    GATED_DELTA_MODELS,
+    RECURRENT_MODELS,
+    WINDOW_MODELS,
+)
 
-ALWAYS_WINDOWED = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
+ALWAYS_WINDOWED = (
+    *("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone_moe", "gemma3_text", "gpt_oss", "granitemoe_swa", "olmo3"),
+)
 """Model types whose configuration always has windows in some layers."""
 
 
@@ -78,6 +86,8 @@ class Case:
     # The features.
     adapter: str = ""
     smoothing: float = 0.0
+    aux_loss: float = 0.0
+    """Coefficient of the routers' auxiliary loss."""
     evaluation: str = ""
     schedule: str = "linear"
     warmup: int = 0
@@ -283,6 +293,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "loss_type": ("chunked_nll",),
     "adapter": ADAPTERS,
     "smoothing": (0.1, 1.0),
+    "aux_loss": (0.01, 1.0),
     "evaluation": ("steps", "epoch", "at the start", "best model", "early stopping", "packed otherwise"),
     "schedule": SCHEDULES[1:],
     "warmup": (1, 5),
@@ -315,13 +326,13 @@ def draw(seed: int, *, launchers: float = 0.02) -> Case:
     rates = {"model": 0.75, "sp": 0.65, "dp": 0.35, "backend": 0.8, "engine": 0.5, "unlucky": 0.12, "resume": 0.12}
     rates |= {"records": 0.5, "lengths": 0.6, "packing": 0.4, "adapter": 0.15, "evaluation": 0.15, "order": 0.5}
     rates |= {"model_init_kwargs": 0.05, "rope_scaling": 0.08, "window": 0.5, "memory": 0.08, "offload": 0.08}
-    rates |= {"heads_k_stride": 0.08, "overlong": 0.6, "drop_last": 0.06, "epochs": 0.12}
+    rates |= {"aux_loss": 0.5, "heads_k_stride": 0.08, "overlong": 0.6, "drop_last": 0.06, "epochs": 0.12}
     for name, values in VALUES.items():
         if random_.random() < rates.get(name, 0.15):
             case = replace(case, **{name: random_.choice(values)})
     if random_.random() < launchers:
         case = replace(case, spelling=random_.choice(LAUNCHERS))
-    return settle(case if random_.random() < REFUSED_SHARE else reconcile(case, random_))
+    return make_consistent(case if random_.random() < REFUSED_SHARE else reconcile(case, random_))
 
 
 def reconcile(case: Case, random_: random.Random) -> Case:
@@ -376,7 +387,7 @@ def spreads(backend: Backend, case: Case) -> bool:
         return False
 
 
-def settle(case: Case) -> Case:
+def make_consistent(case: Case) -> Case:
     """Bring together what has no meaning, or no independent account, side by side; refusals are left to longctx."""
     change: dict[str, Any] = {}
     if case.processes > 4:
@@ -385,6 +396,10 @@ def settle(case: Case) -> Case:
         change["engine"] = "auto"
     if case.window and case.model not in WINDOW_MODELS:
         change["window"] = 0
+    if case.aux_loss and case.model not in AUXILIARY_LOSS_MODELS:
+        change["aux_loss"] = 0.0
+    elif case.aux_loss and case.order == "random":  # documents are found by their loss alone
+        change["order"] = "whole"
     if case.model in ALWAYS_WINDOWED and not case.window:
         change["window"] = 8
     if case.model in GATED_DELTA_MODELS and case.heads not in ("4:2", "4:4", "8:2"):
@@ -415,10 +430,5 @@ def settle(case: Case) -> Case:
         change |= {"order": "sequential"}
     if case.file == "folder" and case.records != "text":
         change["records"] = "text"
-    settled = replace(case, **change)
-    return case if settled == case else settle(settled)
-
-
-def dimensions() -> list[str]:
-    """The names of all dimensions, in order."""
-    return [field.name for field in fields(Case)]
+    consistent = replace(case, **change)
+    return case if consistent == case else make_consistent(consistent)

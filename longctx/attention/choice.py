@@ -62,6 +62,8 @@ class BackendChoice:
     """The arrangements that cannot run, each with the reason."""
     documents: str = ""
     """Where the modelled documents come from."""
+    overlaps_exchange: bool = False
+    """Whether these documents are attended to faster if the exchange overlaps with attention (`exchange_overlaps`)."""
     recurrent: str = ""
     """How recurrent layers can be spread, with the modelled seconds; empty without any."""
 
@@ -83,6 +85,7 @@ class BackendChoice:
         numbers = ", ".join(f"{arrangement} {seconds * 1e3:.3g}" for arrangement, seconds in self.modelled)
         parts = [f"modelled ms per layer: {numbers}"] if numbers else []
         parts += _reasons(self.refused)
+        parts += ["exchange overlaps with attention"] if self.overlaps_exchange else []
         parts += [self.recurrent] if self.recurrent else []
         parts += [f"for {self.documents}"] if numbers else []
         return f"{self.arrangement} ({self.reason})" + (": " + "; ".join(parts) if parts else "")
@@ -145,6 +148,7 @@ def choose_backend(
         modelled=tuple(modelled),
         refused=tuple(refused),
         documents=documents.source if documents is not None else "",
+        overlaps_exchange=documents is not None and exchange_overlaps(setup, chosen, documents),
         recurrent=_of_recurrent_layers(setup, chosen, documents),
     )
 

@@ -9,9 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
+from longctx.attention.choice import Documents, exchange_overlaps
 from longctx.forecast.closed_form import Breakdown, predict, reach
 from longctx.forecast.documents import RowLengths, one_document
 from longctx.forecast.expected_step import FREE_PART
@@ -20,7 +22,7 @@ from longctx.forecast.levers import AUTO, CPU, RunTraits
 from longctx.forecast.memory_options import CHUNK_TOKENS, lever_flags, resolve_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.forecast.step_time import Speeds, StepTime, step_time
+from longctx.forecast.step_time import Speeds, StepTime, attention_setup, step_time
 from longctx.model.allow_list import num_heads
 from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
@@ -45,8 +47,10 @@ that is registered first."""
 FARTHEST: Sequence[Mapping[str, Any]] = (
     {"memory": "longest"},
     {"sequence_chunk_size": CHUNK_TOKENS, "selective": False},
+    {"activation_offloading": True, "selective": False},
 )
-"""Levers with which sequences are longest, in one set-up or another: the second set leaves the host to activations."""
+"""Levers with which sequences are longest, in one set-up or another: the second set leaves the host to activations, and
+the third is for set-ups that refuse the others, such as those with 4-bit weights."""
 
 WORTH_NAMING = 1.1
 """How many times faster than the recommendation a candidate has to be to be named beside it."""
@@ -220,7 +224,7 @@ def _setup(
     """Return the set-up with these levers, by flag, and their preset as `memory`."""
     preset, asked = levers.get("memory", "balanced"), {k: v for k, v in levers.items() if k != "memory"}
     in_4_bit, is_compiled = flags.get("load_in_4bit"), bool(flags.get("torch_compile"))
-    on_fsdp2 = in_4_bit or is_compiled  # which keeps 4-bit weights whole on every rank
+    on_fsdp2 = in_4_bit or is_compiled  # which shards 4-bit weights
     engine = "none" if dims.world_size == 1 else "fsdp2" if on_fsdp2 else BACKENDS[backend].engine
     offloads = preset == "longest" or asked.get("offload_optimizer_device") == CPU
     if engine == "none" and offloads and not in_4_bit:
@@ -228,6 +232,7 @@ def _setup(
     stage = 3 if engine == "deepspeed" else None
     place = RunTraits(
         backend_can_chunk=BACKENDS[backend].can_chunk,
+        exchanges_heads=dims.ulysses > 1,
         engine=engine,
         zero_stage=stage,
         bf16=True,
@@ -271,10 +276,20 @@ def outlook(candidate: Candidate, machine: Machine, length: int, documents: RowL
     lengths = [*documents(length), *([padded - length] if padded > length else [])]
     if candidate.memory == AUTO:
         candidate = _tuned(candidate, machine, padded, lengths)
+    candidate = replace(candidate, setup=_with_overlap(candidate.setup, machine, lengths))
     memory = predict(candidate.setup, padded)
     used = max(memory.device_bytes / machine.device_bytes, memory.host_bytes / machine.host_bytes)
     time = step_time(candidate.setup, padded, machine.speeds, documents=lengths) if used <= 1 else None
     return Outlook(candidate=candidate, length=length, memory=memory, time=time, used=used)
+
+
+def _with_overlap(setup: MemorySetup, machine: Machine, documents: Sequence[int]) -> MemorySetup:
+    """Return the set-up with an exchange that overlaps with attention where longctx.train would choose that."""
+    if setup.heads_k_stride is not None or setup.sequence_chunk_size is not None:
+        return setup
+    attention, arrangement = attention_setup(setup, machine.speeds.device)
+    known = Documents(rows=[np.asarray(documents)], source="the plan's")
+    return replace(setup, overlap_exchange=exchange_overlaps(attention, arrangement, known))
 
 
 def _tuned(candidate: Candidate, machine: Machine, length: int, documents: Sequence[int]) -> Candidate:

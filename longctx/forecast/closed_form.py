@@ -49,7 +49,7 @@ class Breakdown:
     device: Mapping[str, float]
     host: Mapping[str, float]
     moment: str
-    """The moment of the device's peak: loss, MLP, norm, attention or projections."""
+    """The moment of the device's peak: loss, MLP, norm, attention or projections; or loading, of 4-bit weights."""
 
     NOT_ALLOCATED = ("copies in flight", "fragmentation", "fixed")
     """Categories of the device that `torch.cuda.max_memory_allocated` does not count."""
@@ -162,16 +162,23 @@ def _moments(setup: MemorySetup, length: int) -> dict[str, dict[str, Any]]:
         moments = _layer_moments(setup, layer, tokens)
     else:
         moments, others = chunked_moments(setup, layer, tokens), {"checkpoints": kept}
-    states = device_states(setup) | {"unsharded parameters": unsharded_parameters(setup)}
+    states = device_states(setup)
     beside = {} if setup.is_cpu else {"copies in flight": _copies_in_flight(setup, tokens)}
     always = {"tokens": TOKEN_BYTES * tokens}
-    return {
-        name: with_gradients(setup, states | sizes) | _unallocated(setup, sizes, beside)
+    loading = {}
+    if setup.quantized_weight_bytes is not None and setup.engine == "fsdp2":
+        loading = {"loading": {"parameters": loaded_weights(setup)} | _unallocated(setup, {}, {})}
+    return loading | {
+        name: with_gradients(setup, states | _unsharded(setup, name) | sizes) | _unallocated(setup, sizes, beside)
         for name, sizes in {
             "loss": always | at_loss,
             **{name: always | others | sizes for name, sizes in moments.items()},
         }.items()
     }
+
+
+def _unsharded(setup: MemorySetup, moment: str) -> dict[str, float]:
+    return {"unsharded parameters": unsharded_parameters(setup, at_loss=moment == "loss")}
 
 
 def _layer_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str, dict[str, Any]]:
@@ -244,6 +251,8 @@ def _logits(setup: MemorySetup, tokens: float) -> float:
         return (LOGIT_BYTES if setup.bf16 else FP32_LOGIT_BYTES) * vocab * tokens
     tile = min(FP32 * vocab * tokens, max(TILE_BYTES, FP32 * vocab))
     head_gradient = FP32 * vocab * setup.model.hidden_size  # summed up over the tiles
+    if setup.quantized_weight_bytes is not None:
+        head_gradient = 0  # the head is frozen
     return LOSS_TILES * tile + head_gradient
 
 
@@ -290,10 +299,13 @@ def placed_states(setup: MemorySetup) -> dict[str, float]:
     model, shards = setup.model, setup.world_size / setup.dp_replicate
     parameters, trained = model.num_parameters, model.num_trained_parameters
     if not setup.engine.startswith("zero"):
-        each = setup.weight_bytes / (shards if setup.engine == "fsdp2" else 1)
+        spread = shards if setup.engine == "fsdp2" else 1
+        each = setup.weight_bytes / spread
         weights = each * parameters
         if setup.quantized_weight_bytes is not None:
-            weights += (setup.quantized_weight_bytes - each) * model.num_layers * model.layer_parameters
+            weights = each * (parameters - model.linear_parameters) + _quantized_part(setup)
+            each = FP32 / spread  # peft keeps adapters in fp32
+            weights += each * trained
         return {"parameters": weights, "gradients": each * trained, "optimizer states": 2 * each * trained}
     stage = int(setup.engine.removeprefix("zero"))
     return {
@@ -331,8 +343,47 @@ def with_gradients(setup: MemorySetup, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unsharded_parameters(setup: MemorySetup) -> float:
-    """Return the bytes of the whole parameters that a layer needs, their gradients, and the buffers of collectives."""
+def loaded_weights(setup: MemorySetup) -> float:
+    """Return the bytes of weights that a rank has loaded with --load_in_4bit, before FSDP2 wraps the model.
+
+    Of 4-bit weights it keeps its part; embeddings and head are still whole.
+    """
+    others = setup.model.num_parameters - setup.model.linear_parameters
+    return _quantized_part(setup) + setup.weight_bytes * others
+
+
+def _quantized_part(setup: MemorySetup) -> float:
+    """Return the bytes of a rank's 4-bit weights, scales included."""
+    assert setup.quantized_weight_bytes is not None, "weights are quantised"
+    shards = setup.world_size / setup.dp_replicate if setup.engine == "fsdp2" else 1
+    return setup.quantized_weight_bytes * setup.model.linear_parameters / shards
+
+
+def _unsharded_quantized(setup: MemorySetup, quantized_weight_bytes: float, at_loss: bool) -> float:
+    """Return the same for 4-bit weights: a dequantised matrix for its products, and on FSDP2 what is gathered.
+
+    The head, which is not quantised, is gathered for the loss.
+    """
+    model, b = setup.model, setup.element_size
+    numbers = b + (setup.weight_bytes if setup.weight_bytes != b else 0)
+    matrix = (
+        numbers * model.hidden_size * (model.query_size if model.num_experts_per_token else model.intermediate_size)
+    )
+    if setup.engine == "none":
+        return 0.0 if at_loss else matrix
+    linear = model.linear_parameters / model.num_layers
+    layer = quantized_weight_bytes * linear + b * (model.layer_parameters - linear)
+    return b * model.vocab_size * model.hidden_size + layer if at_loss else matrix + 2 * layer
+
+
+def unsharded_parameters(setup: MemorySetup, *, at_loss: bool) -> float:
+    """Return the bytes of the whole parameters that a layer needs, their gradients, and the buffers of collectives.
+
+    Args:
+        at_loss: whether the loss is computed rather than a layer, which matters for 4-bit weights.
+    """
+    if setup.quantized_weight_bytes is not None:
+        return _unsharded_quantized(setup, setup.quantized_weight_bytes, at_loss)
     model, b = setup.model, setup.element_size
     layer, head = model.layer_parameters, model.vocab_size * model.hidden_size
     trains_all = model.num_trained_parameters == model.num_parameters

@@ -32,6 +32,7 @@ from longctx.forecast.coefficients import (
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.layers.chunked.attention import num_head_groups
 from longctx.ulysses.exchange import key_value_copies
+from longctx.ulysses.stages import head_stages
 
 
 class Layer(NamedTuple):
@@ -134,6 +135,7 @@ def _attention(setup: MemorySetup) -> tuple[float, float, float]:
     else:
         made, exchange = b * q + kernel, 0.0
     in_stages = setup.heads_k_stride is not None and BACKENDS[setup.backend].has_stages
+    in_stages |= setup.overlap_exchange and setup.ulysses > 1
     if setup.ulysses == 1:
         if in_stages:  # the gradients of all heads, and what a stage makes
             part = _stage(setup, copies)
@@ -149,13 +151,15 @@ def _attention(setup: MemorySetup) -> tuple[float, float, float]:
 
 
 def _stage(setup: MemorySetup, copies: int) -> float:
-    """Return the fraction of a rank's heads that a stage computes.
+    """Return the fraction of a rank's heads whose messages and results are there at a time.
 
-    Without a ring, a stage has only one of the query heads that share a key/value head.
+    They are those of a stage, and of the next one if that is exchanged meanwhile.
     """
-    per_rank = setup.model.num_key_value_heads * copies / setup.ulysses
-    sharing = setup.model.num_heads / (setup.model.num_key_value_heads * copies) if setup.ring == 1 else 1
-    return min(1.0, (setup.heads_k_stride or per_rank) / per_rank / sharing)
+    per_rank = setup.model.num_key_value_heads * copies // setup.ulysses
+    sharing = setup.model.num_heads // (setup.model.num_key_value_heads * copies)
+    stages = head_stages(per_rank, sharing, setup.heads_k_stride, split_queries=setup.ring == 1)
+    largest = max((stage.keys.stop - stage.keys.start) * stage.sharing for stage in stages)
+    return min(1.0, (1 + setup.overlap_exchange) * largest / (per_rank * sharing))
 
 
 class _Sizes(NamedTuple):

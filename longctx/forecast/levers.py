@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longctx.layers.checkpointed_layers import LayerCheckpoints, check_layers
+from longctx.layers.checkpoints import LayerCheckpoints, check_layers
 from longctx.layers.compiled import check_compiled_layers
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
@@ -25,7 +25,14 @@ PROFILE_LEVERS = (
 )
 """Flags that an accelerate profile or a DeepSpeed file can set as well."""
 
-OWN_FLAGS = (*PROFILE_LEVERS, "tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
+OWN_FLAGS = (
+    *PROFILE_LEVERS,
+    "tiled_mlp",
+    "tiled_mlp_num_shards",
+    "heads_k_stride",
+    "overlap_exchange",
+    "sequence_chunk_size",
+)
 
 
 class RunTraits(NamedTuple):
@@ -33,6 +40,8 @@ class RunTraits(NamedTuple):
 
     backend_can_chunk: bool
     """Whether the sequence-chunked step runs on the attention backend."""
+    exchanges_heads: bool
+    """Whether ranks exchange tokens for heads."""
     engine: str
     """deepspeed, fsdp2, fsdp1 or none."""
     zero_stage: int | None
@@ -78,6 +87,8 @@ class Levers:
     tiled_mlp_num_shards: int | None
     """Tiles of the MLP; 0 derives their number from the length, and None means no tiles."""
     heads_k_stride: int | None
+    overlap_exchange: bool | None
+    """Whether some heads are exchanged while others are attended to; None where that is modelled to be faster."""
     sequence_chunk_size: int | None
     offload_optimizer_device: str
     offload_param_device: str
@@ -153,6 +164,7 @@ class Levers:
             ("tiled_mlp", self.tiled_mlp_num_shards == 0, "MLP in tiles"),
             ("tiled_mlp", bool(self.tiled_mlp_num_shards), f"MLP in {self.tiled_mlp_num_shards} tiles"),
             ("heads_k_stride", self.heads_k_stride is not None, f"{self.heads_k_stride} key/value heads at a time"),
+            ("overlap_exchange", self.overlap_exchange is True, "exchange beside attention"),
             ("offload_optimizer_device", self.offload_optimizer_device != NONE, self._place("optimizer")),
             ("offload_param_device", self.offload_param_device != NONE, self._place("param")),
             (
@@ -193,6 +205,11 @@ def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
             f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's recurrent layers carry a state "
             "through all tokens, which is not cut into chunks. Leave it out."
         )
+    if asked.get("overlap_exchange") and not place.exchanges_heads:
+        raise ValueError(
+            "--overlap_exchange True: no ranks of this run exchange tokens for heads. Use --sp_backend ulysses or "
+            "hybrid with --sp above 1, or leave it out."
+        )
     if place.is_compiled:
         check_compiled_layers(asked)
     on_fsdp1 = [n for n in ("sequence_chunk_size", "tiled_mlp", "tiled_mlp_num_shards") if asked.get(n)]
@@ -225,6 +242,7 @@ def check_together(levers: Levers, place: RunTraits) -> None:
         "whole_layers": levers.whole_layers > 0,
         "--tiled_mlp": levers.tiled_mlp_num_shards is not None,
         "--heads_k_stride": levers.heads_k_stride is not None,
+        "--overlap_exchange": levers.overlap_exchange is True,
         "--activation_offloading": levers.activation_offloading,
     }
     if chunk is not None and any(acting_on_layers.values()):

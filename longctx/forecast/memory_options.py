@@ -146,6 +146,7 @@ def resolve_levers(memory: str, asked: Mapping[str, Any], place: RunTraits, *, c
         checkpoint_kwargs=values.get("checkpoint_kwargs", {}),
         tiled_mlp_num_shards=_num_shards(values),
         heads_k_stride=values.get("heads_k_stride"),
+        overlap_exchange=values.get("overlap_exchange"),
         sequence_chunk_size=chunk,
         offload_optimizer_device=values.get("offload_optimizer_device", NONE),
         offload_param_device=values.get("offload_param_device", NONE),
@@ -186,7 +187,7 @@ def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[s
 def _whole_layers(asked: Mapping[str, Any]) -> bool:
     """Whether a lever is asked for that only a step with whole layers has."""
     return bool({"tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride"} & asked.keys()) or (
-        asked.get("every_n_layers", 1) > 1 or _by_layer(asked)
+        asked.get("every_n_layers", 1) > 1 or bool(asked.get("overlap_exchange")) or _by_layer(asked)
     )
 
 

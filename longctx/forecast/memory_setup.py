@@ -64,6 +64,8 @@ class MemorySetup:
     """Tiles of the MLP: 0 means one for every h tokens of a rank, None all tokens at once."""
     heads_k_stride: int | None = None
     """Key/value heads of a rank at a time; None means all, or a quarter of them for a gather."""
+    overlap_exchange: bool = False
+    """Whether some heads are exchanged while others are attended to, `heads_k_stride` or a few of them at a time."""
     projects_by_stage: bool = False
     """Whether each stage also projects its heads itself (UPipe, arXiv 2602.21196), which longctx does not do."""
     sequence_chunk_size: int | None = None
@@ -85,7 +87,7 @@ class MemorySetup:
     is_cpu: bool = False
     """Whether the devices are the host's own CPU, so that all memory is the host's."""
     quantized_weight_bytes: float | None = None
-    """Bytes of a 4-bit weight in a layer, its scale included; every rank has all of them. None without quantisation."""
+    """Bytes of a 4-bit weight of a linear layer, its scale included. None without quantisation."""
     layer_factor: float = 1.0
     """Factor of what a layer saves and makes, as traces of the model found it (`longctx.forecast.calibrate`)."""
 
@@ -144,6 +146,7 @@ class MemorySetup:
             if not get("tiled_mlp")
             else get("tiled_mlp_num_shards") or 0,
             heads_k_stride=get("heads_k_stride"),
+            overlap_exchange=bool(get("overlap_exchange")),
             sequence_chunk_size=get("sequence_chunk_size"),
             offload_optimizer=get(f"offload_{'param' if engine == 'fsdp2' else 'optimizer'}_device") or "none",
             offload_param=get("offload_param_device") or "none",  # where FSDP2 keeps the optimizer's states, too

@@ -11,7 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.model.allow_list import head_size, is_latent, num_heads
 from longctx.model.files import without_weights
-from longctx.model.load import num_elements
+from longctx.model.load import count_parameters, count_trained_parameters
+from longctx.model.quantized import ShardableLinear4bit, parameter_sizes
 from longctx.model.recurrent import RecurrentSizes, num_mixing_layers, num_recurrent_layers, recurrent_sizes
 
 
@@ -23,6 +24,8 @@ class ModelSizes:
     num_trained_parameters: int
     layer_parameters: int
     """Parameters of the largest decoder layer."""
+    linear_parameters: int
+    """Weights of the linear layers in all decoder layers, which --load_in_4bit quantises. Experts are none of them."""
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -84,9 +87,10 @@ class ModelSizes:
         width, experts = _mlp_width(text)
         recurrent = num_recurrent_layers(config)
         return cls(
-            num_parameters=sum(map(num_elements, model.parameters())),
-            num_trained_parameters=sum(num_elements(x) for x in model.parameters() if x.requires_grad),
-            layer_parameters=max(sum(map(num_elements, layer.parameters())) for layer in layers),
+            num_parameters=count_parameters(model),
+            num_trained_parameters=count_trained_parameters(model),
+            layer_parameters=max(map(count_parameters, layers)),
+            linear_parameters=_linear_parameters(layers),
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
@@ -105,6 +109,12 @@ class ModelSizes:
 
 _KNOWN: dict[tuple[type[PretrainedConfig], str], ModelSizes] = {}
 """Sizes by the class and the text of the configuration."""
+
+
+def _linear_parameters(layers: nn.Module) -> int:
+    sizes = {id(parameter): size for parameter, size in parameter_sizes(layers)}
+    linear = (layer for layer in layers.modules() if isinstance(layer, nn.Linear | ShardableLinear4bit))
+    return sum(sizes[id(layer.weight)] for layer in linear)
 
 
 def adapter_rows(model: ModelSizes) -> int:

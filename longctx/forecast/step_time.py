@@ -169,6 +169,7 @@ def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[
     moved = TRAFFIC * (model.num_layers * saved_by_layer(setup) + LOGIT_BYTES * model.vocab_size) * tokens
     elementwise = (1 + again + 2) * moved / speeds.device.memory_speed  # backward counts as two passes
     elementwise += _gradient_sum_bytes(setup, tokens) / speeds.device.memory_speed
+    elementwise += (1 + again + 1) * _dequantized_bytes(setup) / speeds.device.memory_speed
     return once * (1 + 1 + model.num_trained_parameters / model.num_parameters), once * again, elementwise
 
 
@@ -255,6 +256,14 @@ def _gradient_sum_bytes(setup: MemorySetup, tokens: float) -> float:
     return trained * model.num_layers * max(0.0, parts - 1) * summed * (2 * setup.element_size + 2 * FP32)
 
 
+def _dequantized_bytes(setup: MemorySetup) -> float:
+    """Return the bytes that a pass moves to dequantise weights: it reads 4-bit ones, then writes and reads others."""
+    if setup.quantized_weight_bytes is None:
+        return 0.0
+    moved = setup.quantized_weight_bytes + TRAFFIC * setup.element_size
+    return moved * setup.model.linear_parameters
+
+
 def matmul_parameters(model: ModelSizes) -> int:
     """Return how many parameters a token is multiplied with: all matrices but the embedding and unused experts."""
     projections = model.projection_parameters
@@ -295,6 +304,7 @@ def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangem
         device=device,
         devices_per_node=setup.ranks_per_node,
         heads_k_stride=setup.heads_k_stride,
+        overlap_exchange=setup.overlap_exchange,
         recurrent=model.recurrent,
     )
     arrangement = Arrangement(name=setup.backend, ring=setup.ring, ulysses=setup.ulysses)
@@ -306,12 +316,12 @@ def weights_seconds(setup: MemorySetup, device: Device) -> float:
     attention, _ = attention_setup(setup, device)
     copies = setup.dp_replicate
     sharded = setup.world_size // copies
-    gathered = 2 * setup.element_size if setup.engine in ("fsdp2", "zero3") else setup.element_size
+    times = 2 if setup.engine in ("fsdp2", "zero3") else 1
     reduced = setup.reduce_bytes * setup.model.num_trained_parameters
-    parameters = setup.model.num_parameters
-    if setup.quantized_weight_bytes is not None:  # every rank has all 4-bit weights
-        parameters -= setup.model.num_layers * setup.model.layer_parameters
-    seconds = attention.gather_seconds(gathered * parameters + reduced, sharded)
+    gathered: float = setup.element_size * setup.model.num_parameters
+    if setup.quantized_weight_bytes is not None:
+        gathered += (setup.quantized_weight_bytes - setup.element_size) * setup.model.linear_parameters
+    seconds = attention.gather_seconds(times * gathered + reduced, sharded)
     seconds += 3 * setup.model.num_layers * attention.gather_latency(sharded) * (sharded > 1)
     # Each rank's share of the gradients is reduced over the replicas, which lie in other nodes, and sent back.
     return seconds + 2 * reduced / sharded * (copies - 1) / copies / device.across.exchange

@@ -11,7 +11,24 @@ from transformers import PretrainedConfig
 from longctx.attention.kernels import Kernel, choose_kernel
 from longctx.model.recurrent import CHANNEL_KINDS, RECURRENT_KINDS
 
+EXPERT_MODELS = (
+    "afmoe",
+    "cohere2_moe",
+    "dots1",
+    "exaone_moe",
+    "flex_olmo",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "hy_v3",
+    "mellum",
+    "minimax_m2",
+    "sarvam_moe",
+    "solar_open",
+)
+"""Mixtures of experts among CAUSAL_MODELS, besides the older ones that stand there by name."""
+
 CAUSAL_MODELS = (
+    *EXPERT_MODELS,
     "apertus",
     "arcee",
     "axk1",
@@ -68,6 +85,12 @@ CAUSAL_MODELS = (
 """model_type of every decoder that tests/model/test_models.py compares with stock transformers, each document alone."""
 
 WINDOW_MODELS = (
+    "afmoe",
+    "cohere2_moe",
+    "dots1",
+    "exaone_moe",
+    "granitemoe_swa",
+    "mellum",
     "cohere2",
     "cwm",
     "exaone4",
@@ -85,6 +108,28 @@ WINDOW_MODELS = (
 
 GATED_DELTA_MODELS = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Those of them whose layers of type linear_attention are gated delta rules (longctx.recurrent.gated_delta)."""
+
+AUXILIARY_LOSS_MODELS = (
+    "ernie4_5_moe",
+    "flex_olmo",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "mellum",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+"""Those of them whose routers have an auxiliary loss in transformers; tests/layers/test_routers.py compares it."""
+
+EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""transformers' own ways to compute experts that tests/layers/test_routers.py compares."""
 
 RECURRENT_MODELS = (
     *GATED_DELTA_MODELS,
@@ -116,7 +161,6 @@ AutoTokenizer.from_pretrained("{name}").save_pretrained("{folder}")
 REFUSED_SETTINGS = {
     "attn_logit_softcapping": "soft-capped attention scores",
     "attention_chunk_size": "chunked attention",
-    "output_router_logits": "the routers' auxiliary loss, which depends on all tokens of a step at once",
     "state_size": "state-space layers",
     "ssm_state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
@@ -179,6 +223,13 @@ def has_experts(config: PretrainedConfig) -> bool:
     """Whether it is a mixture of experts, of which a token uses some."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any(getattr(config.get_text_config(), name, None) for name in names)
+
+
+def auxiliary_loss_coefficient(config: PretrainedConfig) -> float:
+    """Return the coefficient of the routers' auxiliary loss, 0 for a model without it or where it is switched off."""
+    text = config.get_text_config()
+    has_loss = text.model_type in AUXILIARY_LOSS_MODELS and text.output_router_logits
+    return float(text.router_aux_loss_coef or 0) if has_loss else 0.0
 
 
 def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:

@@ -34,6 +34,7 @@ from longctx.model.config_file import (
     try_tokenizer,
 )
 from longctx.model.files import check_no_adapter, check_weight_files, on_meta
+from longctx.model.quantized import parameter_sizes
 from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
@@ -298,16 +299,9 @@ def _remedy_for_missing(model: PreTrainedModel, missing: list[str]) -> str:
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Parameters of the whole model, each once; ZeRO-3 with zero3_init_flag leaves a rank with empty ones."""
-    return sum(map(num_elements, model.parameters()))
+    return sum(size for _, size in parameter_sizes(model))
 
 
 def count_trained_parameters(model: torch.nn.Module) -> int:
     """Count the parameters that are not frozen."""
-    return sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
-
-
-def num_elements(parameter: torch.nn.Parameter) -> int:
-    """Weights of the whole parameter, also where 4-bit ones are packed into bytes or ZeRO-3 holds a part."""
-    if (quantized := getattr(parameter, "quant_state", None)) is not None:
-        return int(quantized.shape.numel())
-    return getattr(parameter, "ds_numel", parameter.numel())
+    return sum(size for parameter, size in parameter_sizes(model) if parameter.requires_grad)

@@ -9,8 +9,7 @@ from typing import Any
 from longctx.forecast.expected_step import GIB, ExpectedStep
 from longctx.launch.terminal import number
 from longctx.regions import PARTS
-from longctx.report.page_elements import escaped, figure, folded
-from longctx.report.svg import Series, area_chart, bar_chart, finite, line_chart
+from longctx.report.svg import Series, area_chart, bar_chart, escaped, figure, finite, folded, line_chart
 
 PART_NAMES = {
     "data": "waiting for data",
@@ -38,7 +37,7 @@ def key_numbers(
     if not steps:
         return [("steps logged", "0"), *evaluated]
     last = steps[-1]
-    settled = steps[1:] or steps  # the first has what is set up once
+    after_first = steps[1:] or steps  # the first step includes what is set up once
     seconds = [sum(map(sum, entry["seconds"].values())) / len(entry["seconds"]["rest"]) for entry in _timed(steps)]
     tiles = [
         ("steps", f"{last['step']:,}"),
@@ -48,11 +47,11 @@ def key_numbers(
         ("time in steps", _duration(sum(seconds))),
     ]
     for name, key in (("tokens/s", "tokens_per_second"), ("tokens/s/device", "tokens_per_second_per_device")):
-        if values := _values(settled, key):
+        if values := _values(after_first, key):
             tiles.append((name, number(_median(values))))
     if forecast is not None and forecast.tokens_per_second_per_device is not None:
         tiles.append(("tokens/s/device, predicted", number(forecast.tokens_per_second_per_device)))
-    if values := _values(settled, "mfu"):
+    if values := _values(after_first, "mfu"):
         tiles.append(("MFU", f"{_median(values):.0%}"))
     for name, key in (("peak GPU memory", "peak_memory_gib_max"), ("peak host memory", "peak_host_memory_gib_max")):
         if values := _values(steps, key):
@@ -73,7 +72,12 @@ def all_charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str
         _memory(steps),
         *_times(steps),
     ]
+    of_experts: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("Auxiliary loss", "aux_loss", {"low": 0.0}),
+        ("Expert load", "expert_load_imbalance", {"low": 1.0, "high": 2.0}),
+    )
     for name, key, options in (
+        *(chart for chart in of_experts if any(chart[1] in step for step in steps)),
         ("Padding", "padding_fraction", {"low": 0.0, "high": 0.05, "tick": _percent}),
         ("Attention imbalance", "attention_imbalance", {"low": 1.0, "high": 1.1}),
         ("Gradient norm", "grad_norm", {"low": 0.0}),
@@ -104,6 +108,8 @@ def _smoothed(name: str, points: Sequence[tuple[float, float]]) -> list[Series]:
 
 _NOTES = {
     "Padding": "Part of the tokens computed that are padding.",
+    "Auxiliary loss": "Of the routers, without its coefficient; with an even load, it is the experts of a token.",
+    "Expert load": "Tokens of a layer's busiest expert over the mean, in the least balanced layer; 1 is even.",
     "Attention imbalance": "Attention work of the busiest rank over the mean; 1 is even.",
 }
 
@@ -210,6 +216,9 @@ _COLUMNS = {
     "peak_host_memory_gib_max": "{:.2f}".format,
     "padding_fraction": _percent,
     "attention_imbalance": "{:.3f}".format,
+    "aux_loss": "{:.4g}".format,
+    "expert_load_imbalance": "{:.2f}".format,
+    "unused_experts_fraction": _percent,
     "data_fraction": _percent,
     "attention_fraction": _percent,
     "communication_fraction": _percent,

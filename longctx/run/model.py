@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from longctx.attention.backends import BACKENDS
@@ -18,6 +19,7 @@ from longctx.model.adapter import add_adapter, changes_base, quantization_of
 from longctx.model.allow_list import kernel_of
 from longctx.model.files import check_savable
 from longctx.model.load import load_model
+from longctx.model.quantized import loading_pieces, make_shardable
 from longctx.parallel import parallelize
 from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.ranks.watchdog import limit_waiting
@@ -25,9 +27,9 @@ from longctx.run.preparation import PreparedRun
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.sequence.mesh import select_device
 from longctx.settings.machine_checks import check_kernels
-from longctx.settings.run import row_length
+from longctx.settings.run import Run, row_length
 from longctx.training.checkpoint.masters import loaded_in_fp32
-from longctx.training.engines import settle_fsdp
+from longctx.training.engines import configure_fsdp
 from longctx.training.trainer import SequenceTrainer
 
 
@@ -39,9 +41,10 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     """
     settings = prepared.run.settings
     name = settings["model_name_or_path"]
+    run = prepared.run
     # Parameters on NVMe are written there while the model is loaded, in the dtype that is trained.
-    on_nvme = prepared.run.levers.offload_param_device == NVME
-    with nullcontext() if on_nvme else loaded_in_fp32():
+    on_nvme = run.levers.offload_param_device == NVME
+    with nullcontext() if on_nvme else loaded_in_fp32(), _loading_quantized(run):
         model = on_all_ranks(
             lambda: load_model(
                 name,
@@ -54,6 +57,14 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     parts = [model.config, model.generation_config, prepared.tokenizer] if prepared.args.should_save else []
     on_all_ranks(lambda: check_savable(name, parts))
     return model
+
+
+def _loading_quantized(run: Run) -> AbstractContextManager[None]:
+    """Return the context in which 4-bit weights are loaded: on FSDP2, each rank keeps its piece of them."""
+    if not (run.settings["load_in_4bit"] and run.engine == "fsdp2"):
+        return nullcontext()
+    shards = run.dims.world_size // run.dims.dp_replicate
+    return loading_pieces(dist.get_rank() % shards, shards)
 
 
 def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
@@ -69,6 +80,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         ring_size=run.dims.ring if BACKENDS[run.backend.name].has_ring_size else None,
         dp_replicate=run.dims.dp_replicate,
         device=args.device,
+        overlap_exchange=run.overlaps_exchange,
         **run.levers.parallelize_arguments(),
     )
     if settings["torch_compile"]:
@@ -77,6 +89,8 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         limit_waiting(timedelta(seconds=settings["ddp_timeout"]))
     if settings["use_peft"]:
         model = add_adapter(model, settings)
+    if settings["load_in_4bit"] and run.engine == "fsdp2":
+        make_shardable(model)
     collator = SequenceCollator(
         pad_token_id=prepared.tokenizer.pad_token_id,
         pad_to_multiple_of=settings["pad_to_multiple_of"],
@@ -99,7 +113,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         base_config=run.model_config if changes_base(settings) else None,
     )
     if run.engine == "fsdp2":
-        settle_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)
+        configure_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)
     if run.levers.activation_offloading and run.use_cpu:
         trainer.maybe_activation_offload_context = SavedOnHost()
     return trainer

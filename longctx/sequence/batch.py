@@ -75,6 +75,8 @@ class AttentionContext:
         self._shared: dict[Hashable, Any] = {}
         self.calls = 0
         """Attention layers, linear ones too, that have run on this batch, recomputation included."""
+        self.real_tokens: Tensor | None = None
+        """bool [T/P]: this rank's tokens that are not padding, where routers of a mixture of experts count them."""
         self._learnt: tuple[Tensor, int, Tensor] | None = None
 
     @property

@@ -8,6 +8,7 @@ since a token's target may lie on another rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,19 @@ def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
     """labels [B, S] -> [1, B·S]: the target of each token, −100 at the last token of every document."""
     targets = labels.masked_fill(position_ids == 0, IGNORE_INDEX).reshape(1, -1)
     return torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def real_tokens(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return bool [B, S], the tokens that are not padding, or None if the batch does not say which are.
+
+    It says so by `lengths`, the tokens of each row (of each pack in one flat row), or by an `attention_mask`.
+    """
+    rows, width = batch["input_ids"].shape
+    if (lengths := batch.get("lengths")) is not None:
+        ends = torch.tensor([sum(lengths)] if rows == 1 else list(lengths), dtype=torch.int64)
+        return torch.arange(width)[None] < ends[:, None]
+    mask = batch.get("attention_mask")
+    return None if mask is None else mask.bool()
 
 
 def count_label_tokens(batch: Mapping[str, Tensor]) -> int:

@@ -64,7 +64,7 @@ def _choose(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: 
     if dims.world_size == 1:
         return "none", "one process"
     if flags.load_in_4bit:
-        return "fsdp2", "auto: 4-bit weights are replicated on FSDP2"
+        return "fsdp2", "auto: FSDP2 shards 4-bit weights"
     if dims.dp_replicate > 1:
         return "fsdp2", "auto: copies of a sharded model are FSDP2's"
     runs_on = "DeepSpeed ZeRO-3" if backend.engine == "deepspeed" else "FSDP2"

@@ -125,6 +125,13 @@ class SequenceArguments:
         default=None,
         metadata={"help": "Number of key/value heads that are exchanged and attended to at a time. Default: all."},
     )
+    overlap_exchange: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Exchange some heads while others are attended to (ulysses, hybrid). Default: where that is "
+            "predicted to be faster."
+        },
+    )
     sequence_chunk_size: int | None = field(
         default=None,
         metadata={"help": "Run the layers on this many tokens at a time; the others wait in host memory."},

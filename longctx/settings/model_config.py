@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.model.adapter import changes_base
-from longctx.model.allow_list import check_model
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, EXPERTS_IMPLEMENTATIONS, check_model, has_experts
 from longctx.model.load import load_config
 from longctx.model.rope import extended, factor_for, parse_rope_scaling, scaling_for
 from longctx.model.tied_head import untie_as_stored
@@ -27,6 +27,12 @@ _OWN_FLAGS = {
 """Keys of model_init_kwargs that do not belong to the model's configuration, and their flags."""
 
 
+_PARALLELISM = {
+    *("distributed_config", "device_mesh", "enable_expert_parallel", "ep_plan", "ep_size", "tp_plan", "tp_size"),
+}
+"""Keys of model_init_kwargs with which transformers would shard the model itself."""
+
+
 @check("model_name_or_path", "model_init_kwargs", "rope_scaling", "dtype")
 def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
     """Check that the model, as changed by the flags, can be trained exactly.
@@ -36,6 +42,7 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
     """
     values = values.set(rope_scaling=parse_rope_scaling(values["rope_scaling"]))
     overrides = _model_init_kwargs(values["model_init_kwargs"])
+    experts = overrides.pop("experts_implementation", None)
     config = load_config(
         values["model_name_or_path"],
         revision=values["model_revision"],
@@ -52,12 +59,57 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
             raise ValueError(f"--rope_scaling and {twice[0]} in --model_init_kwargs set the same. Keep one of them.")
         config = extended(config, values["rope_scaling"])
     check_model(config)
+    _set_experts_implementation(config, experts)
+    _set_auxiliary_loss(config, values["router_aux_loss_coef"])
     if values["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
         raise ValueError(
             f"--dtype auto means {config.dtype} for {values['model_name_or_path']}, whose gradients underflow "
             "without a scaled loss, which is not supported. Use --dtype float32 or bfloat16."
         )
     return values.note(*_notes(values, config)), config
+
+
+@check("model_init_kwargs")
+def _set_experts_implementation(config: PretrainedConfig, name: object) -> None:
+    """Choose how transformers computes experts; None means its default, grouped_mm where the device has it.
+
+    Raises:
+        ValueError: for a model without experts, and for kernels that are not compared with one process.
+    """
+    if name is None:
+        return
+    if not has_experts(config):
+        raise ValueError(
+            f"--model_init_kwargs sets experts_implementation {name}, and {config.model_type} is no mixture of "
+            "experts. Leave it out."
+        )
+    if name not in EXPERTS_IMPLEMENTATIONS:
+        raise ValueError(
+            f"--model_init_kwargs sets experts_implementation {name}, whose kernels are not compared with one process. "
+            f"Use {', '.join(EXPERTS_IMPLEMENTATIONS)}, or leave it out."
+        )
+    config._experts_implementation = name
+
+
+@check("router_aux_loss_coef")
+def _set_auxiliary_loss(config: PretrainedConfig, coefficient: float | None) -> None:
+    """Switch the routers' auxiliary loss on unless its coefficient, by default the model's own, is 0, as TRL does.
+
+    Raises:
+        ValueError: for a coefficient with a model that has no such loss.
+    """
+    text = config.get_text_config()
+    if text.model_type not in AUXILIARY_LOSS_MODELS:
+        if coefficient:
+            kind = "has no such loss in transformers" if has_experts(config) else "is no mixture of experts"
+            raise ValueError(
+                f"--router_aux_loss_coef {coefficient} weights the routers' auxiliary loss, and {text.model_type} "
+                f"{kind}. Leave it out."
+            )
+        return
+    if coefficient is not None:
+        text.router_aux_loss_coef = coefficient
+    text.output_router_logits = bool(text.router_aux_loss_coef)
 
 
 def _notes(values: Values, config: PretrainedConfig) -> list[str]:
@@ -85,6 +137,13 @@ def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise ValueError(
             f"--model_init_kwargs {given} is not a JSON object. Example: '{{\"attention_dropout\": 0.0}}'."
+        )
+    for name in sorted(kwargs.keys() & _PARALLELISM):
+        raise ValueError(
+            f"--model_init_kwargs sets {name}, and the expert and tensor parallelism of transformers are not "
+            "supported: they lay parameters out over device meshes of their own, while the engines, the gradient norm "
+            "and the checkpoints here shard every parameter over all devices. Leave it out; FSDP2 and ZeRO-3 shard "
+            "experts, too."
         )
     for name in kwargs.keys() & _OWN_FLAGS.keys():
         raise ValueError(f"--model_init_kwargs sets {name} {kwargs[name]}. Give it as --{_OWN_FLAGS[name]}.")

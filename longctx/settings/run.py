@@ -25,6 +25,7 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
+from longctx.model.allow_list import auxiliary_loss_coefficient
 from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.checks import check
@@ -86,6 +87,7 @@ class Run:
         """
         place = RunTraits(
             backend_can_chunk=BACKENDS[self.backend.name].can_chunk,
+            exchanges_heads=self.dims.ulysses > 1,
             engine=self.engine,
             zero_stage=self.zero_stage,
             bf16=self.settings["bf16"],
@@ -102,13 +104,21 @@ class Run:
         )
 
     @property
+    def overlaps_exchange(self) -> bool:
+        """Whether some heads are exchanged while others are attended to: as asked for, or where that is faster."""
+        if self.levers.overlap_exchange is not None:
+            return self.levers.overlap_exchange
+        all_at_once = self.levers.heads_k_stride is None and self.levers.sequence_chunk_size is None
+        return all_at_once and self.backend.overlaps_exchange
+
+    @property
     def liger_parts(self) -> tuple[str, ...] | None:
         """The parts of the model that Liger computes; None without --use_liger_kernel."""
         return tuple(self.settings["liger_kernel_config"]) if self.settings["use_liger_kernel"] else None
 
     def memory_setup(self, ranks_per_node: int) -> MemorySetup:
         """Return what memory is predicted from."""
-        return MemorySetup.of_settings(
+        setup = MemorySetup.of_settings(
             ModelSizes.of_config(self.model_config),
             self.settings,
             dims=self.dims,
@@ -118,6 +128,7 @@ class Run:
             use_cpu=self.use_cpu,
             ranks_per_node=ranks_per_node,
         )
+        return replace(setup, overlap_exchange=self.overlaps_exchange)
 
     def forecast_for(self, documents: Sequence[int] | None = None) -> ExpectedStep | None:
         """Return what the run's steps are predicted to take; None for a configuration of which no model can be made.
@@ -139,6 +150,7 @@ class Run:
             accumulation=self.settings["gradient_accumulation_steps"],
             packed=self.settings["packing"],
             documents=documents,
+            counts_experts=auxiliary_loss_coefficient(self.model_config) > 0,
         )
 
     def fastest_levers(self) -> dict[str, Any] | None:
@@ -260,7 +272,16 @@ class Run:
         return [
             Line("batch", batch, f"{batch} = {equation}"),
             Line("tokens", f"up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank at a time"),
+            *self._describe_routers(accumulation),
         ]
+
+    def _describe_routers(self, accumulation: int) -> list[Line]:
+        """Return what a mixture of experts adds to a step."""
+        if not (coefficient := auxiliary_loss_coefficient(self.model_config)):
+            return []
+        loss = f"the loss includes {coefficient:g} × the routers' auxiliary loss over all tokens of a step"
+        counted = "; micro-batches run forward once more, without gradients, to count the experts that they choose"
+        return [Line("routers", loss + counted * (accumulation > 1))]
 
     @property
     def changed(self) -> dict[str, Any]:

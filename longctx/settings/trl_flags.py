@@ -29,7 +29,7 @@ _ACTING_GROUPS = {
     ),
     "optimization": (
         "num_train_epochs max_steps learning_rate lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 "
-        "adam_beta2 adam_epsilon max_grad_norm full_determinism"
+        "adam_beta2 adam_epsilon max_grad_norm router_aux_loss_coef full_determinism"
     ),
     "memory and precision": (
         "bf16 tf32 use_cpu gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
@@ -83,7 +83,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "optim": ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop"),
     "optim_args": (None,),
     "optim_target_modules": (None,),
-    "router_aux_loss_coef": (None,),
     "save_strategy": ("steps", "epoch", "no"),
     "train_sampling_strategy": ("random", "sequential"),
     "truncation_mode": ("keep_start",),
@@ -108,7 +107,6 @@ REASONS: Mapping[str, str] = {
     ),
     "neftune_noise_alpha": "ranks would draw other noise than one device. Leave it out",
     "ignore_data_skip": "a resumed run would train on data again that it has seen. Leave it out",
-    "router_aux_loss_coef": "the auxiliary loss depends on all tokens of a step at once. Leave it out",
 }
 """Reasons and remedies for those flags of NOT_BUILT that need more than a list of values."""
 

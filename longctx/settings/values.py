@@ -292,6 +292,7 @@ _RANGES: Mapping[str, _Range] = {
     "logging_steps": _Range(),
     "max_grad_norm": _Range(remedy="Use 0 for no clipping"),
     "num_train_epochs": _Range(),
+    "router_aux_loss_coef": _FP32,
     "save_steps": _Range(),
     "seed": _SEED,
     "warmup_steps": _Range(),

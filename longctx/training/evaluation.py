@@ -39,7 +39,7 @@ class EvaluatingTrainer(ResumableTrainer):
 
     def __init__(self, model: PreTrainedModel, args: SFTConfig, *, sequence: SequenceParallel, **kwargs: Any):
         self.sequence = sequence
-        self._token_means = TokenMeans(sequence.device)
+        self._token_means = TokenMeans(sequence.device, sequence.routers)
         self._predictions: list[list[NDArray[np.float32]]] | None = None
         super().__init__(model=model, args=args, **kwargs)
 
@@ -82,7 +82,8 @@ class EvaluatingTrainer(ResumableTrainer):
     ) -> dict[str, float]:
         """Return the means over all label tokens: `eval_loss`, `eval_mean_token_accuracy`, `eval_entropy`.
 
-        As in TRL, `eval_num_tokens` is the number of tokens trained on so far. Called by all ranks together.
+        With the routers' auxiliary loss, `eval_aux_loss` is that of all tokens, and `eval_loss` includes it as in
+        training. As in TRL, `eval_num_tokens` is the number of tokens trained on so far. Called by all ranks together.
 
         Args:
             eval_dataset: rows with `input_ids` and, if not all tokens count, `labels`; the trainer's own if None.
@@ -128,7 +129,7 @@ class EvaluatingTrainer(ResumableTrainer):
 
     def _means(self, loader: StepLoader, description: str, prefix: str) -> dict[str, float]:
         start = time.time()
-        self._token_means = TokenMeans(self.sequence.device)
+        self._token_means = TokenMeans(self.sequence.device, self.sequence.routers)
         with self.step_metrics.paused(), region("evaluation"):
             output = self.evaluation_loop(loader, description, prediction_loss_only=True, metric_key_prefix=prefix)
         means = {**self._token_means.read(), "num_tokens": self.step_metrics.tokens_so_far()}

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from longctx.attention.cost import PEAK_FLOPS
 from longctx.data import IGNORE_INDEX
+from longctx.layers.routers import Routers
 from longctx.model.allow_list import has_experts, has_windows, head_sizes
 from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import PARTS, clock
@@ -33,7 +34,17 @@ class StepMetrics:
 
     _SUMS = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", "work")
 
-    def __init__(self, *, sp: int, sp_rank: int, config: PretrainedConfig, flops_per_token: int, device: torch.device):
+    def __init__(
+        self,
+        *,
+        sp: int,
+        sp_rank: int,
+        config: PretrainedConfig,
+        flops_per_token: int,
+        device: torch.device,
+        routers: Routers | None = None,
+    ):
+        self.experts = None if routers is None else ExpertLoad(routers, device)
         self.sp, self.sp_rank, self.device = sp, sp_rank, device
         self.peak_flops = _peak_flops(_device_name(device), config)
         self.flops_per_token = flops_per_token
@@ -76,6 +87,8 @@ class StepMetrics:
                 self._number(attention_work(layout, self.sp_rank)),
             ]
         )
+        if self.experts is not None:
+            self.experts.add()
 
     def _number(self, value: float) -> Tensor:
         """Return a float64 [] on the device, written by a kernel, since the host would wait for a copy."""
@@ -89,11 +102,12 @@ class StepMetrics:
             "longest_row": self.longest_row,
             "elapsed": time.perf_counter() - self._started,
             "seconds": clock.read(),
+            **({} if self.experts is None else {"experts": self.experts.sums.tolist()}),
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> None:
         """Restore what `state_dict` returned on every rank; with another number of ranks, rank 0 takes all sums."""
-        if len(states) == self._world_size():
+        if len(states) == _world_size():
             sums = torch.tensor(states[rank]["sums"], dtype=torch.float64)
             before = states[rank]
         else:
@@ -102,12 +116,10 @@ class StepMetrics:
         self._started = time.perf_counter() - before.get("elapsed", 0.0)
         clock.reset(before.get("seconds"))
         self._sums = sums.to(self.device)
+        if self.experts is not None and all("experts" in state for state in states):
+            self.experts.restore([state["experts"] for state in states], rank)
         self.total_tokens = states[0]["total_tokens"]
         self.longest_row = max(state["longest_row"] for state in states)
-
-    @staticmethod
-    def _world_size() -> int:
-        return dist.get_world_size() if dist.is_initialized() else 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -156,6 +168,7 @@ class StepMetrics:
             "data_fraction": shares["data"],
             "attention_fraction": shares["attention"],
             "communication_fraction": shares["communication"],
+            **({} if self.experts is None else self.experts.read()),
         }
 
     def read_memory(self) -> PeakMemory:
@@ -171,22 +184,79 @@ class StepMetrics:
         return values, self.peak_memory
 
 
-class TokenMeans:
-    """Means over the label tokens of evaluation data: sums of this rank's tokens, reduced over all ranks when read."""
+class ExpertLoad:
+    """The tokens that routers have sent to each expert, and the auxiliary loss, in training steps.
 
-    def __init__(self, device: torch.device):
+    Sums over this rank's micro-batches, reduced over all ranks when read.
+    """
+
+    def __init__(self, routers: Routers, device: torch.device):
+        self._routers = routers
+        num_routers, num_experts = routers.shape
+        self.sums = torch.zeros(num_routers * num_experts + 2, dtype=torch.float64, device=device)
+        self.of_layers: dict[str, list[float]] = {}
+        """By layer at the last reading: the load of its busiest expert over the mean, and the share of its experts that
+        no token used."""
+
+    def add(self) -> None:
+        """Count the micro-batch of the model's last forward pass, whose loss has been made."""
+        shares = self._routers.shares
+        self.sums[:-2] += self._routers.latest.load.flatten()
+        if shares is not None:
+            self.sums[-2:] += shares
+
+    def restore(self, ranks: Sequence[Sequence[float]], rank: int) -> None:
+        """Restore `sums` from those of every rank; with another number of ranks, rank 0 takes all."""
+        sums = torch.tensor(ranks, dtype=torch.float64)
+        own = sums[rank] if len(ranks) == _world_size() else sums.sum(0) * (rank == 0)
+        self.sums = own.to(self.sums.device)
+
+    def read(self) -> dict[str, float | None]:
+        """Return the log's values since the last call: means over steps. Called by all ranks together."""
+        sums, self.sums = self.sums, torch.zeros_like(self.sums)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        load, (aux_loss, steps) = sums[:-2].view(self._routers.shape).cpu(), sums[-2:].tolist()
+        sizes = torch.tensor(self._routers.num_experts, dtype=torch.float64)
+        means = load.sum(1) / sizes
+        over_mean = torch.where(means > 0, load.amax(1) / means, 1.0)
+        used = (load > 0).sum(1) / sizes
+        self.of_layers = {"max_over_mean": over_mean.tolist(), "unused_fraction": (1 - used).tolist()}
+        return {
+            **({"aux_loss": aux_loss / steps if steps else 0.0} if self._routers.coefficient else {}),
+            "expert_load_imbalance": float(over_mean.max()),
+            "unused_experts_fraction": float(1 - (used * sizes).sum() / sizes.sum()),
+        }
+
+
+class TokenMeans:
+    """Means over the label tokens of evaluation data: sums of this rank's tokens, reduced over all ranks when read.
+
+    The routers' auxiliary loss is that of all tokens, times its coefficient a part of the loss, as in training.
+    """
+
+    def __init__(self, device: torch.device, routers: Routers | None = None):
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._routers = routers if routers is not None and routers.coefficient else None
+        num_experts = 0 if self._routers is None else self._routers.shape[1]
+        self._experts = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
 
     def add(self, *, shift_labels: Tensor, losses: Tensor, correct: Tensor, entropy: Tensor) -> None:
         """Count one batch of this rank's tokens, each [1, T/P]; all but the labels are 0 where nothing is learnt."""
         is_label = shift_labels != IGNORE_INDEX
         self._sums += torch.stack([values.double().sum() for values in (is_label, losses, correct, entropy)])
+        if self._routers is not None:
+            self._experts += torch.stack(self._routers.latest[1:])
 
     def read(self) -> dict[str, float]:
         """Return the means, NaN without label tokens. Called by all ranks together."""
         labels, *sums = _gather(self._sums).sum(0).tolist()
         names = ("loss", "mean_token_accuracy", "entropy")
-        return {name: total / labels if labels else float("nan") for name, total in zip(names, sums, strict=True)}
+        means = {name: total / labels if labels else float("nan") for name, total in zip(names, sums, strict=True)}
+        if self._routers is None:
+            return means
+        aux_loss = self._routers.loss_of(*_gather(self._experts).sum(0))
+        return means | {"loss": means["loss"] + self._routers.coefficient * aux_loss, "aux_loss": aux_loss}
 
 
 def attention_work(layout: BatchLayout, sp_rank: int) -> float:
@@ -198,8 +268,12 @@ def attention_work(layout: BatchLayout, sp_rank: int) -> float:
     return float((lengths * (lengths + 1) // 2).sum()) / layout.sp
 
 
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _gather(values: Tensor) -> Tensor:
-    """Gather [n] of every rank to [world, n]."""
+    """Gather [n, ...] of every rank to [world, n, ...]."""
     if not dist.is_initialized():
         return values[None]
     ranks = [torch.empty_like(values) for _ in range(dist.get_world_size())]

@@ -43,6 +43,7 @@ class Column(NamedTuple):
 COLUMNS = {
     "step": Column("step", "step", 4),
     "loss": Column("loss", "loss", 6, "bold"),
+    "aux_loss": Column("aux loss", "aux", 5),
     "grad_norm": Column("grad norm", "grad", 5),
     "learning_rate": Column("learn. rate", "lr", 7),
     "tokens_per_second": Column("tokens/s", "tok/s", 5, "green"),
@@ -50,6 +51,7 @@ COLUMNS = {
     "mfu": Column("MFU", "MFU", 4),
     "memory": Column("memory GiB", "mem GiB", 9),
     "attention_imbalance": Column("imbalance", "imbal", 5),
+    "expert_load_imbalance": Column("expert load", "load", 5),
     "time_left": Column("time left", "left", 7, "cyan"),
 }
 
@@ -172,12 +174,14 @@ def describe_step(logs: Mapping[str, Any]) -> dict[str, str]:
     """Return the cells of a step's row, without those of unknown values."""
     written = {
         "loss": lambda loss: f"{loss:#.4g}",
+        "aux_loss": lambda loss: f"{loss:#.3g}",
         "grad_norm": lambda norm: number(norm) if norm >= 1000 else f"{norm:#.3g}",
         "learning_rate": lambda rate: f"{rate:.1e}" if rate else "0",
         "tokens_per_second": number,
         "tokens_per_second_per_device": number,
         "mfu": lambda share: f"{share:.0%}",
         "attention_imbalance": lambda ratio: f"{ratio:.2f}",
+        "expert_load_imbalance": lambda ratio: f"{ratio:.2f}",
     }
     return {name: write(logs[name]) for name, write in written.items() if logs.get(name) is not None}
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.sequence.shard import complete_position_ids
+from longctx.model.allow_list import auxiliary_loss_coefficient
+from longctx.sequence.shard import complete_position_ids, real_tokens
 
 GIB = 2**30
 
@@ -60,34 +61,70 @@ def single_device_step(
 ) -> tuple[float, float]:
     """Compute the loss and gradient norm of one optimizer step on one device.
 
+    The loss includes the routers' auxiliary loss over all tokens of the step, where the model's configuration has it.
+
     Args:
         model: the model before `parallelize`, with one of transformers' own attention implementations.
-        batches: the uncut micro-batches of the step, from all data-parallel ranks.
+        batches: the uncut micro-batches of the step, from all data-parallel ranks. With an auxiliary loss, they say
+            which tokens are padding: see `longctx.sequence.shard.real_tokens`.
 
     Returns:
         The mean loss over the step's label tokens, and the norm of its gradient, which is left in the parameters.
     """
     model.train()
-    documents = [document for batch in batches for document in documents_of(batch)]
+    documents = [document for batch in batches for document in documents_of(batch, padding=False)]
     num_label_tokens = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in documents)
+    coefficient = auxiliary_loss_coefficient(model.config)
+    balance = _expert_weights(model, [input_ids for input_ids, _ in documents]) if coefficient else None
     total = 0.0
     for input_ids, labels in documents:
-        if not (labels[1:] != IGNORE_INDEX).any():
+        has_labels = bool((labels[1:] != IGNORE_INDEX).any())
+        if not has_labels and balance is None:
             continue
-        logits = model(input_ids=input_ids[None], use_cache=False).logits[0, :-1].float()
+        output = model(input_ids=input_ids[None], use_cache=False, output_router_logits=balance is not None)
         loss = F.cross_entropy(
-            logits, labels[1:], ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing
+            output.logits[0, :-1].float(),
+            labels[1:],
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=label_smoothing,
         )
-        loss = loss / num_label_tokens
+        loss = loss / max(num_label_tokens, 1)
+        if balance is not None:
+            probabilities = sum(logits.float().softmax(-1).sum(0) for logits in output.router_logits)
+            loss = loss + coefficient * (balance * probabilities).sum()
         loss.backward()
         total += loss.item()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return total, float(torch.nn.utils.get_total_norm(gradients))
 
 
-def documents_of(batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return (input_ids, labels) of every document in the batch, padding included."""
+@torch.no_grad()
+def _expert_weights(model: PreTrainedModel, documents: Sequence[Tensor]) -> Tensor:
+    """Return [E], what the routers' auxiliary loss multiplies each expert's probabilities with, summed over tokens.
+
+    That is E · C / N², see `longctx.layers.routers`: transformers' load_balancing_loss_func of all documents at once.
+    """
+    top_k = model.num_experts_per_tok
+    counts: Tensor | int = 0
+    for input_ids in documents:
+        output = model(input_ids=input_ids[None], use_cache=False, output_router_logits=True)
+        for logits in output.router_logits:
+            chosen = logits.float().softmax(-1).topk(top_k, dim=-1).indices
+            counts = counts + chosen.flatten().bincount(minlength=logits.shape[-1]).double()
+    assert isinstance(counts, Tensor), "a step has documents"
+    return (len(counts) * counts * (top_k / counts.sum()) ** 2).float()
+
+
+def documents_of(batch: Mapping[str, Tensor], *, padding: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """Return (input_ids, labels) of every document in the batch.
+
+    Args:
+        padding: whether to include what the batch says is padding, as a document of its own.
+    """
     starts = (complete_position_ids(batch).reshape(-1) == 0).nonzero().flatten().tolist()
     bounds = [*starts, batch["input_ids"].numel()]
     ids, labels = batch["input_ids"].reshape(-1), batch["labels"].reshape(-1)
-    return [(ids[a:b], labels[a:b]) for a, b in pairwise(bounds)]
+    real = None if padding else real_tokens(batch)
+    kept = torch.ones(len(ids), dtype=torch.bool) if real is None else real.reshape(-1)
+    return [(ids[a:b], labels[a:b]) for a, b in pairwise(bounds) if kept[a]]

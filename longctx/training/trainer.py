@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,8 +38,8 @@ from longctx.data import MixedStream, SourceReport
 from longctx.layers.loss import TokenOutputs
 from longctx.model.card import model_card
 from longctx.model.load import count_parameters, count_trained_parameters
+from longctx.model.quantized import pieces_placed
 from longctx.model.recurrent import num_mixing_layers
-from longctx.model.saved_buffers import saved_buffers_handed_on
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
@@ -55,7 +55,7 @@ from longctx.training.callbacks import (
     StreamEntry,
 )
 from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
-from longctx.training.engines import keep_sums_in_fp32, save_whole_models
+from longctx.training.engines import keep_sums_in_fp32, save_whole_models, saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingTrainer
 from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.peak_memory import MemoryWarnings
@@ -121,7 +121,10 @@ class SequenceTrainer(EvaluatingTrainer):
             config=model.config,
             flops_per_token=4 * count_parameters(model) + 2 * count_trained_parameters(model),
             device=sequence.device,
+            routers=sequence.routers,
         )
+        self._uncounted: list[dict[str, Any]] = []
+        """The micro-batches of a step that has begun, before their routers' choices are counted."""
         self._memory_warnings = MemoryWarnings()
         self._layers_checked = False
         self.has_seen_labels = False
@@ -207,12 +210,15 @@ class SequenceTrainer(EvaluatingTrainer):
         add_defaults(self.optimizer)
         return super().create_scheduler(*args, **kwargs)
 
-    def _wrapping(self) -> AbstractContextManager[None]:
-        """Return the context in which the engine wraps the model."""
+    @contextmanager
+    def _wrapping(self) -> Iterator[None]:
+        """Hand on what FSDP2 would lose, in the context in which the engine wraps the model."""
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is None or plugin.fsdp_version != 2 or isinstance(self.model, FSDPModule):
-            return nullcontext()
-        return saved_buffers_handed_on(self.model, self.accelerator.device)
+            yield
+            return
+        with pieces_placed(self.model), saved_buffers_handed_on(self.model, self.accelerator.device):
+            yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. Before any training, this wraps the model."""
@@ -319,6 +325,7 @@ class SequenceTrainer(EvaluatingTrainer):
         """
         num_label_tokens = self.sequence.count_label_tokens(batch_samples)
         self.has_seen_labels |= num_label_tokens > 0
+        self._uncounted = batch_samples
         return num_label_tokens
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -327,7 +334,11 @@ class SequenceTrainer(EvaluatingTrainer):
     @phase("forward")
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.stream_read = inputs.pop("stream_read", self.stream_read)
+        if self._uncounted:
+            self.sequence.count_experts(model, self._uncounted)
+            self._uncounted = []
         shard, outputs = self._forward(model, inputs)
+        loss = self.sequence.reduce(outputs.losses, num_items_in_batch)
         self.step_metrics.add(
             layout=shard.layout,
             num_tokens=inputs["num_tokens"],
@@ -335,7 +346,6 @@ class SequenceTrainer(EvaluatingTrainer):
             correct=outputs.is_top1,
             entropy=outputs.entropy,
         )
-        loss = self.sequence.reduce(outputs.losses, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _forward(self, model, inputs: dict[str, Any]) -> tuple[ShardedBatch, TokenOutputs]:
@@ -369,6 +379,8 @@ class SequenceTrainer(EvaluatingTrainer):
         entry["seconds"] = {
             part: [round(seconds, 4) for seconds in ranks] for part, ranks in self.step_metrics.seconds.items()
         }
+        if (experts := self.step_metrics.experts) is not None:
+            entry["experts"] = {name: [round(value, 4) for value in of] for name, of in experts.of_layers.items()}
 
     def create_model_card(self, *args: Any, tags: str | Sequence[str] | None = None, **kwargs: Any) -> None:
         """Write README.md in output_dir with what this run knows of the model; TRL's other arguments are ignored."""

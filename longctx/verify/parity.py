@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel, PrinterCallback, T
 from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.layers.loss import token_losses
 from longctx.model.recurrent import num_mixing_layers
 from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.recurrent.layers import recurrent_layers
@@ -53,7 +54,7 @@ class Reference:
     grad_norm: float
     """Added up in fp64."""
     gradients: Gradients
-    """On the CPU, by the parameter's name."""
+    """Gradients on the CPU, by the parameter's name."""
     bounds: tuple[float, float, float]
     """Largest errors allowed of the loss, any parameter's gradient, and the norm."""
 
@@ -114,7 +115,7 @@ class _Step(TrainerCallback):
         self.trainer, self.sp, self.batches, self.reference = trainer, sp, batches, reference
         self.checks: list[Check] = []
         self.errors: dict[str, float] = {}
-        """Of every parameter's gradient, on rank 0."""
+        """The error of every parameter's gradient, on rank 0."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = self.trainer.model_wrapped
@@ -158,13 +159,14 @@ def _whole_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 
 
 def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]) -> Reference | None:
-    """On rank 0, with transformers' own attention; the model is as before afterwards."""
+    """Return the reference on rank 0, with transformers' own attention; afterwards the model is as before."""
     if trainer.sequence.rank != 0:
         return None
     model: PreTrainedModel = trainer.model
     device, home = trainer.sequence.device, model.device
     on_device = [
-        {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)} for batch in batches
+        {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        for batch in batches
     ]
     model.to(device)
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -194,7 +196,7 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
 
 
 def _check_reference_fits(trainer: SequenceTrainer, batches: Batches) -> None:
-    """On rank 0, which runs the step on one device."""
+    """Check on rank 0, which runs the reference's step, that it fits one device."""
     device, model = trainer.sequence.device, trainer.model
     if trainer.sequence.rank != 0 or device.type != "cuda":
         return
@@ -358,7 +360,7 @@ def _check_denominator(trainer: SequenceTrainer, shard: Any, logits: Tensor, bat
     summed = F.cross_entropy(
         logits.flatten(0, 1).double(), shard.shift_labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    share = sequence.loss(logits, shard.shift_labels, count).double()
+    share = sequence.label_loss(token_losses(logits, shard.shift_labels), count).double()
     if dist.is_initialized():
         dist.all_reduce(summed)
         dist.all_reduce(share)

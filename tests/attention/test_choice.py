@@ -40,7 +40,7 @@ from longctx.attention.cost import (
     devices_per_node,
     measure_link,
 )
-from longctx.attention.modelled import modelled_seconds
+from longctx.attention.modelled import _pipelined, modelled_seconds
 from longctx.model.tiny import tiny_model
 from longctx.sequence.mesh import ParallelDims
 from tests.workers import run_ranks
@@ -132,6 +132,23 @@ def test_an_earlier_choice_stays_unless_another_is_much_better():
     assert str(back.arrangement) == "ring 8"
     assert "chosen before the data was known" in back.reason
     assert str(auto(a_setup(8, 32, 32, device="GPU"), one(16_384), before=short).arrangement) == "ulysses 8"
+
+
+def test_stages_of_an_exchange_by_hand():
+    """Two stages on one link: the second one arrives while the first is attended to, and results leave one by one."""
+    assert _pipelined([3, 3], [2, 2], [1, 1]) == 9  # 2 to arrive, 3 + 3 to compute, 1 to leave
+    assert _pipelined([1, 1], [5, 5], [5, 5]) == 20  # the link is always busy
+    assert _pipelined([3], [2], [1]) == 6
+
+
+def test_the_exchange_overlaps_where_links_are_slow():
+    """And never on a ring, or where attention of a long document hides nothing worth it."""
+    on_pcie, on_nvlink = a_setup(4, *QWEN3_8B, device="L40S"), a_setup(4, *QWEN3_8B)
+    overlapped = choose_backend("ulysses", on_pcie, many(16_384))
+    assert overlapped.overlaps_exchange
+    assert "exchange overlaps with attention" in overlapped.describe()
+    assert not choose_backend("ulysses", on_nvlink, one(1 << 20)).overlaps_exchange
+    assert not choose_backend("ring", on_pcie, many(16_384)).overlaps_exchange
 
 
 def test_asked_for_is_taken_whatever_it_costs():

@@ -16,12 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.attention.kernels import DenseKernel, block_forward, blockwise, choose, elsewhere, flash_attn
-from longctx.attention.kernels.check import disagreement, make_entries, make_inputs
+from longctx.attention.kernels import DenseKernel, block_forward, blockwise, check, choose, flash_attn
+from longctx.attention.kernels.check import disagreement, disagreement_elsewhere, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel, first_exact
 from longctx.attention.kernels.cudnn import CudnnKernel
 from longctx.attention.kernels.efficient import MemoryEfficientKernel
-from longctx.attention.kernels.elsewhere import disagreement_elsewhere
 from longctx.attention.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
 from longctx.attention.kernels.varlen import AtenFlashKernel
 
@@ -447,7 +446,7 @@ def test_a_process_without_a_result_is_given_up(monkeypatch):
     def without_end(*_, timeout, **__):
         raise subprocess.TimeoutExpired("python", timeout)
 
-    monkeypatch.setattr(elsewhere.subprocess, "run", without_end)
+    monkeypatch.setattr(check.subprocess, "run", without_end)
     found = disagreement_elsewhere(FlashAttention2("2.8.3"), CPU, torch.bfloat16, 64, 2, windowed=False)
     assert found == "a process that checked it had no result after 600 s"
 

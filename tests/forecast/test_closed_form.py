@@ -185,6 +185,11 @@ TRACES = {
     "ring 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8}, {}),
     "one GPU": (_config(), {}, {}),
     "ulysses 8, checkpoints on the host": (_config(**SMALL_MLP), {"sp": 8, "activation_offloading": True}, {}),
+    "ulysses 8, exchange beside attention": (
+        _config(**SMALL_MLP),
+        {"sp": 8, "overlap_exchange": True},
+        {"overlap_exchange": True},
+    ),
     "no checkpoints": (_config(), {"sp": 8, "gradient_checkpointing": False}, {}),
     "gather 8": (_config(**SMALL_MLP), {"sp": 8, "ring": 8, "sp_backend": "gather"}, {}),
 }

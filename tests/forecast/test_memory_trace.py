@@ -78,6 +78,7 @@ STEPS = {
     "gather": ("gather", {}, GATHERED_WIDTH),
     "ulysses": ("ulysses", {}, WIDTH // SP),
     "ulysses, one head at a time": ("ulysses", {"heads_k_stride": 1}, WIDTH // SP),
+    "ulysses, exchange beside attention": ("ulysses", {"overlap_exchange": True}, WIDTH // SP),
     "hybrid": ("hybrid", {"ring_size": 2}, 0),
     "ulysses in chunks": ("ulysses", {"sequence_chunk_size": 4096}, WIDTH // SP),
 }

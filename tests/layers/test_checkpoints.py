@@ -102,6 +102,7 @@ def test_a_model_has_only_so_many_layers(run, levers, message):
 
 PLACE = RunTraits(
     backend_can_chunk=True,
+    exchanges_heads=True,
     engine="fsdp2",
     zero_stage=None,
     bf16=True,

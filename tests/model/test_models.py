@@ -57,7 +57,17 @@ LINEAR = {
     "linear_value_head_dim": 6,
 }
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4}
-NEVER_AS_IS = ("cohere2", "cwm", "gemma3_text", "gpt_oss", "olmo3")
+NEVER_AS_IS = (
+    "afmoe",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "exaone_moe",
+    "gemma3_text",
+    "gpt_oss",
+    "granitemoe_swa",
+    "olmo3",
+)
 FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_AS_IS} | {
     "ernie4_5_moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}),
     "glm4_moe": (
@@ -88,6 +98,31 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_A
     "glm4_moe_lite": ("glm4_moe_lite", SMALL | LATENT | GROUPED_EXPERTS | {"v_head_dim": 16}),
     "minicpm3": ("minicpm3", SMALL | LATENT),
     "sarvam_mla": ("sarvam_mla", SMALL | LATENT | GROUPED_EXPERTS),
+    "dots1": (
+        "dots1",
+        SMALL
+        | GROUPED_EXPERTS
+        | {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2, "n_shared_experts": 1},
+    ),
+    "dots1, windows": ("dots1", SMALL | GROUPED_EXPERTS | WINDOW | {"head_dim": 8, "n_shared_experts": 1}),
+    "flex_olmo": ("flex_olmo", SMALL | EXPERTS | {"num_experts": 4}),
+    "hy_v3": ("hy_v3", SMALL | EXPERTS | {"num_experts": 4, "head_dim": 8}),
+    "mellum": ("mellum", SMALL | EXPERTS | {"num_experts": 4, "head_dim": 8, "sliding_window": None}),
+    "mellum, windows": ("mellum", SMALL | EXPERTS | WINDOW | {"num_experts": 4, "head_dim": 8}),
+    "minimax_m2": ("minimax_m2", SMALL | EXPERTS | {"num_local_experts": 4, "head_dim": 8}),
+    "sarvam_moe": ("sarvam_moe", SMALL | GROUPED_EXPERTS | {"head_dim": 8}),
+    "solar_open": ("solar_open", SMALL | GROUPED_EXPERTS | {"head_dim": 8}),
+    "afmoe, windows": ("afmoe", SMALL | EXPERTS | WINDOW | {"num_experts": 4, "head_dim": 8, "num_dense_layers": 1}),
+    "cohere2_moe, windows": ("cohere2_moe", SMALL | EXPERTS | WINDOW | {"num_experts": 4, "head_dim": 8}),
+    "exaone_moe, windows": ("exaone_moe", SMALL | EXPERTS | WINDOW | {"num_experts": 4}),
+    "granitemoe_swa, windows": (
+        "granitemoe_swa",
+        SMALL | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    ),
     "granitemoe": ("granitemoe", SMALL | EXPERTS | {"num_local_experts": 4}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", SMALL | {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
     "mixtral": ("mixtral", SMALL | EXPERTS | {"num_local_experts": 4, "sliding_window": None}),

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 
+from longctx.forecast.closed_form import placed_states
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import load_config, load_model
+from longctx.model.quantized import ALIGNMENT, ShardableLinear4bit, loading_pieces, make_shardable
 from longctx.train import main
 from tests.model.test_peft import Adapt
 from tests.reference import dense_loss, train_reference
 from tests.small_model import save_small_model
+from tests.training.test_evaluation import trained
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
 from tests.workers import run_ranks
 
@@ -77,9 +85,9 @@ def test_an_adapter_of_4_bit_weights_trains_as_on_one_process(kind, folder, tmp_
     reference = train_reference(folder, documents, steps=STEPS, learning_rate=LEARNING_RATE, adapt=adapt)
     whole = train_reference(folder, documents, steps=1, learning_rate=LEARNING_RATE, adapt=Adapt(**LORA))
     results = run_ranks(processes, "tests.model.test_peft:run_cases", cases, timeout=900)[0]
-    for case, (start, steps, _, trained) in results.items():
+    for case, (start, steps, _, names) in results.items():
         assert all(torch.equal(value, adapt.start[name]) for name, value in start.items())
-        assert trained == sorted(name for name, p in adapt.model.named_parameters() if p.requires_grad)
+        assert names == sorted(name for name, p in adapt.model.named_parameters() if p.requires_grad)
         assert abs(steps[0][0] / whole[0][0] - 1) > 1e-5  # the weights are quantised: sums in another order make 1e-7
         check(steps, reference, f"QLoRA {kind}, {case}", "torchrun", parity_table)
         assert not (tmp_path / case / "model.safetensors").exists()
@@ -88,13 +96,165 @@ def test_an_adapter_of_4_bit_weights_trains_as_on_one_process(kind, folder, tmp_
         assert saved == pytest.approx(dense_loss(adapt.model, documents).item(), rel=1e-4)
 
 
+SPREAD = {
+    "ring sp 4": ["--sp", "4", "--sp_backend", "ring"],
+    "ring sp 4, no checkpointing": ["--sp", "4", "--sp_backend", "ring", "--gradient_checkpointing", "False"],
+    "ulysses sp 4": ["--sp", "4", "--sp_backend", "ulysses"],
+    "ulysses sp 2 × dp 2, nested": [*ULYSSES, "--use_bnb_nested_quant", "True"],
+    "ring sp 2, HSDP": [*RING, "--dp_replicate", "2"],
+    "sp 1 × dp 4": ["--sp", "1"],
+}
+"""Layouts of four ranks, with nf4 weights."""
+SAVING = ["--save_strategy", "steps", "--save_steps", "2"]
+EVALUATING = ["--eval_strategy", "steps", "--eval_steps", "5", "--eval_on_start", "True"]
+RESUMED = ["ring sp 4", "ulysses sp 2 × dp 2, nested"]
+FLAGS = ["--use_peft", "True", "--load_in_4bit", "True", "--lora_r", "4", "--lora_alpha", "8"]
+FLAGS += ["--lora_target_modules", "all-linear"]
+
+
+def run_spread(cases):
+    """{case: (log, bytes of 4-bit weights on this rank, forecast of all parameters' bytes)} on this process group."""
+    environment, results = dict(os.environ), {}
+    for case, arguments in cases.items():
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        with unsharded_bytes() as unsharded:
+            prepared, trainer = trained(arguments)
+        parameters = [parameter.to_local() for parameter in trainer.model.parameters()]
+        layers = [layer for layer in trainer.model.modules() if isinstance(layer, ShardableLinear4bit)]
+        held = {
+            "whole": sum(layer.weight.numel() for layer in layers),
+            "held": sum(layer.weight.to_local().untyped_storage().nbytes() for layer in layers),
+            "unsharded at once": max(unsharded),
+            "all parameters": sum(tensor.numel() * tensor.element_size() for tensor in parameters),
+        }
+        results[case] = trainer.state.log_history, held, placed_states(prepared.run.memory_setup(1))["parameters"]
+    return results
+
+
+@contextmanager
+def unsharded_bytes():
+    """Yield a list that gets, at every call of a layer of 4-bit weights, the bytes of all that are whole then."""
+    layers, found = set(), []
+
+    def look(layer, inputs):
+        if isinstance(layer, ShardableLinear4bit):
+            layers.add(layer)
+            weights = [known.weight for known in layers]
+            found.append(sum(w.untyped_storage().nbytes() for w in weights if not isinstance(w, DTensor)))
+
+    hook = register_module_forward_pre_hook(look)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+@pytest.mark.long
+def test_spread_4_bit_weights_train_evaluate_and_resume_as_on_one_process(folder, tmp_path, parity_table):
+    """Each rank holds its part of the bytes, and at most one layer is whole besides, of two that the model has."""
+    pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    documents, held_out = make_documents(SHAPES["packed"][0]), make_documents([60, 33, 101], seed=1)
+    data = tmp_path / "data"
+    data.mkdir()
+    write_jsonl(data / "train.jsonl", documents)
+    write_jsonl(data / "test.jsonl", held_out)
+    common = [*COMMON, *FLAGS, *SAVING, *EVALUATING, "--model_name_or_path", folder, "--dataset_name", str(data)]
+    cases = {name: [*common, *flags, "--output_dir", str(tmp_path / name)] for name, flags in SPREAD.items()}
+    for name in RESUMED:
+        again = ["--output_dir", str(tmp_path / "resumed" / name)]
+        cases[f"{name}, resumed"] = [*common, *SPREAD[name], *again, "--resume_from_checkpoint"]
+        cases[f"{name}, resumed"].append(str(tmp_path / name / "checkpoint-2"))
+    nf4 = QUANTIZED["nf4"][1]
+    references = {
+        nested: quantized_reference(folder, documents, held_out, nf4 | {"bnb_4bit_use_double_quant": nested})
+        for nested in (False, True)
+    }
+    for rank, results in enumerate(run_ranks(4, f"{__name__}:run_spread", cases, timeout=900)):
+        for case, (log, held, forecast) in results.items():
+            reference, before, after = references["nested" in case]
+            steps = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+            if rank == 0 and "resumed" not in case:
+                check(steps, reference, f"QLoRA spread, {case}", "torchrun", parity_table)
+            losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+            assert losses[0] == pytest.approx(before, rel=1e-5)
+            assert losses[-1] == pytest.approx(after, rel=1e-4)
+            shards = 2 if "HSDP" in case else 4
+            assert held["whole"] / shards <= held["held"] <= held["whole"] / shards + 14 * ALIGNMENT, case
+            assert held["unsharded at once"] == held["whole"] / 2
+            assert held["all parameters"] == pytest.approx(forecast, rel=0.05)
+    for name in RESUMED:
+        assert_same_files(tmp_path / name, tmp_path / "resumed" / name)
+
+
+def assert_same_files(one, other):
+    saved, resumed = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    assert saved.keys() == resumed.keys()
+    assert all(torch.equal(value, resumed[name]) for name, value in saved.items())
+
+
+def quantized_reference(folder, documents, held_out, quantization):
+    """peft's log of training on one process, and the loss of other documents before and after it."""
+    adapt = AdaptQuantized(folder, quantization)
+    steps = train_reference(folder, documents, steps=STEPS, learning_rate=LEARNING_RATE, adapt=adapt)
+    before = dense_loss(quantized(folder, quantization).train(), held_out).item()
+    return steps, before, dense_loss(adapt.model, held_out).item()
+
+
 def test_the_forecast_counts_four_bit_weights_whole(folder):
     """Two of them lie in a byte."""
     pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
     config = load_config(folder)
     quantized = load_model(folder, config, quantization=BitsAndBytesConfig(load_in_4bit=True))
     found, expected = ModelSizes.of_model(quantized), ModelSizes.of_model(load_model(folder, config))
-    assert (found.num_parameters, found.layer_parameters) == (expected.num_parameters, expected.layer_parameters)
+    for name in ("num_parameters", "layer_parameters", "linear_parameters"):
+        assert getattr(found, name) == getattr(expected, name)
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_the_forecast_counts_as_4_bit_what_is_quantised(has_experts, tmp_path):
+    """Experts are not: transformers keeps them in tensors of three dimensions."""
+    bnb = pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "num_hidden_layers": 2, "head_dim": 16}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(**shape, **experts) if has_experts else Qwen3Config(**shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    model = load_model(str(tmp_path), config, quantization=BitsAndBytesConfig(load_in_4bit=True))
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, bnb.nn.Linear4bit)]
+    assert ModelSizes.of_config(config).linear_parameters == sum(w.quant_state.shape.numel() for w in weights)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_shardable_layer_computes_what_bitsandbytes_does(nested, folder):
+    """Bit by bit, forward and backward. The pieces that ranks load are those bytes."""
+    bnb = pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    layer = bnb.nn.Linear4bit(192, 40, compute_dtype=torch.float32, compress_statistics=nested, quant_type="nf4")
+    model = torch.nn.Sequential(layer.to("cpu"))
+    x = torch.randn(5, 192, requires_grad=True)
+    expected = model(x)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), x)
+    make_shardable(model)
+    found = model(x)
+    assert torch.equal(found, expected)
+    assert torch.equal(*torch.autograd.grad(found.square().sum(), x), gradient)
+    assert model[0].weight.dtype == torch.uint8
+    assert not model.state_dict()
+
+    config = load_config(folder)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=nested)
+    whole = load_model(folder, config, quantization=quantization)
+    make_shardable(whole)
+    pieces = []
+    for index in range(3):
+        with loading_pieces(index, 3):
+            pieces.append(load_model(folder, config, quantization=quantization))
+        make_shardable(pieces[-1])
+    for name, layer in whole.named_modules():
+        if isinstance(layer, ShardableLinear4bit):
+            assert torch.equal(torch.cat([model.get_submodule(name).piece for model in pieces]), layer.weight)
+    assert ModelSizes.of_model(pieces[0]) == ModelSizes.of_model(whole)
 
 
 @pytest.mark.long

@@ -260,7 +260,6 @@ OTHER_VALUES = {
     "parallelism_config": {"cp_size": 2},
     "resume_from_checkpoint": "checkpoint-5",
     "ring_size": 2,
-    "router_aux_loss_coef": 0.5,
     "save_strategy": "best",
     "torch_compile_backend": "inductor",
     "torch_compile_mode": "default",

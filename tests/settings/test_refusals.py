@@ -190,6 +190,14 @@ RING, ULYSSES = ["--sp", "2", "--sp_backend", "ring"], ["--sp", "2", "--sp_backe
 LEVERS = {
     "unknown preset": (["--memory", "most"], ("most", "'balanced', 'longest', 'fastest'")),
     "no heads": ([*ULYSSES, "--heads_k_stride", "0"], ("--heads_k_stride 0", "below 1")),
+    "overlap of no exchange": (
+        [*RING, "--overlap_exchange", "True"],
+        ("--overlap_exchange True", "--sp_backend ulysses"),
+    ),
+    "chunks and overlap": (
+        [*ULYSSES, "--sequence_chunk_size", "64", "--overlap_exchange", "True"],
+        ("--sequence_chunk_size 64", "--overlap_exchange", "one of the two"),
+    ),
     "chunks and heads": (
         ["--sequence_chunk_size", "64", "--heads_k_stride", "1"],
         ("--sequence_chunk_size 64", "--heads_k_stride", "one of the two"),
@@ -391,7 +399,6 @@ MODELS = {
     "mamba": ("mamba", {"state_size": 4}, ("'mamba'", "state_size is 4", "state-space", "llama")),
     "mamba and attention": ("jamba", {}, ("'jamba'", "mamba_d_state")),
     "linear attention": ("minimax", {}, ("layer_types holds linear_attention",)),
-    "auxiliary loss": ("mixtral", {"output_router_logits": True}, ("output_router_logits is True", "auxiliary loss")),
     "noise": ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "--model_init_kwargs")),
     "chunks": ("llama4_text", {"attention_chunk_size": 16}, ("attention_chunk_size is 16", "chunked_attention")),
     "bidirectional": ("gemma", {"use_bidirectional_attention": True}, ("use_bidirectional_attention", "non-causal")),
@@ -435,6 +442,39 @@ def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
     folder = save_config(tmp_path, model_type, **settings)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=("refused", *parts))
+
+
+def test_compiled_mixtures_of_experts(tmp_path, refused):
+    given = ["--model_name_or_path", save_config(tmp_path, "mixtral"), "--dataset_name", "stdlib"]
+    refused(*given, "--torch_compile", "True", parts=("--torch_compile True with mixtral", "Leave out --torch_compile"))
+
+
+def test_expert_parallelism_is_refused_with_what_is_missing(tmp_path, refused):
+    given = ["--model_name_or_path", save_config(tmp_path, "mixtral"), "--dataset_name", "stdlib"]
+    parts = ("sets ep_size", "device meshes of their own", "FSDP2 and ZeRO-3 shard experts, too")
+    refused(*given, "--model_init_kwargs", '{"ep_size": 2}', parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "part"),
+    [
+        ("llama", "eager", "llama is no mixture of experts"),
+        ("mixtral", "deepgemm", "Use eager, batched_mm, grouped_mm"),
+    ],
+)
+def test_ways_to_compute_experts_that_are_not_compared(model_type, name, part, tmp_path, refused):
+    given = ["--model_name_or_path", save_config(tmp_path, model_type), "--dataset_name", "stdlib"]
+    kwargs = ["--model_init_kwargs", json.dumps({"experts_implementation": name})]
+    refused(*given, *kwargs, parts=(f"sets experts_implementation {name}", part))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("llama", "is no mixture of experts"), ("hunyuan_v1_moe", "has no such loss")]
+)
+def test_a_coefficient_for_routers_without_an_auxiliary_loss(model_type, kind, tmp_path, refused):
+    given = ["--model_name_or_path", save_config(tmp_path, model_type), "--dataset_name", "stdlib"]
+    parts = ("--router_aux_loss_coef 0.1", f"{model_type} {kind}", "Leave it out")
+    refused(*given, "--router_aux_loss_coef", "0.1", parts=parts)
 
 
 def test_the_remedy_for_dropout_works(tmp_path, without_preflight):

@@ -110,6 +110,7 @@ KNOWN_ELSEWHERE = {
     ),
     "by the mixture, below": "datasets dataset_weights dataset_stopping_strategy test_split_size",
     "by the identity of 4-bit weights": "load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
+    "by the model's configuration, which it sets": "router_aux_loss_coef",
     "by the flags of the optimizer": " ".join([*_OPTIMIZATION, "max_grad_norm"]),
     "another name of `dataset_streaming`": "streaming",
     "hub data, whose tokens or name and configuration are compared": "dataset_config",
@@ -120,11 +121,11 @@ MAY_CHANGE = {
         "main_process_ip main_process_port use_cpu ddp_timeout"
     ),
     "a lever of memory changes no result": (
-        "memory tiled_mlp tiled_mlp_num_shards heads_k_stride sequence_chunk_size offload_optimizer_device "
-        "offload_param_device offload_optimizer_nvme_path offload_param_nvme_path gradient_checkpointing "
-        "gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs activation_offloading "
-        "torch_empty_cache_steps attn_implementation use_liger_kernel liger_kernel_config bnb_4bit_quant_storage "
-        "loss_type"
+        "memory tiled_mlp tiled_mlp_num_shards heads_k_stride overlap_exchange sequence_chunk_size "
+        "offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path "
+        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs "
+        "activation_offloading torch_empty_cache_steps attn_implementation use_liger_kernel liger_kernel_config "
+        "bnb_4bit_quant_storage loss_type"
     ),
     "a compiled layer computes the same": "torch_compile torch_compile_backend torch_compile_mode",
     "padding changes no result": "pad_to_multiple_of pad_token padding_free",

@@ -7,8 +7,7 @@ each sees the keys up to its own.
 
 from longctx.attention.kernels.blockwise import CpuFlashKernel, DenseKernel
 from longctx.attention.kernels.choose import block_backward, block_forward, choose_kernel
-from longctx.attention.kernels.entries import Entries, Rows, add, merge, put, take, upload
-from longctx.attention.kernels.kernel import Kernel
+from longctx.attention.kernels.entries import Entries, Kernel, Rows, add, merge, put, take, upload
 
 __all__ = [
     "CpuFlashKernel",

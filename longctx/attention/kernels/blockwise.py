@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.entries import Entries
-from longctx.attention.kernels.kernel import Kernel
+from longctx.attention.kernels.entries import Entries, Kernel
 
 MAX_QUERY_BLOCK = 512
 """Most queries in a call with a mask, which has as many rows. A window, or more keys than queries, needs a mask."""

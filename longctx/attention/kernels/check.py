@@ -2,11 +2,21 @@
 
 Libraries change their signatures, layouts and conventions from one release to the next, and not all releases were
 available when this was written. So every kernel is checked before it is used.
+
+Another library's kernel is checked in a separate process. Such a library was built for certain releases of torch and
+certain GPUs. With others it may access invalid memory. CUDA then no longer works in that process, so no other kernel
+could be tried.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
@@ -14,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.blockwise import DenseKernel
-from longctx.attention.kernels.entries import Entries
-from longctx.attention.kernels.kernel import Kernel
+from longctx.attention.kernels.entries import Entries, Kernel
+from longctx.untrusted.working_directory import without_working_directory
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest relative error of an entry's out and gradients, and largest absolute error of its lse.
@@ -141,3 +152,51 @@ def _relative_error(actual: Tensor, exact: Tensor, entries: tuple[slice, ...]) -
     errors = [difference[:, :, at].square().mean().sqrt() for at in entries]
     norms = [exact[:, :, at].square().mean().sqrt().clamp(min=typical) for at in entries]
     return float((torch.stack(errors) / torch.stack(norms)).max())
+
+
+LONGEST_SECONDS = 600.0
+"""Most seconds for the check, which may compile kernels. A library that takes longer is passed over."""
+
+_CODE = "from longctx.attention.kernels.check import main; main()"
+
+
+def disagreement_elsewhere(
+    kernel: flash_attn.FlashAttentionKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    queries_per_key: int,
+    windowed: bool,
+) -> str | None:
+    """Return `disagreement` from a separate process, or how that process ended if it gave no result."""
+    what = [type(kernel).__name__, kernel.release, str(device), str(dtype), head_dim, queries_per_key, windowed]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE, json.dumps(what)],
+            env=os.environ | without_working_directory(),
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"a process that checked it had no result after {LONGEST_SECONDS:.0f} s"
+    with suppress(ValueError, IndexError):
+        return json.loads(done.stdout.splitlines()[-1])[0]
+    if done.returncode < 0:
+        ending = f"was ended by {signal.Signals(-done.returncode).name}"
+    else:
+        ending = f"ended with exit code {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2]}"
+    return f"a process that checked it {ending}"
+
+
+def main() -> None:
+    """Check the kernel that the last argument describes, and print the result as JSON."""
+    kind, release, device, dtype, head_dim, queries_per_key, windowed = json.loads(sys.argv[-1])
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    kernel = getattr(flash_attn, kind)(release)
+    wrong = disagreement(
+        kernel, where, getattr(torch, dtype.removeprefix("torch.")), head_dim, queries_per_key, windowed
+    )
+    print(json.dumps([wrong]), flush=True)

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from longctx.attention.kernels import flash_attn
 from longctx.attention.kernels.blockwise import CpuFlashKernel, ShortDenseKernel
-from longctx.attention.kernels.check import BOUNDS, disagreement
+from longctx.attention.kernels.check import BOUNDS, disagreement, disagreement_elsewhere
 from longctx.attention.kernels.cudnn import CudnnKernel
 from longctx.attention.kernels.efficient import MemoryEfficientKernel
-from longctx.attention.kernels.elsewhere import disagreement_elsewhere
-from longctx.attention.kernels.entries import Entries, take
-from longctx.attention.kernels.kernel import Kernel
+from longctx.attention.kernels.entries import Entries, Kernel, take
 from longctx.attention.kernels.varlen import AtenFlashKernel
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.entries import Entries
-from longctx.attention.kernels.kernel import Kernel
+from longctx.attention.kernels.entries import Entries, Kernel
 
 
 class CudnnKernel(Kernel):

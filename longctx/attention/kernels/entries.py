@@ -1,4 +1,7 @@
-"""What a kernel computes: pairs of token ranges that attend to each other, and the rows that they occupy."""
+"""What a kernel computes, and its interface.
+
+Entries are pairs of token ranges that attend to each other, and the rows that they occupy.
+"""
 
 from __future__ import annotations
 
@@ -191,3 +194,44 @@ def _int32(boundaries: np.ndarray) -> np.ndarray:
             "in int32. Use shorter sequences, or more ranks for each sequence."
         )
     return boundaries.astype(np.int32)
+
+
+class Kernel:
+    """Attention of one list of entries, over rows that are already taken in entry order.
+
+    Shape legend: H query heads, K key/value heads (H a multiple of K), N queries, M keys, D head size.
+    """
+
+    name: str
+
+    def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether the kernel supports such tensors; `check` finds out whether it is exact on them."""
+        return True
+
+    def takes(self, entries: Entries) -> bool:
+        """Whether the kernel computes such entries."""
+        return True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
+        """q [1, H, N, D], k and v [1, K, M, D] -> out [1, H, N, D] of q's dtype, lse [1, H, N] fp32 or wider.
+
+        lse is the natural logarithm of the sum of the exponentials of a query's scaled scores.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        entries: Entries,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v.
+
+        `out` and `lse` may be those of a wider softmax, of which these entries are a part.
+        """
+        raise NotImplementedError

@@ -13,8 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.entries import Entries, Varlen
-from longctx.attention.kernels.kernel import Kernel
+from longctx.attention.kernels.entries import Entries, Kernel, Varlen
 
 
 class VarlenKernel(Kernel):
