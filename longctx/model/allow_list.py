@@ -115,6 +115,7 @@ AUXILIARY_LOSS_MODELS = (
     "gpt_oss",
     "granitemoe",
     "granitemoe_swa",
+    "granitemoehybrid",
     "granitemoeshared",
     "mellum",
     "minimax_m2",

@@ -54,6 +54,11 @@ def num_mixing_layers(config: PretrainedConfig) -> int:
     return sum(2 if kind == "hybrid" else kind not in CHANNEL_KINDS for kind in kinds)
 
 
+def num_recurrent_layers(config: PretrainedConfig) -> int:
+    """Return how many layers have a scan or a convolution."""
+    return sum(kind in RECURRENT_KINDS for kind in getattr(config.get_text_config(), "layer_types", None) or ())
+
+
 def _gated_delta(text: Any) -> RecurrentSizes:
     keys, values = text.linear_num_key_heads, text.linear_num_value_heads
     size, width = text.linear_key_head_dim, text.linear_value_head_dim

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from longctx import parallelize
-from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, GATED_DELTA_MODELS
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
 from longctx.model.tiny import tiny_tokenizer
 from longctx.train import main
 from longctx.training.metrics import TokenMeans
@@ -305,11 +305,7 @@ def test_the_loop_of_a_user(padding, folder):
 
 
 SP_1 = [(model_type, 1, "auto") for model_type in AUXILIARY_LOSS_MODELS]
-SP_2 = [
-    (model_type, 2, backend)
-    for model_type in AUXILIARY_LOSS_MODELS
-    for backend in (("ulysses",) if model_type in GATED_DELTA_MODELS else ("ring", "ulysses"))
-]
+SP_2 = [(model_type, 2, backend) for model_type in AUXILIARY_LOSS_MODELS for backend in ("ring", "ulysses")]
 
 
 def errors_of_type(model_type, sp, backend):
