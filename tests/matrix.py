@@ -198,7 +198,7 @@ FEATURES = {
     "packed": Feature(shown_by="packed"),
     "padding-free": Feature(shown_by="padding-free"),
     "right padding": Feature(shown_by="padded"),
-    "left padding, in a batch of one's own": Feature(refused_by=_left_padded_batch),
+    "left padding, in a batch that you build": Feature(refused_by=_left_padded_batch),
     "batch size > 1": Feature(shown_by="padded"),
     "gradient accumulation, unequal label counts": Feature(shown_by="padded"),
     "data parallel, unequal label counts": Feature(shown_by="data parallel"),
@@ -244,7 +244,7 @@ FEATURES = {
     "untied embeddings": Feature(shown_by="padded"),
     "VLM with text-only data": Feature(model="VLM"),
     "gated-delta linear attention": Feature(shown_by="gated delta"),
-    "its kernel of flash-linear-attention": Feature(
+    "gated-delta kernel of flash-linear-attention": Feature(
         only_on_gpu=True,
         model="gated delta",
         flags=("--bf16", "True"),
