@@ -26,8 +26,28 @@ EXPERT_MODELS = (
 )
 """Mixtures of experts among CAUSAL_MODELS, besides the older ones that stand there by name."""
 
+DECODER_MODELS = (
+    "apertus1p5_text",
+    "aria_text",
+    "bitnet",
+    "exaone",
+    "flint",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "kolibri1",
+    "ministral",
+    "ministral3",
+    "nanochat",
+    "persimmon",
+    "phimoe",
+)
+"""Those of CAUSAL_MODELS whose families stand in tests/model/more_families.py."""
+
 CAUSAL_MODELS = (
     *EXPERT_MODELS,
+    *DECODER_MODELS,
     "apertus",
     "arcee",
     "axk1",
@@ -83,6 +103,9 @@ WINDOW_MODELS = (
     "exaone_moe",
     "granitemoe_swa",
     "mellum",
+    "flint",
+    "kolibri1",
+    "ministral",
     "cohere2",
     "cwm",
     "exaone4",
@@ -171,9 +194,17 @@ def check_model(config: PretrainedConfig) -> None:
     Raises:
         UnsupportedModelError: naming each reason with its value in the config, and the remedy.
     """
-    if reasons := list(_reasons(config, config.get_text_config())):
+    if reasons := list(_reasons(config, _text_of(config))):
         name = f" of {config.name_or_path}" if config.name_or_path else ""
         raise UnsupportedModelError(f"Model type {config.model_type!r}{name} is refused: " + " ".join(reasons))
+
+
+def _text_of(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of a configuration that reads text; all of it where there is no one such part."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # several parts, such as an encoder and a decoder
+        return config
 
 
 def num_heads(config: PretrainedConfig) -> tuple[int, int]:
@@ -191,7 +222,7 @@ def is_latent(config: PretrainedConfig) -> bool:
 
 def has_windows(config: PretrainedConfig) -> bool:
     """Return whether any layer has a sliding window."""
-    text = config.get_text_config()
+    text = _text_of(config)
     if types := getattr(text, "layer_types", None):
         return "sliding_attention" in types
     return getattr(text, "sliding_window", None) is not None
@@ -271,7 +302,7 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
 def _dropouts(config: PretrainedConfig) -> Iterator[str]:
     """Dropout or noise anywhere in the decoder; a classification head's is never used here."""
     for name, value in sorted(vars(config).items()):
-        is_rate = "dropout" in name or name.endswith(("_pdrop", "_jitter_noise"))
+        is_rate = "dropout" in name or name.endswith(("_pdrop", "_jitter_noise", "layerdrop"))
         if is_rate and not name.startswith("classifier") and isinstance(value, int | float) and value > 0:
             yield (
                 f"{name} is {value}; random masks would differ between one device and several. "

@@ -130,7 +130,7 @@ def _checked(config: PretrainedConfig, overrides: Mapping[str, Any]) -> dict[str
     return {**of_layers, **overrides}
 
 
-PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+PER_LAYER_KEYS = ("layer_rope_theta", "layer_types", "mlp_layer_types", "no_rope_layers")
 """The keys of a configuration that are lists with one value for each layer."""
 
 
