@@ -27,7 +27,7 @@ MINUTES = {
     "step_time": "1, 5 with --here",
     "streaming": "3",
 }
-"""Of `python -m benchmarks.NAME` as it stands, by name."""
+"""Minutes that `python -m benchmarks.NAME` takes without further flags."""
 
 
 def first_line(name: str) -> str:

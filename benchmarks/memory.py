@@ -125,8 +125,8 @@ GATHER = _lever("gather, not Ulysses", sp_backend="gather")
 HYBRID = _lever("hybrid 2 x 4, not Ulysses", sp_backend="hybrid", levers={"ring_size": 2})
 
 
-def together(levers: Sequence[Row]) -> Row:
-    """All of them on the floor."""
+def combined(levers: Sequence[Row]) -> Row:
+    """Return the floor with all of these levers."""
     return replace(functools.reduce(operator.or_, levers, FLOOR), name=", ".join(lever.name for lever in levers))
 
 
@@ -146,7 +146,7 @@ def rows_of(model: str, sp: int) -> Iterator[tuple[str, Row]]:
     for row in [*alone, *([REDUCE, OPTIMIZER_ON_HOST, RING, GATHER, HYBRID] if sp > 1 else [])]:
         yield "alone", base | row
     for joined in [*(ladder[:n] for n in range(2, len(ladder) + 1)), [STATES_ON_HOST, CHUNKED]]:
-        yield "together", base | together(joined)
+        yield "together", base | combined(joined)
     if sp == 1:
         yield from (("peer", row) for row in (TRL_STEP, TRL_STATES_ON_HOST)[base is not FLOOR :])
 
@@ -407,7 +407,7 @@ COUNTERPARTS: list[tuple[str, str, str, list[Row]]] = [
 
 
 def published_tasks() -> Iterator[Task]:
-    yield from (Task(model, 8, together(levers)) for _, _, model, levers in COUNTERPARTS)
+    yield from (Task(model, 8, combined(levers)) for _, _, model, levers in COUNTERPARTS)
 
 
 def print_published(results: Results) -> None:
@@ -422,7 +422,7 @@ def print_published(results: Results) -> None:
     for stack, features, model, levers in COUNTERPARTS:
         if features != SAME_AND_OURS:
             theirs = by_features[stack, features]
-        fitted = results.fit(model, 8, together(levers))
+        fitted = results.fit(model, 8, combined(levers))
         if isinstance(fitted, str):
             print_row([stack, features, model, theirs.length, fitted])
             continue

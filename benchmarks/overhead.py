@@ -4,10 +4,10 @@
     python -m benchmarks.overhead --sp 1 4 --logging_steps 1 10 --pairs 20 --output FILE
 
 One run of `tiny` on rows that all have the same documents. Steps with reporting count tokens, time their parts, name
-regions and log; steps without do none of that, and are otherwise the same. They take turns, the first of a pair being
-with and without by turns, so that a machine whose speed drifts slows both. `clock` and `processor` are the time of the
-steps with reporting over that of those without, in blocks of as many pairs as a log line is steps, their median and
-quartiles: by the clock, and by the processor time of rank 0, which other programs on the machine do not change.
+regions and log; steps without do none of that, and are otherwise the same. They alternate, and so does the first of a
+pair, so that a machine whose speed drifts slows both. `clock` and `processor` are the time of the steps with reporting
+over that of those without, in blocks of as many pairs as a log line is steps, their median and quartiles: by the clock,
+and by the processor time of rank 0, which other programs on the machine do not change.
 `inside` is the processor time of rank 0 in the functions that report, and the number of regions times what entering
 and leaving one takes, over that of a step without: what the ratio would be without noise.
 """
@@ -46,7 +46,7 @@ WARM_UP = 4
 """Steps before the first pair."""
 
 
-class Turns(TrainerCallback):
+class AlternateReporting(TrainerCallback):
     """Switches reporting on and off from step to step, and times both."""
 
     def __init__(self, trainer: SequenceTrainer, logging_steps: int):
@@ -107,12 +107,12 @@ def be_rank(arguments: list[str], logging_steps: int, result: Path) -> None:
     run = resolve(parse_flags(arguments), read_profile(), os.environ)
     prepared = prepare(run)
     trainer = build_trainer(prepared, load(prepared))
-    turns = Turns(trainer, logging_steps)
-    trainer.add_callback(turns)
+    reporting = AlternateReporting(trainer, logging_steps)
+    trainer.add_callback(reporting)
     trainer.train()
     if trainer.sequence.rank == 0:
-        on = sum(is_on for is_on, *_ in turns.steps)
-        found = {"steps": turns.steps, "inside": turns.inside / on, "regions": turns.num_regions / on}
+        on = sum(is_on for is_on, *_ in reporting.steps)
+        found = {"steps": reporting.steps, "inside": reporting.inside / on, "regions": reporting.num_regions / on}
         result.write_text(json.dumps(found | {"region": seconds_of_a_region()}))
     finish()
 

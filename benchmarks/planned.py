@@ -30,7 +30,7 @@ from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outloo
 from longctx.forecast.closed_form import predict
 from longctx.forecast.step_time import Speeds
 from longctx.launch.terminal import token_label
-from longctx.report.forecast import draw_lengths_and_seconds
+from longctx.report.pictures import draw_lengths_and_seconds
 
 from .published import CONFIGS, HOST_BYTES
 

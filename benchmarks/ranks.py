@@ -170,8 +170,8 @@ def _failure(rank: int, code: int, folder: Path) -> Ending:
         return Ending(log=log, **_report(folder, rank))
     if code == -signal.SIGKILL:
         return Ending("oom", error=f"rank {rank} was killed, as the kernel does when memory is used up", log=log)
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return Ending("fail", error=f"rank {rank} ended with {how}", log=log)
+    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return Ending("fail", error=f"rank {rank} ended with {ending}", log=log)
 
 
 def _report_file(folder: Path | str, rank: int) -> Path:

@@ -150,9 +150,9 @@ class Rows:
         cost = linear_cost(CONFIGS[model])
         return np.array([(row * (row + cost)).sum() for row in self.documents])
 
-    def work(self, chosen: Sequence[int], how: MemorySetup, speeds: Speeds) -> RingWork:
+    def work(self, chosen: Sequence[int], setup: MemorySetup, speeds: Speeds) -> RingWork:
         """The work of a group that these rows are spread over."""
-        attention, arrangement = attention_setup(how, speeds.device)
+        attention, arrangement = attention_setup(setup, speeds.device)
         same = len(self.documents[chosen[0]]) == 1
         key: tuple[Any, ...] = (len(chosen) if same else tuple(chosen), arrangement.ring)
         if self.max_imbalance is None and arrangement.ring > 1:
@@ -174,7 +174,7 @@ def _filled(row: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return np.append(row, length - row.sum()) if row.sum() < length else row
 
 
-def setup(model: str, backend: str, devices: int, sp: int) -> MemorySetup | None:
+def memory_setup(model: str, backend: str, devices: int, sp: int) -> MemorySetup | None:
     """The model on all these devices; None where the backend cannot spread a row over so many."""
     heads = sizes(model).num_heads
     if (backend == "ulysses" and heads % sp) or (backend == "hybrid" and sp <= NODE):
@@ -196,16 +196,16 @@ def setup(model: str, backend: str, devices: int, sp: int) -> MemorySetup | None
 
 def run(case: Case, backend: str, devices: int, sp: int, of: Rows, steps: NDArray[np.int64]) -> Run | None:
     """Optimizer steps on rows int64 [steps, rows], spread over groups as training does; None where they cannot be."""
-    how = setup(case.model, backend, devices, sp)
-    if how is None or steps.shape[1] % (devices // sp):
+    setup = memory_setup(case.model, backend, devices, sp)
+    if setup is None or steps.shape[1] % (devices // sp):
         return None
-    if predict(how, of.length).device_bytes > DEVICE_BYTES[DEVICE]:
+    if predict(setup, of.length).device_bytes > DEVICE_BYTES[DEVICE]:
         return None
     costs, made = of.costs(case.model), []
     for step in steps:
         spread = spread_step(step, costs, micro_batch_size=1, dp=devices // sp)
-        work = [[of.work(list(group), how, case.speeds) for group in micro_batch] for micro_batch in spread]
-        made.append(simulate(how, work, case.speeds))
+        work = [[of.work(list(group), setup, case.speeds) for group in micro_batch] for micro_batch in spread]
+        made.append(simulate(setup, work, case.speeds))
     return Run(backend, devices, sp, made)
 
 
@@ -271,12 +271,12 @@ def together(case: Case, devices: int) -> dict[str, Run]:
         apart = run(case, name, devices, NODE, of, steps)
         if apart is not None:
             found[f"{name} {NODE}"] = apart
-        how = setup(case.model, name, devices, devices)
-        if how is None or (name in ("ring", "gather") and devices > MOST_IN_A_RING):
+        setup = memory_setup(case.model, name, devices, devices)
+        if setup is None or (name in ("ring", "gather") and devices > MOST_IN_A_RING):
             continue
-        how = replace(how, num_rows=groups)
-        if predict(how, of.length).device_bytes <= DEVICE_BYTES[DEVICE]:
-            made = [simulate(how, [[of.work(step.tolist(), how, case.speeds)]], case.speeds) for step in steps]
+        setup = replace(setup, num_rows=groups)
+        if predict(setup, of.length).device_bytes <= DEVICE_BYTES[DEVICE]:
+            made = [simulate(setup, [[of.work(step.tolist(), setup, case.speeds)]], case.speeds) for step in steps]
             found[f"{name} of all"] = Run(name, devices, devices, made)
     return found
 
@@ -569,8 +569,8 @@ def page(folder: Path | None) -> str:
         }
         growing["more sequences: packed documents"] = more
         curves_picture(images / "scaling_weak.png", growing, "Simulated: more work on more devices")
-        spent = {f"{case.documents}, {case.title}": fixed[case] for case in (packed, Case(LLAMA, PACKED, 100), one)}
-        time_picture(images / "scaling_time.png", spent, "Simulated: how ranks spend a step, the same sequences")
+        of_kinds = {f"{case.documents}, {case.title}": fixed[case] for case in (packed, Case(LLAMA, PACKED, 100), one)}
+        time_picture(images / "scaling_time.png", of_kinds, "Simulated: how ranks spend a step, the same sequences")
     return "\n".join(
         [
             HEAD.format(date=f"{datetime.now(UTC):%Y-%m-%d}"),

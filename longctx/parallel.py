@@ -21,17 +21,19 @@ from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
 from longctx.attention.modelled import plan_time
 from longctx.data import IGNORE_INDEX
-from longctx.layers.checkpointed_layers import LayerCheckpoints
-from longctx.layers.checkpoints import install_checkpoints
+from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
 from longctx.layers.chunked import install_chunked
 from longctx.layers.loss import fuse_head, learnt_positions, step_loss, token_losses
 from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.allow_list import auxiliary_loss_coefficient, check_model
 from longctx.ranks.agreement import broadcast_object
+from longctx.recurrent.cost import prefers_heads
+from longctx.recurrent.layers import check_recurrent
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
+from longctx.sequence.gather import gather
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
 from longctx.sequence.shard import (
@@ -44,7 +46,6 @@ from longctx.sequence.shard import (
     unshard_tokens,
 )
 from longctx.ulysses import ulysses_remedy
-from longctx.ulysses.gated_delta import check_gated_delta
 from longctx.ulysses.stages import check_stride
 
 
@@ -89,7 +90,7 @@ class SequenceParallel:
         schedule = self._schedule and partial(self._schedule, layout, self.groups)
         attention = partial(self._attention, layout, self.groups)
         exchanging = self.groups.ulysses if self.dims.ulysses > 1 else None
-        context = AttentionContext(layout, exchanging, attention, schedule)
+        context = AttentionContext(layout, exchanging, attention, schedule, self.groups.sequence)
         if self.routers is not None:
             context.real_tokens = send(cut(self._real_tokens(batch))[0], self.device)
         inputs = {
@@ -246,24 +247,7 @@ class SequenceParallel:
         """
         if self.groups.sequence is None:
             return unshard_tokens(tokens, layout)
-        return unshard_tokens(_Gather.apply(tokens[0], self.groups.sequence), layout)
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers [n, ...] of each of P ranks to [P, n, ...] on all of them."""
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        shards = [torch.empty_like(tokens) for _ in range(group.size())]
-        dist.all_gather(shards, tokens.contiguous(), group=group)
-        return torch.stack(shards)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        mine = torch.empty_like(grad[0])
-        dist.reduce_scatter_tensor(mine, grad.flatten(0, 1).contiguous(), group=ctx.group)
-        return mine, None
+        return unshard_tokens(gather(tokens[0], self.groups.sequence), layout)
 
 
 def parallelize(
@@ -348,13 +332,13 @@ def parallelize(
     dims = ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
     if selective_checkpointing is None:
         selective_checkpointing = backend.keeps_output
-    install(model)
+    install(model, partial(prefers_heads, setup, degrees))
     selective = selective_checkpointing if type(selective_checkpointing) is int else None
     if selective_checkpointing is False:
         selective = 0
     checkpoints = LayerCheckpoints(whole=whole_layers, selective=selective, offloaded=offloaded_layers)
     install_checkpoints(model, checkpoints)
-    check_gated_delta(model, device)
+    check_recurrent(model, device, with_states=sp > 1)
     routers = install_routers(model, auxiliary_loss_coefficient(model.config))
     if tiled_mlp_num_shards is not None:
         install_tiled_mlp(model, tiled_mlp_num_shards)

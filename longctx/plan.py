@@ -174,7 +174,7 @@ def _planned(
     """Return the plan for these candidates."""
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document
-    from longctx.report.plan_command import Commands
+    from longctx.report.plan_text import Commands
 
     documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
@@ -202,8 +202,8 @@ def _planned(
         "context": commands.context(wanted),
         "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
-        "recommendation": None if best is None else _recommendation(best, there, commands),
-        "next_best": None if second is None else _recommendation(second, there, commands),
+        "recommendation": None if best is None else _recommendation(best, there, commands, machine),
+        "next_best": None if second is None else _recommendation(second, there, commands, machine),
         "changed": None,
         "trace": None,
     }
@@ -239,8 +239,8 @@ def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
 
 
 def _write(folder: Path, plan: _Planned, machine: Any) -> None:
-    from longctx.report.forecast import draw_lengths, draw_memory, draw_speeds
-    from longctx.report.plan_command import model_folder
+    from longctx.report.pictures import draw_lengths, draw_memory, draw_speeds
+    from longctx.report.plan_text import model_folder
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan.result, indent=1) + "\n")
@@ -326,10 +326,12 @@ def _as_dict(candidate: Any, outlooks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _recommendation(best: Any, there: Sequence[Any], commands: Any) -> dict[str, Any]:
+def _recommendation(best: Any, there: Sequence[Any], commands: Any, machine: Any) -> dict[str, Any]:
     from longctx.forecast.candidates import why
+    from longctx.forecast.step_time import weights_seconds
 
     facts = {"name": best.candidate.label, "why": why(best, there)}
+    facts["weights_seconds"] = weights_seconds(best.candidate.setup, machine.speeds.device)
     return _as_dict(best.candidate, [best]) | facts | {"command": commands.command(best.candidate, best.length)}
 
 

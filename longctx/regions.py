@@ -34,9 +34,9 @@ class Clock:
         self._part: Part = "rest"
         self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         self._since: Any = None
-        """On the CPU, the time at which the current part began."""
+        """The time at which the current part began, on the CPU."""
         self._events: deque[tuple[Any, Part | None]] = deque()
-        """On a GPU, events that may be pending, each with the part that begins there, or None for no part."""
+        """Events on a GPU that may be pending, each with the part that begins there, or None for no part."""
 
     def start(self, device: torch.device) -> None:
         """Start at 0 seconds, in `rest`."""

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.ulysses import gated_delta
+from longctx.recurrent import gated_delta
+from longctx.recurrent.layers import delta_rule_layers, functions_of
 from tests import triton_on_cpu
 from tests.model import test_models
 from tests.model.test_models import make_model
@@ -84,7 +85,7 @@ def kernels(folder: str) -> dict[tuple[str, str, str, str], tuple[float, ...]]:
             inputs = _inputs(lengths, heads, sizes, dtype)
             given = [x.clone().requires_grad_() for x in inputs]
             exact = [x.double().requires_grad_() for x in inputs]
-            out = gated_delta._in_one_call(rule, given, np.append(0, np.cumsum(lengths)))
+            out = gated_delta._in_one_call(rule, given, np.array(lengths))[0]
             wanted = recurrence(*exact, lengths)
             upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
             results = (out, *torch.autograd.grad(out, given, upstream))
@@ -113,10 +114,10 @@ def checked(folder: str) -> dict[str, Any]:
     load(folder)
     found: dict[str, Any] = {}
     for name in MODELS:
-        layer = gated_delta.gated_delta_layers(make_model(name))[0]
-        kernel = gated_delta._functions_of(layer).torch_chunk_gated_delta_rule
+        layer = delta_rule_layers(make_model(name))[0]
+        kernel = functions_of(layer).torch_chunk_gated_delta_rule
         triton_on_cpu.launched().clear()
-        found[name] = gated_delta.kernel_errors(kernel, layer, torch.device("cpu"))
+        found[name] = gated_delta.kernel_errors(kernel, layer, torch.device("cpu"), with_states=True)
         found[f"{name} ran"] = set(triton_on_cpu.launched())
     return found
 
@@ -127,7 +128,7 @@ def models(folder: str) -> dict[str, dict[str, float]]:
     size = dist.get_world_size() if dist.is_initialized() else 1
     found = {}
     for name in MODELS:
-        functions = gated_delta._functions_of(gated_delta.gated_delta_layers(make_model(name))[0])
+        functions = functions_of(delta_rule_layers(make_model(name))[0])
         own = inspect.unwrap(functions.torch_chunk_gated_delta_rule)
 
         def stock_step(model, functions=functions, own=own, step=test_models.stock_step):

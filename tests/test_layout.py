@@ -29,7 +29,7 @@ STAGES: list[tuple[str, ...]] = [
     ("collate",),  # packs -> batches
     ("model",),  # files -> a model
     ("sequence",),  # batches -> one rank's part
-    ("attention", *PACKAGES_OF_BACKENDS),
+    ("attention", "recurrent", *PACKAGES_OF_BACKENDS),
     ("layers",),  # the head and its loss, MLPs, chunked layers
     ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
     ("forecast",),  # what a step takes

@@ -362,13 +362,15 @@ def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, mo
     monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})  # nothing is quantised here
     quantised = ["--use_peft", "True", "--load_in_4bit", "True", *more]
     assert main(["--model_name_or_path", wide_layers, "--no_calibration", "--gpus", "4", *quantised]) == 0
-    assert " ".join(quantised[2:]) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " ".join(quantised[2:]) in printed
+    assert "--dtype bfloat16" in printed
     settings = {name.removeprefix("--"): True for name in quantised[::2]}
     settings |= {"lora_r": 16, "model_name_or_path": wide_layers}
     machine = replace(MACHINE, gpus=4, gpus_per_node=4, kernel="flash-attn 2")
     found = candidates(load_config(wide_layers), machine, presets=["balanced"], settings=settings)
     sizes = ModelSizes.of_config(load_config(wide_layers))
-    in_layers = sizes.num_layers * sizes.layer_parameters
+    in_layers = sizes.linear_parameters
     for candidate in found:
         in_4_bit = (0.5 + (1 if more else 4) / 64) * in_layers
         others = sizes.num_parameters - in_layers + 16 * adapter_rows(sizes)

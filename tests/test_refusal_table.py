@@ -18,7 +18,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.choice import choose_backend
+from longctx.attention.choice import Documents, choose_backend
 from longctx.attention.interface import longctx_attention
 from longctx.attention.operator import varlen_attention
 from longctx.collate.sequence import _varlen_arguments
@@ -34,9 +34,8 @@ from longctx.forecast.memory_trace import MemoryTracer
 from longctx.forecast.traced_step import StepSettings, fake_process_group
 from longctx.launch.network import choose_interface
 from longctx.launch.slurm import first_host
-from longctx.layers.checkpointed_layers import LayerCheckpoints
-from longctx.layers.chunked.layer import _chunk_of
-from longctx.layers.chunked.model import install_chunked
+from longctx.layers.checkpoints import LayerCheckpoints
+from longctx.layers.chunked.layer import _chunk_of, install_chunked
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.adapter import check_adapter
 from longctx.model.files import _parameters
@@ -130,11 +129,12 @@ def a_run(**changed):
     return SimpleNamespace(**{"settings": {"load_in_4bit": False}, "engine": "fsdp2"} | changed)
 
 
+ONE_DOCUMENT = Documents(rows=[np.array([64])], source="one document")
 CALLS = {
     "backend": (lambda: choose_backend("spiral", a_setup(2, *QWEN3_8B)), "--sp_backend spiral is unknown"),
-    "linear heads": (
-        lambda: choose_backend("ring", replace(a_setup(2, *QWEN3_8B), num_linear_heads=4)),
-        "--sp_backend ring with --sp 2 cannot run this model",
+    "no backend": (
+        lambda: choose_backend("auto", a_setup(2, *QWEN3_8B), ONE_DOCUMENT, pad_to_multiple_of=1),
+        r"auto finds no backend for sp 2 \(.*Lower --sp, or name a backend",
     ),
     "dtypes": (lambda: varlen_attention(Q, Q.double(), Q, ALONE), "attention takes one dtype"),
     "integers": (lambda: varlen_attention(Q.int(), Q.int(), Q.int(), ALONE), "attention takes one dtype"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from longctx.attention.backends import BACKENDS
 
-from .space import Case, settle
+from .space import Case, make_consistent
 
 Value = Mapping[str, Any]
 
@@ -148,8 +148,8 @@ def covering_set(seed: int = 0) -> list[Case]:
             turns[axis, name] = turn + 1
             members = AXES[axis][name]
             case = replace(case, **members[turn % len(members)])
-        cases.append(settle(case))
-    return cases + [settle(Case(seed=seed + number, **value)) for number, value in enumerate(FURTHER)]
+        cases.append(make_consistent(case))
+    return cases + [make_consistent(Case(seed=seed + number, **value)) for number, value in enumerate(FURTHER)]
 
 
 def describe(trained: Collection[Case], seed: int = 0) -> str:

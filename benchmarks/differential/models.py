@@ -50,6 +50,10 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "minimax_m2": _EXPERTS | {"num_local_experts": 4},
     "sarvam_moe": _GROUPED,
     "solar_open": _GROUPED,
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "flint": _EXPERTS | {"num_experts": 4, "mlp_only_layers": [0]},
+    "kolibri1": _SHARED,
+    "phimoe": _LOCAL | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "cwm": {"bos_token_id": EOS},
     "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
     "glm4_moe": _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
@@ -70,7 +74,19 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
 }
-_NO_WINDOW = ("dots1", "exaone4", "mellum", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
+_NO_WINDOW = (
+    "dots1",
+    "exaone4",
+    "mellum",
+    "mistral",
+    "mixtral",
+    "phimoe",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+)
 """Types whose default window is left out where a case has none."""
 _WINDOW_IN_ALL_LAYERS = ("mistral", "phi3", "starcoder2")
 

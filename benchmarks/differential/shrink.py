@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .judge import Outcome
-from .space import Case, settle
+from .space import Case, make_consistent
 
 SMALLER: dict[str, tuple[Any, ...]] = {
     "documents": (1, 2, 3),
@@ -63,11 +63,11 @@ def _simpler(case: Case) -> Iterator[Case]:
     half = len(changed) // 2
     if half > 1:
         for part in (changed[:half], changed[half:]):
-            yield settle(replace(case, **{name: plain[name] for name in part}))
+            yield make_consistent(replace(case, **{name: plain[name] for name in part}))
     for name in reversed(changed):
-        yield settle(replace(case, **{name: plain[name]}))
+        yield make_consistent(replace(case, **{name: plain[name]}))
     for name, values in SMALLER.items():
         for value in values:
             now = getattr(case, name)
             if value < now:
-                yield settle(replace(case, **{name: value}))
+                yield make_consistent(replace(case, **{name: value}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from longctx.attention.backend import Backend
@@ -13,7 +13,20 @@ from longctx.attention.cost import Setup, device_named
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
 
 ALWAYS_WINDOWED = (
-    *("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone_moe", "gemma3_text", "gpt_oss", "granitemoe_swa", "olmo3"),
+    *(
+        "afmoe",
+        "cohere2",
+        "cohere2_moe",
+        "cwm",
+        "exaone_moe",
+        "flint",
+        "gemma3_text",
+        "gpt_oss",
+        "granitemoe_swa",
+        "kolibri1",
+        "ministral",
+        "olmo3",
+    ),
 )
 """Model types whose configuration always has windows in some layers."""
 
@@ -326,7 +339,7 @@ def draw(seed: int, *, launchers: float = 0.02) -> Case:
             case = replace(case, **{name: random_.choice(values)})
     if random_.random() < launchers:
         case = replace(case, spelling=random_.choice(LAUNCHERS))
-    return settle(case if random_.random() < REFUSED_SHARE else reconcile(case, random_))
+    return make_consistent(case if random_.random() < REFUSED_SHARE else reconcile(case, random_))
 
 
 def reconcile(case: Case, random_: random.Random) -> Case:
@@ -340,8 +353,8 @@ def reconcile(case: Case, random_: random.Random) -> Case:
         change["engine"] = "zero1"
     if backend is not None and case.sp > 1 and not spreads(backend, case):
         change["backend"] = random_.choice([name for name, other in BACKENDS.spread.items() if spreads(other, case)])
-    if case.model in GATED_DELTA_MODELS and case.sp > 1:
-        change |= {"backend": "ulysses", "sp": 2, "sequence_chunk_size": 0}
+    if case.model in GATED_DELTA_MODELS:
+        change["sequence_chunk_size"] = 0
     if case.sequence_chunk_size and (backend is None or not backend.can_chunk or case.tiled_mlp or case.checkpointing):
         change["sequence_chunk_size"] = 0
     elif case.sequence_chunk_size == 1 and case.max_length > 37:
@@ -381,7 +394,7 @@ def spreads(backend: Backend, case: Case) -> bool:
         return False
 
 
-def settle(case: Case) -> Case:
+def make_consistent(case: Case) -> Case:
     """Bring together what has no meaning, or no independent account, side by side; refusals are left to longctx."""
     change: dict[str, Any] = {}
     if case.processes > 4:
@@ -422,10 +435,5 @@ def settle(case: Case) -> Case:
         change |= {"order": "sequential"}
     if case.file == "folder" and case.records != "text":
         change["records"] = "text"
-    settled = replace(case, **change)
-    return case if settled == case else settle(settled)
-
-
-def dimensions() -> list[str]:
-    """The names of all dimensions, in order."""
-    return [field.name for field in fields(Case)]
+    consistent = replace(case, **change)
+    return case if consistent == case else make_consistent(consistent)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup
 from longctx.attention.modelled import modelled_seconds, plan_time
+from longctx.recurrent.cost import recurrent_time
 from longctx.sequence.mesh import ParallelDims
-from longctx.ulysses import usable_sizes
 
 ASSUMED_MEAN_LENGTH = 2000
 ASSUMED_SIGMA = 1.5
@@ -64,6 +64,8 @@ class BackendChoice:
     """Where the modelled documents come from."""
     overlaps_exchange: bool = False
     """Whether these documents are attended to faster if the exchange overlaps with attention (`exchange_overlaps`)."""
+    recurrent: str = ""
+    """How recurrent layers can be spread, with the modelled seconds; empty without any."""
 
     @property
     def name(self) -> str:
@@ -84,6 +86,7 @@ class BackendChoice:
         parts = [f"modelled ms per layer: {numbers}"] if numbers else []
         parts += _reasons(self.refused)
         parts += ["exchange overlaps with attention"] if self.overlaps_exchange else []
+        parts += [self.recurrent] if self.recurrent else []
         parts += [f"for {self.documents}"] if numbers else []
         return f"{self.arrangement} ({self.reason})" + (": " + "; ".join(parts) if parts else "")
 
@@ -123,7 +126,7 @@ def choose_backend(
         alone = BACKENDS["local"].arrange(setup, None)
         return BackendChoice(arrangement=alone, reason="sp 1: every sequence stays on one device")
     assert name != "auto" or documents is not None, "auto compares what backends cost for given documents"
-    asked = None if name == "auto" else _asked_for(name, setup, ring_size)
+    asked = None if name == "auto" else BACKENDS[name].arrange(setup, ring_size)
     obstacles = {
         arrangement: _obstacle(arrangement, setup, pad_to_multiple_of)
         for arrangement in arrangements(sp)
@@ -146,7 +149,15 @@ def choose_backend(
         refused=tuple(refused),
         documents=documents.source if documents is not None else "",
         overlaps_exchange=documents is not None and exchange_overlaps(setup, chosen, documents),
+        recurrent=_of_recurrent_layers(setup, chosen, documents),
     )
+
+
+def _of_recurrent_layers(setup: Setup, arrangement: Arrangement, documents: Documents | None) -> str:
+    if setup.recurrent is None or documents is None:
+        return ""
+    time = recurrent_time(setup, arrangement, max(int(row.sum()) for row in documents.rows))
+    return time.describe() if time is not None else ""
 
 
 def exchange_overlaps(setup: Setup, arrangement: Arrangement, documents: Documents) -> bool:
@@ -247,34 +258,10 @@ def _filled(row: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
     return np.append(row, tail) if (tail := -int(row.sum()) % multiple) else row
 
 
-def _asked_for(name: str, setup: Setup, ring_size: int | None) -> Arrangement:
-    if setup.num_linear_heads is not None:
-        common = math.gcd(setup.num_heads, setup.num_linear_heads)
-        ways = BACKENDS[name].arrangements(setup.sp)
-        if not any(arrangement.ring == 1 and common % arrangement.ulysses == 0 for arrangement in ways):
-            raise ValueError(_linear_message(name, setup))
-    return BACKENDS[name].arrange(setup, ring_size)
-
-
-def _linear_message(name: str, setup: Setup) -> str:
-    """Return the message that a backend cannot run linear-attention layers, with those that can."""
-    common = math.gcd(setup.num_heads, setup.num_linear_heads or 0)
-    remedy = f"--sp_backend ulysses with {usable_sizes(common)}" if common > 1 else "--sp 1"
-    return (
-        f"--sp_backend {name} with --sp {setup.sp} cannot run this model: its linear-attention layers carry a state "
-        f"through all tokens of a document, so every rank takes whole heads, and there are {setup.num_heads} attention "
-        f"heads and {setup.num_linear_heads} linear key heads. Use {remedy}."
-    )
-
-
 def _obstacle(arrangement: Arrangement, setup: Setup, pad_to_multiple_of: int | None) -> str | None:
     """Return why the arrangement cannot run, or None if it can."""
     if setup.num_heads % arrangement.ulysses:
         return f"{setup.num_heads} heads"
-    if setup.num_linear_heads is not None and arrangement.ring > 1:
-        return "linear attention needs all tokens"
-    if setup.num_linear_heads is not None and setup.num_linear_heads % arrangement.ulysses:
-        return f"{setup.num_linear_heads} linear key heads"
     if arrangement.ring > MAX_MODELLED_RING:
         return f"rings above {MAX_MODELLED_RING} ranks are not modelled"
     multiple = ParallelDims.arrange(

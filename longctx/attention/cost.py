@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from longctx.attention.speeds import SPEEDS, Constant, SpeedTable
-from longctx.model.allow_list import head_size, num_heads, num_linear_heads
+from longctx.model.allow_list import head_size, num_heads
+from longctx.model.recurrent import RecurrentSizes, recurrent_sizes
 from longctx.ring.plan import RingPlan
 from longctx.ring.planner import MAX_IMBALANCE, TimeOfPlan, plan_ring
 from longctx.ulysses.exchange import key_value_copies
@@ -124,8 +125,8 @@ class Setup:
     """Key/value heads of a rank that are sent and attended at a time; None means the backend's default."""
     overlap_exchange: bool = False
     """Whether some heads are exchanged for tokens while others are attended to."""
-    num_linear_heads: int | None = None
-    """Key heads of linear-attention layers, which need all tokens and cannot run on a ring; None without any."""
+    recurrent: RecurrentSizes | None = None
+    """The sizes of recurrent layers; None without any."""
 
     @classmethod
     def of_model(
@@ -141,7 +142,7 @@ class Setup:
             element_size=element_size,
             device=device_named(device_name),
             devices_per_node=devices_per_node,
-            num_linear_heads=num_linear_heads(config),
+            recurrent=recurrent_sizes(config),
         )
 
     def in_a_node(self, span: int) -> bool:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from longctx.recurrent.layers import PrefersHeads, install_recurrent
 from longctx.sequence.batch import AttentionContext
-from longctx.ulysses.gated_delta import install_gated_delta
 
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
@@ -82,11 +82,15 @@ def _of_one_size(*heads: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in heads]
 
 
-def install(model: PreTrainedModel) -> None:
-    """Make every attention layer of `model` call `longctx_attention`, and every gated delta-rule layer our forward."""
+def install(model: PreTrainedModel, prefers_heads: PrefersHeads) -> None:
+    """Make every attention layer of `model` call `longctx_attention`, and every recurrent layer our functions.
+
+    Args:
+        prefers_heads: as in `install_recurrent`.
+    """
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
-    install_gated_delta(model)
+    install_recurrent(model, NAME, prefers_heads)
     _name_present_layers(model)
 
 

@@ -17,7 +17,7 @@ class DataError(ValueError):
 
 
 RECORD_BYTES = 1 << 28
-"""Of a line of JSON, or of a text file: what is read before anything is known about it, and so bounds memory."""
+"""The largest line of JSON or text file. It is read before anything is known about it, so this bounds memory."""
 
 
 def too_long(where: str, what: str, limit: int, remedy: str) -> DataError:
@@ -48,9 +48,9 @@ def with_place(error: DataError, place: Callable[[int], str]) -> DataError:
 
 
 RECORD_MEMORY_BYTES = 4 << 30
-"""Of a JSON record, once it is parsed."""
+"""The most memory that a parsed JSON record may take."""
 GROUP_MEMORY_BYTES = 8 << 30
-"""Of a parquet file's row group or an Arrow file's record batch, once it is unpacked."""
+"""The most memory that an unpacked row group (parquet) or record batch (Arrow) may take."""
 
 _STATM = Path("/proc/self/statm")
 

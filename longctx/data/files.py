@@ -106,7 +106,7 @@ class Loader:
 
     load: Callable[[], Dataset]
     stream: Callable[[], IterableDataset]
-    """The same records, read on demand."""
+    """Returns the same records, read on demand."""
     places: Callable[[], Iterator[str]]
     """File and line (or number) of every record, in order; for error messages."""
 
@@ -321,7 +321,7 @@ def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, int]:
 
 
 def _inspect_arrow(source: pa.NativeFile) -> tuple[pa.Schema, int]:
-    """The same for an open Arrow file, which may be of the stream or the file format."""
+    """Return the schema and the number of records of an open Arrow file, in the stream or the file format."""
     try:
         stream = pa.ipc.open_stream(source)
     except pa.ArrowInvalid:

@@ -41,7 +41,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 SMALL_TEXT = 1 << 20
 """Characters of JSON that cannot become much memory: an empty list takes two of them and 64 bytes."""
 _ARRAY_BYTES = 1 << 30
-"""Of a file that is one JSON array."""
+"""The largest file that holds one JSON array."""
 
 
 class JsonRecords:

@@ -32,15 +32,15 @@ class SourceReport:
 
     name: str
     documents: int
-    """In the mixture, each as often as it is there."""
+    """Documents in the mixture; a repeated document counts each time."""
     tokens: int
     documents_there: int | None
-    """In the data set; None of a stream whose end has not been seen."""
+    """Documents in the data set; None for a stream whose end has not been seen."""
     documents_repeated: int
-    """Of `documents`, those beyond the first time."""
+    """Documents of the mixture that repeat an earlier one."""
     documents_left_out: int | None
     share_asked: float | None
-    """Of the mixture's documents."""
+    """The requested share of the mixture's documents."""
     share_of_documents: float
     share_of_tokens: float
 

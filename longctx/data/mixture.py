@@ -13,11 +13,11 @@ class Mixture:
 
     names: tuple[str, ...]
     weights: tuple[float, ...] | None = None
-    """Of each, how often it gives the next document, against the others; None: their documents follow each other."""
+    """How often each data set gives the next document, against the others; None: their documents follow each other."""
     fractions: tuple[float, ...] | None = None
-    """TRL's: the share of each in a mixture of first documents, as large as it can be without repeating any."""
+    """TRL's fractions: each data set's share of a mixture of first documents, as large as can be without repeats."""
     stopping_strategy: str = "first_exhausted"
-    """Of datasets.interleave_datasets: when no more documents are drawn."""
+    """The strategy of datasets.interleave_datasets: when no more documents are drawn."""
     seed: int = 0
     test_size: float | None = None
     """Share of documents, drawn at random, that are kept for evaluation."""

@@ -133,7 +133,7 @@ def local_files(dataset_name: str) -> list[Path] | None:
 
 
 def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader] | None:
-    """The same as `_local_splits`, which have no configurations."""
+    """Return `_local_splits`, or raise ValueError for a configuration, which local files do not have."""
     splits = _local_splits(name, text_field)
     if splits is not None and config is not None:
         raise DataError(

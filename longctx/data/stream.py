@@ -48,7 +48,7 @@ class DocumentStream:
         return self.starting_at(0)
 
     def starting_at(self, document: int) -> Iterator[dict[str, NDArray[np.int32]]]:
-        """The same without the documents before this one: their records are read, and not encoded."""
+        """Iterate from this document on: the records of earlier ones are read, and not encoded."""
         whole, rest = divmod(document, RECORDS_PER_TABLE)
         for table in self.tables(skip=whole):
             columns = token_columns(table)

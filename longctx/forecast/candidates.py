@@ -23,7 +23,8 @@ from longctx.forecast.memory_options import CHUNK_TOKENS, lever_flags, resolve_l
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds, StepTime, attention_setup, step_time
-from longctx.model.allow_list import num_heads, num_linear_heads
+from longctx.model.allow_list import num_heads
+from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
 
 GIB = 2**30
@@ -176,17 +177,13 @@ def _arrangements(config: PretrainedConfig, gpus: int, per_node: int) -> Iterato
 
     Beyond a node, a hybrid only has the widest exchange that stays in one.
     """
-    heads, linear = num_heads(config)[0], num_linear_heads(config)
+    heads = num_heads(config)[0]
     for sp in (n for n in range(1, gpus + 1) if gpus % n == 0 and (per_node % n == 0 or n % per_node == 0)):
         if sp == 1:
             yield "local", ParallelDims.arrange(gpus)
             continue
         for name, backend in BACKENDS.spread.items():
             ways = [arrangement for arrangement in backend.arrangements(sp) if heads % arrangement.ulysses == 0]
-            if linear:
-                ways = [
-                    arrangement for arrangement in ways if arrangement.ring == 1 and linear % arrangement.ulysses == 0
-                ]
             if sp > per_node and backend.has_ring_size:
                 ways = [arrangement for arrangement in ways if arrangement.ulysses <= per_node][:1]
             for arrangement in ways:
@@ -240,7 +237,7 @@ def _setup(
         zero_stage=stage,
         bf16=True,
         local_tokens=LONG_ROW // dims.sp,
-        has_linear_attention=bool(num_linear_heads(config)),
+        has_linear_attention=recurrent_sizes(config) is not None,
         num_layers=model.num_layers,
         is_compiled=is_compiled,
     )

@@ -295,8 +295,7 @@ def placed_states(setup: MemorySetup) -> dict[str, float]:
         each = setup.weight_bytes / spread
         weights = each * parameters
         if setup.quantized_weight_bytes is not None:
-            others = parameters - model.num_layers * model.layer_parameters
-            weights = each * others + _quantized_part(setup)
+            weights = each * (parameters - model.linear_parameters) + _quantized_part(setup)
             each = FP32 / spread  # peft keeps adapters in fp32
             weights += each * trained
         return {"parameters": weights, "gradients": each * trained, "optimizer states": 2 * each * trained}
@@ -341,7 +340,7 @@ def loaded_weights(setup: MemorySetup) -> float:
 
     Of 4-bit weights it keeps its part; embeddings and head are still whole.
     """
-    others = setup.model.num_parameters - setup.model.num_layers * setup.model.layer_parameters
+    others = setup.model.num_parameters - setup.model.linear_parameters
     return _quantized_part(setup) + setup.weight_bytes * others
 
 
@@ -349,20 +348,23 @@ def _quantized_part(setup: MemorySetup) -> float:
     """Return the bytes of a rank's 4-bit weights, scales included."""
     assert setup.quantized_weight_bytes is not None, "weights are quantised"
     shards = setup.world_size / setup.dp_replicate if setup.engine == "fsdp2" else 1
-    return setup.quantized_weight_bytes * setup.model.num_layers * setup.model.layer_parameters / shards
+    return setup.quantized_weight_bytes * setup.model.linear_parameters / shards
 
 
 def _unsharded_quantized(setup: MemorySetup, quantized_weight_bytes: float, at_loss: bool) -> float:
-    """Return the same for 4-bit weights: a whole matrix of the MLP for its products, and on FSDP2 what is gathered.
+    """Return the same for 4-bit weights: a dequantised matrix for its products, and on FSDP2 what is gathered.
 
     The head, which is not quantised, is gathered for the loss.
     """
     model, b = setup.model, setup.element_size
     numbers = b + (setup.weight_bytes if setup.weight_bytes != b else 0)
-    matrix = numbers * model.hidden_size * model.intermediate_size
+    matrix = (
+        numbers * model.hidden_size * (model.query_size if model.num_experts_per_token else model.intermediate_size)
+    )
     if setup.engine == "none":
         return 0.0 if at_loss else matrix
-    layer = quantized_weight_bytes * model.layer_parameters
+    linear = model.linear_parameters / model.num_layers
+    layer = quantized_weight_bytes * linear + b * (model.layer_parameters - linear)
     return b * model.vocab_size * model.hidden_size + layer if at_loss else matrix + 2 * layer
 
 

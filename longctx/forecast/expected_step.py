@@ -66,6 +66,7 @@ def expect_step(
     accumulation: int,
     packed: bool,
     documents: Sequence[int] | None = None,
+    counts_experts: bool = False,
 ) -> ExpectedStep:
     """Predict an optimizer step.
 
@@ -74,6 +75,8 @@ def expect_step(
         accumulation: micro-batches of the step.
         packed: whether a sequence holds several documents.
         documents: their lengths, at most `length` in all; None assumes some.
+        counts_experts: whether a step of several micro-batches runs them forward once more, for the routers' auxiliary
+            loss.
     """
     padded = -(-length // multiple) * multiple
     speeds = None if setup.is_cpu else Speeds.of_device(hardware.gpu_name)
@@ -81,6 +84,8 @@ def expect_step(
     if speeds is not None:
         time = step_time(setup, padded, speeds, documents=documents_of(length, padded, packed=packed, given=documents))
         seconds = _optimizer_step(time, accumulation)
+        if counts_experts and accumulation > 1:
+            seconds += accumulation * _forward_seconds(time)
         speed = time.tokens * accumulation / seconds / setup.world_size
     return ExpectedStep(
         memory=predict(setup, padded),
@@ -108,6 +113,11 @@ def _assumed(length: int, *, packed: bool) -> list[int]:
     repeated = np.tile(assumed, -(-length // int(assumed.sum())))  # a very long sequence repeats the assumed documents
     lengths = np.diff(np.minimum(np.cumsum(repeated), length), prepend=0)
     return lengths[lengths > 0].tolist()
+
+
+def _forward_seconds(time: StepTime) -> float:
+    """Return the seconds of a forward pass of one micro-batch; backward counts as two."""
+    return sum(time.parts.get(name, 0.0) for name in ("linear", "elementwise", "attention", "weights")) / 3
 
 
 def _optimizer_step(time: StepTime, accumulation: int) -> float:

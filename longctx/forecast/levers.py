@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longctx.layers.checkpointed_layers import LayerCheckpoints, check_layers
+from longctx.layers.checkpoints import LayerCheckpoints, check_layers
 from longctx.layers.compiled import check_compiled_layers
 
 NONE, CPU, NVME = "none", "cpu", "nvme"

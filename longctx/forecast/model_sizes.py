@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from longctx.model.allow_list import head_size, is_latent, num_heads
 from longctx.model.files import without_weights
 from longctx.model.load import count_parameters, count_trained_parameters
+from longctx.model.quantized import ShardableLinear4bit, parameter_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class ModelSizes:
     num_trained_parameters: int
     layer_parameters: int
     """Parameters of the largest decoder layer."""
+    linear_parameters: int
+    """Weights of the linear layers in all decoder layers, which --load_in_4bit quantises. Experts are none of them."""
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -75,6 +78,7 @@ class ModelSizes:
             num_parameters=count_parameters(model),
             num_trained_parameters=count_trained_parameters(model),
             layer_parameters=max(map(count_parameters, layers)),
+            linear_parameters=_linear_parameters(layers),
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
@@ -90,6 +94,12 @@ class ModelSizes:
 
 _KNOWN: dict[tuple[type[PretrainedConfig], str], ModelSizes] = {}
 """Sizes by the class and the text of the configuration."""
+
+
+def _linear_parameters(layers: nn.Module) -> int:
+    sizes = {id(parameter): size for parameter, size in parameter_sizes(layers)}
+    linear = (layer for layer in layers.modules() if isinstance(layer, nn.Linear | ShardableLinear4bit))
+    return sum(sizes[id(layer.weight)] for layer in linear)
 
 
 def adapter_rows(model: ModelSizes) -> int:

@@ -243,7 +243,7 @@ def _dequantized_bytes(setup: MemorySetup) -> float:
     if setup.quantized_weight_bytes is None:
         return 0.0
     moved = setup.quantized_weight_bytes + TRAFFIC * setup.element_size
-    return moved * setup.model.num_layers * setup.model.layer_parameters
+    return moved * setup.model.linear_parameters
 
 
 def matmul_parameters(model: ModelSizes) -> int:
@@ -301,8 +301,7 @@ def weights_seconds(setup: MemorySetup, device: Device) -> float:
     reduced = setup.reduce_bytes * setup.model.num_trained_parameters
     gathered: float = setup.element_size * setup.model.num_parameters
     if setup.quantized_weight_bytes is not None:
-        layers = setup.model.num_layers * setup.model.layer_parameters
-        gathered += (setup.quantized_weight_bytes - setup.element_size) * layers
+        gathered += (setup.quantized_weight_bytes - setup.element_size) * setup.model.linear_parameters
     seconds = attention.gather_seconds(times * gathered + reduced, sharded)
     seconds += 3 * setup.model.num_layers * attention.gather_latency(sharded) * (sharded > 1)
     # Each rank's share of the gradients is reduced over the replicas, which lie in other nodes, and sent back.

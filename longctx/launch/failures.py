@@ -18,10 +18,10 @@ from longctx.ranks.watchdog import (
     LEAVE_SECONDS,
     Failure,
     Watchdog,
+    current_watchdog,
     describe_positions,
     limit_waiting,
     position_of,
-    watch,
 )
 
 OWN_RUN = "longctx-"
@@ -44,19 +44,19 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[
     try:
         yield
     except Exception as error:
-        watching = watch()
-        if watching is None:
+        watchdog = current_watchdog()
+        if watchdog is None:
             raise
         resume = how_to_resume()
-        failure = _of_another(watching, error, timeout, resume) if _is_consequence(error) else None
+        failure = _of_another(watchdog, error, timeout, resume) if _is_consequence(error) else None
         if failure is None:
-            text = f"{watching.name(watching.rank)} stopped with {type(error).__name__}: {_first_line(error)}. {resume}"
-            failure = watching.fail("raised", text)
-            if failure.teller == watching.rank:
+            text = f"{watchdog.name(watchdog.rank)} stopped with {type(error).__name__}: {_first_line(error)}. {resume}"
+            failure = watchdog.fail("raised", text)
+            if failure.teller == watchdog.rank:
                 tell(failure.message, prints=False)
                 error.add_note(f"longctx: error: {failure.message}")
                 raise
-        mine = failure.teller == watching.rank
+        mine = failure.teller == watchdog.rank
         message = f"{died(failure.message)} {resume}" if failure.kind == "died" else failure.message
         is_seen = failure.kind == "died" and os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
         # Launchers take the earliest failure, in whole seconds, for the cause.
@@ -66,9 +66,9 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[
 
 def reason(error: BaseException) -> str:
     """Return why a run fails, as far as this rank knows: another rank's failure, or its own error."""
-    watching = watch()
+    watchdog = current_watchdog()
     is_told = _is_consequence(error) and not _has_timed_out(error)
-    if watching is not None and is_told and (failure := watching.wait_for_failure(LEAVE_SECONDS)):
+    if watchdog is not None and is_told and (failure := watchdog.wait_for_failure(LEAVE_SECONDS)):
         return failure.message
     return f"{type(error).__name__}: {_first_line(error)}"
 
@@ -77,12 +77,12 @@ class FollowSteps(TrainerCallback):
     """Tells the watchdog the current step, and gives --ddp_timeout to the engine's process groups."""
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if watch() is not None:
+        if current_watchdog() is not None:
             limit_waiting(timedelta(seconds=args.ddp_timeout))
 
     def on_step_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if watching := watch():
-            watching.step = state.global_step + 1
+        if watchdog := current_watchdog():
+            watchdog.step = state.global_step + 1
 
 
 _LIKELY = {
@@ -118,21 +118,21 @@ def _has_timed_out(error: BaseException) -> bool:
     return "timed out" in str(error).lower()
 
 
-def _of_another(watching: Watchdog, error: Exception, timeout: float, resume: str) -> Failure | None:
+def _of_another(watchdog: Watchdog, error: Exception, timeout: float, resume: str) -> Failure | None:
     """Return why other ranks could not be reached, or None if unknown."""
-    here = position_of(error, watching.step)
+    here = position_of(error, watchdog.step)
     timed_out = _has_timed_out(error)
-    if not timed_out and (failure := watching.wait_for_failure(LEAVE_SECONDS)):
+    if not timed_out and (failure := watchdog.wait_for_failure(LEAVE_SECONDS)):
         return failure
-    answers = watching.ask_all()
-    if watching.failure is not None:
-        return watching.failure
+    answers = watchdog.ask_all()
+    if watchdog.failure is not None:
+        return watchdog.failure
     if not timed_out and None not in answers.values():
         return None
-    lines = describe_positions(watching, here, answers)
+    lines = describe_positions(watchdog, here, answers)
     waited = f"after {timeout:.0f} s (--ddp_timeout)" if timed_out else f"for {_first_line(error)}"
     head = f"the run ends {waited}: {lines[0]}"
-    return watching.fail("waited", "\n".join([head, *lines[1:], f"  {resume}"]))
+    return watchdog.fail("waited", "\n".join([head, *lines[1:], f"  {resume}"]))
 
 
 def _first_line(error: BaseException) -> str:

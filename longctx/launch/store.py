@@ -1,10 +1,14 @@
-"""A store for the processes of one machine: a file in a folder that no other user can open.
+"""A store for the processes of one machine: a file in a folder that no other user can open. Renew torchrun's store.
 
 torch's stores have no passwords. Whoever reaches a TCPStore can read and set its keys, some of which torch unpickles.
 A file store is protected by the file system's permissions.
 
 The last process that holds a run's folder removes it: the launcher or, if that was killed, a rank. If all were killed,
 the next run removes it.
+
+torchrun's agent keeps one store for all its attempts (in torch 2.13 and earlier; see pytorch issue 135712). A rank of
+the second attempt may read what the first wrote there, such as an address of gloo or NCCL, before it is overwritten. So
+a restarted group gets a store without the keys of ended processes.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from longctx.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -103,3 +109,35 @@ def _remove_abandoned() -> None:
         with suppress(OSError):
             if folder.lstat().st_uid == os.getuid():
                 _leave(folder, _hold(folder))
+
+
+_SHARED = "TORCHELASTIC_USE_AGENT_STORE"
+_server: TCPStore | None = None  # lives as long as its process
+
+
+def check_restarts() -> None:
+    """Raise ValueError if torchrun may restart the ranks of several nodes with the same store."""
+    restarts, nodes = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), os.environ.get("GROUP_WORLD_SIZE", "1")
+    if os.environ.get(_SHARED) == "True" and restarts > 0 and int(nodes) > 1:
+        raise ValueError(
+            f"--max_restarts {restarts} on {nodes} nodes: torch's store keeps the addresses of processes that have "
+            "ended, and those that are started anew would find them. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in "
+            "torchrun's environment on every node."
+        )
+
+
+def renew_store() -> None:
+    """On one node, give a restarted process group its own store. Call this before the group is made."""
+    global _server
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get(_SHARED) != "True" or attempt == "0":
+        return
+    from torch.distributed import TCPStore
+
+    agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    key = f"longctx/port/{attempt}"
+    if is_first_rank():
+        _server = listen_on_loopback()
+        agents.set(key, str(_server.port))
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", agents.get(key).decode()
+    os.environ[_SHARED] = "False"

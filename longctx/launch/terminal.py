@@ -9,7 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
-from longctx.ranks.first import is_first_on_node, is_first_rank
+from longctx.ranks import is_first_on_node, is_first_rank
 
 DEPRECATIONS_BETWEEN_LIBRARIES = (
     r"`(is_)?gradient_checkpointing` is deprecated",  # transformers, about a name that TRL, peft and users use

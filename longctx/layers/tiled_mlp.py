@@ -61,7 +61,7 @@ def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
-    """Those of queries and keys too."""
+    """Return the norms that take one tensor, including those of queries and keys."""
     return (part for part in model.modules() if "Norm" in type(part).__name__ and _takes_one(part))
 
 

@@ -122,7 +122,7 @@ WINDOW_MODELS = (
 """Those of them that are compared with sliding windows too, in all layers or in some."""
 
 GATED_DELTA_MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Those of them whose layers of type linear_attention are gated delta rules (longctx.ulysses.gated_delta)."""
+"""Those of them whose layers of type linear_attention are gated delta rules (longctx.recurrent.gated_delta)."""
 
 AUXILIARY_LOSS_MODELS = (
     "ernie4_5_moe",
@@ -141,6 +141,9 @@ AUXILIARY_LOSS_MODELS = (
     "qwen3_next",
 )
 """Those of them whose routers have an auxiliary loss in transformers; tests/layers/test_routers.py compares it."""
+
+EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""transformers' own ways to compute experts that tests/layers/test_routers.py compares."""
 
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
@@ -226,12 +229,6 @@ def has_windows(config: PretrainedConfig) -> bool:
     if types := getattr(text, "layer_types", None):
         return "sliding_attention" in types
     return getattr(text, "sliding_window", None) is not None
-
-
-def num_linear_heads(config: PretrainedConfig) -> int | None:
-    """Key heads of every gated delta-rule layer, which only Ulysses can spread; None without such layers."""
-    text = config.get_text_config()
-    return text.linear_num_key_heads if "linear_attention" in (getattr(text, "layer_types", None) or ()) else None
 
 
 def has_experts(config: PretrainedConfig) -> bool:

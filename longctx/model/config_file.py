@@ -15,11 +15,11 @@ from longctx.untrusted.confined import Bounds, OutOfBounds, confined
 from longctx.untrusted.files import check_folder, leads_outside
 
 LARGEST_NUMBER = 1 << 31
-"""Of whole numbers in config.json."""
+"""The largest whole number in config.json."""
 MOST_OBJECTS = 1 << 12
 """Layers and experts are objects, which cost memory before any weight is read."""
 MOST_LABELS = 1 << 16
-"""Of a classifier; transformers makes two dictionaries of them."""
+"""The most labels of a classifier; transformers makes two dictionaries of them."""
 _FILE_BYTES = 16 << 20
 BOUNDS = Bounds(seconds=120, memory_bytes=4 << 30)
 """What a configuration, an empty model of it, or a tokenizer may take to be made."""

@@ -122,7 +122,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 _READ_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
-"""Of configurations, tokenizers and chat templates, beside the weights."""
+"""Suffixes of the configurations, tokenizers and chat templates beside the weights."""
 
 
 def files_read(folder: Path) -> list[Path]:
@@ -168,7 +168,7 @@ def _check_shapes(name: str, held: Mapping[str, tuple[list[int], str]], describe
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""As safetensors names them."""
+"""Floating-point types, as safetensors names them."""
 
 
 def _tensors(path: Path) -> dict[str, tuple[list[int], str]]:

@@ -20,7 +20,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 """What transformers knows of each type, besides `factor` and `original_max_position_embeddings`."""
 
 DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
-"""Those of Llama 3.1; transformers has none."""
+"""The parameters of Llama 3.1, since transformers has no defaults."""
 
 EXAMPLE = 'yarn:4, or \'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\''
 

@@ -103,7 +103,7 @@ def spread_step(
 
 def _deal(packs: NDArray[np.int64], dp: int) -> list[NDArray[np.int64]]:
     """Deal packs to ranks like cards, forwards and backwards in turn."""
-    turns = np.arange(len(packs))
-    ranks = turns % dp
-    ranks = np.where(turns // dp % 2, dp - 1 - ranks, ranks)
+    positions = np.arange(len(packs))
+    ranks = positions % dp
+    ranks = np.where(positions // dp % 2, dp - 1 - ranks, ranks)
     return [packs[ranks == rank] for rank in range(dp)]

@@ -107,7 +107,7 @@ class PackedStream:
         return islice(iter(self.source), document, None)
 
     def _read_tables(self, skip: int) -> Iterator[Mapping[str, Any]]:
-        """The same of a datasets.IterableDataset over Arrow tables, without a Python list for every document."""
+        """Read a datasets.IterableDataset over Arrow tables, without a Python list for every document."""
         source = self.source.with_format("arrow")  # type: ignore[attr-defined]
         source.set_epoch(self.source.epoch)  # type: ignore[attr-defined]  # which `with_format` does not hand on
         for table in source.iter(batch_size=_DOCUMENTS_PER_TABLE):

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longctx.ranks.first import is_first_on_node
-from longctx.ranks.watchdog import Watchdog, leave, watch
+from longctx.ranks import is_first_on_node
+from longctx.ranks.watchdog import Watchdog, current_watchdog, leave
 
 Result = TypeVar("Result")
 
@@ -159,10 +159,10 @@ def exit_with_others(seconds: float = LEAVE_SECONDS) -> None:
 
 
 def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None]) -> Result:
-    guard = watch()
-    if guard is None:
+    watchdog = current_watchdog()
+    if watchdog is None:
         return work()
-    meeting = _Meeting(guard)
+    meeting = _Meeting(watchdog)
     try:
         wait_for_turn(meeting)
         result = work()
@@ -183,8 +183,8 @@ def _meet(work: Callable[[], Result], wait_for_turn: Callable[[_Meeting], None])
 class _Meeting:
     """The keys of one call in the process group's store. All ranks make the same calls in the same order."""
 
-    def __init__(self, watch: Watchdog) -> None:
-        self.watch, self.rank, self.world_size = watch, watch.rank, watch.world_size
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog, self.rank, self.world_size = watchdog, watchdog.rank, watchdog.world_size
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"longctx/calls/{self.rank}", 1)
         self.store = dist.PrefixStore(f"longctx/{number}", store)
@@ -261,7 +261,7 @@ class _Meeting:
         """Stop all ranks if one of these has been silent for too long."""
         now = time.monotonic()
         for rank in ranks:
-            count = self.watch.beats(rank)
+            count = self.watchdog.beats(rank)
             before, since = self._heard.get(rank, (None, now))
             self._heard[rank] = (count, since if count == before else now)
             if now - self._heard[rank][1] > SILENCE_SECONDS:

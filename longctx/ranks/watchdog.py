@@ -131,7 +131,7 @@ class Watchdog:
         self._thread.start()
         atexit.register(self.leave)
 
-    def guard(self) -> None:
+    def register(self) -> None:
         """Register this rank, so that others notice if it ends without leaving. All ranks call it."""
         me = psutil.Process()
         who = {"pid": me.pid, "host": socket.gethostname(), "created": me.create_time()}
@@ -302,25 +302,25 @@ class Watchdog:
         return Position.of(_stack(sys._current_frames()[main]), self.step)
 
 
-_watch: Watchdog | None = None
+_current: Watchdog | None = None
 
 
-def watch() -> Watchdog | None:
+def current_watchdog() -> Watchdog | None:
     """Return this process's watchdog, which the first call in a process group starts; None for a single process."""
-    global _watch
+    global _current
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if _watch is None or _watch.group_store is not dist.distributed_c10d._get_default_store():
-        if _watch is not None:
-            _watch.leave()
-        _watch = Watchdog()
-    return _watch
+    if _current is None or _current.group_store is not dist.distributed_c10d._get_default_store():
+        if _current is not None:
+            _current.leave()
+        _current = Watchdog()
+    return _current
 
 
 def leave() -> None:
     """Stop the watchdog before the process group ends in order."""
-    if _watch is not None:
-        _watch.leave()
+    if _current is not None:
+        _current.leave()
 
 
 def limit_waiting(timeout: timedelta) -> None:
@@ -328,8 +328,8 @@ def limit_waiting(timeout: timedelta) -> None:
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.15
     for group in list(dist.distributed_c10d._world.pg_map):
         set_timeout(timeout, group)
-    if (watching := watch()) and "nccl" in dist.get_backend_config():
-        watching.timeout = timeout.total_seconds()
+    if (watchdog := current_watchdog()) and "nccl" in dist.get_backend_config():
+        watchdog.timeout = timeout.total_seconds()
 
 
 def speaks_after(timeout: float) -> float:
@@ -341,18 +341,18 @@ def speaks_after(timeout: float) -> float:
     return timeout - min(timeout / 2, max(60.0, timeout / 10))
 
 
-def describe_positions(watch: Watchdog, here: Position, others: dict[int, Position | None]) -> list[str]:
+def describe_positions(watchdog: Watchdog, here: Position, others: dict[int, Position | None]) -> list[str]:
     """Return lines on who did not come and where ranks are; those at the same place share a line."""
     places: dict[Position, list[int]] = {}
-    for rank, position in sorted({**others, watch.rank: here}.items()):
+    for rank, position in sorted({**others, watchdog.rank: here}.items()):
         if position is not None:
             places.setdefault(position, []).append(rank)
     silent = [rank for rank, position in others.items() if position is None]
     elsewhere = [rank for position, ranks in places.items() if not position.collective for rank in ranks]
-    absent = [watch.name(rank) for rank in sorted({*silent, *elsewhere} - {watch.rank})]
+    absent = [watchdog.name(rank) for rank in sorted({*silent, *elsewhere} - {watchdog.rank})]
     who = f"{', '.join(absent)} did not come to" if absent else "ranks wait for each other: they are not all in"
-    lines = [f"{who} {here.collective or 'the collective'} that rank {watch.rank} waited in."]
-    lines += [f"  rank {rank} {watch.state_of(rank)}" for rank in silent]
+    lines = [f"{who} {here.collective or 'the collective'} that rank {watchdog.rank} waited in."]
+    lines += [f"  rank {rank} {watchdog.state_of(rank)}" for rank in silent]
     for position, ranks in sorted(places.items(), key=lambda place: bool(place[0].collective)):
         lines.append(f"  rank{'s' * (len(ranks) > 1)} {_numbers(ranks)} {position}")
     return lines

@@ -9,8 +9,7 @@ from typing import Any
 from longctx.forecast.expected_step import GIB, ExpectedStep
 from longctx.launch.terminal import number
 from longctx.regions import PARTS
-from longctx.report.page_elements import escaped, figure, folded
-from longctx.report.svg import Series, area_chart, bar_chart, finite, line_chart
+from longctx.report.svg import Series, area_chart, bar_chart, escaped, figure, finite, folded, line_chart
 
 PART_NAMES = {
     "data": "waiting for data",
@@ -38,7 +37,7 @@ def key_numbers(
     if not steps:
         return [("steps logged", "0"), *evaluated]
     last = steps[-1]
-    settled = steps[1:] or steps  # the first has what is set up once
+    after_first = steps[1:] or steps  # the first step includes what is set up once
     seconds = [sum(map(sum, entry["seconds"].values())) / len(entry["seconds"]["rest"]) for entry in _timed(steps)]
     tiles = [
         ("steps", f"{last['step']:,}"),
@@ -48,11 +47,11 @@ def key_numbers(
         ("time in steps", _duration(sum(seconds))),
     ]
     for name, key in (("tokens/s", "tokens_per_second"), ("tokens/s/device", "tokens_per_second_per_device")):
-        if values := _values(settled, key):
+        if values := _values(after_first, key):
             tiles.append((name, number(_median(values))))
     if forecast is not None and forecast.tokens_per_second_per_device is not None:
         tiles.append(("tokens/s/device, predicted", number(forecast.tokens_per_second_per_device)))
-    if values := _values(settled, "mfu"):
+    if values := _values(after_first, "mfu"):
         tiles.append(("MFU", f"{_median(values):.0%}"))
     for name, key in (("peak GPU memory", "peak_memory_gib_max"), ("peak host memory", "peak_host_memory_gib_max")):
         if values := _values(steps, key):

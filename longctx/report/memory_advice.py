@@ -122,13 +122,13 @@ def _spread(setup: MemorySetup) -> dict[str, MemorySetup]:
     """Twice as many devices for a sequence, of those there are or of twice as many."""
     sp = 2 * setup.sp
     more = 1 if setup.world_size % sp == 0 else 2
-    ways = [how for how in arrangements(sp) if setup.model.num_heads % how.ulysses == 0]
-    how = next((how for how in ways if how.name == setup.backend), ways[0])
+    ways = [one for one in arrangements(sp) if setup.model.num_heads % one.ulysses == 0]
+    arrangement = next((one for one in ways if one.name == setup.backend), ways[0])
     spread = replace(
         setup,
         sp=sp,
-        ring=how.ring,
-        sp_backend=how.name,
+        ring=arrangement.ring,
+        sp_backend=arrangement.name,
         world_size=more * setup.world_size,
         ranks_per_node=more * setup.ranks_per_node if setup.is_cpu else setup.ranks_per_node,
         engine="fsdp2" if setup.engine == "none" else setup.engine,

@@ -25,7 +25,7 @@ from longctx.forecast.expected_step import ExpectedStep
 from longctx.launch.console import Line, show
 from longctx.launch.failures import reason
 from longctx.report.charts import all_charts, key_numbers, numbers_table
-from longctx.report.page_elements import PAGE, bullet_list, escaped, table, tile, words
+from longctx.report.svg import bullet_list, escaped, table, tile, words
 from longctx.settings.run import Run
 from longctx.training.checkpoint.files import checkpoints
 from longctx.training.trainer import SequenceTrainer
@@ -42,6 +42,40 @@ HIDDEN = "REDACTED"
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets", "flash-attn")
 """Packages whose versions the page names, where they are installed."""
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{name} – longctx run</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header><h1>{name}</h1><p class="{state}">{ended}</p><p class="when">Written {written} by longctx.</p></header>
+<main>
+<dl class="tiles">{tiles}</dl>
+<section aria-label="Results">{results}</section>
+<section class="charts" aria-label="Charts">
+{charts}</section>
+<details><summary>Numbers</summary><div class="wide" tabindex="0">{numbers}</div></details>
+<section><h2>Run</h2><div class="wide" tabindex="0">{description}</div></section>
+<section><h2>Command</h2><pre tabindex="0">{command}</pre></section>
+<section class="columns">
+<div><h2>Packing</h2><div class="wide" tabindex="0">{packing}</div></div>
+<div><h2>Versions</h2><div class="wide" tabindex="0">{versions}</div></div>
+<div><h2>Checkpoints</h2>{checkpoints}</div>
+</section>
+<section><h2>Flags that were set</h2><div class="wide" tabindex="0">{given}</div></section>
+<details><summary>All flags</summary><div class="wide" tabindex="0">{settings}</div></details>
+</main>
+</body>
+</html>
+"""
 
 
 @contextmanager
@@ -133,7 +167,7 @@ class RunReport:
     ended: str
     """A sentence on how the run ended."""
     is_complete: bool
-    """Whether it took all of its steps."""
+    """Whether the run took all of its steps."""
     history: Sequence[Mapping[str, Any]]
     """trainer_state.json's log_history."""
     results: Sequence[tuple[str, str]] = field(default=())

@@ -17,9 +17,8 @@ from longctx.forecast.calibrate import Calibration, corrected
 from longctx.forecast.candidates import Candidate, Machine, Outlook, candidates, outlook, recommend
 from longctx.forecast.documents import RowLengths
 from longctx.forecast.expected_step import FREE_PART
-from longctx.report.page_elements import escaped
-from longctx.report.plan_command import Commands, model_folder
-from longctx.report.plan_text import beyond_context
+from longctx.report.plan_text import Commands, beyond_context, model_folder
+from longctx.report.svg import escaped
 
 LENGTHS = tuple(2**power for power in range(13, 23))
 MOST_MACHINES = 4

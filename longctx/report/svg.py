@@ -1,11 +1,12 @@
-"""Small charts as inline SVG, coloured by the style sheet of the page that holds them."""
+"""The elements of a page: small charts as inline SVG, and the HTML around them. The page's style sheet colours them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longctx.launch.terminal import number
 
@@ -229,3 +230,37 @@ def _tick_writer(axis: Axis) -> Callable[[float], str]:
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     digits += round(step * 10**digits, 6) % 1 > 0  # a step of 2.5
     return lambda value: f"{value:.{digits}f}"
+
+
+def escaped(text: str) -> str:
+    """Return the text as HTML shows it."""
+    return escape(str(text).replace("\x00", "\ufffd"))
+
+
+def tile(name: str, value: str) -> str:
+    return f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>"
+
+
+def figure(name: str, chart: str, legend: Sequence[Series] = (), note: str = "") -> str:
+    keys = "".join(f'<li><i class="{series.look}"></i>{escaped(series.name)}</li>' for series in legend)
+    below = (f"<ul class=legend>{keys}</ul>" if keys else "") + (f"<p>{escaped(note)}</p>" if note else "")
+    return f"<figure><figcaption>{escaped(name)}</figcaption>{chart}{below}</figure>\n"
+
+
+def folded(name: str, value: str, inner: str) -> str:
+    """Return a figure that is shown on demand, under a line that says as much."""
+    return f"<details class=flat><summary>{escaped(name)}: {escaped(value)} in all steps</summary>{inner}</details>\n"
+
+
+def words(command: Sequence[str]) -> str:
+    """Return words as a shell reads them. Lines break between words, and not within `--flag`."""
+    return " ".join(f"<span>{escaped(shlex.quote(word))}</span>" for word in command)
+
+
+def table(rows: Iterable[tuple[str, Any]]) -> str:
+    body = "".join(f'<tr><th scope="row">{escaped(n)}</th><td>{escaped(str(v).strip())}</td></tr>' for n, v in rows)
+    return f"<table><tbody>{body}</tbody></table>" if body else "<p>none</p>"
+
+
+def bullet_list(items: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escaped(item)}</li>' for item in items)}</ul>" if items else "<p>none</p>"

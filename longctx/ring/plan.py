@@ -288,13 +288,13 @@ class Pieces(NamedTuple):
 def assemble(cu: IntArray, world_size: int, pieces: Pieces) -> RingPlan:
     """Return the plan for pieces given in position order within each document."""
     document, start, length, rank = merged(pieces)
-    far = _farthest_hop(document, start, rank, world_size)
-    order = _shard_order(document, start, rank, far)
-    document, start, length, rank, far = (a[order] for a in (document, start, length, rank, far))
+    farthest = _farthest_hop(document, start, rank, world_size)
+    order = _shard_order(document, start, rank, farthest)
+    document, start, length, rank, farthest = (a[order] for a in (document, start, length, rank, farthest))
     num_tokens = int(cu[-1]) // world_size
     offset = np.cumsum(length) - length - rank * num_tokens
     prefix = np.zeros((world_size, world_size), np.int64)
-    np.maximum.at(prefix, (rank, far), offset + length)
+    np.maximum.at(prefix, (rank, farthest), offset + length)
     prefix = np.maximum.accumulate(prefix[:, ::-1], axis=1)[:, ::-1]
     prefix[:, 0] = num_tokens
     return RingPlan(
@@ -328,28 +328,28 @@ def _farthest_hop(document: IntArray, start: IntArray, rank: IntArray, world_siz
     """
     first = np.flatnonzero(np.append(True, document[1:] != document[:-1]))
     pieces = np.diff(np.append(first, len(document)))
-    far = np.zeros(len(document), np.int64)
+    farthest = np.zeros(len(document), np.int64)
     pending = np.flatnonzero(np.repeat(pieces > 1, pieces))
     if not len(pending):
-        return far
+        return farthest
     row = np.zeros(len(document), np.int64)
     row[pending] = np.unique(document[pending], return_inverse=True)[1]
     last_start = np.full((int(row.max()) + 1, world_size), -1, np.int64)
     np.maximum.at(last_start, (row[pending], rank[pending]), start[pending])
     for hop in range(world_size - 1, 0, -1):
         needed = last_start[row[pending], (rank[pending] + hop) % world_size] > start[pending]
-        far[pending[needed]] = hop
+        farthest[pending[needed]] = hop
         pending = pending[~needed]
-    return far
+    return farthest
 
 
-def _shard_order(document: IntArray, start: IntArray, rank: IntArray, far: IntArray) -> IntArray:
+def _shard_order(document: IntArray, start: IntArray, rank: IntArray, hops: IntArray) -> IntArray:
     """Return the order of the pieces: by rank, then documents by farthest hop, descending, then by position."""
     num_ranks = int(rank.max()) + 1
     key = document * num_ranks + rank
     farthest = np.zeros(int(key.max()) + 1, np.int64)
-    travels = far > 0
-    np.maximum.at(farthest, key[travels], far[travels])
+    travels = hops > 0
+    np.maximum.at(farthest, key[travels], hops[travels])
     return np.lexsort((start, document, -farthest[key], rank))
 
 

@@ -29,20 +29,20 @@ MOST_SEARCHED = 128
 LOOSE_SEARCHES = ((1.25, 0.125), (1.5, 0.125))
 """Over more ranks than MOST_SEARCHED, only these are tried: each search takes a good part of a second."""
 WORTH_A_SEARCH = 0.02
-"""They are tried where ranks wait for more than this part of the seconds."""
+"""Further plans are tried where ranks wait for more than this part of the seconds."""
 
 
 class PlanTime(NamedTuple):
     """Modelled time of attention by a plan."""
 
     seconds: float
-    """Of a step of the slowest rank."""
+    """Seconds that a step of the slowest rank takes."""
     waiting: float
-    """The part of it in which ranks compute nothing, on average."""
+    """The part of `seconds` in which ranks compute nothing, on average."""
 
 
 TimeOfPlan = Callable[[RingPlan], PlanTime]
-"""The same on all ranks to four digits."""
+"""A model of a plan's time, which agrees on all ranks to four digits."""
 
 
 def plan_ring(

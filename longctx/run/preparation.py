@@ -1,7 +1,13 @@
-"""Start the processes and prepare the data of a run, before weights are loaded."""
+"""Start the processes and prepare the data of a run, before weights are loaded.
+
+This checks the checkpoint that a run resumes from, and where it writes: a folder that nodes share or one on each node,
+and the hub.
+"""
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -10,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from huggingface_hub import auth_check, create_repo
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from trl import SFTConfig
 
@@ -17,15 +24,25 @@ from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import is_template_file, load_tokenizer, take_chat_template
-from longctx.ranks.agreement import broadcast_object, on_all_ranks
-from longctx.run.output import check_hub, settle_output
+from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ranks, storage_of_ranks
 from longctx.run.processes import agree, degrees, start_processes
-from longctx.run.resumption import checkpoint_to_resume
 from longctx.settings.run import Run
+from longctx.training.checkpoint import (
+    MANIFEST,
+    Manifest,
+    candidates,
+    check_files,
+    check_same,
+    check_side_files,
+    optimization_flags,
+    read_manifest,
+)
 from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
 from longctx.training.engines import settle_deepspeed
 from longctx.training.fingerprint import compare_files, data_identity
 from longctx.training.schedule import check_learning_rates, check_training_steps
+
+logger = logging.getLogger(__name__)
 
 SAMPLED_ROWS = 8
 """Micro-batches that are sampled to choose a backend."""
@@ -154,3 +171,90 @@ def read_tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) 
             f"embeddings for 0 to {vocab_size - 1}. Name a token that both have with --pad_token."
         )
     return tokenizer
+
+
+def check_hub(args: SFTConfig) -> None:
+    """Check write access to the hub before preparing data or loading weights. Rank 0 checks for all ranks."""
+    if not args.push_to_hub or args.process_index != 0:
+        return
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    try:
+        repository = create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+        auth_check(repository.repo_id, token=args.hub_token, write=True)
+    except Exception as error:  # errors of several libraries
+        raise ValueError(
+            f"--push_to_hub True: {name} cannot be written on the hub ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}). Give a token that may write it (hf auth login, or --hub_token), or "
+            "leave --push_to_hub out."
+        ) from error
+
+
+def settle_output(args: SFTConfig) -> None:
+    """If nodes share --output_dir, leave its files to rank 0, even with --save_on_each_node.
+
+    Raises:
+        ValueError: if they do not share it, although the run needs them to.
+    """
+    owners = [0] if args.save_only_model else storage_of_ranks(Path(args.output_dir))
+    if not any(owners):
+        args.save_on_each_node = False
+        return
+    where = f"--output_dir {args.output_dir} on {socket.gethostname()} is not the folder that rank 0 has by that name"
+
+    def check() -> None:
+        if args.local_process_index != 0 or args.process_index == 0:
+            return
+        if not args.save_on_each_node:
+            raise ValueError(
+                f"{where}. Name one on a file system that all nodes share, or add --save_on_each_node True, which "
+                "keeps on each node the files of its own ranks."
+            )
+        if owners[args.process_index] != args.process_index:
+            raise ValueError(f"{where}, and another node has it, too. Name one that all nodes share, or leave it out.")
+        if args.load_best_model_at_end:
+            raise ValueError(
+                f"{where}, and --load_best_model_at_end reads the files of all ranks. Name one on a file system that "
+                "all nodes share, or leave it out."
+            )
+
+    on_all_ranks(check)
+
+
+def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mapping[str, Any]]) -> Path | None:
+    """Return the checkpoint that --resume_from_checkpoint names, after ranks have shared the work of checking it.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged or of other data.
+    """
+    asked = run.settings["resume_from_checkpoint"]
+    if asked is None:
+        return None
+    for folder in candidates(str(asked), Path(args.output_dir)):
+        owners = storage_of_ranks(folder)
+        among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
+        try:
+            manifest = on_all_ranks(partial(read_manifest, folder))
+            on_all_ranks(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
+            on_all_ranks(partial(check_side_files, folder, manifest, args.process_index))
+            if dist.is_initialized():
+                check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
+        except ValueError as error:
+            if asked != "auto" or any(owners):  # nodes have parts of it, so no earlier one may replace it
+                raise
+            if args.process_index == 0:
+                logger.warning("%s An earlier one is looked for.", error)
+            continue
+        on_all_ranks(partial(_check_same, run, args, manifest, folder, identity))
+        return folder
+    return None
+
+
+def _check_same(
+    run: Run, args: SFTConfig, manifest: Manifest, folder: Path, identity: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Check on rank 0, which reads the data for all, that data and flags have not changed."""
+    if args.process_index != 0:
+        return
+    sequences = args.per_device_train_batch_size * run.dims.dp * args.gradient_accumulation_steps
+    flags = optimization_flags(args)
+    check_same(manifest, folder, sequences_per_step=sequences, data=identity(), optimization=flags)

@@ -13,7 +13,7 @@ from trl import SFTConfig
 
 import longctx
 from longctx.launch.network import choose_interface
-from longctx.launch.restarts import renew_store
+from longctx.launch.store import renew_store
 from longctx.ranks.agreement import check_agreement, on_all_ranks
 from longctx.ranks.watchdog import leave
 from longctx.settings.machine_checks import MINIMUM_VERSIONS, REQUIRED_VERSIONS

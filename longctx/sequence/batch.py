@@ -57,6 +57,7 @@ class AttentionContext:
         make: attention for a window, or for None: full attention. Called once for each window that layers have.
         schedule: the same for a rank's heads after an exchange, as a `longctx.attention.operator.Schedule`; None if the
             backend has none for the sequence-chunked step.
+        ranks: all ranks that share the batch; None for one device.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class AttentionContext:
         group: dist.ProcessGroup | None,
         make: Callable[[int | None], Attend],
         schedule: Callable[[int | None], Any] | None = None,
+        ranks: dist.ProcessGroup | None = None,
     ):
-        self.local_length, self.cu_seqlens = layout.local_length, layout.cu_seqlens
-        self.group = group
+        self.layout, self.local_length, self.cu_seqlens = layout, layout.local_length, layout.cu_seqlens
+        self.group, self.ranks = group, ranks
         self._make, self.schedule = make, schedule
         self._by_window: dict[int | None, Attend] = {}
         self._shared: dict[Hashable, Any] = {}
@@ -76,6 +78,11 @@ class AttentionContext:
         self.real_tokens: Tensor | None = None
         """bool [T/P]: this rank's tokens that are not padding, where routers of a mixture of experts count them."""
         self._learnt: tuple[Tensor, int, Tensor] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Which shard of the batch this rank holds."""
+        return 0 if self.ranks is None else dist.get_rank(self.ranks)
 
     def attend(self, window: int | None) -> Attend:
         """Return the attention of the layers with this window."""

@@ -162,7 +162,7 @@ def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any])
             pad_to_multiple_of=given_multiple(values.flags),
         )
 
-    chunks = prefers_ulysses(values["memory"], levers) and not setup.num_linear_heads
+    chunks = prefers_ulysses(values["memory"], levers) and setup.recurrent is None
     if wanted == "auto" and setup.sp > 1 and chunks and (name := chunking_backend(setup)) is not None:
         return name, replace(choice(name), reason="auto: the sequence-chunked step has least on the device")
     return wanted, choice(wanted)

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.model.adapter import changes_base
-from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, check_model, has_experts
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, EXPERTS_IMPLEMENTATIONS, check_model, has_experts
 from longctx.model.load import load_config
 from longctx.model.rope import extended, factor_for, parse_rope_scaling, scaling_for
 from longctx.model.tied_head import untie_as_stored
@@ -36,6 +36,7 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
     """
     values = values.set(rope_scaling=parse_rope_scaling(values["rope_scaling"]))
     overrides = _model_init_kwargs(values["model_init_kwargs"])
+    experts = overrides.pop("experts_implementation", None)
     config = load_config(
         values["model_name_or_path"],
         revision=values["model_revision"],
@@ -52,6 +53,7 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
             raise ValueError(f"--rope_scaling and {twice[0]} in --model_init_kwargs set the same. Keep one of them.")
         config = extended(config, values["rope_scaling"])
     check_model(config)
+    _set_experts_implementation(config, experts)
     _set_auxiliary_loss(config, values["router_aux_loss_coef"])
     if values["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
         raise ValueError(
@@ -59,6 +61,28 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
             "without a scaled loss, which is not supported. Use --dtype float32 or bfloat16."
         )
     return values.note(*_notes(values, config)), config
+
+
+@check("model_init_kwargs")
+def _set_experts_implementation(config: PretrainedConfig, name: object) -> None:
+    """Choose how transformers computes experts; None means its default, grouped_mm where the device has it.
+
+    Raises:
+        ValueError: for a model without experts, and for kernels that are not compared with one process.
+    """
+    if name is None:
+        return
+    if not has_experts(config):
+        raise ValueError(
+            f"--model_init_kwargs sets experts_implementation {name}, and {config.model_type} is no mixture of "
+            "experts. Leave it out."
+        )
+    if name not in EXPERTS_IMPLEMENTATIONS:
+        raise ValueError(
+            f"--model_init_kwargs sets experts_implementation {name}, whose kernels are not compared with one process. "
+            f"Use {', '.join(EXPERTS_IMPLEMENTATIONS)}, or leave it out."
+        )
+    config._experts_implementation = name
 
 
 @check("router_aux_loss_coef")

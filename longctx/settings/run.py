@@ -25,7 +25,8 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.step_time import Speeds
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
-from longctx.model.allow_list import num_linear_heads
+from longctx.model.allow_list import auxiliary_loss_coefficient
+from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.checks import check
 from longctx.settings.flags import Flags
@@ -91,7 +92,7 @@ class Run:
             zero_stage=self.zero_stage,
             bf16=self.settings["bf16"],
             local_tokens=-(-row_length(self.settings) // self.dims.sp),
-            has_linear_attention=bool(num_linear_heads(self.model_config)),
+            has_linear_attention=recurrent_sizes(self.model_config) is not None,
             num_layers=self.model_config.get_text_config().num_hidden_layers,
             is_compiled=bool(self.settings["torch_compile"]),
         )
@@ -149,6 +150,7 @@ class Run:
             accumulation=self.settings["gradient_accumulation_steps"],
             packed=self.settings["packing"],
             documents=documents,
+            counts_experts=auxiliary_loss_coefficient(self.model_config) > 0,
         )
 
     def fastest_levers(self) -> dict[str, Any] | None:
@@ -270,7 +272,16 @@ class Run:
         return [
             Line("batch", batch, f"{batch} = {equation}"),
             Line("tokens", f"up to {sequences * length:,} a step, {micro * length // dims.sp:,} a rank at a time"),
+            *self._describe_routers(accumulation),
         ]
+
+    def _describe_routers(self, accumulation: int) -> list[Line]:
+        """Return what a mixture of experts adds to a step."""
+        if not (coefficient := auxiliary_loss_coefficient(self.model_config)):
+            return []
+        loss = f"the loss includes {coefficient:g} × the routers' auxiliary loss over all tokens of a step"
+        counted = "; micro-batches run forward once more, without gradients, to count the experts that they choose"
+        return [Line("routers", loss + counted * (accumulation > 1))]
 
     @property
     def changed(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class StepSampler(Sampler[list[int]]):
                 yield ranks[self.dp_rank].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer in place of the loader's, in the epoch that a run is resumed in."""
+        """Set the epoch. The Trainer calls this, not the loader's method, in the epoch that a run is resumed in."""
         self.epoch = epoch
 
     def steps(self) -> Iterator[NDArray[np.int64]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
+    from torch import nn
 
     from longctx.forecast.levers import Levers
     from longctx.forecast.model_sizes import ModelSizes
@@ -205,3 +208,38 @@ def keep_sums_in_fp32(accelerator: Accelerator) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     if policy is not None and plugin.fsdp_version == 2:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+
+
+@contextmanager
+def saved_buffers_handed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give every rank the saved buffers of rank 0, and keep them out of the state dict inside of the context.
+
+    All ranks enter it together, around the call with which FSDP2 wraps the model. Examples of such buffers are the
+    router's correction of GLM-4.5 and the constants of Apertus's activation. accelerate loads the weights on rank 0
+    alone and hands on what it finds in the state dict, all of which it takes for sharded parameters. Each rank has the
+    buffers outside of the state dict, which accelerate restores by itself.
+
+    Args:
+        device: where the process group communicates.
+    """
+    import torch
+    import torch.distributed as dist
+
+    saved = [(module, name) for module in model.modules() for name in _saved_names(module)]
+    for module, name in saved:
+        buffer = module._buffers[name]
+        assert buffer is not None, "a name of _saved_names"
+        value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        dist.broadcast(value, src=0)
+        module._buffers[name] = value
+        module._non_persistent_buffers_set.add(name)
+    try:
+        yield
+    finally:
+        for module, name in saved:
+            module._non_persistent_buffers_set.discard(name)
+
+
+def _saved_names(module: nn.Module) -> list[str]:
+    left_out = module._non_persistent_buffers_set
+    return [name for name, buffer in module._buffers.items() if buffer is not None and name not in left_out]

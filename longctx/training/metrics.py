@@ -21,7 +21,8 @@ from transformers import PretrainedConfig
 from longctx.attention.cost import PEAK_FLOPS
 from longctx.data import IGNORE_INDEX
 from longctx.layers.routers import Routers
-from longctx.model.allow_list import has_experts, has_windows, head_sizes, num_linear_heads
+from longctx.model.allow_list import has_experts, has_windows, head_sizes
+from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import PARTS, clock
 from longctx.sequence.batch import BatchLayout
 from longctx.sequence.host_tensors import send
@@ -282,7 +283,7 @@ def _gather(values: Tensor) -> Tensor:
 
 def _peak_flops(device_name: str, config: PretrainedConfig) -> float | None:
     """Return the device's peak; None if unknown, or if tokens do not use all parameters or see all tokens before."""
-    if has_experts(config) or has_windows(config) or num_linear_heads(config):
+    if has_experts(config) or has_windows(config) or recurrent_sizes(config):
         return None
     return next((peak for key, peak in PEAK_FLOPS.items() if key in device_name), None)
 

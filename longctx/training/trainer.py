@@ -39,7 +39,6 @@ from longctx.layers.loss import TokenOutputs
 from longctx.model.card import model_card
 from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.quantized import pieces_placed
-from longctx.model.saved_buffers import saved_buffers_handed_on
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
@@ -55,7 +54,7 @@ from longctx.training.callbacks import (
     StreamEntry,
 )
 from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
-from longctx.training.engines import keep_sums_in_fp32, save_whole_models
+from longctx.training.engines import keep_sums_in_fp32, save_whole_models, saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingTrainer
 from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.peak_memory import MemoryWarnings

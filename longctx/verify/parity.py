@@ -25,10 +25,10 @@ from longctx.data import IGNORE_INDEX
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.layers.loss import token_losses
 from longctx.ranks.agreement import gather_objects, on_all_ranks
+from longctx.recurrent.layers import recurrent_layers
 from longctx.run import first_step_batches
 from longctx.training.reference import check_reference_fits, documents_of, single_device_step
 from longctx.training.trainer import SequenceTrainer
-from longctx.ulysses.gated_delta import gated_delta_layers
 from longctx.verify.report import Check, error_check
 
 FP32_BOUND = 1e-5
@@ -53,7 +53,7 @@ class Reference:
     grad_norm: float
     """Added up in fp64."""
     gradients: Gradients
-    """On the CPU, by the parameter's name."""
+    """Gradients on the CPU, by the parameter's name."""
     bounds: tuple[float, float, float]
     """Largest errors allowed of the loss, any parameter's gradient, and the norm."""
 
@@ -114,7 +114,7 @@ class _Step(TrainerCallback):
         self.trainer, self.sp, self.batches, self.reference = trainer, sp, batches, reference
         self.checks: list[Check] = []
         self.errors: dict[str, float] = {}
-        """Of every parameter's gradient, on rank 0."""
+        """The error of every parameter's gradient, on rank 0."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = self.trainer.model_wrapped
@@ -158,7 +158,7 @@ def _whole_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 
 
 def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]) -> Reference | None:
-    """On rank 0, with transformers' own attention; the model is as before afterwards."""
+    """Return the reference on rank 0, with transformers' own attention; afterwards the model is as before."""
     if trainer.sequence.rank != 0:
         return None
     model: PreTrainedModel = trainer.model
@@ -195,7 +195,7 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
 
 
 def _check_reference_fits(trainer: SequenceTrainer, batches: Batches) -> None:
-    """On rank 0, which runs the step on one device."""
+    """Check on rank 0, which runs the reference's step, that it fits one device."""
     device, model = trainer.sequence.device, trainer.model
     if trainer.sequence.rank != 0 or device.type != "cuda":
         return
@@ -262,10 +262,10 @@ def _recorded_attention(model: torch.nn.Module) -> Iterator[list[int]]:
         return longctx_attention(module, query, *args, **kwargs)
 
     def recorded_linear(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        lengths.append(kwargs["hidden_states"].shape[1])
+        lengths.append((*args, kwargs.get("hidden_states"))[0].shape[1])
 
     AttentionInterface.register(NAME, recorded)
-    hooks = [layer.register_forward_pre_hook(recorded_linear, with_kwargs=True) for layer in gated_delta_layers(model)]
+    hooks = [layer.register_forward_pre_hook(recorded_linear, with_kwargs=True) for layer in recurrent_layers(model)]
     try:
         yield lengths
     finally:

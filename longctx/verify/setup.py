@@ -87,7 +87,7 @@ def with_defaults(flags: Flags, profile: LaunchProfile) -> Flags:
 
 
 def check_engine(run: Run) -> Run:
-    """The same run.
+    """Return the run if its engine can be verified.
 
     Raises:
         ValueError: for an engine whose gradients cannot be compared one by one.
@@ -173,7 +173,7 @@ def _is_without_weights(folder: Path) -> bool:
 
 
 def _random_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """As transformers initialises them, in fp32; its from_config would leave a rank a part of them under ZeRO-3."""
+    """Return fp32 weights as transformers initialises them; under ZeRO-3 its from_config leaves each rank a part."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = copy.deepcopy(config)

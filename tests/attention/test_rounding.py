@@ -24,11 +24,11 @@ from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import ParameterGradients
 from longctx.layers.loss import TokenOutputs, fused_token_outputs, token_losses
 from longctx.model.tiny import tiny_model
+from longctx.recurrent.layers import delta_rule_layers
 from longctx.ring import plan_ring, ring_attention
 from longctx.ring.attention import ring_schedule
 from longctx.sequence.batch import BatchLayout
 from longctx.training.metrics import StepMetrics
-from longctx.ulysses.gated_delta import gated_delta_layers
 from longctx.ulysses.head_chunks import HeadChunks, _Heads
 from longctx.ulysses.stages import head_stages
 from tests.attention.test_attention import make_inputs
@@ -283,7 +283,7 @@ def test_tokens_of_a_step_are_counted_exactly():
 def test_decays_of_gated_delta_layers_are_fp32(monkeypatch):
     """Rounded, a decay would be off by its power over a document. Against the formula, of the gates as projected."""
     model, sequence = longctx.parallelize(make_model("qwen3_5_text").to(BF16), sp=1)
-    [layer] = gated_delta_layers(model)
+    [layer] = delta_rule_layers(model)
     functions, gates, decays = sys.modules[type(layer).__module__], [], []
     rule = functions.torch_chunk_gated_delta_rule
 

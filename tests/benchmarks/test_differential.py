@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -16,7 +16,7 @@ from benchmarks.differential.judge import Judge, Outcome, _compared, error_of, l
 from benchmarks.differential.models import make_model, name_of
 from benchmarks.differential.processes import without_launcher
 from benchmarks.differential.shrink import shrink
-from benchmarks.differential.space import VALUES, Case, dimensions, draw
+from benchmarks.differential.space import VALUES, Case, draw
 from benchmarks.ranks import start_server
 from tests.planted_bug import divide_by_one_more, never_start
 
@@ -35,7 +35,7 @@ def test_the_default_set_covers_all_pairs():
 
 
 def test_every_value_of_the_covering_set_survives_beside_all_others():
-    """Else `settle` would take out of a case what it is counted as covering."""
+    """Else `make_consistent` would take out of a case what it is counted as covering."""
     for choice, case in zip(covering.choices(), covering.covering_set(), strict=False):
         for axis, name in zip(covering.AXES, choice, strict=True):
             members = covering.AXES[axis][name]
@@ -44,7 +44,7 @@ def test_every_value_of_the_covering_set_survives_beside_all_others():
 
 def test_random_cases_reach_every_value_and_are_written_and_read():
     cases = [draw(seed) for seed in range(10_000)]
-    for name in set(dimensions()) - {"seed", "spelling"}:
+    for name in {field.name for field in fields(Case)} - {"seed", "spelling"}:
         values = {getattr(case, name) for case in cases}
         assert set(VALUES[name]) <= values, name
     assert all(Case.from_json(case.to_json()) == case for case in cases[:100])

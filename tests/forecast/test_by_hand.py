@@ -40,6 +40,7 @@ MODEL = ModelSizes(
     num_parameters=2088,
     num_trained_parameters=2088,
     layer_parameters=784,
+    linear_parameters=1536,
     num_layers=2,
     hidden_size=8,
     vocab_size=32,

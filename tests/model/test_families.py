@@ -1,4 +1,4 @@
-"""Model families by what their layers do: gated-delta hybrids run on Ulysses alone, other recurrences not at all."""
+"""Model families by what their layers do: gated-delta hybrids run on every backend, other recurrences not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from longctx.model.allow_list import (
 from longctx.model.load import load_config, load_model
 from longctx.model.tiny import tiny_tokenizer
 from longctx.train import main
-from longctx.ulysses.gated_delta import _convolve_documents
 from tests.model.test_models import LINEAR, SMALL, WINDOW
 from tests.reference import train_reference
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -38,6 +37,9 @@ PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_facto
 
 def setup_of(config, sp):
     return Setup.of_model(config, sp, element_size=4, device_name="CPU", devices_per_node=8)
+
+
+ONE_DOCUMENT = Documents(rows=[np.array([64])], source="one document")
 
 
 def hybrid_config(model_type="qwen3_next", **settings):
@@ -56,70 +58,21 @@ def folder(tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["ring", "gather", "hybrid"])
+@pytest.mark.parametrize("backend", ["ring", "gather", "hybrid", "ulysses"])
 @pytest.mark.parametrize("model_type", GATED_DELTA_MODELS)
-def test_no_ring_runs_gated_delta_layers(model_type, backend):
-    with pytest.raises(ValueError, match=rf"--sp_backend {backend} .*linear-attention.*--sp_backend ulysses .*1, 2\."):
-        choose_backend(backend, setup_of(hybrid_config(model_type), 2))
+def test_every_backend_runs_gated_delta_layers(model_type, backend):
+    """Also with more ranks than linear key heads, between which states pass."""
+    assert choose_backend(backend, setup_of(hybrid_config(model_type), 4), ONE_DOCUMENT).arrangement.name == backend
 
 
-@pytest.mark.parametrize("backend", ["ring", "gather", "hybrid"])
-def test_the_command_line_refuses_rings_before_anything_starts(backend, folder, capsys, monkeypatch, without_preflight):
-    monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
-    given = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "--sp", "2"]
-    assert main([*given, "--sp_backend", backend]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("longctx: error: ")
-    assert "linear-attention layers" in error
-    assert "Use --sp_backend ulysses" in error
-    assert main([*given, "--dry_run"]) == 0  # as auto chooses
-    assert "ulysses 2 (auto)" in capsys.readouterr().out
-
-
-def test_key_heads_that_do_not_fit():
-    """4 attention heads but 2 linear key heads; 6 and 4 share 1 and 2."""
-    with pytest.raises(ValueError, match=r"--sp 4 .*4 attention heads and 2 linear key heads.*--sp 1, 2\."):
-        choose_backend("ulysses", setup_of(hybrid_config(), 4))
-    uneven = hybrid_config(num_attention_heads=6, linear_num_key_heads=4)
-    with pytest.raises(ValueError, match=r"--sp 3 .*6 attention heads and 4 linear key heads.*--sp 1, 2\."):
-        choose_backend("ulysses", setup_of(uneven, 3))
-
-
-@pytest.mark.parametrize("backend", ["ring", "ulysses"])
-def test_key_heads_that_no_two_ranks_can_share(backend):
-    alone = hybrid_config(linear_num_key_heads=1)
-    with pytest.raises(ValueError, match=r"1 linear key heads\. Use --sp 1\.$"):
-        choose_backend(backend, setup_of(alone, 2))
-
-
-def test_auto_takes_ulysses_or_says_why_not():
-    documents = Documents(rows=[np.array([64])], source="one document")
-    choice = choose_backend("auto", setup_of(hybrid_config(), 2), documents)
-    assert choice.name == "ulysses"
-    assert {str(how): why for how, why in choice.refused} == dict.fromkeys(
-        ["ring 2", "gather 2"], "linear attention needs all tokens"
-    )
-    with pytest.raises(ValueError, match=r"auto finds no backend for sp 4 .*2 linear key heads.*Lower --sp"):
-        choose_backend("auto", setup_of(hybrid_config(), 4), documents)
-
-
-@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [3, 1, 7, 2]])
-def test_convolution_starts_afresh_in_every_document(lengths):
-    """Against a convolution of each document by itself, outputs and gradients."""
-    torch.manual_seed(0)
-    weight = torch.randn(6, 1, 4, dtype=torch.float64)
-
-    def convolve(x):
-        return torch.nn.functional.conv1d(x, weight, padding=3, groups=6)[:, :, : x.shape[2]]
-
-    together = torch.randn(1, 6, sum(lengths), dtype=torch.float64, requires_grad=True)
-    apart = together.detach().clone().requires_grad_()
-    actual = _convolve_documents(together, np.cumsum([0, *lengths]), convolve, reach=3)
-    expected = torch.cat([convolve(document) for document in apart.split(lengths, dim=2)], dim=2)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    actual.square().sum().backward()
-    expected.square().sum().backward()
-    torch.testing.assert_close(together.grad, apart.grad, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    ("sp", "said"), [(2, "or by heads, .* ms, whichever is less"), (4, "cannot share their heads")]
+)
+def test_the_command_line_says_how_recurrent_layers_are_spread(sp, said, folder, capsys, without_preflight):
+    given = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "--sp", str(sp)]
+    assert main([*given, "--sp_backend", "ring", "--dry_run", "--explain"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"ring {sp} \(asked for\).*recurrent layers by states, at most .* ms, .*{said}", printed), printed
 
 
 def documents_loss(model, documents, label_smoothing=0.0):

@@ -10,14 +10,16 @@ import inspect
 import subprocess
 import sys
 import zipfile
+from functools import partial
 
 import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from longctx import parallelize
-from longctx.ulysses import gated_delta
-from longctx.ulysses.gated_delta import KERNEL_BOUND, check_gated_delta, takes_kernel
+from longctx.recurrent import gated_delta
+from longctx.recurrent.gated_delta import KERNEL_BOUND, check_gated_delta, takes_kernel
+from longctx.recurrent.layers import delta_rule_layers
 from tests.model.test_models import TOLERANCE, make_batch, make_model
 from tests.workers import run_ranks
 
@@ -102,7 +104,7 @@ def test_the_kernel_is_for_half_precision_on_gpus(is_installed, monkeypatch):
 
 @pytest.fixture
 def layer():
-    return gated_delta.gated_delta_layers(make_model("qwen3_next"))[0]
+    return delta_rule_layers(make_model("qwen3_next"))[0]
 
 
 @pytest.fixture
@@ -115,7 +117,8 @@ def installed(monkeypatch, layer):
         monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", rule)
         monkeypatch.setattr(gated_delta, "is_flash_linear_attention_available", lambda: True)
         errors = gated_delta.kernel_errors
-        monkeypatch.setattr(gated_delta, "kernel_errors", lambda kernel, layer, _: errors(kernel, layer, CPU))
+        on_cpu = partial(errors, device=CPU)
+        monkeypatch.setattr(gated_delta, "kernel_errors", lambda *given, **kwargs: on_cpu(*given[:2], **kwargs))
         return own
 
     return install
@@ -124,18 +127,44 @@ def installed(monkeypatch, layer):
 CPU = torch.device("cpu")
 
 
-def by_document(rule, q, k, v, *, g, beta, cu_seqlens, **kwargs):
+def check(layer, device=GPU, *, with_states=False):
+    check_gated_delta(modeling_qwen3_next.torch_chunk_gated_delta_rule, layer, device, with_states=with_states)
+
+
+def by_document(rule, q, k, v, *, g, beta, cu_seqlens, initial_state=None, output_final_state=False, **kwargs):
     lengths = cu_seqlens.diff().tolist()
     documents = zip(*(x.split(lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
-    return torch.cat([rule(q, k, v, g=g, beta=beta, **kwargs)[0] for q, k, v, g, beta in documents], dim=1), None
+    states = [None] * len(lengths) if initial_state is None else initial_state.split(1)
+    kwargs["output_final_state"] = output_final_state
+    results = [
+        rule(q, k, v, g=g, beta=beta, initial_state=state, **kwargs)
+        for (q, k, v, g, beta), state in zip(documents, states, strict=True)
+    ]
+    out = torch.cat([of_tokens for of_tokens, _ in results], dim=1)
+    return out, torch.cat([state for _, state in results]) if output_final_state else None
 
 
-def test_an_exact_kernel_is_accepted(installed, layer):
+@pytest.mark.parametrize("with_states", [False, True])
+def test_an_exact_kernel_is_accepted(installed, layer, with_states):
     def kernel(*args, **kwargs):
         return by_document(own, *args, **kwargs)
 
     own = installed(kernel)
-    check_gated_delta(layer, GPU)
+    check(layer, with_states=with_states)
+
+
+@pytest.mark.parametrize("forgets", ["first states", "gradients of last states"])
+def test_a_kernel_that_loses_states_is_refused_where_they_pass_between_ranks(installed, layer, forgets):
+    def kernel(*args, initial_state=None, **kwargs):
+        if forgets == "first states" and initial_state is not None:
+            initial_state = 0 * initial_state
+        out, last = by_document(own, *args, initial_state=initial_state, **kwargs)
+        return out, last if forgets == "first states" or last is None else last.detach() + 0 * last
+
+    own = installed(kernel)
+    check(layer)
+    with pytest.raises(ValueError, match="rule is off by"):
+        check(layer, with_states=True)
 
 
 def test_a_state_that_goes_on_is_refused(installed, layer):
@@ -146,7 +175,7 @@ def test_a_state_that_goes_on_is_refused(installed, layer):
     with pytest.raises(
         ValueError, match=r"^flash-linear-attention's kernel .* is off by .* in bf16, and 2e-02 is allow"
     ):
-        check_gated_delta(layer, GPU)
+        check(layer)
 
 
 def test_a_kernel_that_does_not_know_shared_keys_is_refused(installed, layer):
@@ -162,7 +191,7 @@ def test_a_kernel_that_does_not_know_shared_keys_is_refused(installed, layer):
     with pytest.raises(
         ValueError, match=r"is off by .* Run `pip install --upgrade flash-linear-attention`, or uninsta"
     ):
-        check_gated_delta(layer, GPU)
+        check(layer)
 
 
 def test_a_kernel_that_fails_is_refused(installed, layer):
@@ -171,7 +200,7 @@ def test_a_kernel_that_fails_is_refused(installed, layer):
 
     installed(kernel)
     with pytest.raises(ValueError, match=r"rule fails on this machine: RuntimeError: no kernel image\. Run `pip"):
-        check_gated_delta(layer, GPU)
+        check(layer)
 
 
 def test_other_operators_are_transformers_own(installed, layer):
@@ -181,7 +210,7 @@ def test_other_operators_are_transformers_own(installed, layer):
         pytest.fail("the kernel ran on the CPU")
 
     installed(kernel)
-    check_gated_delta(layer, CPU)
+    check(layer, CPU)
     model, sequence = parallelize(make_model("qwen3_next"), 1)
     model(**sequence.shard(make_batch()).inputs)
 
@@ -190,5 +219,5 @@ def test_without_the_package_a_gpu_is_told_of_it(monkeypatch, layer, caplog):
     monkeypatch.setattr(gated_delta, "is_flash_linear_attention_available", lambda: False)
     monkeypatch.setattr(gated_delta.logger, "disabled", False)  # whatever libraries of other tests have set
     with caplog.at_level("WARNING", logger=gated_delta.logger.name):
-        check_gated_delta(layer, GPU)
+        check(layer)
     assert "pip install flash-linear-attention" in caplog.text

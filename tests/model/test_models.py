@@ -15,7 +15,6 @@ from longctx import parallelize
 from longctx.model.allow_list import (
     CAUSAL_MODELS,
     DECODER_MODELS,
-    GATED_DELTA_MODELS,
     POSITION_INDEPENDENT_ROPE,
     WINDOW_MODELS,
 )
@@ -222,10 +221,15 @@ def stock_step(model: PreTrainedModel):
 
 
 def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Over all parameters, relative to each gradient's norm, or to 1e-3 of all where it vanishes (a bias of keys)."""
+    """Over all parameters, relative to each gradient's norm, or to 1e-3 of all where it vanishes (a bias of keys).
+
+    Decays of recurrent layers are compared with 5e-3 of all: their gradients are differences of much larger sums, and
+    the stock step itself is off by 2e-5 of them from one in fp64 (in qwen3_next).
+    """
     assert actual.keys() == expected.keys()
     total = torch.nn.utils.get_total_norm(expected.values())
-    return max(float((actual[n] - e).norm() / e.norm().clamp(min=1e-3 * total)) for n, e in expected.items())
+    least = {name: 5e-3 if name.endswith(("A_log", "dt_bias")) else 1e-3 for name in expected}
+    return max(float((actual[n] - e).norm() / e.norm().clamp(min=least[n] * total)) for n, e in expected.items())
 
 
 def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
@@ -276,7 +280,7 @@ def test_scaled_rope_acts(kind):
 
 
 def backends_of(family: str) -> tuple[str, ...]:
-    return ("ulysses", "auto") if FAMILIES[family][0] in GATED_DELTA_MODELS else ("ring", "gather", "ulysses")
+    return ("ring", "gather", "ulysses")
 
 
 EVERY_PAIR = [(family, backend) for family in FAMILIES for backend in backends_of(family)]
@@ -311,15 +315,13 @@ def test_two_ranks_equal_stock_transformers(pairs):
         assert not wrong
 
 
-def backends_on_four_ranks(family: str) -> tuple[str, ...]:
-    """Two key heads of gated delta layers are too few."""
-    return () if FAMILIES[family][0] in GATED_DELTA_MODELS else ("ring", "gather", "ulysses", "hybrid")
-
-
 @pytest.mark.long
-def test_four_ranks_equal_stock_transformers():
-    pairs = [(family, backend) for family in FAMILIES for backend in backends_on_four_ranks(family)]
-    for results in run_ranks(4, f"{__name__}:sharded_steps", pairs):
+@pytest.mark.parametrize("backend", ["ring", "gather", "ulysses", "hybrid"])
+def test_four_ranks_equal_stock_transformers(backend):
+    """The small gated delta layers have two key heads, which four Ulysses ranks cannot share."""
+    too_few = [name for name, (_, settings) in FAMILIES.items() if "linear_num_key_heads" in settings]
+    pairs = [(name, backend) for name in FAMILIES if backend != "ulysses" or name not in too_few]
+    for results in run_ranks(4, f"{__name__}:sharded_steps", pairs, timeout=900):
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
         assert list(results) == pairs

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 
 from longctx.forecast.closed_form import placed_states
 from longctx.forecast.model_sizes import ModelSizes
@@ -207,7 +207,23 @@ def test_the_forecast_counts_four_bit_weights_whole(folder):
     config = load_config(folder)
     quantized = load_model(folder, config, quantization=BitsAndBytesConfig(load_in_4bit=True))
     found, expected = ModelSizes.of_model(quantized), ModelSizes.of_model(load_model(folder, config))
-    assert (found.num_parameters, found.layer_parameters) == (expected.num_parameters, expected.layer_parameters)
+    for name in ("num_parameters", "layer_parameters", "linear_parameters"):
+        assert getattr(found, name) == getattr(expected, name)
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_the_forecast_counts_as_4_bit_what_is_quantised(has_experts, tmp_path):
+    """Experts are not: transformers keeps them in tensors of three dimensions."""
+    bnb = pytest.importorskip("bitsandbytes", reason='the qlora extra: pip install -e ".[qlora]"')
+    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "num_hidden_layers": 2, "head_dim": 16}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(**shape, **experts) if has_experts else Qwen3Config(**shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    model = load_model(str(tmp_path), config, quantization=BitsAndBytesConfig(load_in_4bit=True))
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, bnb.nn.Linear4bit)]
+    assert ModelSizes.of_config(config).linear_parameters == sum(w.quant_state.shape.numel() for w in weights)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from longctx.model.allow_list import CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS, _dropouts, _reasons, _text_of
+from longctx.model.allow_list import CAUSAL_MODELS, WINDOW_MODELS, _dropouts, _reasons, _text_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 EXACT, REFUSED, UNKNOWN = "exact", "refused", "not yet compared"
@@ -48,9 +48,7 @@ def status(model_type: str) -> Status:
 
 
 def _how_exact(config: PretrainedConfig) -> str:
-    backends = "ulysses" if config.model_type in GATED_DELTA_MODELS else "ring, gather, ulysses, hybrid"
-    windows = ["with sliding windows"] if config.model_type in WINDOW_MODELS else []
-    return "; ".join([backends, *windows])
+    return "every backend" + (", with sliding windows" if config.model_type in WINDOW_MODELS else "")
 
 
 def _exact_part(config: PretrainedConfig) -> str | None:
@@ -85,8 +83,7 @@ def page() -> str:
             f"the {len(of_type)} model types for which transformers has a causal or an image-text model:",
             "",
             f"- **{counts[EXACT]} {EXACT}**: `tests/model/test_models.py` compares logits, loss and every gradient of",
-            "  small models with those of stock transformers, which sees one document at a time, at sp 1, 2 and 4",
-            "  (gated delta layers: at sp 1 and 2).",
+            "  small models with those of stock transformers, which sees one document at a time, at sp 1, 2 and 4.",
             f"- **{counts[REFUSED]} {REFUSED}**, with the reason for transformers' default configuration of the type.",
             f"- **{counts[UNKNOWN]} {UNKNOWN}**. They are refused as well. A type that a later release of transformers",
             "  adds belongs here until it has been compared.",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from longctx.ranks import agreement
 from longctx.ranks.agreement import broadcast_object, gather_objects
-from longctx.ranks.watchdog import Position, _stack, limit_waiting, phase, speaks_after, watch
+from longctx.ranks.watchdog import Position, _stack, current_watchdog, limit_waiting, phase, speaks_after
 from tests.workers import run_ranks
 
 NCCL_ALONE = "cuda:nccl"
@@ -27,17 +27,17 @@ def test_a_hang_is_described_before_nccl_aborts(timeout, seconds):
 def one_rank_does_not_come():
     """Rank 1 is elsewhere for 4 s of a time-out of 4 s, while rank 0 waits for it."""
     dist.get_backend_config = lambda group=None: NCCL_ALONE
-    watching = watch()
-    watching.guard()
-    watching.step = 7
+    watchdog = current_watchdog()
+    watchdog.register()
+    watchdog.step = 7
     limit_waiting(timedelta(seconds=4))
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=60), dist.group.WORLD)  # gloo would raise an error in time
     if dist.get_rank() == 1:
         is_elsewhere()
     dist.barrier()
-    failure = watching.failure
-    watching.leave()
+    failure = watchdog.failure
+    watchdog.leave()
     return failure
 
 

@@ -445,6 +445,19 @@ def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
 
 
 @pytest.mark.parametrize(
+    ("model_type", "name", "part"),
+    [
+        ("llama", "eager", "llama is no mixture of experts"),
+        ("mixtral", "deepgemm", "Use eager, batched_mm, grouped_mm"),
+    ],
+)
+def test_ways_to_compute_experts_that_are_not_compared(model_type, name, part, tmp_path, refused):
+    given = ["--model_name_or_path", save_config(tmp_path, model_type), "--dataset_name", "stdlib"]
+    kwargs = ["--model_init_kwargs", json.dumps({"experts_implementation": name})]
+    refused(*given, *kwargs, parts=(f"sets experts_implementation {name}", part))
+
+
+@pytest.mark.parametrize(
     ("model_type", "kind"), [("llama", "is no mixture of experts"), ("hunyuan_v1_moe", "has no such loss")]
 )
 def test_a_coefficient_for_routers_without_an_auxiliary_loss(model_type, kind, tmp_path, refused):

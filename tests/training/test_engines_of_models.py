@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from longctx.model.allow_list import GATED_DELTA_MODELS
 from longctx.model.tiny import tiny_tokenizer
 from longctx.training.engines import ENGINE_ENVIRONMENT
 from tests.model.test_families import documents_loss
@@ -52,9 +51,8 @@ def every_case():
     """(family, layout): both engines for every model, and all layouts for those with saved buffers or an odd layer."""
     for family, layout in product(MODELS, LAYOUTS):
         is_special = family in ("apertus", "glm4_moe", ODD)
-        ring = "ring" in layout and MODELS[family][0] in GATED_DELTA_MODELS
         odd = "ulysses" in layout and family == ODD  # three heads cannot be divided
-        if (is_special or layout in ("dp on FSDP2", "ulysses on ZeRO-3")) and not ring and not odd:
+        if (is_special or layout in ("dp on FSDP2", "ulysses on ZeRO-3")) and not odd:
             yield family, layout
 
 

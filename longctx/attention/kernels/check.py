@@ -183,10 +183,10 @@ def disagreement_elsewhere(
     with suppress(ValueError, IndexError):
         return json.loads(done.stdout.splitlines()[-1])[0]
     if done.returncode < 0:
-        how = f"was ended by {signal.Signals(-done.returncode).name}"
+        ending = f"was ended by {signal.Signals(-done.returncode).name}"
     else:
-        how = f"ended with exit code {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2]}"
-    return f"a process that checked it {how}"
+        ending = f"ended with exit code {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2]}"
+    return f"a process that checked it {ending}"
 
 
 def main() -> None:

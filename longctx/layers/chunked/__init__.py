@@ -7,6 +7,6 @@ grow with the sequence, forward or backward, and the results are those of the wh
 """
 
 from longctx.layers.chunked.attention import HostAttention
-from longctx.layers.chunked.model import install_chunked
+from longctx.layers.chunked.layer import install_chunked
 
 __all__ = ["HostAttention", "install_chunked"]

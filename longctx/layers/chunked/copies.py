@@ -18,7 +18,7 @@ class _Copied(NamedTuple):
 
     tensors: list[Tensor]
     done: torch.cuda.Event | None
-    """Of the copies; None without a GPU, where nothing is under way."""
+    """The event after the copies; None without a GPU, where nothing is under way."""
 
 
 class _Streams(NamedTuple):

@@ -1,0 +1,1 @@
+"""Layers that carry a state from token to token: gated delta rules, state-space layers and short convolutions."""

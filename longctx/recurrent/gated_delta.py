@@ -1,0 +1,261 @@
+"""The gated delta rule (arXiv 2412.06464) over a sequence group, as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
+
+A head carries a state S [D, E] from token to token: S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ. So the state
+behind a piece of a document is B + A·S of the state before it. The rule itself gives both in one call: B from a state
+of 0, and the columns of A from the columns of the identity with values of 0, which are E + D columns together.
+
+There are two ways to spread it. **By states**, each rank computes its own tokens: the maps A and B of the pieces that
+another one continues, and then all pieces from the states before them. **By heads**, each rank takes all tokens of some
+heads, as Ulysses does; only numbers of key heads that the ranks divide allow it. `longctx.recurrent.cost` says which
+one is faster.
+
+transformers uses flash-linear-attention's kernel for the delta rule wherever that package can be imported. Here the
+kernel computes half precision on GPUs, after a comparison with transformers' own operators, which compute the rest.
+Releases before 0.5 assume as many value heads as key heads and silently return wrong numbers if there are more. In
+fp32, Triton's products would be rounded to TF32.
+
+Shape legend: P ranks, S tokens of a sequence, s of a rank, K key heads of size D, V value heads of size E, V a multiple
+of K. The inputs of the rule are q and k [1, s, K, D], v [1, s, V, E], the decays g = log α and the strengths β, both
+[1, s, V].
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.utils.import_utils import is_flash_linear_attention_available
+
+from longctx.attention.kernels.entries import upload
+from longctx.recurrent.passing import by_piece, incoming_states, run_pieces, select
+from longctx.recurrent.pieces import Pieces
+from longctx.sequence.batch import BatchLayout
+from longctx.ulysses.exchange import all_to_all, tokens_to_ranks
+
+logger = logging.getLogger(__name__)
+
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+"""transformers' `torch_chunk_gated_delta_rule`: (q, k, v, g=, beta=, initial_state=, output_final_state=, ...)."""
+
+KERNEL_BOUND = 2e-2
+"""Largest relative error of the kernel's outputs and gradients over a document, the same as for Liger's kernels.
+
+A number is rounded to 2^-9 of itself, and the kernel rounds several times."""
+
+
+def delta_rule_by_states(
+    rule: Rule, inputs: Sequence[Tensor], pieces: Pieces, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Compute the rule over this rank's pieces, from the states that other ranks compute: inputs -> [1, s, V, E]."""
+    before = None
+    if pieces.slots:
+        maps = _maps(rule, select(inputs, pieces, pieces.gives), pieces.lengths[pieces.gives])
+        before, inputs = incoming_states(maps, pieces, group, partial(_apply, inputs[2].shape[-1]), inputs)
+    return run_pieces(lambda *piece: delta_rule(rule, *piece)[0], inputs, pieces, before)
+
+
+def delta_rule_by_heads(
+    rule: Rule, inputs: Sequence[Tensor], layout: BatchLayout, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Compute the rule over all tokens, for this rank's heads, with an exchange before and after: -> [1, s, V, E]."""
+    lengths = np.diff(layout.cu_seqlens)
+    if group is None:
+        return delta_rule(rule, inputs, lengths)[0]
+    *qkv, g, beta = (x[0] for x in inputs)
+    exchanged = *_to_heads([*qkv, beta[..., None]], group), *_to_heads([g[..., None]], group)  # g is fp32
+    q, k, v, beta, g = (x[None] for x in _in_order(exchanged, layout, back=False))
+    mixed, _ = delta_rule(rule, (q, k, v, g[..., 0], beta[..., 0]), lengths)
+    [mixed] = _in_order([mixed[0]], layout, back=True)
+    return tokens_to_ranks(mixed.transpose(0, 1)[None], group).transpose(1, 2)
+
+
+def delta_rule(
+    rule: Rule, inputs: Sequence[Tensor], lengths: np.ndarray, states: Tensor | None = None, *, gives: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the rule over pieces of these lengths: -> [1, s, V, E], and the states behind them if it `gives` them.
+
+    Args:
+        states: [n, V, D, E], the states before the pieces; None for 0.
+    """
+    compute = _in_one_call if takes_kernel(inputs[0]) else _by_piece
+    return compute(rule, inputs, lengths, states, gives=gives)
+
+
+def _in_one_call(
+    rule: Rule, inputs: Sequence[Tensor], lengths: np.ndarray, states: Tensor | None = None, *, gives: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the rule by a kernel that takes the boundaries of pieces and a state for each."""
+    *qkv, g, beta = inputs
+    boundaries = upload(np.append(0, np.cumsum(lengths)), g.device)
+    return rule(
+        *qkv,
+        g=g,
+        beta=beta,
+        initial_state=states,
+        output_final_state=gives,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=boundaries,
+    )
+
+
+def _by_piece(
+    rule: Rule, inputs: Sequence[Tensor], lengths: np.ndarray, states: Tensor | None = None, *, gives: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the rule by transformers' own operators, one piece after the other."""
+
+    def run(piece: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        *qkv, g, beta = piece
+        states = {"initial_state": state, "output_final_state": gives}
+        return inspect.unwrap(rule)(*qkv, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **states)
+
+    return by_piece(run, inputs, lengths, states)
+
+
+def takes_kernel(q: Tensor) -> bool:
+    """Whether flash-linear-attention's kernel computes the delta rule of these queries."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and is_flash_linear_attention_available()
+
+
+# ------------------------------------------------------------------------------------------------
+# States
+# ------------------------------------------------------------------------------------------------
+
+
+def _maps(rule: Rule, inputs: Sequence[Tensor], lengths: np.ndarray) -> Tensor:
+    """Return the affine map of each piece, [n, V, D, E + D]: columns of B, then those of A."""
+    q, k, v, g, beta = inputs
+    heads, size, values = v.shape[2], k.shape[-1], v.shape[-1]
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    if not len(lengths):
+        return v.new_zeros(0, heads, size, values + size, dtype=dtype)
+    states = v.new_zeros(len(lengths), heads, size, values + size, dtype=dtype)
+    states[..., values:] = torch.eye(size, dtype=dtype, device=v.device)
+    _, behind = delta_rule(rule, (q, k, nn.functional.pad(v, (0, size)), g, beta), lengths, states, gives=True)
+    assert behind is not None, "the rule returns its last states when asked"
+    return behind
+
+
+def _apply(values: int, of_piece: Tensor, state: Tensor | None) -> Tensor:
+    """Return the state [V, D, E] behind a piece, from its map [V, D, E + D] and the state before it."""
+    moved, made = of_piece[..., values:], of_piece[..., :values]
+    return made if state is None else made + moved @ state
+
+
+# ------------------------------------------------------------------------------------------------
+# Heads
+# ------------------------------------------------------------------------------------------------
+
+
+def _to_heads(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Each [s, n, size] -> [S, n/P, size]: all tokens, this rank's heads. One exchange for all of them."""
+    shares = [x.unflatten(1, (dist.get_world_size(group), -1)) for x in parts]  # [s, P, n/P, size]
+    fused = torch.cat([x.flatten(2) for x in shares], dim=2).transpose(0, 1)
+    rows = all_to_all(fused, group).flatten(0, 1)  # [S, n/P · size of each part]
+    widths = [x.shape[2:].numel() for x in shares]
+    return [x.unflatten(1, share.shape[2:]) for x, share in zip(rows.split(widths, dim=1), shares, strict=True)]
+
+
+def _in_order(parts: Sequence[Tensor], layout: BatchLayout, *, back: bool) -> list[Tensor]:
+    """Each [S, ...] from the order of the ranks' shards to that of the whole row, or back."""
+    if layout.plan is None:
+        return list(parts)
+    order = layout.plan.permutation if back else np.argsort(layout.plan.permutation)
+    index = upload(order, parts[0].device)
+    return [x.index_select(0, index) for x in parts]
+
+
+# ------------------------------------------------------------------------------------------------
+# The check of the kernel
+# ------------------------------------------------------------------------------------------------
+
+_LENGTHS = (70, 1, 130)
+"""Tokens of the documents that are compared. The kernel works on 64 at a time."""
+
+
+def check_gated_delta(rule: Rule, layer: Any, device: torch.device, *, with_states: bool) -> None:
+    """Compare the kernel on this device with transformers' own operators, on packed documents, forward and backward.
+
+    Args:
+        rule: the rule of the layer's module, which is the kernel where that is installed.
+        layer: a gated delta-rule layer of the model.
+        with_states: whether states pass between ranks.
+
+    Raises:
+        ValueError: if the kernel fails, or is off by more than KERNEL_BOUND.
+    """
+    if device.type != "cuda":
+        return
+    if not is_flash_linear_attention_available():
+        logger.warning(
+            "linear-attention layers compute one document after the other, which is slow with many of them. "
+            "pip install flash-linear-attention for a kernel that takes all at once."
+        )
+        return
+    remedy = (
+        "Run `pip install --upgrade flash-linear-attention`, or uninstall it: transformers' own operators are exact."
+    )
+    try:
+        error = max(kernel_errors(rule, layer, device, with_states=with_states))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # whatever a compiler or driver raises
+        reason = str(failure).strip().partition("\n")[0]
+        raise ValueError(
+            f"flash-linear-attention's kernel of the gated delta rule fails on this machine: {type(failure).__name__}: "
+            f"{reason}. {remedy}"
+        ) from failure
+    if not error <= KERNEL_BOUND:  # NaN is wrong too
+        raise ValueError(
+            f"flash-linear-attention's kernel of the gated delta rule is off by {error:.1e} on this machine in bf16, "
+            f"and {KERNEL_BOUND:.0e} is allowed. {remedy}"
+        )
+
+
+def kernel_errors(rule: Rule, layer: Any, device: torch.device, *, with_states: bool) -> list[float]:
+    """Return the largest relative error of a document for each output and gradient, in bf16 and for this layer's heads.
+
+    Two key heads are compared, since all heads are computed alike. Transformers' operators compute in fp32 on the CPU.
+    If states pass between ranks, the documents go on from states, and the states behind them are compared, too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths, tokens = np.array(_LENGTHS), sum(_LENGTHS)
+    values = 2 * layer.num_v_heads // layer.num_k_heads
+    shapes = [(2, layer.head_k_dim)] * 2 + [(values, layer.head_v_dim), (values,), (values,)]
+    inputs = [torch.randn(1, tokens, *shape, generator=generator) for shape in shapes]
+    inputs[3:] = [-inputs[3].exp(), inputs[4].sigmoid()]  # decays are fp32, as in the layers
+    inputs = [x if i == 3 else x.bfloat16() for i, x in enumerate(inputs)]
+    if with_states:
+        inputs += [torch.randn(len(lengths), values, layer.head_k_dim, layer.head_v_dim, generator=generator)]
+    upstream = [torch.randn(x.shape, generator=generator).to(x) for x in (inputs[2], *inputs[5:])]
+
+    def results(compute: Callable[..., Any], device: torch.device, dtype: torch.dtype | None) -> list[Tensor]:
+        given = [x.to(device, dtype).requires_grad_() for x in inputs]
+        outputs = compute(rule, given[:5], lengths, *given[5:], gives=with_states)[: len(upstream)]
+        given_back = [x.to(out) for x, out in zip(upstream, outputs, strict=True)]
+        return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, given, given_back)]
+
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        exact = results(_by_piece, torch.device("cpu"), torch.float32)
+        found = results(_in_one_call, device, None)
+    return [_error_over_documents(x.cpu(), wanted) for x, wanted in zip(found, exact, strict=True)]
+
+
+def _error_over_documents(actual: Tensor, exact: Tensor) -> float:
+    """Return the largest relative error of a document, in its tokens [1, S, ...] or in its state of [n, ...].
+
+    It is relative to the document's own norm, or to a typical one of its length if that is larger.
+    """
+    typical = exact.square().mean().sqrt()
+    of_each = [x.split(_LENGTHS, dim=1) if len(x) == 1 else x.split(1) for x in (actual.float(), exact)]
+    errors = [
+        (x - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=typical)
+        for x, wanted in zip(*of_each, strict=True)
+    ]
+    return float(torch.stack(errors).max())

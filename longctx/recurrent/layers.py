@@ -1,0 +1,158 @@
+"""Recurrent layers of transformers on the batches of `SequenceParallel.shard`.
+
+A layer mixes tokens in two of its module's functions alone: a short causal convolution, and a scan that carries a
+state. All else in it works on one token at a time. So the layer's own forward runs, on this rank's tokens, with these
+functions exchanged for ours, which know where documents begin and what the other ranks hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longctx.recurrent.gated_delta import check_gated_delta, delta_rule_by_heads, delta_rule_by_states
+from longctx.recurrent.passing import convolve_pieces
+from longctx.recurrent.pieces import Pieces
+from longctx.sequence.batch import AttentionContext, BatchLayout
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+"""transformers' names of the functions that mix tokens, the same in the modules of all models."""
+
+PrefersHeads = Callable[[BatchLayout, Pieces], bool]
+"""Whether the ranks exchange tokens for heads in the gated delta rules of a batch; else states pass between them."""
+
+STATE_KEYWORDS = ("cache", "cache_params", "past_key_values", "attention_mask")
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that mix tokens by a convolution or a scan, without the norms and MLPs beside them."""
+    return [layer for layer in model.modules() if CONVOLUTION in _called_by(layer)]
+
+
+def delta_rule_layers(model: nn.Module) -> list[nn.Module]:
+    """Return those of them that are gated delta rules."""
+    return [layer for layer in recurrent_layers(model) if DELTA_RULE in _called_by(layer)]
+
+
+def functions_of(layer: nn.Module) -> ModuleType:
+    """Return the module of transformers that has the layer's functions."""
+    return sys.modules[type(layer).__module__]
+
+
+def install_recurrent(model: PreTrainedModel, name: str, prefers_heads: PrefersHeads) -> None:
+    """Make every recurrent layer of `model` compute exactly on the batches of `SequenceParallel.shard`.
+
+    Args:
+        name: our `attn_implementation`. While a model has it, its recurrent layers need batches that were cut.
+        prefers_heads: asked once for each batch.
+    """
+    for layer in recurrent_layers(model):
+        layer.forward = partial(_forward, layer, layer.forward, partial(_is_named, model, name), prefers_heads)
+
+
+def _is_named(model: PreTrainedModel, name: str) -> bool:
+    return model.config._attn_implementation == name
+
+
+@torch.compiler.disable  # its messages cannot be compiled; torch.compile takes the rest of the layer
+def _forward(
+    layer: nn.Module,
+    stock_forward: Callable[..., Tensor],
+    is_parallelized: Callable[[], bool],
+    prefers_heads: PrefersHeads,
+    hidden_states: Tensor,
+    *args: Any,
+    sequence: AttentionContext | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute a layer in transformers' signature: hidden_states [1, s, h] -> [1, s, h]."""
+    if sequence is None:
+        if is_parallelized():
+            raise ValueError(
+                f"{type(layer).__name__} was put in place by longctx.parallelize and needs batches cut by its second "
+                "result: model(**sequence.shard(batch).inputs). To use the model as before, for generation say, call "
+                "model.set_attn_implementation('sdpa') first."
+            )
+        return stock_forward(hidden_states, *args, **kwargs)
+    given = [name for name in STATE_KEYWORDS if kwargs.get(name) is not None]
+    assert not given, f"batches of shard() carry no {' and no '.join(given)}"
+    assert hidden_states.shape[1] == sequence.local_length, (
+        f"a recurrent layer sees {hidden_states.shape[1]} tokens where this rank's shard has "
+        f"{sequence.local_length}: the model was called with a batch that was not cut"
+    )
+    sequence.calls += 1
+    pieces = sequence.shared(Pieces, lambda: Pieces.of(sequence.layout, sequence.rank))
+    by_heads = sequence.shared("recurrent by heads", lambda: prefers_heads(sequence.layout, pieces))
+    own = {
+        CONVOLUTION: partial(_convolve, functions_of(layer), pieces, sequence.ranks),
+        DELTA_RULE: partial(_delta_rule, functions_of(layer), pieces, sequence, by_heads),
+    }
+    return _with_functions(_forward_of(layer), own)(layer, hidden_states)
+
+
+def _forward_of(layer: nn.Module) -> FunctionType:
+    return inspect.unwrap(type(layer).forward)
+
+
+def _called_by(layer: nn.Module) -> tuple[str, ...]:
+    """Return the global names in the source of a layer's forward."""
+    code = getattr(_forward_of(layer), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def check_recurrent(model: nn.Module, device: torch.device, *, with_states: bool) -> None:
+    """Check the kernels that recurrent layers use on this device, see `check_gated_delta`."""
+    if layers := delta_rule_layers(model):
+        check_gated_delta(getattr(functions_of(layers[0]), DELTA_RULE), layers[0], device, with_states=with_states)
+
+
+def _with_functions(function: FunctionType, others: dict[str, Any]) -> FunctionType:
+    """Return the function with some of the functions that it calls exchanged for others."""
+    space = {**function.__globals__, **others}
+    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _convolve(
+    functions: ModuleType,
+    pieces: Pieces,
+    group: dist.ProcessGroup | None,
+    channels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Compute in place of `causal_conv1d_fn`: channels [1, C, s], weight [C, reach + 1] -> [1, C, s]."""
+    convolution = getattr(functions, CONVOLUTION)
+    convolution = convolution if channels.is_cuda else inspect.unwrap(convolution)
+    convolve = partial(convolution, weight=weight, bias=bias, activation=activation)
+    return convolve_pieces(channels, pieces, group, convolve, reach=weight.shape[1] - 1)
+
+
+def _delta_rule(
+    functions: ModuleType,
+    pieces: Pieces,
+    sequence: AttentionContext,
+    by_heads: bool,
+    *qkv: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute in place of `torch_chunk_gated_delta_rule`, from a state of 0 in every document."""
+    rule, inputs = getattr(functions, DELTA_RULE), (*qkv, g, beta)
+    if by_heads:
+        return delta_rule_by_heads(rule, inputs, sequence.layout, sequence.ranks), None
+    return delta_rule_by_states(rule, inputs, pieces, sequence.ranks), None

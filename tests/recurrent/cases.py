@@ -1,0 +1,128 @@
+"""Recurrent operators in fp64 on the ranks of a group, against one process that sees each document alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from longctx.recurrent.gated_delta import delta_rule_by_heads, delta_rule_by_states
+from longctx.recurrent.passing import convolve_pieces
+from longctx.recurrent.pieces import Pieces
+from longctx.sequence.batch import BatchLayout
+from longctx.sequence.mesh import ParallelDims
+from longctx.sequence.shard import plan_batch
+
+REACH = 3
+
+
+def layout_of(lengths: list[int], ring: int, ulysses: int) -> BatchLayout:
+    """The cut of one row with these documents, planned as for a batch."""
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return plan_batch(positions, ParallelDims.arrange(ring * ulysses, ring=ring, ulysses=ulysses))
+
+
+def random_lengths(total: int, seed: int) -> list[int]:
+    """Documents that fill `total` tokens: of one token, shorter than a convolution's reach, and over several ranks."""
+    generator = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        lengths.append(min(left, int(generator.choice([1, 2, 3, 5, total // 4, total // 2, 3 * total // 4]))))
+    return lengths
+
+
+def recurrent_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state=None, output_final_state=False, **_
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule (arXiv 2412.06464, equation 10), one token after the other, in its inputs' precision."""
+    shared = v.shape[2] // k.shape[2]
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(shared, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
+    state = q.new_zeros(1, v.shape[2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
+    out = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        written = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhd,bhde->bhe", k[:, t], state))
+        state = state + k[:, t, :, :, None] * written[:, :, None, :]
+        out.append(torch.einsum("bhd,bhde->bhe", q[:, t], state))
+    return torch.stack(out, dim=1), state if output_final_state else None
+
+
+def delta_inputs(total: int) -> list[Tensor]:
+    """q, k, v, g and beta of 4 key heads of size 3 and 8 value heads of size 2; some decays forget nearly all."""
+    shapes = [(4, 3), (4, 3), (8, 2), (8,), (8,)]
+    q, k, v, g, beta = (torch.randn(1, total, *shape, dtype=torch.float64) for shape in shapes)
+    return [q, k, v, -(1.5 * g).exp(), beta.sigmoid()]
+
+
+def alone(run: Callable[..., Tensor], inputs: list[Tensor], lengths: list[int]) -> Tensor:
+    return torch.cat([run(*document) for document in zip(*(x.split(lengths, dim=1) for x in inputs), strict=True)], 1)
+
+
+def convolved(weight: Tensor, tokens: Tensor) -> Tensor:
+    """[1, S, C] -> [1, S, C], each token with those before it."""
+    channels = tokens.transpose(1, 2)
+    out = F.conv1d(channels, weight[:, None], padding=REACH, groups=len(weight))
+    return out[..., : channels.shape[2]].transpose(1, 2)
+
+
+def operators(layout: BatchLayout, rank: int, group) -> dict[str, tuple]:
+    """{name: (weights, inputs of all tokens, operator on a document alone, operator on this rank's tokens)}."""
+    torch.manual_seed(3)
+    pieces = Pieces.of(layout, rank)
+    weight = torch.randn(5, REACH + 1, dtype=torch.float64)
+    tokens = torch.randn(1, layout.num_tokens, 5, dtype=torch.float64)
+
+    def convolve(weight: Tensor, tokens: Tensor) -> Tensor:
+        causal = partial(_channels_first, partial(convolved, weight))
+        return convolve_pieces(tokens.transpose(1, 2), pieces, group, causal, REACH).transpose(1, 2)
+
+    rule = recurrent_delta_rule
+    delta = delta_inputs(layout.num_tokens)
+    return {
+        "convolution": ([weight], [tokens], convolved, convolve),
+        "delta rule by states": (
+            [],
+            delta,
+            lambda *inputs: rule(*inputs)[0],
+            lambda *inputs: delta_rule_by_states(rule, inputs, pieces, group),
+        ),
+        "delta rule by heads": (
+            [],
+            delta,
+            lambda *inputs: rule(*inputs)[0],
+            lambda *inputs: delta_rule_by_heads(rule, inputs, layout, group),
+        ),
+    }
+
+
+def _channels_first(run: Callable[[Tensor], Tensor], channels: Tensor) -> Tensor:
+    return run(channels.transpose(1, 2)).transpose(1, 2)
+
+
+def errors(lengths: list[int], ring: int, ulysses: int) -> dict[str, float]:
+    """The largest relative error of outputs and gradients on this rank, by operator."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    layout = layout_of(lengths, ring, ulysses)
+    order = np.arange(layout.num_tokens) if layout.plan is None else layout.plan.permutation
+    own = torch.from_numpy(order).chunk(ring * ulysses)[rank]
+    found = {}
+    for name, (weights, tokens, run_alone, run) in operators(layout, rank, group).items():
+        whole = [x.clone().requires_grad_() for x in (*weights, *tokens)]
+        expected = alone(partial(run_alone, *whole[: len(weights)]), whole[len(weights) :], lengths)
+        upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        wanted = torch.autograd.grad(expected, whole, upstream)
+        mine = [x.clone().requires_grad_() for x in (*weights, *(x[:, own] for x in tokens))]
+        actual = run(*mine)
+        grads = list(torch.autograd.grad(actual, mine, upstream[:, own]))
+        for grad in grads[: len(weights)]:
+            dist.all_reduce(grad)
+        pairs = [(actual, expected[:, own]), *zip(grads[: len(weights)], wanted, strict=False)]
+        pairs += [(x, y[:, own]) for x, y in zip(grads[len(weights) :], wanted[len(weights) :], strict=True)]
+        found[name] = max(float((x - y).norm() / y.norm().clamp(min=1e-3)) for x, y in pairs)
+    return found
