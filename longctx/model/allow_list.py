@@ -41,7 +41,6 @@ DECODER_MODELS = (
     "ministral3",
     "nanochat",
     "persimmon",
-    "phimoe",
 )
 """Those of CAUSAL_MODELS whose families stand in tests/model/more_families.py."""
 

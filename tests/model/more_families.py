@@ -57,11 +57,5 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nanochat, capped logits": ("nanochat", SMALL | {"final_logit_softcapping": 1.0}),
     "persimmon": ("persimmon", ALL_HEADS),
-    "phimoe": (
-        "phimoe",
-        SMALL
-        | {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": None}
-        | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
-    ),
 }
 """Name -> (model_type, settings). A name with "window" in it has windows."""
