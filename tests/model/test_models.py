@@ -19,6 +19,7 @@ from longctx.model.allow_list import (
     WINDOW_MODELS,
 )
 from longctx.model.load import load_config, load_model
+from longctx.model.recurrent import num_mixing_layers
 from longctx.training.metrics import _peak_flops
 from tests.model.more_families import MORE_FAMILIES, SMALL
 from tests.workers import run_ranks
@@ -49,6 +50,7 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4}
 NEVER_AS_IS = (
     "afmoe",
     "cohere2",
@@ -124,6 +126,31 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in (*NEVER
         "qwen3_5_moe_text",
         SMALL | LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     ),
+    "bamba": ("bamba", SMALL | MAMBA2 | {"attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "falcon_h1",
+        SMALL | MAMBA2 | {"mamba_d_ssm": 64, "head_dim": 8, "mamba_rms_norm": True, "ssm_in_multiplier": 0.5},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        SMALL
+        | MAMBA2
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16}
+        | {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 8}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4}
+        | {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+    ),
+    "lfm2": ("lfm2", SMALL | {"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        SMALL | EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", SMALL | LINEAR),
     "qwen3_5_text": ("qwen3_5_text", SMALL | LINEAR),
     "qwen3_next": (
         "qwen3_next",
@@ -240,7 +267,7 @@ def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
     shard = sequence.shard(batch)
     logits = model(**shard.inputs).logits
     assert logits.shape[1] == sum(LENGTHS) // sp
-    assert shard.context.calls == model.config.num_hidden_layers
+    assert shard.context.calls == num_mixing_layers(model.config)
     loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
     loss.backward()
     mean_loss = loss.detach().clone()
@@ -344,7 +371,7 @@ def test_gradient_checkpointing_changes_nothing(family, kwargs):
     logits = model(**shard.inputs).logits
     loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
     loss.backward()
-    assert shard.context.calls > model.config.num_hidden_layers  # attention ran again in the backward pass
+    assert shard.context.calls > num_mixing_layers(model.config)  # attention ran again in the backward pass
     assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
     assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
 
