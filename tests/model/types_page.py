@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from longctx.model import load
 from longctx.model.allow_list import CAUSAL_MODELS, WINDOW_MODELS, _dropouts, _reasons, _text_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -52,11 +53,13 @@ def _how_exact(config: PretrainedConfig) -> str:
 
 
 def _exact_part(config: PretrainedConfig) -> str | None:
-    """Return the causal language model that the configuration is read as, where transformers takes it out itself."""
-    from longctx.model.load import _text_alone
-
-    text = _text_alone(config)
-    return text.model_type if text is not None and text.model_type in CAUSAL_MODELS else None
+    """Return the causal language model as which a run reads a multimodal configuration; None if it reads all of it."""
+    text_part = getattr(load, "text_part", None) or load._text_alone  # the former where more types are read so
+    try:
+        part = text_part(config)
+    except ValueError:
+        return None
+    return part.model_type if part is not None and part.model_type in CAUSAL_MODELS else None
 
 
 _GENERAL = ("Its layers are not known to be exact", "To train on text alone", "sliding_window is ")
