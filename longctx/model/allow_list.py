@@ -317,7 +317,7 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
 def _dropouts(config: PretrainedConfig) -> Iterator[str]:
     """Dropout or noise anywhere in the decoder; a classification head's is never used here."""
     for name, value in sorted(vars(config).items()):
-        is_rate = "dropout" in name or name.endswith(("_pdrop", "_jitter_noise", "layerdrop"))
+        is_rate = "dropout" in name or name.endswith(("_pdrop", "_jitter_noise"))
         if is_rate and not name.startswith("classifier") and isinstance(value, int | float) and value > 0:
             yield (
                 f"{name} is {value}; random masks would differ between one device and several. "
