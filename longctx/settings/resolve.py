@@ -96,7 +96,7 @@ def _arranged(
     if values["use_liger_kernel"]:
         values = _take_liger(values, model_config, use_cpu=use_cpu)
     if values["torch_compile"]:
-        check_compile(values, engine.name)
+        check_compile(values, engine.name, model_config)
     values = values.note(*precision_notes(values, engine.name, use_cpu=use_cpu))
     values = values.set(
         max_grad_norm=clipping(values["max_grad_norm"], engine.name), pad_to_multiple_of=pad_multiple(multiple, dims)

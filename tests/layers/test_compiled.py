@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from longctx import parallelize
 from longctx.layers.compiled import check_compile, install_compiled
-from longctx.model.tiny import tiny_model
+from longctx.model.tiny import tiny_config, tiny_model
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
@@ -103,8 +103,8 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     settings = dict.fromkeys(("sequence_chunk_size", "tiled_mlp", "use_liger_kernel", "use_peft"))
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and no-such-compiler is not found"):
-        check_compile({**settings, "torch_compile_backend": None}, "fsdp2")
-    check_compile({**settings, "torch_compile_backend": "aot_eager"}, "fsdp2")
+        check_compile({**settings, "torch_compile_backend": None}, "fsdp2", tiny_config())
+    check_compile({**settings, "torch_compile_backend": "aot_eager"}, "fsdp2", tiny_config())
 
 
 def test_the_flag_reaches_the_layers_and_not_the_trainer():
