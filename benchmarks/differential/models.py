@@ -52,6 +52,9 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "minimax_m2": _EXPERTS | {"num_local_experts": 4},
     "sarvam_moe": _GROUPED,
     "solar_open": _GROUPED,
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "flint": _EXPERTS | {"num_experts": 4, "mlp_only_layers": [0]},
+    "kolibri1": _SHARED,
     "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
     "cwm": {"bos_token_id": EOS},
     "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
@@ -91,7 +94,18 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
 }
-_NO_WINDOW = ("dots1", "exaone4", "mellum", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
+_NO_WINDOW = (
+    "dots1",
+    "exaone4",
+    "mellum",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+)
 """Types whose default window is left out where a case has none."""
 _WINDOW_IN_ALL_LAYERS = ("mistral", "phi3", "starcoder2")
 

@@ -19,7 +19,20 @@ from longctx.model.allow_list import (
 )
 
 ALWAYS_WINDOWED = (
-    *("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone_moe", "gemma3_text", "gpt_oss", "granitemoe_swa", "olmo3"),
+    *(
+        "afmoe",
+        "cohere2",
+        "cohere2_moe",
+        "cwm",
+        "exaone_moe",
+        "flint",
+        "gemma3_text",
+        "gpt_oss",
+        "granitemoe_swa",
+        "kolibri1",
+        "ministral",
+        "olmo3",
+    ),
 )
 """Model types whose configuration always has windows in some layers."""
 

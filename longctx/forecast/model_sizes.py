@@ -135,11 +135,12 @@ def _latent_projections(text: PretrainedConfig) -> int:
 
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:
     """Return the elements between the MLP's matrices for one token, and the number of experts that have them."""
-    used = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_k", None) or 0
+    of_names = (getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk"))
+    used = next((number for number in of_names if isinstance(number, int) and number), 0)
     if not used:
         return text.intermediate_size, 0
     of_expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     shared = getattr(text, "shared_expert_intermediate_size", None) or (
-        of_expert * (getattr(text, "n_shared_experts", None) or 0)
+        of_expert * (getattr(text, "n_shared_experts", None) or getattr(text, "moe_num_shared_experts", None) or 0)
     )
     return used * of_expert + shared, used

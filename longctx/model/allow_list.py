@@ -27,8 +27,27 @@ EXPERT_MODELS = (
 )
 """Mixtures of experts among CAUSAL_MODELS, besides the older ones that stand there by name."""
 
+DECODER_MODELS = (
+    "apertus1p5_text",
+    "aria_text",
+    "bitnet",
+    "exaone",
+    "flint",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "kolibri1",
+    "ministral",
+    "ministral3",
+    "nanochat",
+    "persimmon",
+)
+"""Those of CAUSAL_MODELS whose families stand in tests/model/more_families.py."""
+
 CAUSAL_MODELS = (
     *EXPERT_MODELS,
+    *DECODER_MODELS,
     "apertus",
     "arcee",
     "axk1",
@@ -91,6 +110,9 @@ WINDOW_MODELS = (
     "exaone_moe",
     "granitemoe_swa",
     "mellum",
+    "flint",
+    "kolibri1",
+    "ministral",
     "cohere2",
     "cwm",
     "exaone4",
@@ -193,9 +215,17 @@ def check_model(config: PretrainedConfig) -> None:
     Raises:
         UnsupportedModelError: naming each reason with its value in the config, and the remedy.
     """
-    if reasons := list(_reasons(config, config.get_text_config())):
+    if reasons := list(_reasons(config, _text_of(config))):
         name = f" of {config.name_or_path}" if config.name_or_path else ""
         raise UnsupportedModelError(f"Model type {config.model_type!r}{name} is refused: " + " ".join(reasons))
+
+
+def _text_of(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of a configuration that reads text; all of it where there is no one such part."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # several parts, such as an encoder and a decoder
+        return config
 
 
 def num_heads(config: PretrainedConfig) -> tuple[int, int]:
@@ -213,7 +243,7 @@ def is_latent(config: PretrainedConfig) -> bool:
 
 def has_windows(config: PretrainedConfig) -> bool:
     """Return whether any layer has a sliding window."""
-    text = config.get_text_config()
+    text = _text_of(config)
     if types := getattr(text, "layer_types", None):
         return "sliding_attention" in types
     return getattr(text, "sliding_window", None) is not None

@@ -135,7 +135,7 @@ def _is_derived(config: PretrainedConfig, key: str) -> bool:
     return isinstance(getattr(type(config), config.attribute_map.get(key, key), None), property)
 
 
-PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+PER_LAYER_KEYS = ("layer_rope_theta", "layer_types", "mlp_layer_types", "no_rope_layers")
 """The keys of a configuration that are lists with one value for each layer."""
 
 

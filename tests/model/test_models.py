@@ -12,26 +12,20 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
 
 from longctx import parallelize
-from longctx.model.allow_list import CAUSAL_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
+from longctx.model.allow_list import (
+    CAUSAL_MODELS,
+    DECODER_MODELS,
+    POSITION_INDEPENDENT_ROPE,
+    WINDOW_MODELS,
+)
 from longctx.model.load import load_config, load_model
 from longctx.model.recurrent import num_mixing_layers
 from longctx.training.metrics import _peak_flops
+from tests.model.more_families import MORE_FAMILIES, SMALL
 from tests.workers import run_ranks
 
 LENGTHS = [9, 1, 14, 5, 3]  # 32 tokens: no padding for 2 ranks
 TOLERANCE = 1e-5  # fp32; sums of a few hundred terms in another order. Measured: at most 2e-6.
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 SCALED_ROPE = {
     "linear": {"factor": 4.0},
@@ -68,7 +62,7 @@ NEVER_AS_IS = (
     "granitemoe_swa",
     "olmo3",
 )
-FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_AS_IS} | {
+FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in (*NEVER_AS_IS, *DECODER_MODELS)} | {
     "ernie4_5_moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}),
     "glm4_moe": (
         "glm4_moe",
@@ -195,7 +189,7 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_A
     "smollm3, windows": ("smollm3", SMALL | WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
     "starcoder2, window": ("starcoder2", SMALL | {"sliding_window": 4}),
 }
-FAMILIES |= {
+FAMILIES |= MORE_FAMILIES | {
     f"llama, {kind} rope": (
         "llama",
         SMALL
@@ -346,6 +340,18 @@ def test_two_ranks_equal_stock_transformers(pairs):
         assert list(results) == pairs
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ring", "gather", "ulysses", "hybrid"])
+def test_four_ranks_equal_stock_transformers(backend):
+    """The small gated delta layers have two key heads, which four Ulysses ranks cannot share."""
+    too_few = [name for name, (_, settings) in FAMILIES.items() if "linear_num_key_heads" in settings]
+    pairs = [(name, backend) for name in FAMILIES if backend != "ulysses" or name not in too_few]
+    for results in run_ranks(4, f"{__name__}:sharded_steps", pairs, timeout=900):
+        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
+        assert not wrong
+        assert list(results) == pairs
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
