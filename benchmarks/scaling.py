@@ -377,16 +377,16 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
         f"({kept(fixed, packed, 8, ('ulysses', 'ring', 'gather'))})."
     )
     yield (
-        "**Ulysses** ends at the number of query heads. It becomes expensive earlier, because nothing hides its "
-        "exchange once it leaves the node. On 32 devices, a packed sequence spends "
-        f"{at(fixed, packed, 'ulysses', 32).share('exchange'):.0%} of the step in the exchange, and "
+        "**Ulysses** is limited to as many devices per sequence as there are query heads. It becomes expensive before "
+        "that, because no computation hides its exchange once it leaves the node. On 32 devices, a packed sequence "
+        f"spends {at(fixed, packed, 'ulysses', 32).share('exchange'):.0%} of the step in the exchange, and "
         f"{at(fixed, slow, 'ulysses', 32).share('exchange'):.0%} at 100 Gb/s."
     )
     yield (
         "**Ring and gather** over nodes suit a few long documents. A sequence of one document hides their messages "
         f"(on 128 devices per sequence: {kept(fixed, one, 128, ('ring', 'gather'))}). A packed sequence has less work "
-        f"to hide them behind ({kept(fixed, packed, 128, ('ring', 'gather'))}). Part of this loss is the plan's own "
-        "choice, as shown below."
+        f"to hide them behind ({kept(fixed, packed, 128, ('ring', 'gather'))}). The plan itself causes a part of this "
+        "loss, see [The cost of balance](#the-cost-of-balance)."
     )
     yield (
         "**The hybrid** uses Ulysses inside a node and a ring between nodes. It is the best choice for sequences over "
@@ -403,9 +403,9 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
     yield (
         "**Add sequences before you add devices to a sequence**, as long as the batch can grow. Groups of eight have "
         f"an efficiency of {before.efficiency:.0%} on 1,024 devices ({worst:.0%} in the worst case of the table). This "
-        "needs packs of similar cost within a step, which is the default order of training. With a plain shuffle, "
-        f"the efficiency on 1,024 devices is {after.efficiency:.0%}: {after.share('wait'):.0%} of the time is spent "
-        "waiting for the group with the longest documents."
+        "needs packs of similar cost within a step, and the default order of training provides them. With a plain "
+        f"shuffle, the efficiency on 1,024 devices is {after.efficiency:.0%}: {after.share('wait'):.0%} of the time is "
+        "spent waiting for the group with the longest documents."
     )
 
 
@@ -517,27 +517,27 @@ HEAD = f"""\
 **All numbers on this page are simulated; nothing is measured.** `python -m benchmarks.scaling --output docs` printed
 them on {{date}}. `longctx.forecast.simulate` builds each training step from these parts:
 
-- the plan of the documents that the ranks hold: the query–key pairs of every hop, and the tokens that arrive;
+- the plan that places documents on ranks: the query–key pairs of every hop, and the tokens that arrive in it;
 - the published speeds of an {DEVICE} with {KERNEL} (`longctx.forecast.step_time`);
 - nodes of {NODE} devices with 450 GB/s between them;
 - one network adapter per device, with 400 or 100 Gb/s between nodes.
 
 How to read the tables:
 
-- Models train in bf16 on FSDP2 over all devices. Their checkpoints keep the output of attention and are stored in host
-  memory.
-- *Packed* sequences hold documents with the lengths of benchmarks/data/document_lengths.csv, packed
-  best-fit-decreasing. Steps and sequences are those of median cost in a window of {STEPS}. Where the batch grows, every
-  fourth step is taken.
+- Models train in bf16 on FSDP2 over all devices. Activation checkpoints include the output of attention and are stored
+  in host memory.
+- *Packed* sequences hold documents with the lengths of benchmarks/data/document_lengths.csv, packed by best-fit
+  decreasing. Steps are drawn from a window of {STEPS} steps. Where the batch grows, every fourth step of the window is
+  simulated. Elsewhere, only the step of median cost is simulated.
 - *Efficiency* is an ideal time divided by the time of the step. The ideal time is that of layers and attention at the
-  speed of the kernels, spread evenly. The rest of the step is spent on exchanges, on waiting, and on merging small
-  blocks.
-- A backend *pays* up to the last doubling of the devices that increases the work per second by a factor of {PAYS} or
+  speed of the kernels, spread evenly over the devices. The rest of the step is spent on exchanges, on waiting, and on
+  merging small blocks.
+- A backend *pays* as long as doubling the number of devices increases the work per second by a factor of {PAYS} or
   more.
 - The hybrid is Ulysses over the {NODE} devices of a node, and a ring over nodes.
-- Rings are planned as in training. Where balance needs it, the plan distributes documents to all ranks, and their
-  keys and values then travel round the whole ring. Rings lose efficiency from that point on. The section on the cost of
-  balance shows how much.
+- Rings are planned as in training. Where this is needed for balance, the plan distributes documents over all ranks.
+  The keys and values of these documents then travel round the whole ring, and the ring loses efficiency.
+  [The cost of balance](#the-cost-of-balance) shows how much.
 - The simulation leaves out other jobs on the network, differences between devices, failures, and congestion in
   switches.
 """
@@ -578,14 +578,16 @@ def page(folder: Path | None) -> str:
             "",
             *(f"- {sentence}" for sentence in conclusions(fixed, more, shuffled)),
             "",
-            "Each backend pays up to this number of devices. († marks a limit of heads, sequences or memory.)",
+            "The table gives the number of devices up to which each backend pays. († marks a limit by heads, sequences "
+            "or memory.)",
             "",
             *paying_table(studies),
             "",
             "## The same sequences on more devices",
             "",
-            f"A step has {STRONG_ROWS} sequences of {STRONG_LENGTH:,} tokens. As many devices as a backend can use "
-            "share each sequence, one after the other. Beyond its number of heads, Ulysses trains several at a time.",
+            f"A step has {STRONG_ROWS} sequences of {STRONG_LENGTH:,} tokens. Each sequence is spread over as many "
+            "devices as the backend can use, and the sequences run one after the other. On more devices than the model "
+            "has heads, Ulysses trains several sequences at a time.",
             "",
             "![efficiency over devices](images/scaling_strong.png)",
             "",
@@ -601,26 +603,28 @@ def page(folder: Path | None) -> str:
             "",
             "### The cost of balance",
             "",
-            "Training plans for several limits of the imbalance, and takes the plan with the least modelled seconds. "
-            "With one limit alone, `plan_ring` takes the first arrangement in which no rank has more than so many "
-            "times the mean attention work (`max_imbalance`). Some sequences need zigzags for a low limit. A ring over "
-            "many nodes then pays for the last percents of balance with messages that nothing hides. These are the "
-            f"same sequences ({packed.documents}, {packed.title}):",
+            "In training, longctx makes plans for several limits of the imbalance and takes the plan that is modelled "
+            "to be fastest (column *by seconds*). With a single limit, `plan_ring` takes the first arrangement in "
+            "which no rank has more than `max_imbalance` times the mean attention work (columns *at most*). To reach a "
+            "low limit, some documents must be distributed over all ranks in a zigzag. In a ring over many nodes, the "
+            "last percent of balance then costs messages that no computation hides. The table shows the efficiency for "
+            f"the same sequences as above ({packed.documents}, {packed.title}):",
             "",
             *looser_table(packed, fixed[packed]),
             "",
             "## More work for more devices",
             "",
-            f"With longer sequences, all devices share one sequence with {WEAK_TOKENS:,} tokens per device. With more "
-            f"sequences, each group of {NODE} devices has one of {WEAK_TOKENS * NODE:,} tokens.",
+            f"In the first table, sequences grow: all devices share one sequence, which has {WEAK_TOKENS:,} tokens per "
+            f"device. In the second table, the number of sequences grows: each group of {NODE} devices has one "
+            f"sequence of {WEAK_TOKENS * NODE:,} tokens.",
             "",
             "![efficiency over devices](images/scaling_weak.png)",
             "",
-            f"Longer sequences, {packed.documents}, {packed.title}",
+            f"Longer sequences ({packed.documents}, {packed.title}):",
             "",
             *efficiency_table(longer[packed]),
             "",
-            f"More sequences, {packed.documents}, {packed.title}",
+            f"More sequences ({packed.documents}, {packed.title}):",
             "",
             *efficiency_table(more[packed]),
             "",
@@ -628,9 +632,10 @@ def page(folder: Path | None) -> str:
             "",
             f"Shuffled or streamed packs differ in cost, and groups of {NODE} devices wait for the group with the "
             "longest documents. `--sp all` makes one group of all devices, which takes the sequences of all groups at "
-            "once. Each document is then spread over as many devices as it needs. These are steps of shuffled packs of "
-            f"{WEAK_TOKENS * NODE:,} tokens, one for every {NODE} devices: the same packs in groups and in one group. "
-            "Agent sessions have log-normal lengths with a median of 38k tokens.",
+            "once. Each document is then spread over as many devices as it needs. The table compares steps of shuffled "
+            f"packs of {WEAK_TOKENS * NODE:,} tokens, with one pack for every {NODE} devices. The packs are the same "
+            "for groups and for one group. *Goal* is the efficiency that one group is meant to reach. The documents "
+            "called agent sessions have log-normal lengths with a median of 38k tokens.",
             "",
             *together_table(one_group),
             "",

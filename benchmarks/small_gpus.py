@@ -80,7 +80,7 @@ def tables() -> Iterator[str]:
     for model in MODELS:
         for card, host in HOST_GIB.items():
             yield f"### {model.partition('/')[2]} on {card}, {CARD_GB[card]} GB"
-            yield f"\nWith {host} GiB of host memory.\n"
+            yield f"\nThe machine has {host} GiB of host memory.\n"
             yield "| cards | sequence | tokens/s per card | step, s | gather, s | flags |"
             yield "| --- | --- | --- | --- | --- | --- |"
             for cards in CARDS:

@@ -213,8 +213,8 @@ def _planned(
         "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
         "reference_seconds": None if best is None or options.method != "dpo" else _reference_seconds(best, machine),
-        "recommendation": None if best is None else _recommendation(best, there, commands),
-        "next_best": None if second is None else _recommendation(second, there, commands),
+        "recommendation": None if best is None else _recommendation(best, there, commands, machine),
+        "next_best": None if second is None else _recommendation(second, there, commands, machine),
         "changed": None,
         "trace": None,
     }
@@ -344,10 +344,12 @@ def _reference_seconds(best: Any, machine: Any) -> float:
     return forward_seconds(best.candidate.setup, best.time, machine.speeds)
 
 
-def _recommendation(best: Any, there: Sequence[Any], commands: Any) -> dict[str, Any]:
+def _recommendation(best: Any, there: Sequence[Any], commands: Any, machine: Any) -> dict[str, Any]:
     from longctx.forecast.candidates import why
+    from longctx.forecast.step_time import weights_seconds
 
     facts = {"name": best.candidate.label, "why": why(best, there)}
+    facts["weights_seconds"] = weights_seconds(best.candidate.setup, machine.speeds.device)
     return _as_dict(best.candidate, [best]) | facts | {"command": commands.command(best.candidate, best.length)}
 
 

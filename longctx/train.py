@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
     resume = partial(how_to_resume, run.settings["output_dir"])
     if run.must_spawn:
         say(who_starts(profile, run.dims.world_size, method.module))
-        return spawn(run.dims.world_size, arguments, method.module, advice=resume)
+        return spawn(run.dims.world_size, arguments, method.module, how_to_resume=resume)
 
     from longctx.report.memory_advice import out_of_memory_explained
 

@@ -154,6 +154,7 @@ SLOWEST_FIRST = [
     "data/test_mixture.py",
     "settings/test_refusals.py",
     "benchmarks/test_differential.py",
+    "model/test_model_types.py",
     "training/test_hub.py",
     "test_support_matrix.py",
     "model/test_rope.py",

@@ -151,6 +151,8 @@ RUNS = {
     "streaming": TrainingRun(flags=("--packing", "True", "--dataset_streaming", "True")),
     "LoRA": TrainingRun(flags=("--packing", "True", "--use_peft", "True")),
     "gated delta": TrainingRun(model="gated delta"),
+    "Mamba-2": TrainingRun(model="Falcon-H1"),
+    "short convolutions": TrainingRun(model="LFM2"),
     "bf16": TrainingRun(flags=("--packing", "True", "--bf16", "True")),
     "evaluation": TrainingRun(records="documents with a test split", flags=("--packing", "True", *_EVALUATES)),
     "memory longest": TrainingRun(flags=("--packing", "True", "--memory", "longest")),
@@ -196,7 +198,7 @@ FEATURES = {
     "packed": Feature(shown_by="packed"),
     "padding-free": Feature(shown_by="padding-free"),
     "right padding": Feature(shown_by="padded"),
-    "left padding, in a batch of one's own": Feature(refused_by=_left_padded_batch),
+    "left padding, in a batch that you build": Feature(refused_by=_left_padded_batch),
     "batch size > 1": Feature(shown_by="padded"),
     "gradient accumulation, unequal label counts": Feature(shown_by="padded"),
     "data parallel, unequal label counts": Feature(shown_by="data parallel"),
@@ -242,7 +244,7 @@ FEATURES = {
     "untied embeddings": Feature(shown_by="padded"),
     "VLM with text-only data": Feature(model="VLM"),
     "gated-delta linear attention": Feature(shown_by="gated delta"),
-    "its kernel of flash-linear-attention": Feature(
+    "gated-delta kernel of flash-linear-attention": Feature(
         only_on_gpu=True,
         model="gated delta",
         flags=("--bf16", "True"),
@@ -255,8 +257,8 @@ FEATURES = {
             ),
         ),
     ),
-    "other hybrids: Falcon-H1": Feature(model="Falcon-H1"),
-    "other hybrids: LFM2": Feature(model="LFM2"),
+    "Mamba-2 beside attention: Falcon-H1": Feature(shown_by="Mamba-2"),
+    "short convolutions: LFM2": Feature(shown_by="short convolutions"),
     "other hybrids: Jamba": Feature(model="Jamba"),
     "SSM: Mamba": Feature(model="Mamba"),
     "gradient checkpointing": Feature(shown_by="packed"),
@@ -326,6 +328,7 @@ _GATED_DELTA = {
     "linear_value_head_dim": 6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_chunk_size": 32}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 TRAINED_MODELS = {
     "GQA": ("qwen3", _SMALL),
@@ -335,11 +338,11 @@ TRAINED_MODELS = {
     "experts": ("qwen3_moe", _SMALL | _EXPERTS),
     "sinks": ("gpt_oss", _SMALL | _WINDOWS | _SINKS | _ROPE),
     "gated delta": ("qwen3_5_text", _SMALL | _GATED_DELTA),
+    "Falcon-H1": ("falcon_h1", _SMALL | _MAMBA2),
+    "LFM2": ("lfm2", _SMALL | {"layer_types": ["conv", "full_attention"]}),
 }
 MODELS = TRAINED_MODELS | {
     "VLM": ("llava", {}),
-    "Falcon-H1": ("falcon_h1", {}),
-    "LFM2": ("lfm2", {}),
     "Jamba": ("jamba", {}),
     "Mamba": ("mamba", {}),
 }

@@ -192,30 +192,30 @@ def shown_on(text: str) -> set[str]:
 
 _HEAD = """# Support matrix
 
-This page was written on {date} on a CPU with gloo ({versions}) by
+This command wrote this page on {date}, on a CPU with gloo ({versions}):
 
     pytest {files} -m "long or not long" --support-matrix docs/support-matrix.md
 
-The page can be written in one run or in parts. The last run covered {run} of the {tests} tests that cells name, and
+The page can be written in one run or in several. The last run covered {run} of the {tests} tests behind the cells, and
 left the other cells unchanged.
 
-Edit tests/matrix.py, not this page. A test fails if the two differ.
+Do not edit this page. Edit tests/matrix.py instead. A test fails if the page does not match this file.
 
-- **exact**: the run named under *shown by* was trained with this setup, in five or six optimizer steps of real engines
-  on real processes in fp32. It was compared with stock transformers on one process with dense attention. Loss and
-  gradient norm of the first step agree to 1e-5, and the losses of all steps to 1e-4. (`bf16`: as close to fp32 as one
-  process in bf16.) The test is `tests/test_support_matrix.py::test_a_run_equals_one_process[setup: run]`. A name with
-  `::` is another test.
-- **refused** n: the flags are refused before processes start and weights are read. Reason n is below the table.
+- **exact**: the run named under *shown by* was trained with this setup for five or six optimizer steps, on real engines
+  and real processes, in fp32. It was compared with stock transformers on one process with dense attention. Loss and
+  gradient norm of the first step agree to 1e-5, and the losses of all steps to 1e-4. (The run `bf16` is as close to
+  fp32 as one process in bf16.) The test is `tests/test_support_matrix.py::test_a_run_equals_one_process[setup: run]`. A
+  name with `::` under *shown by* is another test.
+- **refused** n: the flags are refused before processes start and before weights are read. Reason n is below the table.
 - **GPU**: the setup is not refused, but only a machine with GPUs can run it, and no run has been made on one.
-- **numbers**, **compiled**: as **GPU**, but the kernels have been tested without a GPU. **numbers** means that they
-  were compared with a reference in Triton's interpreter, which has the arithmetic of a GPU. **compiled** means that
-  they were compiled for GPUs. The tests are listed [below](#on-gpus), together with what was trained on the soft
-  device, a CUDA device in host memory.
+- **numbers**, **compiled**: the same as **GPU**, but the kernels have been tested without a GPU. **numbers** means that
+  their results in Triton's interpreter, which has the arithmetic of a GPU, were compared with a reference. **compiled**
+  means that they were compiled for GPUs. The tests are listed [below](#on-gpus). The list also names what was trained
+  on the soft device, a simulated CUDA device in host memory.
 - **untested**: the setup is not refused, and no test covered it in the run that wrote this page.
 
-Each setup uses the fewest ranks over which its backend spreads a sequence: sp 2, or sp 4 for hybrid. `data parallel`
-doubles the processes of a setup without data parallelism.
+Each setup uses the smallest number of ranks over which its backend can spread a sequence: sp 2, or sp 4 for hybrid. In
+the run `data parallel`, a setup without data parallelism has twice as many processes.
 
 """
 

@@ -362,7 +362,9 @@ def test_4_bit_weights_are_planned_as_training_checks_them(more, wide_layers, mo
     monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})  # nothing is quantised here
     quantised = ["--use_peft", "True", "--load_in_4bit", "True", *more]
     assert main(["--model_name_or_path", wide_layers, "--no_calibration", "--gpus", "4", *quantised]) == 0
-    assert " ".join(quantised[2:]) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " ".join(quantised[2:]) in printed
+    assert "--dtype bfloat16" in printed
     settings = {name.removeprefix("--"): True for name in quantised[::2]}
     settings |= {"lora_r": 16, "model_name_or_path": wide_layers}
     machine = replace(MACHINE, gpus=4, gpus_per_node=4, kernel="flash-attn 2")

@@ -205,7 +205,7 @@ CALLS |= {
     ),
     "chunks of linear attention": (
         lambda: install_chunked(LINEAR, 8, Q.device, LayerCheckpoints()),
-        "linear attention layers of qwen3_next",
+        "recurrent layers of qwen3_next",
     ),
     "endless mixture": (lambda: _order([1, 10], MIXED), "would draw .* documents"),
     "nothing to test on": (
@@ -452,7 +452,7 @@ def test_profiles_that_cannot_be_exact_are_refused(case):
 def test_chunks_of_linear_attention_are_refused_before_weights(tmp_path):
     folder = save_config(tmp_path, "qwen3_next")
     flags = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "True"]
-    with pytest.raises(ValueError, match="this model's linear attention carries a state"):
+    with pytest.raises(ValueError, match="this model's recurrent layers carry a state"):
         resolve(parse_flags([*flags, "--sequence_chunk_size", "8"]), read_profile({}), {}).levers  # noqa: B018
 
 

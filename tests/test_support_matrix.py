@@ -250,7 +250,7 @@ def reference_of(name, model, data, monkeypatch):
         given["adapt"] = Adapt(r=16, lora_alpha=32)
     if name == "label smoothing":
         given["label_smoothing"] = 0.1
-    if name == "gated delta":
+    if name in ("gated delta", "Mamba-2", "short convolutions"):
         from tests.model.test_families import documents_loss
 
         monkeypatch.setattr("tests.reference.dense_loss", documents_loss)

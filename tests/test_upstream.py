@@ -46,6 +46,8 @@ ATTRIBUTES = {
     "_get_default_store": ("torch.distributed.distributed_c10d", "ranks talk through the store of their group"),
     "_set_pg_timeout": ("torch.distributed.distributed_c10d", "--ddp_timeout holds for groups that engines make"),
     "_world": ("torch.distributed.distributed_c10d", "all groups that there are"),
+    "_get_backend": ("torch.distributed:ProcessGroup", "groups of a sequence wait as long as the world does"),
+    "_timeout": ("", "the same; the options of NCCL, which a build of torch for CPUs lacks"),
     # transformers
     "_attn_implementation": ("transformers:PretrainedConfig", "a config may name code on the hub there"),
     "_experts_implementation": ("transformers:PretrainedConfig", "the same"),

@@ -37,6 +37,8 @@ _GATED_DELTA = {
 }
 _GROUPED = _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"]}
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "afmoe": _EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
     "cohere2_moe": _EXPERTS | {"num_experts": 4},
@@ -50,8 +52,13 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "minimax_m2": _EXPERTS | {"num_local_experts": 4},
     "sarvam_moe": _GROUPED,
     "solar_open": _GROUPED,
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "flint": _EXPERTS | {"num_experts": 4, "mlp_only_layers": [0]},
+    "kolibri1": _SHARED,
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
     "cwm": {"bos_token_id": EOS},
     "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64},
     "glm4_moe": _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "gpt_oss": {
         "num_local_experts": 4,
@@ -59,8 +66,25 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "granitemoe": _EXPERTS | {"num_local_experts": 4},
+    "granitemoehybrid": _MAMBA2
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16}
+    | {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS | _EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
     "mixtral": _EXPERTS | {"num_local_experts": 4},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "full_attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "olmo_hybrid": {name: value for name, value in _GATED_DELTA.items() if name != "rope_parameters"},
     "olmoe": _EXPERTS | {"num_experts": 4},
     "qwen2_moe": _SHARED,
     "qwen3_moe": _EXPERTS | {"num_experts": 4},
@@ -70,7 +94,18 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
 }
-_NO_WINDOW = ("dots1", "exaone4", "mellum", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
+_NO_WINDOW = (
+    "dots1",
+    "exaone4",
+    "mellum",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+)
 """Types whose default window is left out where a case has none."""
 _WINDOW_IN_ALL_LAYERS = ("mistral", "phi3", "starcoder2")
 

@@ -10,10 +10,29 @@ from typing import Any
 from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup, device_named
-from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, CAUSAL_MODELS, GATED_DELTA_MODELS, WINDOW_MODELS
+from longctx.model.allow_list import (
+    AUXILIARY_LOSS_MODELS,
+    CAUSAL_MODELS,
+    GATED_DELTA_MODELS,
+    RECURRENT_MODELS,
+    WINDOW_MODELS,
+)
 
 ALWAYS_WINDOWED = (
-    *("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone_moe", "gemma3_text", "gpt_oss", "granitemoe_swa", "olmo3"),
+    *(
+        "afmoe",
+        "cohere2",
+        "cohere2_moe",
+        "cwm",
+        "exaone_moe",
+        "flint",
+        "gemma3_text",
+        "gpt_oss",
+        "granitemoe_swa",
+        "kolibri1",
+        "ministral",
+        "olmo3",
+    ),
 )
 """Model types whose configuration always has windows in some layers."""
 
@@ -340,7 +359,7 @@ def reconcile(case: Case, random_: random.Random) -> Case:
         change["engine"] = "zero1"
     if backend is not None and case.sp > 1 and not spreads(backend, case):
         change["backend"] = random_.choice([name for name, other in BACKENDS.spread.items() if spreads(other, case)])
-    if case.model in GATED_DELTA_MODELS:
+    if case.model in RECURRENT_MODELS:
         change["sequence_chunk_size"] = 0
     if case.sequence_chunk_size and (backend is None or not backend.can_chunk or case.tiled_mlp or case.checkpointing):
         change["sequence_chunk_size"] = 0
@@ -398,6 +417,8 @@ def make_consistent(case: Case) -> Case:
         change["window"] = 8
     if case.model in GATED_DELTA_MODELS and case.heads not in ("4:2", "4:4", "8:2"):
         change["heads"] = "4:2"
+    if case.model == "olmo_hybrid" and case.layers == 1:
+        change["layers"] = 2  # one of each kind
     if case.records in TEXT_RECORDS and case.max_length < 64:
         change["max_length"] = 96
     if case.records != "labels":

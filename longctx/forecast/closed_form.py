@@ -39,6 +39,7 @@ from longctx.forecast.coefficients import (
 from longctx.forecast.layer_memory import Layer, chunked_layer_bytes, chunked_moments, layer_bytes
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.layers.loss import TILE_BYTES
+from longctx.recurrent.cost import given_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,7 @@ def _layer_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str,
         "attention": {
             "hidden states": (layer.norm_before_attention + stream * model.hidden_size) * tokens,
             "attention": (layer.attention + layer.attention_backward) * tokens,
-            "exchange": layer.exchange * tokens,
+            "exchange": layer.exchange * tokens + _maps(setup),
         },
         "norm": {
             "hidden states": (layer.norm_before_attention + 4 * model.hidden_size + layer.norm_backward) * tokens,
@@ -202,6 +203,13 @@ def _layer_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str,
             "MLP": (layer.mlp + layer.mlp_backward) * in_tiles + tiled * tokens,
         },
     }
+
+
+def _maps(setup: MemorySetup) -> float:
+    """Return the bytes of what ranks gather of the states of recurrent layers, and of its gradients."""
+    if setup.model.recurrent is None or setup.sp == 1:
+        return 0.0
+    return 2 * given_bytes(setup.model.recurrent, setup.sp, 2 if setup.ring > 1 else 1)
 
 
 def _unallocated(setup: MemorySetup, activations: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Bytes per token of one decoder layer: what its forward pass saves, and what its backward pass adds.
 
-They are counted, tensor by tensor, in the code of transformers' decoder layers and of longctx's attention. Layers of
-linear attention are counted as attention, and sliding windows as full attention. A ring is counted as if one document
+They are counted, tensor by tensor, in the code of transformers' decoder layers and of longctx's attention. Recurrent
+layers are counted as attention, and sliding windows as full attention. A ring is counted as if one document
 filled the sequence, which sends most.
 
 b is the size of an activation's element (2 in bf16, 4 in fp32), h the hidden size, I the width of the MLP, q = H·D the

@@ -202,7 +202,7 @@ def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
         )
     if "sequence_chunk_size" in asked and place.has_linear_attention:
         raise ValueError(
-            f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's linear attention carries a state "
+            f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's recurrent layers carry a state "
             "through all tokens, which is not cut into chunks. Leave it out."
         )
     if asked.get("overlap_exchange") and not place.exchanges_heads:

@@ -13,6 +13,7 @@ from longctx.model.allow_list import head_size, is_latent, num_heads
 from longctx.model.files import without_weights
 from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.quantized import ShardableLinear4bit, parameter_sizes
+from longctx.model.recurrent import RecurrentSizes, num_mixing_layers, num_recurrent_layers, recurrent_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,16 @@ class ModelSizes:
     has_qk_norm: bool
     projection_parameters: int | None = None
     """Parameters of a layer's projections of multi-head latent attention; None for plain heads."""
+    recurrent: RecurrentSizes | None = None
+    """The sizes of its recurrent layers; None without any."""
+    num_recurrent_layers: int = 0
+    num_attention_layers: int | None = None
+    """Layers with attention; None means all."""
+
+    @property
+    def num_attended(self) -> int:
+        """Layers with attention."""
+        return self.num_layers if self.num_attention_layers is None else self.num_attention_layers
 
     @property
     def query_size(self) -> int:
@@ -74,6 +85,7 @@ class ModelSizes:
         )
         heads, key_value_heads = num_heads(config)
         width, experts = _mlp_width(text)
+        recurrent = num_recurrent_layers(config)
         return cls(
             num_parameters=count_parameters(model),
             num_trained_parameters=count_trained_parameters(model),
@@ -87,6 +99,9 @@ class ModelSizes:
             num_heads=heads,
             num_key_value_heads=key_value_heads,
             head_size=head_size(config),
+            recurrent=recurrent_sizes(config),
+            num_recurrent_layers=recurrent,
+            num_attention_layers=num_mixing_layers(config) - recurrent if recurrent else None,
             has_qk_norm=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
             projection_parameters=_latent_projections(text) if is_latent(config) else None,
         )
@@ -120,11 +135,12 @@ def _latent_projections(text: PretrainedConfig) -> int:
 
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:
     """Return the elements between the MLP's matrices for one token, and the number of experts that have them."""
-    used = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_k", None) or 0
+    of_names = (getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk"))
+    used = next((number for number in of_names if isinstance(number, int) and number), 0)
     if not used:
         return text.intermediate_size, 0
     of_expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     shared = getattr(text, "shared_expert_intermediate_size", None) or (
-        of_expert * (getattr(text, "n_shared_experts", None) or 0)
+        of_expert * (getattr(text, "n_shared_experts", None) or getattr(text, "moe_num_shared_experts", None) or 0)
     )
     return used * of_expert + shared, used

@@ -29,6 +29,7 @@ from longctx.forecast.step_time import (
     attention_setup,
     host_seconds,
     optimizer_seconds,
+    recurrent_seconds,
     tokenwise_seconds,
     weights_seconds,
 )
@@ -113,10 +114,11 @@ def _micro_batch(
 
 def _sequence_group(setup: MemorySetup, length: int, work: RingWork, speeds: Speeds) -> tuple[Seconds, float]:
     """Return [3, sp] as `_micro_batch`, before waiting for other groups, and the seconds that attention uses a link."""
-    layers = setup.model.num_layers
+    layers = setup.model.num_attended
     attention = attention_time(*attention_setup(setup, speeds.device), work)
     again = attended_again_seconds(setup, work.pairs.sum(1) / setup.ulysses, speeds)
     compute = sum(tokenwise_seconds(setup, length, speeds)) + again + layers * attention.compute
+    compute = compute + recurrent_seconds(setup, length, speeds)
     ring = np.stack([compute, layers * attention.exchange, layers * attention.wait])
     return np.repeat(ring, setup.ulysses, axis=1), layers * attention.link
 
@@ -131,9 +133,10 @@ def _least_seconds(
     setup: MemorySetup, length: int, micro_batches: Sequence[Sequence[RingWork]], speeds: Speeds
 ) -> float:
     pairs = sum(int(work.pairs.sum()) for rows in micro_batches for work in rows) / setup.world_size
-    flops = (FLOPS_FORWARD + FLOPS_BACKWARD) * setup.model.query_size * setup.model.num_layers
+    flops = (FLOPS_FORWARD + FLOPS_BACKWARD) * setup.model.query_size * setup.model.num_attended
     attended = pairs * flops / speeds.device.attention_flops + float(attended_again_seconds(setup, pairs, speeds))
-    return len(micro_batches) * sum(tokenwise_seconds(setup, length, speeds)) + attended
+    each = sum(tokenwise_seconds(setup, length, speeds)) + recurrent_seconds(setup, length, speeds)
+    return len(micro_batches) * each + attended
 
 
 def _check(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]]) -> None:

@@ -33,6 +33,7 @@ from longctx.forecast.coefficients import FP32, LOGIT_BYTES
 from longctx.forecast.layer_memory import Pass, passes, saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.recurrent.cost import recurrent_time
 
 KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = SPEEDS.kernels()
 """Parts of the peak on long documents with heads of 128: kernel -> device -> (forward, backward)."""
@@ -106,8 +107,8 @@ class StepTime:
     """Seconds of one step of one micro-batch."""
 
     parts: Mapping[str, float]
-    """Seconds by part: linear, elementwise, attention, recomputed, weights, host, optimizer. Hidden ones are left
-    out. They are arrays if the setup has arrays."""
+    """Seconds by part: linear, elementwise, attention, recurrent, recomputed, weights, host, optimizer. Hidden ones are
+    left out. They are arrays if the setup has arrays."""
     tokens: int
     """Tokens of all ranks."""
     world_size: int
@@ -135,7 +136,8 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     parts: dict[str, Any] = {
         "linear": linear,
         "elementwise": elementwise,
-        "attention": setup.num_rows * setup.model.num_layers * of_layer,
+        "attention": setup.num_rows * setup.model.num_attended * of_layer,
+        "recurrent": recurrent_seconds(setup, length, speeds),
         "recomputed": recomputed + attended_again_seconds(setup, pairs, speeds),
     }
     computed = sum(parts.values())
@@ -195,10 +197,26 @@ def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], spee
     Args:
         pairs: legal pairs of query and key that it attends to with all heads; of any shape, as is the result.
     """
-    layers = setup.num_checkpointed - setup.num_selective
+    layers = (setup.num_checkpointed - setup.num_selective) * setup.model.num_attended / setup.model.num_layers
     flops = FLOPS_FORWARD * setup.model.query_size * layers
     again = _again_with_chunks(setup) if setup.sequence_chunk_size is not None else 1.0
     return again * flops / speeds.attention_forward_flops * np.asarray(pairs, np.float64)
+
+
+def recurrent_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> Any:
+    """Return the seconds of the scans of a rank's micro-batch in recurrent layers, and of spreading them.
+
+    One document is assumed to fill each row, which takes most to spread.
+    """
+    sizes, layers = setup.model.recurrent, setup.model.num_recurrent_layers
+    if sizes is None:
+        return 0.0
+    attention, arrangement = attention_setup(setup, speeds.device)
+    spread = recurrent_time(attention, arrangement, length)
+    assert spread is not None, "the model has recurrent layers"
+    passes = 3 + setup.num_checkpointed / setup.model.num_layers  # backward counts as two
+    scan = passes * sizes.flops * setup.local_tokens(length) / speeds.attention_forward_flops
+    return layers * (scan + setup.num_rows * spread.seconds)
 
 
 def host_seconds(setup: MemorySetup, length: int, pairs: float, speeds: Speeds, computed: float) -> Any:
@@ -305,6 +323,7 @@ def attention_setup(setup: MemorySetup, device: Device) -> tuple[Setup, Arrangem
         devices_per_node=setup.ranks_per_node,
         heads_k_stride=setup.heads_k_stride,
         overlap_exchange=setup.overlap_exchange,
+        recurrent=model.recurrent,
     )
     arrangement = Arrangement(name=setup.backend, ring=setup.ring, ulysses=setup.ulysses)
     return attention, arrangement

@@ -27,14 +27,14 @@ def device_count() -> int:
 
 
 def spawn(
-    num_processes: int, arguments: list[str], module: str = "longctx.train", advice: Callable[[], str] = str
+    num_processes: int, arguments: list[str], module: str = "longctx.train", how_to_resume: Callable[[], str] = str
 ) -> int:
     """Run `python -m MODULE ARGUMENTS` in `num_processes` processes, under torch's elastic agent.
 
     Return the exit code: 0, or that of the process that failed first. When one fails, the agent stops the others.
 
     Args:
-        advice: returns what to do after a process was killed.
+        how_to_resume: returns how to resume after a process was killed.
     """
     from longctx.launch.store import private_folder, store_file
 
@@ -44,7 +44,7 @@ def spawn(
         max(1, (os.cpu_count() or 1) // num_processes)
     )
     with private_folder() as folder, _environment(variables | store_file(folder)):
-        return _run_agent(num_processes, folder, module, arguments, advice)
+        return _run_agent(num_processes, folder, module, arguments, how_to_resume)
 
 
 @contextmanager
@@ -62,7 +62,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _run_agent(num_processes: int, folder: Path, module: str, arguments: list[str], advice: Callable[[], str]) -> int:
+def _run_agent(
+    num_processes: int, folder: Path, module: str, arguments: list[str], how_to_resume: Callable[[], str]
+) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -89,7 +91,7 @@ def _run_agent(num_processes: int, folder: Path, module: str, arguments: list[st
         told = failure.error_file_data["message"]
         if failure.exitcode < 0:
             message = died(f"rank {rank} (pid {failure.pid})", failure.signal_name())
-            print(f"longctx: error: {message} {advice()}", file=sys.stderr, flush=True)
+            print(f"longctx: error: {message} {how_to_resume()}", file=sys.stderr, flush=True)
         elif isinstance(told, dict) and told["extraInfo"].get("is_left"):
             print(f"longctx: error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else FAILED

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from longctx.model.allow_list import has_experts
 
 CHANGES_LAYERS = {
     "sequence_chunk_size": "runs layers chunk by chunk and leaves them at their attention",
@@ -27,12 +29,18 @@ CHANGES_LAYERS = {
 """Flags with which compiled layers are not verified, and what each does."""
 
 
-def check_compile(settings: Mapping[str, Any], engine: str) -> None:
+def check_compile(settings: Mapping[str, Any], engine: str, model_config: PretrainedConfig) -> None:
     """Check that layers can be compiled in a run with these settings.
 
     Raises:
-        ValueError: for another flag or engine that compiled layers are not verified with, or without a C++ compiler.
+        ValueError: for a model, another flag or an engine that compiled layers are not verified with, or without a C++
+            compiler.
     """
+    if has_experts(model_config):
+        raise ValueError(
+            f"--torch_compile True with {model_config.model_type}, a mixture of experts, whose routers count tokens: "
+            "the two are not verified together. Leave out --torch_compile."
+        )
     check_compiled_layers(settings)
     if engine not in ("fsdp2", "none"):
         raise ValueError(

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
-from longctx.layers.chunked.copies import settle, to_device, to_host
+from longctx.layers.chunked.copies import synchronize, to_device, to_host
 from longctx.regions import region
 from longctx.sequence.host_tensors import host_empty
 
@@ -237,7 +237,7 @@ class _FusedHead(torch.autograd.Function):
         else:
             _multiply(grads, grad_losses[0, 0], ctx.head.tile)
         if ctx.head.hidden_on_host:
-            settle(weight.device)
+            synchronize(weight.device)
         inputs = (hidden, weight, bias)
         return None, None, *(None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
 

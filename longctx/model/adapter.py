@@ -51,6 +51,7 @@ def check_adapter(settings: Mapping[str, Any], model_config: PretrainedConfig, e
     if isinstance(targets, list) and len(targets) > 1:
         _check_names("lora_target_modules", targets, adapted.targeted_module_names)
     _check_layers(adapted)
+    _check_parameters(adapted, settings["lora_target_parameters"] or [])
     _check_modules_to_save(adapted, settings["lora_modules_to_save"] or [], engine)
 
 
@@ -73,7 +74,10 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
         raise ValueError(
             f"--load_in_4bit True on {engine} is not verified against one process. Use --engine fsdp2, or leave it out."
         )
-    for name in ("use_dora", "lora_modules_to_save", "tiled_mlp", "sequence_chunk_size", "bnb_4bit_quant_storage"):
+    for name in (
+        *("use_dora", "lora_modules_to_save", "lora_target_parameters", "tiled_mlp"),
+        *("sequence_chunk_size", "bnb_4bit_quant_storage"),
+    ):
         if settings.get(name) not in (None, False, [], "uint8"):
             by_preset = ", which --memory longest sets," if settings.get("memory") == "longest" else ""
             raise ValueError(
@@ -87,6 +91,21 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
         )
     if use_cpu:
         _check_blocks(model_config)
+
+
+def check_adapted_experts(settings: Mapping[str, Any]) -> None:
+    """Check that adapters of experts (--lora_target_parameters) run with the memory levers of the run.
+
+    Raises:
+        ValueError: for a lever that they are not verified with.
+    """
+    for name in ("tiled_mlp", "sequence_chunk_size", "offload_param_device"):
+        if settings[name] not in (None, False, "none"):
+            by_preset = ", which --memory longest sets," if settings["memory"] == "longest" else ""
+            raise ValueError(
+                f"--{name} {settings[name]}{by_preset} with --lora_target_parameters is not verified against one "
+                "process. Leave out one of the two."
+            )
 
 
 def quantization_of(settings: Mapping[str, Any]) -> BitsAndBytesConfig | None:
@@ -146,11 +165,6 @@ def _check_values(settings: Mapping[str, Any]) -> None:
             f"--lora_dropout {settings['lora_dropout']} is refused: ranks would drop other values than one device. "
             "Leave it out, or use 0."
         )
-    if settings["lora_target_parameters"]:
-        raise ValueError(
-            f"--lora_target_parameters {' '.join(settings['lora_target_parameters'])} is refused: adapters of single "
-            "parameters are not verified against one process. Use --lora_target_modules."
-        )
 
 
 def _check_names(flag: str, names: Sequence[str], found: Sequence[str]) -> None:
@@ -161,6 +175,7 @@ def _check_names(flag: str, names: Sequence[str], found: Sequence[str]) -> None:
 
 def _check_layers(adapted: Any) -> None:
     from peft.tuners.lora import Linear, LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
 
     for name, layer in adapted.base_model.model.named_modules():
         if not isinstance(layer, LoraLayer):
@@ -170,10 +185,33 @@ def _check_layers(adapted: Any) -> None:
                 f"--lora_target_modules adapts {name}, whose weight the fused loss uses directly: the adapter would "
                 "never be trained. Leave it out, or train the layer itself with --lora_modules_to_save."
             )
-        if type(layer) is not Linear:
+        if type(layer) not in (Linear, ParamWrapper):
             raise ValueError(
                 f"--lora_target_modules adapts {name}, which is not a linear layer; peft's {type(layer).__name__} is "
                 f"not verified against one process. Name linear layers, such as q_proj v_proj."
+            )
+
+
+def _check_parameters(adapted: Any, names: Sequence[str]) -> None:
+    """Check that adapted parameters are there, and are the matrices of experts."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    found = []
+    for layer in adapted.modules():
+        if not isinstance(layer, ParamWrapper):
+            continue
+        parameter = getattr(layer.get_base_layer(), layer.parameter_name)
+        found.append(layer.parameter_name)
+        if parameter.ndim != 3:
+            raise ValueError(
+                f"--lora_target_parameters adapts {layer.parameter_name}, which is not the matrices of experts. "
+                "Adapters of other parameters are not verified against one process. Use --lora_target_modules."
+            )
+    for name in names:
+        if name.rpartition(".")[2] not in found:
+            raise ValueError(
+                f"--lora_target_parameters names {name}, which no parameter of the model is called. Name those of "
+                "experts, such as mlp.experts.gate_up_proj mlp.experts.down_proj, or leave it out."
             )
 
 

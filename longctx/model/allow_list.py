@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from longctx.attention.kernels import Kernel, choose_kernel
+from longctx.model.recurrent import CHANNEL_KINDS, RECURRENT_KINDS
 
 EXPERT_MODELS = (
     "afmoe",
@@ -26,11 +27,31 @@ EXPERT_MODELS = (
 )
 """Mixtures of experts among CAUSAL_MODELS, besides the older ones that stand there by name."""
 
+DECODER_MODELS = (
+    "apertus1p5_text",
+    "aria_text",
+    "bitnet",
+    "exaone",
+    "flint",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "kolibri1",
+    "ministral",
+    "ministral3",
+    "nanochat",
+    "persimmon",
+)
+"""Those of CAUSAL_MODELS whose families stand in tests/model/more_families.py."""
+
 CAUSAL_MODELS = (
     *EXPERT_MODELS,
+    *DECODER_MODELS,
     "apertus",
     "arcee",
     "axk1",
+    "bamba",
     "cohere",
     "cohere2",
     "cwm",
@@ -39,6 +60,7 @@ CAUSAL_MODELS = (
     "deepseek_v2",
     "deepseek_v3",
     "exaone4",
+    "falcon_h1",
     "gemma",
     "gemma3_text",
     "glm",
@@ -49,16 +71,21 @@ CAUSAL_MODELS = (
     "gpt_oss",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "lfm2",
+    "lfm2_moe",
     "llama",
     "minicpm3",
     "mistral",
     "mixtral",
+    "nemotron_h",
     "olmo",
     "olmo2",
     "olmo3",
+    "olmo_hybrid",
     "olmoe",
     "phi",
     "phi3",
@@ -83,6 +110,9 @@ WINDOW_MODELS = (
     "exaone_moe",
     "granitemoe_swa",
     "mellum",
+    "flint",
+    "kolibri1",
+    "ministral",
     "cohere2",
     "cwm",
     "exaone4",
@@ -98,7 +128,7 @@ WINDOW_MODELS = (
 )
 """Those of them that are compared with sliding windows too, in all layers or in some."""
 
-GATED_DELTA_MODELS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+GATED_DELTA_MODELS = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Those of them whose layers of type linear_attention are gated delta rules (longctx.recurrent.gated_delta)."""
 
 AUXILIARY_LOSS_MODELS = (
@@ -107,6 +137,7 @@ AUXILIARY_LOSS_MODELS = (
     "gpt_oss",
     "granitemoe",
     "granitemoe_swa",
+    "granitemoehybrid",
     "granitemoeshared",
     "mellum",
     "minimax_m2",
@@ -121,6 +152,16 @@ AUXILIARY_LOSS_MODELS = (
 
 EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """transformers' own ways to compute experts that tests/layers/test_routers.py compares."""
+
+RECURRENT_MODELS = (
+    *GATED_DELTA_MODELS,
+    *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),  # longctx.recurrent.mamba2
+    *("lfm2", "lfm2_moe"),  # convolutions alone
+)
+"""Those of them that have recurrent layers, which longctx.recurrent spreads over ranks."""
+
+RECURRENT_SETTINGS = ("mamba_d_state", "ssm_state_size", "conv_L_cache")
+"""Settings of REFUSED_SETTINGS that RECURRENT_MODELS have."""
 
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
@@ -174,9 +215,17 @@ def check_model(config: PretrainedConfig) -> None:
     Raises:
         UnsupportedModelError: naming each reason with its value in the config, and the remedy.
     """
-    if reasons := list(_reasons(config, config.get_text_config())):
+    if reasons := list(_reasons(config, _text_of(config))):
         name = f" of {config.name_or_path}" if config.name_or_path else ""
         raise UnsupportedModelError(f"Model type {config.model_type!r}{name} is refused: " + " ".join(reasons))
+
+
+def _text_of(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of a configuration that reads text; all of it where there is no one such part."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # several parts, such as an encoder and a decoder
+        return config
 
 
 def num_heads(config: PretrainedConfig) -> tuple[int, int]:
@@ -194,7 +243,7 @@ def is_latent(config: PretrainedConfig) -> bool:
 
 def has_windows(config: PretrainedConfig) -> bool:
     """Return whether any layer has a sliding window."""
-    text = config.get_text_config()
+    text = _text_of(config)
     if types := getattr(text, "layer_types", None):
         return "sliding_attention" in types
     return getattr(text, "sliding_window", None) is not None
@@ -239,8 +288,9 @@ def _kind_of_code(config: PretrainedConfig) -> str:
 
 
 def _layers(config: PretrainedConfig) -> Iterator[str]:
+    exact = RECURRENT_SETTINGS if config.model_type in RECURRENT_MODELS else ()
     for name, kind in REFUSED_SETTINGS.items():
-        if value := getattr(config, name, None):
+        if name not in exact and (value := getattr(config, name, None)):
             yield f"{name} is {value}: {kind}."
     if getattr(config, "is_causal", True) is False:
         yield "is_causal is False: non-causal attention."
@@ -250,8 +300,8 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     supported = {"full_attention", "sliding_attention"}
-    if config.model_type in GATED_DELTA_MODELS:
-        supported.add("linear_attention")
+    if config.model_type in RECURRENT_MODELS:
+        supported |= {*RECURRENT_KINDS, *CHANNEL_KINDS}
     if others := sorted(set(types or ()) - supported):
         kinds = dict.fromkeys(LAYER_KINDS.get(name, "unknown layers") for name in others)
         yield (

@@ -130,7 +130,12 @@ def _checked(config: PretrainedConfig, overrides: Mapping[str, Any]) -> dict[str
     return {**of_layers, **overrides}
 
 
-PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+def _is_derived(config: PretrainedConfig, key: str) -> bool:
+    """Whether a configuration computes the values of a key itself, as Bamba's does for the kinds of layers."""
+    return isinstance(getattr(type(config), config.attribute_map.get(key, key), None), property)
+
+
+PER_LAYER_KEYS = ("layer_rope_theta", "layer_types", "mlp_layer_types", "no_rope_layers")
 """The keys of a configuration that are lists with one value for each layer."""
 
 
@@ -145,7 +150,8 @@ def first_layers(config: PretrainedConfig, num_layers: int) -> dict[str, Any]:
             f"num_hidden_layers is set to {num_layers!r}, and the model has weights for {config.num_hidden_layers} "
             f"layers. Use 1 to {config.num_hidden_layers}."
         )
-    lists = {key: getattr(config, key, None) for key in PER_LAYER_KEYS}
+    derived = [key for key in PER_LAYER_KEYS if _is_derived(config, key)]  # from the number of layers
+    lists = {key: getattr(config, key, None) for key in PER_LAYER_KEYS if key not in derived}
     return {"num_hidden_layers": num_layers} | {key: values[:num_layers] for key, values in lists.items() if values}
 
 

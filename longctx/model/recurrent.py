@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PretrainedConfig
 
-RECURRENT_KINDS = ("linear_attention",)
-"""Values of `layer_types` for layers that carry a state from token to token."""
+RECURRENT_KINDS = ("linear_attention", "mamba", "hybrid", "conv")
+"""Values of `layer_types` for layers that mix tokens by a scan or a convolution, `hybrid` beside attention."""
+
+CHANNEL_KINDS = ("mlp", "moe")
+"""Those for layers that mix no tokens at all."""
+
+CHUNK = 64
+"""Tokens that implementations of a scan compute at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSizes:
-    """The sizes of one recurrent layer; all of a model are alike."""
+    """The sizes of one recurrent layer; all of a model are alike. Layers with a convolution alone have no scan."""
 
-    heads: int
-    """Heads that a layer has to give whole: key heads of a gated delta rule."""
-    exchanged: int
+    heads: int | None = None
+    """Heads that ranks can exchange for tokens, key heads of a gated delta rule; None where only states pass."""
+    exchanged: int = 0
     """Elements of a token that leave and come back if ranks exchange tokens for heads."""
-    given: int
+    given: int = 0
     """fp32 elements that a piece of a document gives to the piece that continues it."""
-    flops: int
+    flops: int = 0
     """FLOPs of the scan for each token, forward."""
-    given_flops: int
+    given_flops: int = 0
     """FLOPs for each token of a piece that another one continues, forward: its map, besides the scan."""
-
-
-CHUNK = 64
-"""Tokens that implementations of the gated delta rule compute at a time."""
 
 
 def recurrent_sizes(config: PretrainedConfig) -> RecurrentSizes | None:
@@ -35,6 +38,28 @@ def recurrent_sizes(config: PretrainedConfig) -> RecurrentSizes | None:
     text = config.get_text_config()
     if not set(RECURRENT_KINDS) & set(getattr(text, "layer_types", None) or ()):
         return None
+    if hasattr(text, "linear_num_key_heads"):
+        return _gated_delta(text)
+    if hasattr(text, "mamba_d_state"):
+        return _mamba2(text.mamba_n_heads, text.mamba_d_head, text.mamba_d_state)
+    if hasattr(text, "ssm_state_size"):
+        return _mamba2(text.mamba_num_heads, text.mamba_head_dim, text.ssm_state_size)
+    return RecurrentSizes()
+
+
+def num_mixing_layers(config: PretrainedConfig) -> int:
+    """Return how often a forward pass mixes tokens, by attention, a scan or a convolution."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return sum(2 if kind == "hybrid" else kind not in CHANNEL_KINDS for kind in kinds)
+
+
+def num_recurrent_layers(config: PretrainedConfig) -> int:
+    """Return how many layers have a scan or a convolution."""
+    return sum(kind in RECURRENT_KINDS for kind in getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def _gated_delta(text: Any) -> RecurrentSizes:
     keys, values = text.linear_num_key_heads, text.linear_num_value_heads
     size, width = text.linear_key_head_dim, text.linear_value_head_dim
     return RecurrentSizes(
@@ -53,3 +78,9 @@ def _delta_flops(size: int, width: int) -> int:
     states with keys and queries, and of keys with values.
     """
     return 2 * CHUNK * 2 * size + CHUNK * (size + width) + 2 * CHUNK * width + 3 * 2 * size * width
+
+
+def _mamba2(heads: int, size: int, state: int) -> RecurrentSizes:
+    """The products of C with B and of these with x in a chunk, and those of states with C and of B with x."""
+    flops = heads * (2 * CHUNK * (state + size) + 2 * 2 * state * size)
+    return RecurrentSizes(given=heads * (size * state + 1), flops=flops, given_flops=flops)

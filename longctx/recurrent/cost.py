@@ -72,7 +72,7 @@ def recurrent_time(
     slots = (2 if arrangement.ring > 1 else 1) if pieces is None else pieces.slots
     given = num_tokens // ranks if pieces is None else pieces.most_given
     return RecurrentTime(
-        by_heads=_by_heads(setup, sizes, ranks, num_tokens) if sizes.heads % ranks == 0 else None,
+        by_heads=_by_heads(setup, sizes, ranks, num_tokens) if sizes.heads and sizes.heads % ranks == 0 else None,
         by_states=_by_states(setup, sizes, ranks, slots, given) if slots else 0.0,
     )
 

@@ -20,12 +20,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx.recurrent.gated_delta import check_gated_delta, delta_rule_by_heads, delta_rule_by_states
+from longctx.recurrent.mamba2 import mamba2_by_states
 from longctx.recurrent.passing import convolve_pieces
 from longctx.recurrent.pieces import Pieces
 from longctx.sequence.batch import AttentionContext, BatchLayout
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
+MAMBA2_SCAN = "mamba2_chunk_scan"
+MAMBA2_IN_ONE = "mamba2_split_conv1d_scan_combined"
 """transformers' names of the functions that mix tokens, the same in the modules of all models."""
 
 PrefersHeads = Callable[[BatchLayout, Pieces], bool]
@@ -96,6 +99,8 @@ def _forward(
     own = {
         CONVOLUTION: partial(_convolve, functions_of(layer), pieces, sequence.ranks),
         DELTA_RULE: partial(_delta_rule, functions_of(layer), pieces, sequence, by_heads),
+        MAMBA2_SCAN: partial(_mamba2_scan, functions_of(layer), pieces, sequence.ranks),
+        MAMBA2_IN_ONE: _no_result,  # as where its kernel is not installed: the layer then calls the others
     }
     return _with_functions(_forward_of(layer), own)(layer, hidden_states)
 
@@ -156,3 +161,31 @@ def _delta_rule(
     if by_heads:
         return delta_rule_by_heads(rule, inputs, sequence.layout, sequence.ranks), None
     return delta_rule_by_states(rule, inputs, pieces, sequence.ranks), None
+
+
+def _mamba2_scan(
+    functions: ModuleType,
+    pieces: Pieces,
+    group: dist.ProcessGroup | None,
+    x: Tensor,
+    steps: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Compute in place of `mamba2_chunk_scan`, from a state of 0 in every document."""
+    assert z is None, "transformers applies the gate behind the scan"
+    options = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    return mamba2_by_states(getattr(functions, MAMBA2_SCAN), (x, steps, B, C), A, pieces, group, options)
+
+
+def _no_result(*_: Any, **__: Any) -> None:
+    return None

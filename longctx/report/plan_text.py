@@ -232,13 +232,21 @@ def _about(best: dict[str, Any]) -> list[str]:
     return [
         f"Recommended for {at['length']:,} tokens: {best['name']}, on {best['engine']}: {best['why']}.",
         f"A step takes {_seconds(at['seconds_per_step'])} s ({seconds}): "
-        f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.",
+        f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.{_gathers(best, at)}",
         *(
             f"{what}: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in at[key].items() if size >= 2**26)
             for what, key in (("GiB of a device", "device_bytes"), ("GiB of a node's host memory", "host_bytes"))
             if at[key]
         ),
     ]
+
+
+def _gathers(best: dict[str, Any], at: dict[str, Any]) -> str:
+    """Return a sentence on the exchange of weights and gradients; empty where it is below 1% of a step."""
+    if best["weights_seconds"] < 0.01 * at["seconds_per_step"]:
+        return ""
+    exposed = _seconds(at["seconds"].get("weights", 0.0))
+    return f" Gathers of weights and sums of gradients take {_seconds(best['weights_seconds'])} s, {exposed} s exposed."
 
 
 def _seconds(value: float) -> str:

@@ -29,7 +29,7 @@ from longctx.sequence.mesh import select_device
 from longctx.settings.machine_checks import check_kernels
 from longctx.settings.run import Run, row_length
 from longctx.training.checkpoint.masters import loaded_in_fp32
-from longctx.training.engines import settle_fsdp
+from longctx.training.engines import configure_fsdp
 from longctx.training.fingerprint import is_preference
 from longctx.training.objective import Objective
 from longctx.training.reference_model import ReferencedPreferenceLoss
@@ -117,7 +117,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         base_config=run.model_config if changes_base(settings) else None,
     )
     if run.engine == "fsdp2":
-        settle_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)
+        configure_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)
     if run.levers.activation_offloading and run.use_cpu:
         trainer.maybe_activation_offload_context = SavedOnHost()
     return trainer

@@ -38,7 +38,7 @@ from longctx.training.checkpoint import (
     read_manifest,
 )
 from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
-from longctx.training.engines import settle_deepspeed
+from longctx.training.engines import configure_deepspeed
 from longctx.training.fingerprint import compare_files, data_identity, reference_identity
 from longctx.training.schedule import check_learning_rates, check_training_steps
 
@@ -75,14 +75,14 @@ def prepare(run: Run) -> PreparedRun:
     args = SFTConfig(**run.training_arguments() | degrees(run))
     if dist.is_initialized():
         agree(run, args)
-        settle_output(args)
+        agree_on_output(args)
     if args.max_steps > 0:
         on_all_ranks(lambda: check_learning_rates(args, args.max_steps))
     on_all_ranks(lambda: check_hub(args))
     if args.n_gpu > 1:  # one process with several GPUs: the Trainer would copy the model to all of them
         args._n_gpu = 1
     if run.engine == "deepspeed":
-        settle_deepspeed(
+        configure_deepspeed(
             args.deepspeed_plugin.deepspeed_config,
             run.levers,
             ModelSizes.of_config(run.model_config),
@@ -193,7 +193,7 @@ def check_hub(args: SFTConfig) -> None:
         ) from error
 
 
-def settle_output(args: SFTConfig) -> None:
+def agree_on_output(args: SFTConfig) -> None:
     """If nodes share --output_dir, leave its files to rank 0, even with --save_on_each_node.
 
     Raises:

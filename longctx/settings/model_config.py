@@ -28,6 +28,12 @@ _OWN_FLAGS = {
 """Keys of model_init_kwargs that do not belong to the model's configuration, and their flags."""
 
 
+_PARALLELISM = {
+    *("distributed_config", "device_mesh", "enable_expert_parallel", "ep_plan", "ep_size", "tp_plan", "tp_size"),
+}
+"""Keys of model_init_kwargs with which transformers would shard the model itself."""
+
+
 @check("model_name_or_path", "model_init_kwargs", "rope_scaling", "dtype")
 def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
     """Check that the model, as changed by the flags, can be trained exactly.
@@ -134,6 +140,13 @@ def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise ValueError(
             f"--model_init_kwargs {given} is not a JSON object. Example: '{{\"attention_dropout\": 0.0}}'."
+        )
+    for name in sorted(kwargs.keys() & _PARALLELISM):
+        raise ValueError(
+            f"--model_init_kwargs sets {name}, and the expert and tensor parallelism of transformers are not "
+            "supported: they lay parameters out over device meshes of their own, while the engines, the gradient norm "
+            "and the checkpoints here shard every parameter over all devices. Leave it out; FSDP2 and ZeRO-3 shard "
+            "experts, too."
         )
     for name in kwargs.keys() & _OWN_FLAGS.keys():
         raise ValueError(f"--model_init_kwargs sets {name} {kwargs[name]}. Give it as --{_OWN_FLAGS[name]}.")

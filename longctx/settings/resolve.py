@@ -18,7 +18,7 @@ from longctx.forecast.levers import ALL, AUTO
 from longctx.launch.spawn import device_count
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_device, liger_parts
-from longctx.model.adapter import check_adapter, check_quantization
+from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
 from longctx.settings.auto import choose_layout, one_group, with_forecast
 from longctx.settings.data import stream, take_mixture
 from longctx.settings.engine import ask_levers, choose, choose_engine, choose_precision, clipping, precision_notes
@@ -96,7 +96,7 @@ def _arranged(
     if values["use_liger_kernel"]:
         values = _take_liger(values, model_config, use_cpu=use_cpu)
     if values["torch_compile"]:
-        check_compile(values, engine.name)
+        check_compile(values, engine.name, model_config)
     values = values.note(*precision_notes(values, engine.name, use_cpu=use_cpu))
     values = values.set(
         max_grad_norm=clipping(values["max_grad_norm"], engine.name), pad_to_multiple_of=pad_multiple(multiple, dims)
@@ -125,6 +125,8 @@ def _arranged(
         is_demo=values.is_demo,
         notes=values.notes,
     ).with_levers()
+    if values["use_peft"] and values["lora_target_parameters"]:
+        check_adapted_experts(run.settings)
     if values["load_in_4bit"]:
         check_versions(QLORA_VERSIONS, "--load_in_4bit")
         check_quantization(run.settings, model_config, engine.name, use_cpu)

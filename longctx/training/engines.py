@@ -133,7 +133,7 @@ def _start_deepspeed_on_gloo() -> None:
 # Settings that a profile leaves open
 
 
-def settle_deepspeed(
+def configure_deepspeed(
     config: dict[str, Any], levers: Levers, model: ModelSizes, *, num_ranks: int, use_cpu: bool
 ) -> None:
     """Fill in DeepSpeed's configuration from the levers; sizes in the user's own file stay.
@@ -178,7 +178,7 @@ def _bucket_sizes(levers: Levers, model: ModelSizes, zero_stage: int) -> Mapping
     return sizes
 
 
-def settle_fsdp(plugin: Any, levers: Levers, *, use_cpu: bool) -> None:
+def configure_fsdp(plugin: Any, levers: Levers, *, use_cpu: bool) -> None:
     """Set up FSDP2's plug-in from the levers, before the model is wrapped."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 

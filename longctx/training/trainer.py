@@ -39,6 +39,7 @@ from longctx.layers.loss import TokenOutputs
 from longctx.model.card import model_card
 from longctx.model.load import count_parameters, count_trained_parameters
 from longctx.model.quantized import pieces_placed
+from longctx.model.recurrent import num_mixing_layers
 from longctx.packing import PackedDataset, PackedStream, PackingReport
 from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
@@ -369,7 +370,7 @@ class SequenceTrainer(EvaluatingTrainer):
             **self.objective.model_options,
         )
         if not self._layers_checked:
-            check_shard_length(shard, outputs.log_probs, self.model.config.get_text_config().num_hidden_layers)
+            check_shard_length(shard, outputs.log_probs, num_mixing_layers(self.model.config))
             self._layers_checked = True
         return shard, outputs
 

@@ -24,6 +24,7 @@ from longctx.attention.interface import NAME, longctx_attention
 from longctx.data import IGNORE_INDEX
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.layers.loss import token_losses
+from longctx.model.recurrent import num_mixing_layers
 from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.recurrent.layers import recurrent_layers
 from longctx.run import first_step_batches
@@ -292,7 +293,7 @@ def _worst(name: str, finding: Finding) -> Check:
 
 
 def _check_lengths(lengths: list[int], logits: Tensor, expected: int, trainer: SequenceTrainer) -> Finding:
-    layers = trainer.model.config.get_text_config().num_hidden_layers
+    layers = num_mixing_layers(trainer.model.config)
     seen = sorted(set(lengths)) or [0]
     ok = len(lengths) == layers and seen == [expected] and logits.shape[:2] == (1, expected)
     detail = f"tokens of the sequence that a rank has in attention, in each of {layers} layers"

@@ -11,7 +11,7 @@ from longctx.attention.kernels import DenseKernel, block_backward, choose
 from longctx.attention.kernels.check import make_entries, make_inputs
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.kernels.varlen import AtenFlashKernel
-from longctx.layers.chunked.copies import settle
+from longctx.layers.chunked.copies import synchronize
 from longctx.layers.loss import _add_product
 from longctx.recurrent import gated_delta
 from tests.attention.test_kernel_choice import aten_on_cpu  # noqa: F401
@@ -107,9 +107,9 @@ def test_copies_to_the_host_are_waited_for_on_a_gpu(monkeypatch):
             waited.append(self)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    settle(torch.device("cpu"))
+    synchronize(torch.device("cpu"))
     assert not waited
-    settle(torch.device("cuda"))
+    synchronize(torch.device("cuda"))
     assert len(waited) == 1
 
 

@@ -35,7 +35,7 @@ from longctx.settings.flags import parse_flags
 from longctx.settings.machine_checks import check_host_memory
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
-from longctx.training.engines import set_up_allocators, settle_deepspeed, settle_fsdp
+from longctx.training.engines import configure_deepspeed, configure_fsdp, set_up_allocators
 from tests.reference import train_reference
 from tests.small_model import save_small_model
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -186,7 +186,7 @@ def test_deepspeed_is_told_what_a_file_leaves_open():
     levers = resolved("--memory", "longest", *ULYSSES, "--offload_param_device", "cpu").levers
     config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "allgather_bucket_size": "auto"}}
     config["zero_optimization"]["offload_optimizer"] = {"device": "none", "ratio": 0.5}
-    settle_deepspeed(config, levers, sizes, num_ranks=2, use_cpu=True)
+    configure_deepspeed(config, levers, sizes, num_ranks=2, use_cpu=True)
     zero = config["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "nvme_path": None, "pin_memory": False, "ratio": 0.5}
     assert zero["offload_param"]["device"] == "cpu"
@@ -200,7 +200,7 @@ def test_deepspeed_is_told_what_a_file_leaves_open():
 def test_deepspeed_is_told_what_to_reduce_in(dtype):
     levers = resolved(*ULYSSES, "--bf16", "True", "--communication_data_type", dtype).levers
     config = {"zero_optimization": {"stage": 3}}
-    settle_deepspeed(config, levers, ModelSizes.of_config(tiny_config()), num_ranks=2, use_cpu=True)
+    configure_deepspeed(config, levers, ModelSizes.of_config(tiny_config()), num_ranks=2, use_cpu=True)
     assert config["communication_data_type"] == dtype
 
 
@@ -219,13 +219,13 @@ def test_fsdp2_reduces_in_bf16_where_it_is_asked_to(asked, dtype):
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         cpu_offload=None,
     )
-    settle_fsdp(plugin, resolved(*flags).levers, use_cpu=True)
+    configure_fsdp(plugin, resolved(*flags).levers, use_cpu=True)
     assert plugin.mixed_precision_policy.reduce_dtype is dtype
 
 
 def test_buckets_of_a_plain_run_hold_a_layer():
     sizes, config = ModelSizes.of_config(tiny_config()), {"zero_optimization": {"stage": 2}}
-    settle_deepspeed(config, resolved(*ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
+    configure_deepspeed(config, resolved(*ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
     assert config["zero_optimization"]["reduce_bucket_size"] == sizes.layer_parameters
     assert config.keys() == {"zero_optimization"}
 
@@ -236,7 +236,7 @@ def test_buckets_are_even(memory, stage):
     """ZeRO-1 and 2 refuse odd ones; a layer of gpt-oss with 3 heads has an odd number of parameters."""
     sizes = replace(ModelSizes.of_config(tiny_config()), layer_parameters=7, hidden_size=3)
     config = {"zero_optimization": {"stage": stage}}
-    settle_deepspeed(config, resolved("--memory", memory, *ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
+    configure_deepspeed(config, resolved("--memory", memory, *ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
     buckets = [size for name, size in config["zero_optimization"].items() if name.endswith("bucket_size")]
     assert buckets
     assert set(buckets) <= {8, 10}

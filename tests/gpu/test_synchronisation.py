@@ -30,7 +30,7 @@ MICRO_BATCHES = 2
 PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_waits_and_races.md"
 
 IN_A_MICRO_BATCH = {
-    "longctx.layers.chunked.copies.settle": "Hidden states lie in host memory between layers; any code may read them.",
+    "longctx.layers.chunked.copies.synchronize": "Hidden states lie in host memory, where any code may read them.",
 }
 """Functions in which the host waits for a micro-batch that is under way, and why it has to."""
 

@@ -19,7 +19,7 @@ from longctx.layers.chunked import HostAttention
 from longctx.layers.chunked import attention as chunked_attention
 from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import check_one_thread
-from longctx.model.allow_list import GATED_DELTA_MODELS
+from longctx.model.allow_list import RECURRENT_MODELS
 from longctx.model.tiny import tiny_config, tiny_model
 from tests.model.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
 from tests.workers import run_ranks
@@ -173,7 +173,7 @@ def chunked_errors(
 
 
 def splittable() -> list[str]:
-    return [name for name, (model_type, _) in FAMILIES.items() if model_type not in GATED_DELTA_MODELS]
+    return [name for name, (model_type, _) in FAMILIES.items() if model_type not in RECURRENT_MODELS]
 
 
 @pytest.mark.parametrize("keep_attention", [False, True, ON_DEVICE])

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 from itertools import accumulate
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from longctx import parallelize
-from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, GATED_DELTA_MODELS
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
 from longctx.model.tiny import tiny_tokenizer
+from longctx.train import main
 from longctx.training.metrics import TokenMeans
 from tests.model.test_models import FAMILIES, largest_error, make_batch, make_model
 from tests.model.test_models import LENGTHS as DOCUMENT_LENGTHS
+from tests.model.test_peft import Adapt
 from tests.reference import adamw_steps, auxiliary_loss
 from tests.training.test_training import log_of, make_documents, relative, write_jsonl
 from tests.workers import run_main, run_ranks
@@ -79,14 +82,15 @@ def stock_loss(model, documents, coefficient):
         count += int((targets != -100).sum())
         routed.append(output.router_logits)
     layers = tuple(torch.cat(of_documents) for of_documents in zip(*routed, strict=True))
-    aux_loss, top_k = auxiliary_loss(model, layers), model.num_experts_per_tok
+    stock = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    aux_loss, top_k = auxiliary_loss(stock, layers), stock.num_experts_per_tok
     load = torch.stack([logits.topk(top_k).indices.flatten().bincount(minlength=logits.shape[1]) for logits in layers])
     return total / count + coefficient * aux_loss, float(aux_loss.detach()), load
 
 
-def reference(folder, documents, *, coefficient=COEFFICIENT):
+def reference(folder, documents, *, coefficient=COEFFICIENT, adapt=lambda model: model):
     """Losses, gradient norms, auxiliary losses, and loads of the steps."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = adapt(AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32))
     seen = []
 
     def step(number):
@@ -167,6 +171,38 @@ DEFAULT = ("ring", "ulysses, zero3")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("experts"))
+
+
+ADAPTED = ["q_proj", "v_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ADAPTER = ["--use_peft", "True", "--lora_target_modules", *ADAPTED]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parameters", [[], EXPERTS], ids=["attention", "experts"])
+def test_an_adapter_equals_one_process(parameters, folder, tmp_path):
+    """Of attention alone, through which the auxiliary loss's gradient passes, and of the experts' own matrices."""
+    documents = make_documents(LENGTHS)
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    flags = [*ADAPTER, *(["--lora_target_parameters", *parameters] if parameters else [])]
+    flags += [*COMMON, "--dataset_name", data, "--model_name_or_path", folder, "--output_dir", str(tmp_path / "out")]
+    adapt = Adapt(r=16, lora_alpha=32, target_modules=ADAPTED, target_parameters=parameters or None)
+    expected = reference(folder, documents, adapt=adapt)
+    cases = {name: [*flags, *CASES[name]] for name in DEFAULT}
+    for case, log in run_ranks(2, f"{__name__}:run_cases", cases)[0].items():
+        check_run(log, expected, case)
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    models = peft.PeftModel.from_pretrained(base, tmp_path / "out"), adapt.model
+    saved, right = (float(stock_loss(model, documents, COEFFICIENT)[0].detach()) for model in models)
+    assert saved == pytest.approx(right, rel=1e-4)
+
+
+@pytest.mark.parametrize("lever", ["tiled_mlp", "sequence_chunk_size"])
+def test_adapted_experts_with_levers_that_are_not_compared(lever, folder, capsys):
+    value = "True" if lever == "tiled_mlp" else "32"
+    arguments = [*ADAPTER, "--lora_target_parameters", *EXPERTS, f"--{lever}", value, "--use_cpu"]
+    assert main([*arguments, "--model_name_or_path", folder, "--dataset_name", "stdlib"]) == 2
+    assert f"--{lever} {value} with --lora_target_parameters is not verified" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -269,11 +305,7 @@ def test_the_loop_of_a_user(padding, folder):
 
 
 SP_1 = [(model_type, 1, "auto") for model_type in AUXILIARY_LOSS_MODELS]
-SP_2 = [
-    (model_type, 2, backend)
-    for model_type in AUXILIARY_LOSS_MODELS
-    for backend in (("ulysses",) if model_type in GATED_DELTA_MODELS else ("ring", "ulysses"))
-]
+SP_2 = [(model_type, 2, backend) for model_type in AUXILIARY_LOSS_MODELS for backend in ("ring", "ulysses")]
 
 
 def errors_of_type(model_type, sp, backend):

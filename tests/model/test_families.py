@@ -1,4 +1,4 @@
-"""Model families by what their layers do: gated-delta hybrids run on every backend, other recurrences not at all."""
+"""Model families by what their layers do: recurrent layers run on every backend, or not at all."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from longctx.attention.cost import Setup
 from longctx.model.allow_list import (
     CAUSAL_MODELS,
     GATED_DELTA_MODELS,
+    RECURRENT_MODELS,
     VISION_MODELS,
     UnsupportedModelError,
     check_model,
@@ -146,12 +147,12 @@ def recurrent_models():
 def test_every_recurrence_of_transformers_is_exact_or_refused_by_its_kind():
     found = set(recurrent_models())
     assert found >= {"mamba", "mamba2", "jamba", "bamba", "zamba2", "falcon_h1", "lfm2", "recurrent_gemma", "rwkv"}
-    assert found & set(CAUSAL_MODELS) == set(GATED_DELTA_MODELS)
-    for model_type in sorted(found - set(GATED_DELTA_MODELS)):
+    assert found & set(CAUSAL_MODELS) == set(RECURRENT_MODELS)
+    for model_type in sorted(found - set(RECURRENT_MODELS)):
         with pytest.raises(UnsupportedModelError) as error:
             check_model(CONFIG_MAPPING[model_type]())
         message = str(error.value)
-        parts = [f"{name!r} is one part of it" in message for name in GATED_DELTA_MODELS]
+        parts = [f"{name!r} is one part of it" in message for name in RECURRENT_MODELS]
         assert any(kind in message for kind in KINDS) or any(parts), message
 
 

@@ -12,25 +12,20 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
 
 from longctx import parallelize
-from longctx.model.allow_list import CAUSAL_MODELS, POSITION_INDEPENDENT_ROPE, WINDOW_MODELS
+from longctx.model.allow_list import (
+    CAUSAL_MODELS,
+    DECODER_MODELS,
+    POSITION_INDEPENDENT_ROPE,
+    WINDOW_MODELS,
+)
 from longctx.model.load import load_config, load_model
+from longctx.model.recurrent import num_mixing_layers
 from longctx.training.metrics import _peak_flops
+from tests.model.more_families import MORE_FAMILIES, SMALL
 from tests.workers import run_ranks
 
 LENGTHS = [9, 1, 14, 5, 3]  # 32 tokens: no padding for 2 ranks
 TOLERANCE = 1e-5  # fp32; sums of a few hundred terms in another order. Measured: at most 2e-6.
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 SCALED_ROPE = {
     "linear": {"factor": 4.0},
@@ -55,6 +50,7 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4}
 NEVER_AS_IS = (
     "afmoe",
     "cohere2",
@@ -66,7 +62,7 @@ NEVER_AS_IS = (
     "granitemoe_swa",
     "olmo3",
 )
-FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_AS_IS} | {
+FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in (*NEVER_AS_IS, *DECODER_MODELS)} | {
     "ernie4_5_moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}),
     "glm4_moe": (
         "glm4_moe",
@@ -130,6 +126,31 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_A
         "qwen3_5_moe_text",
         SMALL | LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     ),
+    "bamba": ("bamba", SMALL | MAMBA2 | {"attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "falcon_h1",
+        SMALL | MAMBA2 | {"mamba_d_ssm": 64, "head_dim": 8, "mamba_rms_norm": True, "ssm_in_multiplier": 0.5},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        SMALL
+        | MAMBA2
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16}
+        | {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 8}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4}
+        | {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+    ),
+    "lfm2": ("lfm2", SMALL | {"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        SMALL | EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", SMALL | LINEAR),
     "qwen3_5_text": ("qwen3_5_text", SMALL | LINEAR),
     "qwen3_next": (
         "qwen3_next",
@@ -168,7 +189,7 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in NEVER_A
     "smollm3, windows": ("smollm3", SMALL | WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
     "starcoder2, window": ("starcoder2", SMALL | {"sliding_window": 4}),
 }
-FAMILIES |= {
+FAMILIES |= MORE_FAMILIES | {
     f"llama, {kind} rope": (
         "llama",
         SMALL
@@ -246,7 +267,7 @@ def sharded_step(family: str, sp: int, backend: str) -> dict[str, float]:
     shard = sequence.shard(batch)
     logits = model(**shard.inputs).logits
     assert logits.shape[1] == sum(LENGTHS) // sp
-    assert shard.context.calls == model.config.num_hidden_layers
+    assert shard.context.calls == num_mixing_layers(model.config)
     loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
     loss.backward()
     mean_loss = loss.detach().clone()
@@ -321,6 +342,18 @@ def test_two_ranks_equal_stock_transformers(pairs):
         assert not wrong
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ring", "gather", "ulysses", "hybrid"])
+def test_four_ranks_equal_stock_transformers(backend):
+    """The small gated delta layers have two key heads, which four Ulysses ranks cannot share."""
+    too_few = [name for name, (_, settings) in FAMILIES.items() if "linear_num_key_heads" in settings]
+    pairs = [(name, backend) for name in FAMILIES if backend != "ulysses" or name not in too_few]
+    for results in run_ranks(4, f"{__name__}:sharded_steps", pairs, timeout=900):
+        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
+        assert not wrong
+        assert list(results) == pairs
+
+
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
 @pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"use_reentrant": False}, {"selective": True}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
@@ -338,7 +371,7 @@ def test_gradient_checkpointing_changes_nothing(family, kwargs):
     logits = model(**shard.inputs).logits
     loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
     loss.backward()
-    assert shard.context.calls > model.config.num_hidden_layers  # attention ran again in the backward pass
+    assert shard.context.calls > num_mixing_layers(model.config)  # attention ran again in the backward pass
     assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
     assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
 

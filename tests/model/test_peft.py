@@ -168,7 +168,14 @@ def test_an_adapter_trains_as_on_one_process(layout, few, folder, tmp_path, pari
 REFUSED = {
     "dropout": (["--lora_dropout", "0.1"], ("--lora_dropout 0.1", "use 0")),
     "task": (["--lora_task_type", "SEQ_CLS"], ("--lora_task_type SEQ_CLS", "CAUSAL_LM")),
-    "parameters": (["--lora_target_parameters", "mlp.experts"], ("--lora_target_parameters mlp.experts", "modules")),
+    "no such parameters": (
+        ["--lora_target_modules", "q_proj", "v_proj", "--lora_target_parameters", "mlp.experts.down_proj"],
+        ("--lora_target_parameters names mlp.experts.down_proj", "no parameter", "leave it out"),
+    ),
+    "parameters of a layer": (
+        ["--lora_target_modules", "q_proj", "v_proj", "--lora_target_parameters", "k_proj.weight"],
+        ("--lora_target_parameters adapts weight", "not the matrices of experts", "--lora_target_modules"),
+    ),
     "rank": (["--lora_r", "0"], ("--lora_r 0", "positive")),
     "a single name": (["--lora_target_modules", "q_proj"], ("q_proj not found", "all-linear", ".*q_proj")),
     "one name of two": (["--lora_target_modules", "q_proj", "v_porj"], ("--lora_target_modules names v_porj",)),

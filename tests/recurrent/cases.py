@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.recurrent.gated_delta import delta_rule_by_heads, delta_rule_by_states
+from longctx.recurrent.mamba2 import mamba2_by_states
 from longctx.recurrent.passing import convolve_pieces
 from longctx.recurrent.pieces import Pieces
 from longctx.sequence.batch import BatchLayout
@@ -60,6 +61,20 @@ def delta_inputs(total: int) -> list[Tensor]:
     return [q, k, v, -(1.5 * g).exp(), beta.sigmoid()]
 
 
+def recurrent_scan(x, steps, A, B, C, *, dt_bias, D, initial_states=None, return_final_states=False, **_):
+    """The scan of Mamba-2 (arXiv 2405.21060, equation 2), one token after the other, in its inputs' precision."""
+    steps = F.softplus(steps + dt_bias).clamp(0.1, 1.5)
+    B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (B, C))
+    state = x.new_zeros(*x[:, 0].shape, B.shape[-1]) if initial_states is None else initial_states
+    out = []
+    for t in range(x.shape[1]):
+        decay = (A * steps[:, t]).exp()[..., None, None]
+        state = decay * state + torch.einsum("bh,bhe,bhn->bhen", steps[:, t], x[:, t], B[:, t])
+        out.append(torch.einsum("bhen,bhn->bhe", state, C[:, t]) + D[:, None] * x[:, t])
+    found = torch.stack(out, dim=1)
+    return (found, state) if return_final_states else found
+
+
 def alone(run: Callable[..., Tensor], inputs: list[Tensor], lengths: list[int]) -> Tensor:
     return torch.cat([run(*document) for document in zip(*(x.split(lengths, dim=1) for x in inputs), strict=True)], 1)
 
@@ -82,10 +97,23 @@ def operators(layout: BatchLayout, rank: int, group) -> dict[str, tuple]:
         causal = partial(_channels_first, partial(convolved, weight))
         return convolve_pieces(tokens.transpose(1, 2), pieces, group, causal, REACH).transpose(1, 2)
 
+    def scan(A: Tensor, bias: Tensor, *inputs: Tensor) -> Tensor:
+        return mamba2_by_states(recurrent_scan, inputs, A, pieces, group, options_of(bias))
+
+    def scan_alone(A: Tensor, bias: Tensor, x: Tensor, steps: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        return recurrent_scan(x, steps, A, B, C, **options_of(bias))
+
+    def options_of(bias: Tensor) -> dict[str, object]:
+        return {"dt_bias": bias, "dt_softplus": True, "dt_limit": (0.1, 1.5), "D": skip}
+
+    skip, rates, bias = (torch.rand(4, dtype=torch.float64) for _ in range(3))
+    shapes = [(4, 3), (4,), (2, 5), (2, 5)]  # 4 heads of size 3 in 2 groups, with states of 5
+    scanned = [torch.randn(1, layout.num_tokens, *shape, dtype=torch.float64) for shape in shapes]
     rule = recurrent_delta_rule
     delta = delta_inputs(layout.num_tokens)
     return {
         "convolution": ([weight], [tokens], convolved, convolve),
+        "Mamba-2 by states": ([-rates, bias], scanned, scan_alone, scan),
         "delta rule by states": (
             [],
             delta,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from longctx import parallelize
+from longctx.model.allow_list import RECURRENT_MODELS
 from longctx.recurrent.pieces import Pieces
 from tests.model import test_models
 from tests.model.test_models import make_batch, make_model, sharded_step
@@ -91,6 +92,7 @@ def model_errors(given: list[tuple[str, str, bool]]) -> dict[str, dict[str, floa
 
 BACKENDS = ("ulysses", "ring", "gather", "hybrid")
 BOTH_WAYS = [("qwen3_next", "ring", True), ("qwen3_next", "ring", False), ("qwen3_5_text", "ulysses", False)]
+FAMILIES = [name for name in RECURRENT_MODELS if name not in ("qwen3_next", "qwen3_5_text")]
 
 
 @pytest.mark.parametrize(
@@ -99,13 +101,14 @@ BOTH_WAYS = [("qwen3_next", "ring", True), ("qwen3_next", "ring", False), ("qwen
         pytest.param(2, BOTH_WAYS, id="2 ranks"),
         pytest.param(
             2,
-            [("qwen3_5_text", backend, by_heads) for backend in BACKENDS for by_heads in (True, False)],
+            [(family, backend, False) for family in FAMILIES for backend in BACKENDS]
+            + [("qwen3_5_text", backend, by_heads) for backend in BACKENDS for by_heads in (True, False)],
             id="2 ranks, all",
             marks=pytest.mark.long,
         ),
         pytest.param(
             4,
-            [(family, backend, False) for family in ("qwen3_next", "qwen3_5_text") for backend in BACKENDS],
+            [(family, backend, False) for family in RECURRENT_MODELS for backend in BACKENDS],
             id="4 ranks",
             marks=pytest.mark.long,
         ),
@@ -141,18 +144,25 @@ def changed_documents(family: str, backend: str, by_heads: bool) -> dict[int, li
 
 
 @pytest.mark.parametrize(
-    ("ranks", "backend", "by_heads"),
+    ("ranks", "family", "backend", "by_heads"),
     [
-        (2, "ring", False),
+        (2, "qwen3_5_text", "ring", False),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in [(2, "ring", True), (2, "ulysses", False), (4, "ring", False), (4, "hybrid", False)]
+            for case in [
+                (2, "qwen3_5_text", "ring", True),
+                (2, "falcon_h1", "ulysses", False),
+                (4, "qwen3_5_text", "ring", False),
+                (4, "bamba", "ring", False),
+                (4, "nemotron_h", "hybrid", False),
+                (4, "lfm2", "gather", False),
+            ]
         ),
     ],
 )
-def test_a_token_changes_nothing_in_other_documents(ranks, backend, by_heads):
+def test_a_token_changes_nothing_in_other_documents(ranks, family, backend, by_heads):
     """Whichever rank they share, and whichever states are gathered together."""
-    for found in run_ranks(ranks, f"{__name__}:changed_documents", "qwen3_5_text", backend, by_heads):
+    for found in run_ranks(ranks, f"{__name__}:changed_documents", family, backend, by_heads):
         assert found == {document: [document] for document in range(len(test_models.LENGTHS))}
 
 

@@ -444,6 +444,17 @@ def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
     refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=("refused", *parts))
 
 
+def test_compiled_mixtures_of_experts(tmp_path, refused):
+    given = ["--model_name_or_path", save_config(tmp_path, "mixtral"), "--dataset_name", "stdlib"]
+    refused(*given, "--torch_compile", "True", parts=("--torch_compile True with mixtral", "Leave out --torch_compile"))
+
+
+def test_expert_parallelism_is_refused_with_what_is_missing(tmp_path, refused):
+    given = ["--model_name_or_path", save_config(tmp_path, "mixtral"), "--dataset_name", "stdlib"]
+    parts = ("sets ep_size", "device meshes of their own", "FSDP2 and ZeRO-3 shard experts, too")
+    refused(*given, "--model_init_kwargs", '{"ep_size": 2}', parts=parts)
+
+
 @pytest.mark.parametrize(
     ("model_type", "name", "part"),
     [

@@ -33,7 +33,7 @@ WARM_UP = 2
 FSDP1 = "torch.distributed.fsdp._runtime_utils._unshard"
 """Its limit of gathers in flight, at which the host waits by torch's design; FSDP2 has none."""
 EXPLAINED = {
-    "longctx.layers.chunked.copies.settle": "Hidden states lie in host memory between layers; any code may read them.",
+    "longctx.layers.chunked.copies.synchronize": "Hidden states lie in host memory, where any code may read them.",
     "longctx.parallel.SequenceParallel.count_label_tokens": "A loop may count the step's labels when it wants to.",
     "longctx.verify.": "Its checks look at results on the host.",
 }

@@ -100,12 +100,12 @@ class Copies:
             self._wait_for(self._leaving[0])
             self._leaving.popleft()  # frees them
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the copies to the host, so that the CPU may read them."""
         for copied in self._leaving:
             self._wait_for(copied)
         self._leaving.clear()
-        settle(self.device)
+        synchronize(self.device)
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, is_arriving: bool) -> torch.cuda.Event | None:
         """Copy the second of each pair to the first."""
@@ -144,7 +144,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(host: Tensor, values: Tensor) -> None:
-    """Write a part of a host tensor. Later work on the device's stream sees it, and the CPU does after `settle`."""
+    """Write a part of a host tensor. Later work on the device's stream sees it, and the CPU after `synchronize`."""
     _check_copy(host)
     host.copy_(values, non_blocking=True)
 
@@ -153,7 +153,7 @@ def _check_copy(host: Tensor) -> None:
     assert host.is_contiguous(), "such a copy is made by the CPU, which does not wait for what the device still writes"
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for copies to the host, so that the CPU may read them."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -126,7 +126,7 @@ class ChunkedLayer:
             if result is None:
                 result = self._host(1, hidden.shape[1], *y.shape[2:], dtype=y.dtype)
             self.copies.leave((result[:, at], y))
-        self.copies.settle()
+        self.copies.synchronize()
         return result
 
     def backward(
@@ -173,7 +173,7 @@ class ChunkedLayer:
             lambda at: [hidden[:, at], grad_hidden[:, at], *(self._of_ranks(x, at) for x in heads)],
             to_hidden,
         )
-        self.copies.settle()
+        self.copies.synchronize()
         return grad_hidden, sums.result()
 
     def _project_all(self, hidden: Tensor) -> Projected:
@@ -341,7 +341,7 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
         raise ValueError(f"sequence_chunk_size {size} is below 1. Use a few thousand tokens.")
     if recurrent_sizes(model.config):
         raise ValueError(
-            f"sequence_chunk_size {size}: linear attention layers of {model.config.model_type} carry a state through "
+            f"sequence_chunk_size {size}: recurrent layers of {model.config.model_type} carry a state through "
             "all tokens, and cannot be split at their attention. Leave it out."
         )
     keep_backward_in_one_thread()

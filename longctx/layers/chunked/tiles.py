@@ -130,7 +130,7 @@ class _Tiles(torch.autograd.Function):
             if out is None:
                 out = host_empty(1, x.shape[1], *y.shape[2:], dtype=y.dtype, device=copies.device)
             copies.leave((out[:, at], y))
-        copies.settle()
+        copies.synchronize()
         return out
 
     @staticmethod
@@ -151,5 +151,5 @@ class _Tiles(torch.autograd.Function):
             if grad_x is not None:
                 copies.leave((grad_x[:, at], grads[0]))
             sums.add(grads[len(inputs) - len(ctx.parameters) :])
-        copies.settle()
+        copies.synchronize()
         return None, None, None, grad_x, *sums.result()

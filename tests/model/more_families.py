@@ -1,0 +1,61 @@
+"""Small configurations of decoders, with everything switched on by which their layers differ from Llama's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+EXPERTS = SMALL | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "head_dim": 8}
+ALL_HEADS = SMALL | {"num_key_value_heads": 4}
+WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+
+MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus1p5_text": ("apertus1p5_text", SMALL),
+    "aria_text": ("aria_text", SMALL | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
+    "bitnet": ("bitnet", SMALL),
+    "exaone": ("exaone", SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "flint, sinks and windows": ("flint", EXPERTS | WINDOW | {"mlp_only_layers": [0]}),
+    "hyperclovax": ("hyperclovax", SMALL | MULTIPLIERS),
+    "internlm3": ("internlm3", SMALL | {"bias": True, "qkv_bias": True}),
+    "iquestcoder": ("iquestcoder", SMALL | {"attention_bias": True}),
+    "jais2": ("jais2", SMALL | {"head_dim": 8}),
+    "kolibri1, windows": ("kolibri1", EXPERTS | WINDOW | {"shared_expert_intermediate_size": 16}),
+    "ministral, windows": ("ministral", SMALL | WINDOW | {"head_dim": 16}),
+    "ministral3": (
+        "ministral3",
+        SMALL
+        | {"head_dim": 16}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            }
+        },
+    ),
+    "nanochat, capped logits": ("nanochat", SMALL | {"final_logit_softcapping": 1.0}),
+    "persimmon": ("persimmon", ALL_HEADS),
+}
+"""Name -> (model_type, settings). A name with "window" in it has windows."""

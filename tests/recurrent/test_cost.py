@@ -1,0 +1,82 @@
+"""The modelled cost of recurrent layers: which way a batch takes, and what forecasts say of their seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from longctx.attention.cost import Arrangement, Setup
+from longctx.forecast.closed_form import _moments
+from longctx.forecast.memory_setup import MemorySetup
+from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.step_time import Speeds, step_time
+from longctx.model.recurrent import num_mixing_layers, recurrent_sizes
+from longctx.recurrent.cost import recurrent_time
+from longctx.recurrent.pieces import Pieces
+from tests.recurrent.cases import layout_of
+
+NEXT = CONFIG_MAPPING["qwen3_next"]()  # 16 key heads of 128, 32 value heads of 128
+ULYSSES, RING = (Arrangement(name=name, ring=ring, ulysses=8 // ring) for name, ring in (("ulysses", 1), ("ring", 8)))
+TOKENS = 8 * 16_384
+
+
+def setup_of(per_node: int) -> Setup:
+    return Setup.of_model(NEXT, 8, element_size=2, device_name="H100", devices_per_node=per_node)
+
+
+def test_sizes_of_a_known_model():
+    sizes = recurrent_sizes(NEXT)
+    assert sizes.heads == 16
+    assert sizes.exchanged == 2 * 2048 + 2 * 4096 + 2 * 32
+    assert sizes.given == 32 * 128 * 256
+    assert num_mixing_layers(NEXT) == NEXT.num_hidden_layers
+    assert num_mixing_layers(CONFIG_MAPPING["falcon_h1"](num_hidden_layers=3)) == 6
+    assert recurrent_sizes(CONFIG_MAPPING["llama"]()) is None
+
+
+def test_bytes_decide_between_nodes():
+    """By heads, a rank sends 7/8 of its tokens' elements four times; between nodes that takes longer than the maps."""
+    time = recurrent_time(setup_of(per_node=1), ULYSSES, TOKENS)
+    sent = 2 * recurrent_sizes(NEXT).exchanged * 16_384 * 2 * 7 / 8
+    assert time.by_heads >= sent / setup_of(1).device.across.exchange
+    assert not time.prefers_heads
+    assert recurrent_time(setup_of(per_node=8), ULYSSES, TOKENS).by_heads < time.by_heads / 3
+
+
+def test_a_ring_gives_two_maps_for_each_rank():
+    less, more = (recurrent_time(setup_of(1), way, TOKENS).by_states for way in (ULYSSES, RING))
+    gathered = 4 * recurrent_sizes(NEXT).given * 8
+    assert more - less >= 2 * gathered * 7 / 8 / setup_of(1).device.across.exchange
+
+
+def test_documents_that_no_rank_shares_pass_no_states():
+    layout = layout_of([8] * 8, 1, 8)
+    time = recurrent_time(setup_of(8), ULYSSES, layout.num_tokens, Pieces.of(layout, 0))
+    assert time.by_states == 0
+    assert not time.prefers_heads
+
+
+def test_heads_that_ranks_cannot_share_pass_states():
+    setup = replace(setup_of(8), recurrent=replace(recurrent_sizes(NEXT), heads=12))
+    time = recurrent_time(setup, ULYSSES, TOKENS)
+    assert time.by_heads is None
+    assert not time.prefers_heads
+    assert "cannot share their heads" in time.describe()
+
+
+@pytest.mark.parametrize(("sp", "ring", "slots"), [(1, 1, 0), (8, 1, 1), (8, 8, 2)])
+def test_forecasts_count_scans_and_maps(sp, ring, slots):
+    """Beside the same model without them; maps are gathered where the backward pass of attention is."""
+    model = replace(ModelSizes.of_config(CONFIG_MAPPING["llama"](num_hidden_layers=4)), recurrent=recurrent_sizes(NEXT))
+    setup = MemorySetup(model=replace(model, num_recurrent_layers=3, num_attention_layers=1), world_size=8, sp=sp)
+    setup = replace(setup, ring=ring, ranks_per_node=8, engine="fsdp2", sp_backend="ring" if ring > 1 else None)
+    parts = step_time(setup, TOKENS, Speeds.of("H100", "flash-attn 3")).parts
+    whole = step_time(replace(setup, model=model), TOKENS, Speeds.of("H100", "flash-attn 3")).parts
+    scan = recurrent_sizes(NEXT).flops * TOKENS / sp / Speeds.of("H100", "flash-attn 3").attention_forward_flops
+    assert parts["recurrent"] >= 3 * 4 * scan
+    assert parts["attention"] == pytest.approx(whole["attention"] / 4)
+    plain = replace(setup, model=replace(model, recurrent=None))
+    more, none = (_moments(each, TOKENS)["attention"]["exchange"] for each in (setup, plain))
+    assert more - none == pytest.approx(2 * 4 * recurrent_sizes(NEXT).given * sp * slots)
