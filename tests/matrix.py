@@ -242,7 +242,7 @@ FEATURES = {
     ),
     "tied embeddings": Feature(shown_by="packed"),
     "untied embeddings": Feature(shown_by="padded"),
-    "VLM with text-only data": Feature(model="VLM"),
+    "VLM that was not compared": Feature(model="VLM"),
     "gated-delta linear attention": Feature(shown_by="gated delta"),
     "its kernel of flash-linear-attention": Feature(
         only_on_gpu=True,
@@ -339,7 +339,7 @@ TRAINED_MODELS = {
     "gated delta": ("qwen3_5_text", _SMALL | _GATED_DELTA),
 }
 MODELS = TRAINED_MODELS | {
-    "VLM": ("llava", {}),
+    "VLM": ("paligemma", {}),
     "Falcon-H1": ("falcon_h1", {}),
     "LFM2": ("lfm2", {}),
     "Jamba": ("jamba", {}),
