@@ -26,6 +26,7 @@ COMMANDS = {
     "train": Command("longctx.train", "fine-tune a model on long sequences"),
     "plan": Command("longctx.plan", "predict what fits, how fast it trains, and how to launch it"),
     "verify": Command("longctx.verify.__main__", "compare one step at --sp N with one device"),
+    "whole": Command("longctx.whole", "put a trained text part back into its multimodal model"),
     "bench": Command("longctx.benchmarks.max_length.__main__", "measure the longest sequence that each backend trains"),
     "completion": Command("longctx.completion", "print a completion script for bash, zsh or fish"),
 }
