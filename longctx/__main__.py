@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("longctx.train", "fine-tune a model on long sequences"),
+    "dpo": Command("longctx.dpo", "train a model on pairs of chosen and rejected answers"),
     "plan": Command("longctx.plan", "predict what fits, how fast it trains, and how to launch it"),
     "verify": Command("longctx.verify.__main__", "compare one step at --sp N with one device"),
     "whole": Command("longctx.whole", "put a trained text part back into its multimodal model"),

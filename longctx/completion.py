@@ -14,6 +14,7 @@ import shtab
 from longctx.__main__ import COMMANDS
 from longctx.settings.flag_sources import Flag
 from longctx.settings.help import SHORT_HELP, flags
+from longctx.settings.methods import DPO, SFT, Method
 
 SHELLS = ("bash", "zsh", "fish")
 FILES = ("accelerate_config", "chat_template_path", "config", "dataset_name")
@@ -44,17 +45,19 @@ def _command_line() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():
-        parts = [_flags_of_train()] if name in ("train", "verify") else []
-        if name != "train":
+        method = DPO if name == "dpo" else SFT
+        parts = [_flags_of(method)] if name in ("train", "dpo", "verify") else []
+        if name not in ("train", "dpo"):
             parts.append(import_module(command.module)._parser())
         commands.add_parser(name, help=command.purpose, parents=parts, add_help=False)
     return parser
 
 
-def _flags_of_train() -> argparse.ArgumentParser:
+def _flags_of(method: Method) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     summaries = {name: text for group in SHORT_HELP.values() for name, text in group.items()}
-    known = flags() or {}
+    summaries |= method.help
+    known = flags(method) or {}
     for name in {**known, **summaries}:
         flag = known.get(name)
         summary = summaries.get(name) or (flag.help.partition(". ")[0] if flag else "")

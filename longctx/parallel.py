@@ -127,11 +127,15 @@ class SequenceParallel:
         """
         if self.routers is not None:
             self.routers.expect(len(batches))
-        count = torch.full((), sum(map(count_label_tokens, batches)), device=self.device)
+        return self.count_over_ranks(sum(map(count_label_tokens, batches)))[0]
+
+    def count_over_ranks(self, *counts: int) -> list[int]:
+        """Return the sums over all data-parallel ranks of what each rank has counted in its own batches."""
+        total = torch.stack([torch.full((), count, device=self.device) for count in counts])
         if dist.is_initialized():
             with region("wait", "communication"):
-                dist.all_reduce(count)
-        return int(count) // self.dims.sp
+                dist.all_reduce(total)
+        return [int(count) // self.dims.sp for count in total.tolist()]
 
     def loss(self, logits: Tensor, shift_labels: Tensor, num_label_tokens: int) -> Tensor:
         """Return this rank's share of the step's mean loss, to call backward on.
@@ -212,17 +216,20 @@ class SequenceParallel:
             ValueError: if the batch cannot be cut exactly, or the model is wrapped so that it returns half precision.
         """
         shard = self.shard(batch)
-        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, summed=False)
-        log_probs = -outputs.losses
-        if log_probs.dtype.itemsize < 4:
-            raise ValueError(
-                f"the model's wrapper casts what it returns to {log_probs.dtype}, which would round log-probabilities. "
-                "Leave output_dtype out of FSDP2's MixedPrecisionPolicy."
-            )
+        log_probs = self._log_probs(model, shard)
         if not gather:
             return log_probs
         whole = self.unshard(log_probs, shard.layout)
         return F.pad(whole.flatten()[:-1], (1, 0)).view(whole.shape)
+
+    def _log_probs(self, model: nn.Module, shard: ShardedBatch) -> Tensor:
+        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, summed=False)
+        if outputs.losses.dtype.itemsize < 4:
+            raise ValueError(
+                f"the model's wrapper casts what it returns to {outputs.losses.dtype}, which would round "
+                "log-probabilities. Leave output_dtype out of FSDP2's MixedPrecisionPolicy."
+            )
+        return -outputs.losses
 
     def document_log_probs(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the sum of `log_probs` over each document, float64 [documents], on every rank of the sequence group.
@@ -231,14 +238,32 @@ class SequenceParallel:
         that an `attention_mask` marks does not. float64 is needed because a long document's sum is large compared with
         differences between models.
         """
-        log_probs = self.log_probs(model, batch).flatten()
-        starts = (complete_position_ids(batch) == 0).flatten()
-        document = send(starts.cumsum(0) - 1, log_probs.device)
-        sums = log_probs.new_zeros(int(starts.sum()), dtype=torch.float64).index_add(0, document, log_probs.double())
+        shard = self.shard(batch)
+        sums = self.sum_over_documents(self._log_probs(model, shard), shard.layout)
         if "attention_mask" not in batch:
             return sums
+        starts = (complete_position_ids(batch) == 0).flatten()
         kept = batch["attention_mask"].flatten()[starts].nonzero()[:, 0]
         return sums[send(kept, sums.device)]
+
+    def sum_over_documents(self, values: Tensor, layout: BatchLayout) -> Tensor:
+        """Return the sum of per-token values over each document, float64, on every rank of the sequence group.
+
+        Differentiable if all ranks of the group compute the same from the result, as `log_probs` describes.
+
+        Args:
+            values: [1, T/P] or [1, T/P, n], of this rank's tokens.
+            layout: of the whole batch.
+
+        Returns:
+            [documents] or [documents, n], padding included as documents.
+        """
+        lengths = np.diff(layout.cu_seqlens)
+        document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).view(layout.shape)
+        mine = send(shard_tokens(document, layout, self.dims.sp_rank(self.rank))[0], values.device)
+        sums = values.new_zeros(len(lengths), *values.shape[2:], dtype=torch.float64)
+        sums = sums.index_add(0, mine, values[0].double())
+        return sums if self.groups.sequence is None else _Sum.apply(sums, self.groups.sequence)
 
     def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
         """Gather per-token results [1, T/P, ...] of all ranks to [B, S, ...] in the batch's order, on every rank.
@@ -248,6 +273,22 @@ class SequenceParallel:
         if self.groups.sequence is None:
             return unshard_tokens(tokens, layout)
         return unshard_tokens(gather(tokens[0], self.groups.sequence), layout)
+
+
+class _Sum(torch.autograd.Function):
+    """Adds up tensors of all P ranks, which compute the same from the result: P times the gradient of one of them."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.size = group.size()
+        total = values.clone()
+        with region("communication"):
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.size, None
 
 
 def parallelize(

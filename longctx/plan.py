@@ -38,6 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         return USAGE_ERROR
 
 
+METHODS = ("train", "dpo")
+"""Commands that can be planned."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="longctx plan",
@@ -49,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model_name_or_path", required=True, help="Hub name, folder, config.json itself, or tiny; no weights needed."
     )
     parser.add_argument("--model_revision", default="main")
+    parser.add_argument(
+        "--method", choices=METHODS, default="train", help="The command to plan: longctx train or longctx dpo."
+    )
     parser.add_argument("--gpus", type=int, default=8, help="Devices of all nodes. Default: 8.")
     parser.add_argument("--gpus_per_node", type=int, default=8)
     device = parser.add_mutually_exclusive_group()
@@ -173,10 +180,11 @@ def _planned(
 ) -> _Planned:
     """Return the plan for these candidates."""
     from longctx.forecast.candidates import next_best, outlook, recommend
-    from longctx.forecast.documents import drawn_from, one_document
+    from longctx.forecast.documents import drawn_from, one_document, one_pair
     from longctx.report.plan_text import Commands
 
-    documents = one_document if options.document_lengths is None else drawn_from(options.document_lengths)
+    fill = one_pair if options.method == "dpo" else one_document
+    documents = fill if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
     table = {c: [outlook(c, machine, length, documents) for length in lengths] for c in found}
     longest = max(candidate.max_length for candidate in found)
@@ -191,8 +199,10 @@ def _planned(
         rope_scaling=options.rope_scaling,
         adapter=_adapter(options),
         gpus_per_node=options.gpus_per_node,
+        module=f"longctx.{options.method}",
     )
     result = {
+        "method": options.method,
         "model": options.model_name_or_path,
         "machine": asdict(machine),
         "predicted": True,
@@ -202,6 +212,7 @@ def _planned(
         "context": commands.context(wanted),
         "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
+        "reference_seconds": None if best is None or options.method != "dpo" else _reference_seconds(best, machine),
         "recommendation": None if best is None else _recommendation(best, there, commands, machine),
         "next_best": None if second is None else _recommendation(second, there, commands, machine),
         "changed": None,
@@ -324,6 +335,13 @@ def _as_dict(candidate: Any, outlooks: Sequence[Any]) -> dict[str, Any]:
             for o in outlooks
         ],
     }
+
+
+def _reference_seconds(best: Any, machine: Any) -> float:
+    """Return the seconds of a reference model's forward pass over the sequences of a step."""
+    from longctx.forecast.step_time import forward_seconds
+
+    return forward_seconds(best.candidate.setup, best.time, machine.speeds)
 
 
 def _recommendation(best: Any, there: Sequence[Any], commands: Any, machine: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import longctx
 from longctx.ranks import is_first_on_node, is_first_rank
+from longctx.settings.methods import SFT, Method
 
 if TYPE_CHECKING:
     from longctx.settings.run import Run
@@ -20,19 +21,19 @@ if TYPE_CHECKING:
 USAGE_ERROR = 2
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
     """Train, and return the exit code. Input that cannot be trained on exactly ends with a one-line error."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
     from longctx.launch.terminal import quieten, refuse, say_hello
     from longctx.settings.help import check_names, short_help
 
-    if {"-h", "--help"} & set(arguments) and (text := short_help()):
+    if {"-h", "--help"} & set(arguments) and (text := short_help(method)):
         if is_first_rank():
             print(text)
         return 0
     try:
-        check_names(arguments)  # takes milliseconds, and what follows seconds
+        check_names(arguments, method=method)  # takes milliseconds, and what follows seconds
     except ValueError as error:
         refuse(error)
         return USAGE_ERROR
@@ -56,12 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         check_restarts()
-        flags = parse_flags(arguments)
+        flags = parse_flags(arguments, method)
         if flags.accelerate_config is None:
             join_step(os.environ)
         profile = read_profile()
         if flags.accelerate_config is not None:
-            relaunch(flags, profile)
+            relaunch(flags, profile, method.module)
         run = resolve(flags, profile, os.environ)
     except ValueError as error:
         refuse(error)
@@ -72,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
         return prepare_only(run)
     resume = partial(how_to_resume, run.settings["output_dir"])
     if run.must_spawn:
-        say(who_starts(profile, run.dims.world_size))
-        return spawn(run.dims.world_size, arguments, how_to_resume=resume)
+        say(who_starts(profile, run.dims.world_size, method.module))
+        return spawn(run.dims.world_size, arguments, method.module, how_to_resume=resume)
 
     from longctx.report.memory_advice import out_of_memory_explained
 

@@ -42,6 +42,7 @@ from longctx.forecast.candidates import (
 from longctx.forecast.hardware import Hardware, host_bytes
 from longctx.plan import _parser as plan_parser
 from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.settings.methods import DPO
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.verify.machine import DISTRIBUTION
@@ -404,6 +405,7 @@ def test_flags_that_a_page_names_exist(page):
         "pip": "upgrade",
     }
     ours = set(parse_flags([]).values) | {action.dest for p in (plan_parser(), bench_parser()) for action in p._actions}
+    ours |= set(parse_flags([], DPO).values)
     ours |= {"config", "json", "num_layers", "version", "help", "support"}
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text))
     if page.name in ("CONTRIBUTING.md", "support-matrix.md", "scaling.md"):

@@ -431,3 +431,19 @@ def test_what_fits_nowhere_ends_with_1(tmp_path, capsys) -> None:
     assert "No set-up takes that" in capsys.readouterr().out
     assert (tmp_path / "plan.html").exists()
     assert not (tmp_path / "tokens_per_second.png").exists()
+
+
+def test_preferences_are_planned_with_the_pass_of_their_reference(capsys) -> None:
+    flags = [*TINY, "--gpus", "2", "--max_length", "65536", "--lengths", "65536", "--memory", "balanced"]
+    plans = {}
+    for method in ("train", "dpo"):
+        assert main([*flags, "--method", method, "--json"]) == 0
+        plans[method] = json.loads(capsys.readouterr().out)
+    train, dpo = plans.values()
+    assert train["reference_seconds"] is None
+    assert f"-m longctx.{dpo['method']} " in dpo["recommendation"]["command"]
+    step = dpo["recommendation"]["at"][0]["seconds_per_step"]
+    assert 0.2 * step < dpo["reference_seconds"] < 0.4 * step  # the backward pass is over twice the forward pass
+    assert step < train["recommendation"]["at"][0]["seconds_per_step"]  # two sides attend to half as much each
+    assert main([*flags, "--method", "dpo"]) == 0
+    assert "the reference model's log-probabilities take a forward pass" in capsys.readouterr().out

@@ -257,14 +257,24 @@ def one_chunk(column: pa.ChunkedArray) -> pa.Array:
 
 def mask_prompt(ids: np.ndarray, prompt: np.ndarray) -> np.ndarray:
     """Labels of prompt+completion: -100 over the common prefix of its tokens and the prompt's."""
-    shared = min(len(ids), len(prompt))
-    differs = np.flatnonzero(ids[:shared] != prompt[:shared])
-    prompt_length = int(differs[0]) if len(differs) else shared
+    prompt_length = common_prefix(ids, prompt)
     if prompt_length < len(prompt):
-        logger.warning_once(_SPLIT_PROMPT_WARNING)
+        warn_of_split_prompt()
     labels = ids.copy()
     labels[:prompt_length] = IGNORE_INDEX
     return labels
+
+
+def common_prefix(ids: np.ndarray, others: np.ndarray) -> int:
+    """The number of first tokens that two sequences share."""
+    shared = min(len(ids), len(others))
+    differs = np.flatnonzero(ids[:shared] != others[:shared])
+    return int(differs[0]) if len(differs) else shared
+
+
+def warn_of_split_prompt() -> None:
+    """Warn once that an answer begins before the end of its prompt's tokens."""
+    logger.warning_once(_SPLIT_PROMPT_WARNING)
 
 
 def _characters(value: object) -> int:

@@ -23,6 +23,15 @@ CONVERSATION_EXTRAS = ("tools", "chat_template_kwargs")
 TOKENS = List(Value("int32"))
 """Type of every per-token column that is written."""
 
+PAIRS = "chosen and rejected"
+"""In place of the column of plain text: records are pairs of answers, whatever other columns they have."""
+
+_COMPOSITE_KINDS = {
+    "prompt+completion": ("prompt", "completion"),
+    "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
+    "chosen+rejected": ("chosen", "rejected"),
+}
+
 _LIST_KINDS = {
     "input_ids": "lists of integers",
     "messages": "lists of messages",
@@ -33,12 +42,17 @@ _LIST_KINDS = {
 def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     """Kind of the records with these columns, by TRL's precedence.
 
+    Args:
+        text_field: column of plain text, or PAIRS.
+
     Returns:
-        The kind's column, or "prompt+completion".
+        The kind's column, or its columns joined by plus signs.
 
     Raises:
         DataError: none of the known kinds.
     """
+    if text_field == PAIRS:
+        return _kind_of_pairs(columns, where)
     if "input_ids" in columns:
         if "seq_lengths" in columns:
             raise DataError(
@@ -54,7 +68,7 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     if "chosen" in columns and "rejected" in columns:
         raise DataError(
             f"{where}: 'chosen' and 'rejected' answers are preferences, and each record is one document here (SFT). "
-            "DPO at --sp N is examples/dpo.py. To train on the chosen answers alone, keep 'prompt' and call 'chosen' "
+            "longctx dpo trains on preferences. To train on the chosen answers alone, keep 'prompt' and call 'chosen' "
             "'completion' (of messages with the prompt in them, 'messages')."
         )
     if "prompt" in columns:
@@ -69,9 +83,24 @@ def record_kind(columns: Sequence[str], text_field: str, where: str) -> str:
     )
 
 
+def _kind_of_pairs(columns: Sequence[str], where: str) -> str:
+    if "chosen" in columns and "rejected" in columns:
+        return "prompt+chosen+rejected" if "prompt" in columns else "chosen+rejected"
+    unpaired = "label" in columns and "completion" in columns
+    raise DataError(
+        f"{where}: no 'chosen' and 'rejected' answers in the columns {sorted(columns)}, which longctx dpo needs, with "
+        "a 'prompt' or an implicit one. "
+        + (
+            "Single answers with a 'label' are for KTO, which is TRL's KTOTrainer."
+            if unpaired
+            else "Rename the columns, or use longctx train for records of single documents."
+        )
+    )
+
+
 def kind_columns(kind: str) -> tuple[str, ...]:
     """Columns every record of a kind has."""
-    return ("prompt", "completion") if kind == "prompt+completion" else (kind,)
+    return _COMPOSITE_KINDS.get(kind, (kind,))
 
 
 def check_column_types(features: Features, kind: str) -> None:

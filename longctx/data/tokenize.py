@@ -21,12 +21,14 @@ from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.kinds import (
     CHECKED_COLUMNS,
     CONVERSATION_EXTRAS,
+    PAIRS,
     PER_TOKEN_COLUMNS,
     TOKENS,
     check_column_types,
     kind_columns,
     record_kind,
 )
+from longctx.data.preferences import PairChatEncoder, PairTextEncoder
 from longctx.data.records import Records
 
 _BATCH_BYTES = 8 << 20
@@ -55,7 +57,8 @@ def tokenize_records(
     Args:
         dataset: records as from `load_records`.
         tokenizer: needs an EOS token for text and completions, a chat template for chats.
-        text_field: column of plain text.
+        text_field: column of plain text; or PAIRS for records with `chosen` and `rejected`, which become one
+            document each (`longctx.data.preferences`).
         completion_only_loss: mask the prompt; None means True for prompt+completion records.
         assistant_only_loss: mask all but the assistant's turns; a known template without generation markers
             is replaced by TRL's training version of it.
@@ -113,6 +116,10 @@ def choose_encoder(
         encoder = PretokenizedEncoder(columns, completion_only_loss, assistant_only_loss)
     else:
         conversational = _holds_chats(dataset, columns[0])
+        if text_field == PAIRS:
+            encoder = _pair_encoder(tokenizer, kind, chat_template, conversational)
+            encoder.vocab_size = vocab_size
+            return dataset, encoder
         _check_options(kind, conversational, completion_only_loss, assistant_only_loss)
         masks_prompt = kind == "prompt+completion" and completion_only_loss is not False
         if conversational:
@@ -122,6 +129,14 @@ def choose_encoder(
             encoder = TextEncoder(tokenizer, kind, masks_prompt)
     encoder.vocab_size = vocab_size
     return dataset, encoder
+
+
+def _pair_encoder(
+    tokenizer: PreTrainedTokenizerBase, kind: str, chat_template: str | None, conversational: bool
+) -> Encoder:
+    if not conversational:
+        return PairTextEncoder(tokenizer, kind)
+    return PairChatEncoder(tokenizer, kind, training_template(tokenizer, chat_template, assistant_only=False))
 
 
 def _check_dataset(dataset: object) -> None:

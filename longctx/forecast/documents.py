@@ -19,6 +19,11 @@ def one_document(length: int) -> list[int]:
     return [length]
 
 
+def one_pair(length: int) -> list[int]:
+    """Return the lengths of a pair of answers, each with its prompt, that fills the sequence."""
+    return [length - length // 2, length // 2]
+
+
 def drawn_from(path: Path) -> RowLengths:
     """Return a function that draws documents from a histogram, the same each time.
 

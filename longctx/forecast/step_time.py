@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.attention.cost import (
+    FLOPS_BACKWARD,
     FLOPS_FORWARD,
     Arrangement,
     Device,
@@ -145,6 +146,23 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
     parts["optimizer"] = optimizer_seconds(setup, speeds)
     tokens = length * setup.num_rows * setup.world_size // setup.sp
     return StepTime({name: part for name, part in parts.items() if np.any(part)}, tokens, setup.world_size)
+
+
+def forward_seconds(setup: MemorySetup, time: StepTime, speeds: Speeds) -> float:
+    """Return the modelled time of the forward pass in a step, as a reference model runs it.
+
+    Of matrices it is one of the two or three passes of the step, and of operators that only move bytes one of three or
+    four. Of weights that are waited for it is taken to be a third.
+    """
+    model, parts = setup.model, time.parts
+    attention = speeds.device.attention_flops * FLOPS_FORWARD / speeds.attention_forward_flops
+    shares = {
+        "linear": 1 / (2 + model.num_trained_parameters / model.num_parameters),
+        "attention": attention / (FLOPS_FORWARD + FLOPS_BACKWARD),
+        "elementwise": 1 / (3 + _recomputed_share(setup)),
+        "weights": 1 / 3,
+    }
+    return float(sum(share * parts.get(name, 0.0) for name, share in shares.items()))
 
 
 @functools.lru_cache(maxsize=64)

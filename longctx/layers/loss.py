@@ -38,6 +38,8 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor
     is_top1: Tensor
     """bool: the target is the most likely token, the first of them if several are."""
+    mean_logits: Tensor | None = None
+    """Mean of the token's logits over the vocabulary, where it was asked for."""
 
 
 class LogitScaling(NamedTuple):
@@ -65,8 +67,9 @@ PLAIN = LogitScaling()
 
 
 def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
-    """Let `model(..., shift_labels=..., token_outputs=True, label_smoothing=0.0, summed=True)` return `TokenOutputs`.
+    """Let `model(..., shift_labels=..., token_outputs=True)` return `TokenOutputs`.
 
+    `label_smoothing`, `summed` and `mean_logits` are those of `fused_token_outputs`.
     Without `token_outputs` the model is what it was. The head is called as the module that it is, once, so that
     FSDP2, ZeRO-3 and adapters treat its weight like any other layer's: gathered once for all tiles, one gradient.
 
@@ -83,7 +86,16 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
     plain = getattr(model.forward, "__func__", type(model).forward)
 
     @functools.wraps(plain)  # generation reads the signature
-    def forward(self, *args, token_outputs=False, shift_labels=None, label_smoothing=0.0, summed=True, **kwargs):
+    def forward(
+        self,
+        *args,
+        token_outputs=False,
+        shift_labels=None,
+        label_smoothing=0.0,
+        summed=True,
+        mean_logits=False,
+        **kwargs,
+    ):
         if not token_outputs:
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return plain(self, *args, **kwargs, **given)
@@ -91,7 +103,12 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
         head, sequence = self.get_output_embeddings(), kwargs.get("sequence")
         positions = None if sequence is None else sequence.learnt_positions(shift_labels)
         return head(
-            hidden, shift_labels=shift_labels, positions=positions, label_smoothing=label_smoothing, summed=summed
+            hidden,
+            shift_labels=shift_labels,
+            positions=positions,
+            label_smoothing=label_smoothing,
+            summed=summed,
+            mean_logits=mean_logits,
         )
 
     cast(Any, model).forward = MethodType(forward, model)
@@ -106,6 +123,7 @@ def _head_forward(
     positions: Tensor | None = None,
     label_smoothing: float = 0.0,
     summed: bool = True,
+    mean_logits: bool = False,
 ) -> Tensor | TokenOutputs:
     if shift_labels is None:
         return F.linear(hidden.to(head.weight.device), head.weight, head.bias)
@@ -119,6 +137,7 @@ def _head_forward(
         scaling=scaling,
         hidden_on_host=hidden_on_host,
         summed=summed,
+        mean_logits=mean_logits,
     )
 
 
@@ -133,6 +152,7 @@ def fused_token_outputs(
     scaling: LogitScaling = PLAIN,
     hidden_on_host: bool = False,
     summed: bool = True,
+    mean_logits: bool = False,
     tile_bytes: int = TILE_BYTES,
 ) -> TokenOutputs:
     """Head and cross-entropy in one, without logits [S, V].
@@ -155,6 +175,7 @@ def fused_token_outputs(
         hidden_on_host: `hidden` lies in host memory, is moved tile by tile, and its gradient goes there too. Said,
             because on a machine without a GPU its device does not say it. All tokens are projected.
         summed: the losses' gradient will be that of a sum. Where it is not known to be, nothing is made ahead.
+        mean_logits: also return the mean of every token's logits.
         tile_bytes: bound of a tile's logits in fp32.
 
     Returns:
@@ -170,6 +191,7 @@ def fused_token_outputs(
         tile=max(1, tile_bytes // (4 * len(weight))),
         hidden_on_host=hidden_on_host or hidden.device != device,
         grads_ahead=summed and torch.is_grad_enabled(),
+        mean_logits=mean_logits,
         positions=positions,
     )
     return TokenOutputs(*_FusedHead.apply(head, shift_labels, hidden, weight, bias))
@@ -184,6 +206,7 @@ class _Head(NamedTuple):
     """Tokens."""
     hidden_on_host: bool
     grads_ahead: bool
+    mean_logits: bool
     positions: Tensor | None
     """int64 [n]: those of the tokens that are learnt, if the host knows them."""
 
@@ -201,7 +224,7 @@ class _FusedHead(torch.autograd.Function):
         ctx.grads = grads if head.grads_ahead else None
         ctx.head = head
         ctx.save_for_backward(labels, hidden, weight, bias)
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.mark_non_differentiable(*(output for output in outputs[1:] if output is not None))
         return outputs
 
     @staticmethod
@@ -235,9 +258,11 @@ def _sweep(
 ) -> tuple[TokenOutputs, Gradients]:
     """Return the outputs, and the gradients for these upstream gradients [1, S], which are 1 if None."""
     wide = torch.promote_types(head.dtype, torch.float32)
-    outputs = TokenOutputs(*(labels.new_zeros(labels.shape, dtype=dtype) for dtype in (wide, wide, wide, torch.bool)))
+    dtypes = (wide, wide, wide, torch.bool) + (wide,) * head.mean_logits
+    outputs = TokenOutputs(*(labels.new_zeros(labels.shape, dtype=dtype) for dtype in dtypes))
     grad_hidden = _zeros_beside(hidden, head, weight.device) if wanted[0] else None
-    rows, labels, hidden = [output.view(-1) for output in outputs], labels.flatten(), hidden.flatten(0, 1)
+    rows = [output.view(-1) for output in outputs if output is not None]
+    labels, hidden = labels.flatten(), hidden.flatten(0, 1)
     learnt = labels != IGNORE_INDEX
     upstream = learnt.to(wide) if grad_losses is None else learnt * grad_losses.flatten()
     grad_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
@@ -247,7 +272,8 @@ def _sweep(
         for tile in _tiles(learnt, head):
             x = hidden[tile].to(weight.device, non_blocking=True).to(head.dtype)
             values, grad = _project(head, F.linear(x, w, b), labels[tile].clamp(min=0), with_grad=any(wanted))
-            for row, value in zip(rows, values, strict=True):
+            for row, value in zip(rows, values[: len(rows)], strict=True):
+                assert value is not None, "as many as the rows"
                 row[tile] = value * learnt[tile]
             factors = upstream[tile, None]
             if grad_hidden is not None:
@@ -270,6 +296,8 @@ def _project(head: _Head, products: Tensor, targets: Tensor, *, with_grad: bool)
     del products
     probabilities = logits.softmax(-1)
     outputs = _measure(logits, probabilities, targets, head.label_smoothing)
+    if head.mean_logits:
+        outputs = outputs._replace(mean_logits=logits.mean(-1))
     if not with_grad:
         return outputs, logits.new_empty(0)
     return outputs, _differentiate(logits, probabilities, targets, head).to(head.dtype)

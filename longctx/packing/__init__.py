@@ -7,6 +7,7 @@ from .bfd import lower_bound
 from .cache import load_plan, save_plan
 from .dataset import PackedDataset, pack_dataset
 from .overlong import OVERLONG, PackingReport, plan_packing
+from .pairs import PairedDataset, kept_of_sides, plan_pairs
 from .plan import STRATEGIES, Packing, Piece, one_per_bin, pack
 from .streaming import PackedStream
 
@@ -17,8 +18,10 @@ __all__ = [
     "PackedStream",
     "Packing",
     "PackingReport",
+    "PairedDataset",
     "Piece",
     "balanced_order",
+    "kept_of_sides",
     "load_plan",
     "lower_bound",
     "one_per_bin",
@@ -26,6 +29,7 @@ __all__ = [
     "pack_costs",
     "pack_dataset",
     "plan_packing",
+    "plan_pairs",
     "read_lengths",
     "save_plan",
     "shuffled_order",

@@ -53,7 +53,11 @@ class PackedDataset:
         self._source = source
         self._column_names = columns
         self._open()
-        _check_plan(packing, agreed_lengths(self._columns, self._rows))
+        _check_plan(packing, self._lengths())
+
+    def _lengths(self) -> NDArray[np.int64]:
+        """Return the tokens of each document that the plan is over, int64 [n_documents]."""
+        return agreed_lengths(self._columns, self._rows)
 
     def _open(self) -> None:
         table, self._rows = arrow_table(self._source)

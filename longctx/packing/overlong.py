@@ -45,6 +45,8 @@ class PackingReport:
     """Tokens in the packs, or waiting for one."""
     tokens_waiting: int = 0
     """Tokens that a stream has read ahead and that are in no pack yet."""
+    unit: str = "documents"
+    """What the documents are: documents, or pairs of answers."""
 
     @property
     def fill(self) -> float:
@@ -54,25 +56,28 @@ class PackingReport:
 
     def to_dict(self) -> dict[str, int | float | str]:
         """Plain values for trainer_state.json."""
-        return asdict(self) | {"fill": self.fill}
+        values = asdict(self) | {"fill": self.fill}
+        if self.unit == "documents":
+            del values["unit"]
+        return values
 
     def short(self) -> str:
         """Return the counts that matter most: documents, tokens, packs, and what became of overlong documents."""
         text = (
-            f"{self.documents:,} documents with {self.tokens:,} tokens in {self.packs:,} sequences, {self.fill:.1%} "
+            f"{self.documents:,} {self.unit} with {self.tokens:,} tokens in {self.packs:,} sequences, {self.fill:.1%} "
             "full"
         )
         if self.tokens_cut:
             text += f"; {self.tokens_cut:,} tokens cut off"
         if self.documents_dropped:
-            text += f"; {self.documents_dropped:,} documents dropped"
+            text += f"; {self.documents_dropped:,} {self.unit} dropped"
         elif self.too_long_documents and not self.tokens_cut:
             text += f"; {self.too_long_documents:,} split"
         return text
 
     def __str__(self) -> str:
         parts = [
-            f"{self.documents:,} documents with {self.tokens:,} tokens in {self.packs:,} packs of up to "
+            f"{self.documents:,} {self.unit} with {self.tokens:,} tokens in {self.packs:,} packs of up to "
             f"{self.capacity:,} tokens ({self.strategy}, {self.fill:.2%} full)"
         ]
         if self.tokens_waiting:
@@ -86,12 +91,12 @@ class PackingReport:
         if self.documents_dropped:
             share = self.tokens_dropped / self.tokens
             parts.append(
-                f"{self.documents_dropped:,} documents dropped with {self.tokens_dropped:,} tokens ({share:.2%})"
+                f"{self.documents_dropped:,} {self.unit} dropped with {self.tokens_dropped:,} tokens ({share:.2%})"
             )
         if self.pieces > self.documents - self.empty_documents - self.documents_dropped:
             parts.append(f"{self.pieces:,} pieces after cutting, no token lost by it")
         if self.empty_documents:
-            parts.append(f"{self.empty_documents:,} empty documents left out")
+            parts.append(f"{self.empty_documents:,} empty {self.unit} left out")
         return "; ".join(parts)
 
 

@@ -37,6 +37,8 @@ class Commands:
     adapter: Mapping[str, Any]
     """Flags of longctx.train about adapters."""
     gpus_per_node: int
+    module: str = "longctx.train"
+    """The command's module."""
 
     def command(self, candidate: Candidate, length: int) -> str:
         """Return the command that trains the candidate on sequences of `length` tokens."""
@@ -49,7 +51,7 @@ class Commands:
         if gpus > self.gpus_per_node:
             words += ["--num_machines", str(gpus // self.gpus_per_node), "--machine_rank", "RANK"]
             words += ["--main_process_ip", "HOST", "--main_process_port", "29500"]
-        return shlex.join([*words, "-m", "longctx.train"])
+        return shlex.join([*words, "-m", self.module])
 
     def run_flags(self) -> str:
         """Return the flags that depend neither on the arrangement nor on the length."""
@@ -122,9 +124,12 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
         longest = max(c["max_length"] for c in result["candidates"])
         return [head, f"No set-up takes that; the longest is {longest:,} tokens."]
     lines = [head, *_about(best), beyond_context(result["context"]), _command(best, markdown)]
+    if result["reference_seconds"] is not None:
+        lines.insert(-1, _reference(result))
     if result["documents"] is None:
         packed = "Packed documents of your lengths take less time: --document_lengths reads them."
-        lines.insert(-1, f"Seconds are those of one document that fills a sequence. {packed}")
+        filled = "one document that fills" if result["method"] == "train" else "two sides of one pair that fill"
+        lines.insert(-1, f"Seconds are those of {filled} a sequence. {packed}")
     if second is not None:
         at = second["at"][0]
         lines += [
@@ -135,6 +140,15 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
     if "RANK" in best["command"]:
         lines.append("Start the command on every node, with RANK 0 on the first and HOST the first one's address.")
     return lines
+
+
+def _reference(result: dict[str, Any]) -> str:
+    seconds, step = result["reference_seconds"], result["recommendation"]["at"][0]["seconds_per_step"]
+    return (
+        "Before the first step, the reference model's log-probabilities take a forward pass over all sequences, once: "
+        f"{_seconds(seconds)} s for those of a step, {seconds / step:.0%} of it. The model itself is the reference, "
+        "and no second one is held in memory."
+    )
 
 
 def _command(plan: dict[str, Any], markdown: bool) -> str:

@@ -20,7 +20,7 @@ from longctx.model.allow_list import kernel_of
 from longctx.model.files import check_savable
 from longctx.model.load import load_model
 from longctx.model.quantized import loading_pieces, make_shardable
-from longctx.parallel import parallelize
+from longctx.parallel import SequenceParallel, parallelize
 from longctx.ranks.agreement import gather_objects, on_all_ranks
 from longctx.ranks.watchdog import limit_waiting
 from longctx.run.preparation import PreparedRun
@@ -30,6 +30,9 @@ from longctx.settings.machine_checks import check_kernels
 from longctx.settings.run import Run, row_length
 from longctx.training.checkpoint.masters import loaded_in_fp32
 from longctx.training.engines import configure_fsdp
+from longctx.training.fingerprint import is_preference
+from longctx.training.objective import Objective
+from longctx.training.reference_model import ReferencedPreferenceLoss
 from longctx.training.trainer import SequenceTrainer
 
 
@@ -100,6 +103,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         model,
         args,
         sequence=sequence,
+        objective=_objective(prepared, sequence),
         rows=prepared.data.rows,
         collator=collator,
         documents=prepared.data.documents,
@@ -117,6 +121,15 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
     if run.levers.activation_offloading and run.use_cpu:
         trainer.maybe_activation_offload_context = SavedOnHost()
     return trainer
+
+
+def _objective(prepared: PreparedRun, sequence: SequenceParallel) -> Objective:
+    """Return the loss and the metrics of the run's method."""
+    settings = prepared.run.settings
+    if not is_preference(settings):
+        return Objective(sequence, settings["label_smoothing_factor"])
+    batch_size = settings["precompute_ref_batch_size"] or settings["per_device_train_batch_size"]
+    return ReferencedPreferenceLoss(sequence, settings, identity=prepared.reference_identity, batch_size=batch_size)
 
 
 def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:

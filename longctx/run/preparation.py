@@ -39,7 +39,7 @@ from longctx.training.checkpoint import (
 )
 from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
 from longctx.training.engines import configure_deepspeed
-from longctx.training.fingerprint import compare_files, data_identity
+from longctx.training.fingerprint import compare_files, data_identity, reference_identity
 from longctx.training.schedule import check_learning_rates, check_training_steps
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class PreparedRun:
     data: TrainingRows | StreamedRows
     data_identity: Callable[[], Mapping[str, Any]]
     """Returns what identifies data and model, by name. The first call reads all rows."""
+    reference_identity: Mapping[str, Any]
+    """What identifies the model before training, by name, for the log-probabilities of a reference model."""
     resume_from: Path | None
     """The checkpoint to resume from."""
 
@@ -93,12 +95,14 @@ def prepare(run: Run) -> PreparedRun:
     files = compare_files(run.settings, run.model_config, data, args)
     run = _with_data(run, args, data)
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
+    reference = reference_identity(run.settings, run.model_config, files)
     return PreparedRun(
         run=run,
         args=args,
         tokenizer=tokenizer,
         data=data,
         data_identity=identity,
+        reference_identity=reference,
         resume_from=checkpoint_to_resume(run, args, identity),
     )
 

@@ -152,13 +152,13 @@ def _parse(module: str) -> tuple[ast.Module, str] | None:
     return None
 
 
-METHODS = ("dpo", "grpo", "kto", "orpo", "ppo", "reward", "rloo")
-"""Methods that users may name as a command, as in `trl dpo`."""
+METHODS = ("grpo", "kto", "orpo", "ppo", "reward", "rloo")
+"""Methods without a command that users may name as one, as in `trl grpo`."""
 
 POINTER = (
-    "longctx train does supervised fine-tuning (SFT). DPO at --sp N is examples/dpo.py; for other methods, compute "
-    "log-probabilities and their gradients at --sp N in a loop of your own (docs/howto/preference.md), or use TRL's "
-    "trainers where one device holds a sequence"
+    "longctx train does supervised fine-tuning (SFT), and longctx dpo direct preference optimization; for other "
+    "methods, compute log-probabilities and their gradients at --sp N in a loop of your own "
+    "(docs/howto/preference.md), or use TRL's trainers where one device holds a sequence"
 )
 
 

@@ -10,18 +10,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import Any, Literal, NoReturn
 
 from transformers.hf_argparser import string_to_bool
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+from trl import TrlParser
 
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.levers import ALL, AUTO
 from longctx.settings.flag_sources import POINTER
 from longctx.settings.help import (
-    DESCRIPTION,
     NO_FIELDS,
-    USAGE,
     advice,
     applied_default,
     check_config,
@@ -29,6 +28,7 @@ from longctx.settings.help import (
     read_config,
     todays_name,
 )
+from longctx.settings.methods import SFT, Method
 
 MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
 """Flags that --accelerate_config passes on to `accelerate launch`."""
@@ -190,6 +190,7 @@ class Flags:
     """Names given on the command line or in the --config file."""
     arguments: tuple[str, ...]
     """The command line, to start further processes with."""
+    method: Method = SFT
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -202,14 +203,14 @@ class Flags:
         return {f.name: self.values[f.name] for f in fields(arguments_type) if f.init and f.name in self.values}
 
 
-def parse_flags(arguments: Sequence[str]) -> Flags:
+def parse_flags(arguments: Sequence[str], method: Method = SFT) -> Flags:
     """Read the command line and its YAML file. No TRL dataclass is built: SFTConfig would start a process group.
 
     Raises:
         ValueError: for an unknown or malformed flag, and for a --config file that cannot be read.
         SystemExit: after --help-all.
     """
-    parser = _parser(tuple(BACKENDS.spread))
+    parser = _parser(tuple(BACKENDS.spread), method)
     given = [_today(argument) for argument in arguments]
     path = config_path(given)
     from_file = _read_config(path, parser) if path else {}
@@ -227,20 +228,22 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         values=values,
         explicit=frozenset(from_file) | (set_here.keys() - {"config"}),
         arguments=tuple(arguments),
+        method=method,
     )
 
 
 @functools.cache
-def _parser(backends: tuple[str, ...]) -> _Parser:
-    """Return the parser of all flags. Parsing leaves it as it is."""
+def _parser(backends: tuple[str, ...], method: Method) -> _Parser:
+    """Return the parser of all flags of a method. Parsing leaves it as it is."""
     parser = _Parser(
-        [SequenceArguments, ScriptArguments, DatasetMixtureConfig, SFTConfig, ModelConfig],
-        usage=USAGE,
+        [getattr(import_module(module), name) for module, name in method.arguments],
+        usage=method.usage,
         formatter_class=_HelpFormatter,
-        description=f"{DESCRIPTION} Dashes may stand for underscores, and --no_FLAG for --FLAG False where TRL's "
-        "default is True.",
+        description=f"{method.description} Dashes may stand for underscores, and --no_FLAG for --FLAG False where "
+        "TRL's default is True.",
         add_help=False,
     )
+    parser.method = method
     parser.add_argument("-h", "--help", action="help", help="List the flags that most runs use.")
     parser.add_argument("--help_all", action="help", help="List every flag.")
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line overrides it.")
@@ -277,12 +280,14 @@ class _HelpFormatter(argparse.HelpFormatter):
 class _Parser(TrlParser):
     """A parser that raises one clear error instead of printing 200 flags and exiting."""
 
+    method = SFT
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: --?([\w-]+)", message)
-        advised = advice(unknown[1], self.names()) if unknown else ""
+        advised = advice(unknown[1], self.names(), self.method) if unknown else ""
         if message.startswith("argument --loss_type"):
             advised = f" {POINTER}."
         raise ValueError(f"{message.rstrip('.')}.{advised}")
@@ -357,7 +362,7 @@ def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
     env = config.pop("env", {})
     if not isinstance(env, dict):
         raise ValueError(f"--config {path}: env is {env!r}, expected a block of 'VARIABLE: value' lines.")
-    check_config(path, config, parser.names() - NO_FIELDS)
+    check_config(path, config, parser.names() - NO_FIELDS, parser.method)
     for name, value in config.items():
         if isinstance(value, list) and parser.action(name).nargs not in ("+", "*") and name not in _LISTS_TOO:
             raise ValueError(

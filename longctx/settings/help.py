@@ -12,20 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from longctx.settings.flag_sources import DEFAULTS, POINTER, Flag, methods_with, read_dataclass
+from longctx.settings.methods import SFT, Method
 from longctx.untrusted.files import check_file
 
-USAGE = "longctx train [--sp N] [--FLAG VALUE ...] [--config FILE]"
-DESCRIPTION = "Fine-tune a language model on sequences that are spread over --sp devices."
 _NOTE = "Without a model and a data set, a small demo runs. Defaults are in [brackets]."
-
-ARGUMENTS = (
-    ("longctx.settings.flags", "SequenceArguments"),
-    ("trl", "ScriptArguments"),
-    ("trl", "DatasetMixtureConfig"),
-    ("trl", "SFTConfig"),
-    ("trl", "ModelConfig"),
-)
-"""The dataclasses whose fields are flags, with modules that have them."""
 
 SHORT_HELP: Mapping[str, Mapping[str, str]] = {
     "Model": {
@@ -91,10 +81,10 @@ OLDER_NAMES = {"max_seq_length": "max_length", "torch_dtype": "dtype"}
 
 
 @functools.cache
-def flags() -> Mapping[str, Flag] | None:
-    """Return every flag by name, or None if the installed TRL's source leaves any doubt."""
+def flags(method: Method = SFT) -> Mapping[str, Flag] | None:
+    """Return every flag of a method by name, or None if the installed TRL's source leaves any doubt."""
     found: dict[str, Flag] = {}
-    for module, name in ARGUMENTS:
+    for module, name in method.arguments:
         fields = read_dataclass(module, name)
         if fields is None:
             return None
@@ -102,15 +92,20 @@ def flags() -> Mapping[str, Flag] | None:
     return found
 
 
-def short_help() -> str | None:
+def short_help(method: Method = SFT) -> str | None:
     """Return what `--help` prints, or None where only the real parser can tell."""
-    known = flags()
+    known = flags(method)
     if known is None:
         return None
+    groups = {
+        title: {name: text for name, text in group.items() if name not in method.hidden}
+        for title, group in {**({"Preferences": method.help} if method.help else {}), **SHORT_HELP}.items()
+    }
     width = min(shutil.get_terminal_size().columns, 120)
-    column = max(len(name) for group in SHORT_HELP.values() for name in group) + len("  --  ")
-    lines = [f"usage: {USAGE}", "", *textwrap.wrap(f"{DESCRIPTION} {_NOTE}", width), ""]
-    for title, group in SHORT_HELP.items():
+    column = max(len(name) for group in groups.values() for name in group) + len("  --  ")
+    note = _NOTE if method is SFT else "Defaults are in [brackets]."
+    lines = [f"usage: {method.usage}", "", *textwrap.wrap(f"{method.description} {note}", width), ""]
+    for title, group in groups.items():
         lines.append(f"{title}:")
         for name, summary in group.items():
             default = applied_default(name, known[name].default) if name in known else None
@@ -127,7 +122,7 @@ def applied_default(name: str, default: Any) -> Any:
     return DEFAULTS.get(name, default)
 
 
-def check_names(arguments: Sequence[str], also: Iterable[str] = ()) -> None:
+def check_names(arguments: Sequence[str], also: Iterable[str] = (), method: Method = SFT) -> None:
     """Check that every flag on the command line and in its --config file exists.
 
     Only what is certain is refused: what Python would take for a value passes, and so does everything where flags()
@@ -140,7 +135,7 @@ def check_names(arguments: Sequence[str], also: Iterable[str] = ()) -> None:
         ValueError: for the first flag that does not exist, with the one that may have been meant, and for a --config
             file that cannot be read.
     """
-    known = flags()
+    known = flags(method)
     if known is None:
         return
     names = {
@@ -153,9 +148,9 @@ def check_names(arguments: Sequence[str], also: Iterable[str] = ()) -> None:
     for argument in _flags_among(arguments):
         name = todays_name(argument.removeprefix("--"))
         if name not in names and argument not in aliases:
-            raise ValueError(f"{argument} is not a flag.{advice(name, {*known, *also})}")
+            raise ValueError(f"{argument} is not a flag.{advice(name, {*known, *also}, method)}")
     if path := config_path(arguments):
-        check_config(path, read_config(path), known)
+        check_config(path, read_config(path), known, method)
 
 
 def _flags_among(arguments: Sequence[str]) -> Iterator[str]:
@@ -167,7 +162,7 @@ def _flags_among(arguments: Sequence[str]) -> Iterator[str]:
             yield argument.partition("=")[0]
 
 
-def advice(name: str, known: Iterable[str]) -> str:
+def advice(name: str, known: Iterable[str], method: Method = SFT) -> str:
     """Return what to do about a flag that does not exist."""
     if methods := methods_with(name):
         return f" It belongs to {' and '.join(methods)}: {POINTER}."
@@ -175,7 +170,7 @@ def advice(name: str, known: Iterable[str]) -> str:
         return f" Use --{positive} False."
     close = difflib.get_close_matches(name, sorted(known), n=1)
     meant = f" Did you mean --{close[0]}?" if close else ""
-    return f"{meant} All flags: longctx train --help-all"
+    return f"{meant} All flags: longctx {method.command} --help-all"
 
 
 def todays_name(name: str) -> str:
@@ -211,7 +206,7 @@ def read_config(path: str) -> dict[str, Any]:
     return {todays_name(str(name)): value for name, value in content.items()}
 
 
-def check_config(path: str, config: Mapping[str, Any], known: Collection[str]) -> None:
+def check_config(path: str, config: Mapping[str, Any], known: Collection[str], method: Method = SFT) -> None:
     """Check that every name of a --config file is a flag.
 
     Raises:
@@ -219,4 +214,4 @@ def check_config(path: str, config: Mapping[str, Any], known: Collection[str]) -
     """
     for name in config:
         if name not in known and name != "env":
-            raise ValueError(f"--config {path} sets {name}, which is not a flag.{advice(name, known)}")
+            raise ValueError(f"--config {path} sets {name}, which is not a flag.{advice(name, known, method)}")

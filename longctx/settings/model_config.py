@@ -15,6 +15,7 @@ from longctx.model.load import load_config, load_whole_config
 from longctx.model.rope import extended, factor_for, parse_rope_scaling, scaling_for
 from longctx.model.tied_head import untie_as_stored
 from longctx.settings.checks import check
+from longctx.settings.preference import check_model_of_pairs
 from longctx.settings.values import Values
 
 _OWN_FLAGS = {
@@ -61,6 +62,8 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
     check_model(config)
     _set_experts_implementation(config, experts)
     _set_auxiliary_loss(config, values["router_aux_loss_coef"])
+    if values.flags.method.reads_pairs:
+        check_model_of_pairs(config)
     if values["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
         raise ValueError(
             f"--dtype auto means {config.dtype} for {values['model_name_or_path']}, whose gradients underflow "

@@ -187,6 +187,8 @@ class Run:
     def training_arguments(self) -> dict[str, Any]:
         """Return keywords for SFTConfig."""
         chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
+        if self.flags.method.reads_pairs:
+            del chosen["loss_type"]  # of longctx.training.preference
         chosen["activation_offloading"] &= not self.use_cpu  # TRL copies on a GPU's streams; see longctx.run
         chosen["use_cpu"] = self.use_cpu
         chosen |= {"use_liger_kernel": False, "liger_kernel_config": None}  # longctx.layers.liger has put them in place

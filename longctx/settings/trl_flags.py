@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
+from longctx.settings import preference
 from longctx.settings.checks import check
 from longctx.settings.flags import Flags, SequenceArguments
 
@@ -178,13 +179,15 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
     for name, remedy in GIVEN_ELSEWHERE.items():
         if settings.get(name):
             raise ValueError(f"--{name} {settings[name]} would shard a second time: {remedy}.")
-    for name, allowed in NOT_BUILT.items():
-        value = settings.get(name, allowed[0])
-        if getattr(value, "value", value) not in allowed:
-            raise ValueError(f"--{name} {value} is refused: {_reason(name, allowed)}.")
-    _check_evaluation(settings)
+    of_pairs = flags.method.reads_pairs
+    not_built = {**NOT_BUILT, **preference.NOT_BUILT, "loss_type": ()} if of_pairs else NOT_BUILT
+    for name, allowed in not_built.items():
+        value = settings.get(name, allowed[0] if allowed else None)
+        if allowed and getattr(value, "value", value) not in allowed:
+            raise ValueError(f"--{name} {value} is refused: {_reason(name, allowed, of_pairs)}.")
+    _check_evaluation(settings, METRICS + preference.METRICS if of_pairs else METRICS)
     _check_report_to(settings["report_to"])
-    ours = {field.name for field in fields(SequenceArguments)}
+    ours = {field.name for field in fields(SequenceArguments)} | (preference.OWN if of_pairs else set())
     known = {*NOT_BUILT, *GIVEN_ELSEWHERE, *IDLE, *ACTS_WITH}
     for name in sorted(flags.explicit - ours - ACTS - known):
         raise ValueError(
@@ -197,6 +200,8 @@ def check_supported(flags: Flags, settings: Mapping[str, Any]) -> list[str]:
         if settings[switch] not in values
     }
     notes = [f"--{name} has no effect {idle[name]}" for name in sorted(flags.explicit & idle.keys())]
+    if of_pairs:
+        notes += preference.check_losses(settings)
     return notes + _early_stopping_notes(flags, settings)
 
 
@@ -208,12 +213,13 @@ def _early_stopping_notes(flags: Flags, settings: Mapping[str, Any]) -> list[str
     return []
 
 
-def _reason(name: str, allowed: tuple[Any, ...]) -> str:
+def _reason(name: str, allowed: tuple[Any, ...], of_pairs: bool) -> str:
     """Return why the flag's other values are refused, and the remedy."""
-    reason = REASONS.get(name, "its exact meaning under sequence parallelism is not built yet")
+    reasons = {**REASONS, **preference.REASONS} if of_pairs else REASONS
+    reason = reasons.get(name, "its exact meaning under sequence parallelism is not built yet")
     if choices := " or ".join(str(choice) for choice in allowed if choice not in (None, "", [], False)):
         return f"{reason}. Use {choices}"
-    return reason if name in REASONS else f"{reason}. Leave it out"
+    return reason if name in reasons else f"{reason}. Leave it out"
 
 
 @check("report_to")
@@ -238,7 +244,7 @@ def _check_report_to(names: str | list[str] | None) -> None:
 
 
 @check("eval_strategy", "eval_on_start", "load_best_model_at_end", "per_device_eval_batch_size", "eval_steps")
-def _check_evaluation(settings: Mapping[str, Any]) -> None:
+def _check_evaluation(settings: Mapping[str, Any], metrics: tuple[str, ...]) -> None:
     """Check evaluation flags that the Trainer would misread or fail on after loading the weights."""
     if settings["eval_strategy"] == "no":
         for name in ("eval_on_start", "load_best_model_at_end", "early_stopping_patience"):
@@ -248,7 +254,7 @@ def _check_evaluation(settings: Mapping[str, Any]) -> None:
                     "out."
                 )
         return
-    _check_best_model(settings)
+    _check_best_model(settings, metrics)
     _check_early_stopping(settings)
     if settings["per_device_eval_batch_size"] < 1:
         raise ValueError(
@@ -263,12 +269,12 @@ def _check_evaluation(settings: Mapping[str, Any]) -> None:
 
 
 @check("metric_for_best_model", "load_best_model_at_end", "save_only_model")
-def _check_best_model(settings: Mapping[str, Any]) -> None:
+def _check_best_model(settings: Mapping[str, Any], metrics: tuple[str, ...]) -> None:
     """Check that evaluations measure the best model's metric, and that this model can be loaded."""
     metric = settings["metric_for_best_model"]
-    if metric is not None and metric.removeprefix("eval_") not in METRICS:
+    if metric is not None and metric.removeprefix("eval_") not in metrics:
         raise ValueError(
-            f"--metric_for_best_model {metric} is not measured in an evaluation. Use {' or '.join(METRICS)}."
+            f"--metric_for_best_model {metric} is not measured in an evaluation. Use {' or '.join(metrics)}."
         )
     if settings["load_best_model_at_end"] and settings["save_only_model"]:
         raise ValueError(

@@ -17,6 +17,7 @@ from longctx.model.load import is_template_file
 from longctx.settings.checks import check
 from longctx.settings.flag_sources import ADAPTER_DEFAULTS, DEFAULTS, DEMO
 from longctx.settings.flags import MACHINE_FLAGS, Flags
+from longctx.settings.preference import for_pairs
 from longctx.settings.profile import DEEPSPEED_FLAGS, LaunchProfile, default_config_file
 from longctx.settings.trl_flags import check_supported
 from longctx.training.callbacks import STEPS_BEFORE_PROFILE
@@ -90,7 +91,7 @@ def read_values(flags: Flags) -> Values:
     _check_profile_steps(values)
     _check_chat_template(values)
     _check_kernel(values)
-    return values
+    return values.set(**for_pairs(values)) if flags.method.reads_pairs else values
 
 
 @check("model_name_or_path", "dataset_name", "datasets")
@@ -98,6 +99,12 @@ def _filled(flags: Flags) -> Values:
     """Check that model and data set are both named, or neither for the demo."""
     named = {name for name in ("model_name_or_path", "dataset_name") if flags.values[name] is not None}
     named |= {"dataset_name"} if flags.datasets else set()
+    if flags.method.reads_pairs and len(named) < 2:
+        missing = "model_name_or_path" if "model_name_or_path" not in named else "dataset_name"
+        raise ValueError(
+            f"--{missing} is missing. longctx dpo needs a model (--model_name_or_path; tiny is built in) and pairs of "
+            "answers (--dataset_name)."
+        )
     if len(named) == 1:
         missing, example = (
             ("--dataset_name", "stdlib") if "model_name_or_path" in named else ("--model_name_or_path", "tiny")

@@ -5,7 +5,7 @@ The collators add to a batch its layout over ranks, its token counts and the pos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -223,8 +223,8 @@ class StepStream(IterableDataset):
 
 
 class PlanningCollator:
-    """Adds the batch's `layout`, the rows' `lengths` without padding, and their sum `num_tokens`, in a data loader's
-    worker.
+    """Adds the batch's `layout`, the rows' `lengths` without padding, their sum `num_tokens`, and what `also` returns
+    for rows and batch, in a data loader's worker.
 
     A rank without rows gets only padding.
     """
@@ -236,12 +236,15 @@ class PlanningCollator:
         rank: int,
         *,
         time_of: TimeOfPlan | None = None,
+        also: Callable[[list[dict[str, Any]], dict[str, Any]], dict[str, Any]] | None = None,
     ):
-        self.collator, self.dims, self.rank, self.time_of = collator, dims, rank, time_of
+        self.collator, self.dims, self.rank, self.time_of, self.also = collator, dims, rank, time_of, also
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         with region("pack"):
             batch = self.collator(rows) if rows else self.collator.empty()
+            if self.also is not None:
+                batch |= self.also(rows, batch)
             sp_rank = self.dims.sp_rank(self.rank)
             layout = plan_batch(complete_position_ids(batch), self.dims, sp_rank, time_of=self.time_of)
         lengths = [len(row["input_ids"]) for row in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -35,9 +35,23 @@ from longctx.data import (
     with_place,
 )
 from longctx.data.contents import cache_folder, cache_key
+from longctx.data.kinds import PAIRS
+from longctx.data.sides import sides_of_pairs
 from longctx.model.allow_list import head_size, num_heads
 from longctx.model.load import is_template_file
-from longctx.packing import PackedDataset, PackedStream, PackingReport, load_plan, pack_costs, plan_packing, save_plan
+from longctx.packing import (
+    PackedDataset,
+    PackedStream,
+    Packing,
+    PackingReport,
+    PairedDataset,
+    kept_of_sides,
+    load_plan,
+    pack_costs,
+    plan_packing,
+    plan_pairs,
+    save_plan,
+)
 from longctx.ranks.agreement import main_process_first, on_all_ranks
 from longctx.untrusted.files import check_file
 
@@ -183,6 +197,8 @@ def _rows_of_split(
         documents = documents.shuffle(seed=settings["seed"])
     lengths = document_lengths(documents)
     rows, report = _plan(documents, lengths, settings)
+    if isinstance(rows, PairedDataset):
+        lengths = rows.kept.sum(1)
     balances = settings["packing"] and settings["balance_packs"]
     costs = pack_costs(rows.packing, lengths, linear_cost(model_config)) if balances else None
     return TrainingRows(documents=documents, rows=rows, report=report, costs=costs, mixture=mixture)
@@ -320,19 +336,35 @@ def _plan(
     """Pack documents by the cached plan, or by a new one, which replaces a cached plan that does not fit."""
     strategy = settings["packing_strategy"] if settings["packing"] else "none"
     capacity, overlong = settings["max_length"], settings["overlong"]
+    plan: Callable[[], tuple[Packing, PackingReport]]
+    make: Callable[[Packing], PackedDataset]
+    if settings["dataset_text_field"] == PAIRS:
+        sides = sides_of_pairs(documents)
+        plan = partial(plan_pairs, sides, capacity, strategy=strategy, overlong=overlong)
+        make = partial(PairedDataset, documents, sides=sides, kept=kept_of_sides(sides, capacity, overlong))
+    else:
+        plan = partial(plan_packing, lengths, capacity, strategy=strategy, overlong=overlong)
+        make = partial(PackedDataset, documents)
     # The documents' fingerprint covers the tokenizer if it made their tokens.
     key = cache_key(
-        "plan", documents._fingerprint, capacity, strategy, overlong, settings["pad_to_multiple_of"], settings["seed"]
+        "plan",
+        documents._fingerprint,
+        capacity,
+        strategy,
+        overlong,
+        settings["pad_to_multiple_of"],
+        settings["seed"],
+        settings["dataset_text_field"] == PAIRS,
     )
     kept = load_plan(cache_folder(), key)
     if kept is not None and (kept[1].documents, kept[1].tokens) == (len(lengths), int(lengths.sum())):
         try:
-            return PackedDataset(documents, kept[0]), kept[1]
+            return make(kept[0]), kept[1]
         except ValueError:  # a plan for other documents
             pass
-    packing, report = plan_packing(lengths, capacity, strategy=strategy, overlong=overlong)
+    packing, report = plan()
     try:
         save_plan(cache_folder(), key, packing, report)
     except OSError as error:
         logger.warning("the packing plan is not kept for later runs: %s", error)
-    return PackedDataset(documents, packing), report
+    return make(packing), report

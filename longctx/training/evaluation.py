@@ -26,6 +26,7 @@ from longctx.sequence.mesh import ParallelDims
 from longctx.training.checkpoint import ResumableTrainer
 from longctx.training.data_order import StepLoader, StepSampler
 from longctx.training.metrics import StepMetrics, TokenMeans
+from longctx.training.objective import Objective
 
 
 class EvaluatingTrainer(ResumableTrainer):
@@ -37,9 +38,17 @@ class EvaluatingTrainer(ResumableTrainer):
     step_metrics: StepMetrics
     control: TrainerControl
 
-    def __init__(self, model: PreTrainedModel, args: SFTConfig, *, sequence: SequenceParallel, **kwargs: Any):
-        self.sequence = sequence
-        self._token_means = TokenMeans(sequence.device, sequence.routers)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: SFTConfig,
+        *,
+        sequence: SequenceParallel,
+        objective: Objective,
+        **kwargs: Any,
+    ):
+        self.sequence, self.objective = sequence, objective
+        self._token_means = TokenMeans(sequence.device, sequence.routers, objective.sums)
         self._predictions: list[list[NDArray[np.float32]]] | None = None
         super().__init__(model=model, args=args, **kwargs)
 
@@ -63,16 +72,23 @@ class EvaluatingTrainer(ResumableTrainer):
         """Return a loader that deals each row once, in order, over data-parallel ranks; one without rows gets
         padding."""
         rows = rows_to_evaluate(self.eval_dataset if eval_dataset is None else eval_dataset)
-        dims = self.sequence.dims
-        sampler = StepSampler(
+        return self.loader_in_order(rows, self.args.eval_batch_size)
+
+    def loader_in_order(self, rows: PackedDataset | Dataset, batch_size: int) -> StepLoader:
+        """Return a loader of this rank's part of `order_of` these rows."""
+        sampler = self.order_of(rows, batch_size, self.sequence.dims.dp_rank(self.sequence.rank))
+        return self._loader(rows, sampler, **self._worker_options())
+
+    def order_of(self, rows: PackedDataset | Dataset, batch_size: int, dp_rank: int) -> StepSampler:
+        """Return the numbers of the rows that a data-parallel rank reads if each row is dealt once, in order."""
+        return StepSampler(
             len(rows),
-            micro_batch_size=self.args.eval_batch_size,
+            micro_batch_size=batch_size,
             accumulation_steps=1,
-            dp=dims.dp,
-            dp_rank=dims.dp_rank(self.sequence.rank),
+            dp=self.sequence.dims.dp,
+            dp_rank=dp_rank,
             seed=None,
         )
-        return self._loader(rows, sampler, **self._worker_options())
 
     def evaluate(
         self,
@@ -129,10 +145,11 @@ class EvaluatingTrainer(ResumableTrainer):
 
     def _means(self, loader: StepLoader, description: str, prefix: str) -> dict[str, float]:
         start = time.time()
-        self._token_means = TokenMeans(self.sequence.device, self.sequence.routers)
+        self._token_means = TokenMeans(self.sequence.device, self.sequence.routers, self.objective.sums)
         with self.step_metrics.paused(), region("evaluation"):
             output = self.evaluation_loop(loader, description, prediction_loss_only=True, metric_key_prefix=prefix)
-        means = {**self._token_means.read(), "num_tokens": self.step_metrics.tokens_so_far()}
+        means = self._token_means.read()
+        means |= {**self.objective.means(self._token_means.totals), "num_tokens": self.step_metrics.tokens_so_far()}
         named = {f"{prefix}_{name}": value for name, value in means.items()}
         speed = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=len(loader))
         return {**output.metrics, **named, **speed}
@@ -142,11 +159,13 @@ class EvaluatingTrainer(ResumableTrainer):
         """Add one batch to the sums; the evaluation loop has nothing to average."""
         with torch.no_grad(), self.compute_loss_context_manager():
             shard, outputs = self._forward(model, inputs)
+            _, extra = self.objective.measure(shard, outputs, inputs)
         self._token_means.add(
             shift_labels=shard.shift_labels,
             losses=outputs.losses,
             correct=outputs.is_top1,
             entropy=outputs.entropy,
+            extra=extra,
         )
         if self._predictions is not None:
             whole = self.sequence.unshard(outputs.log_probs, shard.layout).float().cpu().numpy()

@@ -20,11 +20,13 @@ from trl import SFTConfig
 
 from longctx.data import Mixture
 from longctx.data.contents import cache_key, content_digests
+from longctx.data.kinds import PAIRS
 from longctx.data.records import local_files
 from longctx.data.tokenize import encoder_key
 from longctx.model.files import files_read, has_saved_buffers
 from longctx.ranks.agreement import check_agreement, gather_objects, on_all_ranks
 from longctx.training.dataset import StreamedRows, TrainingRows
+from longctx.training.preference import LOSS_FLAGS, uses_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class FilesIdentity:
     model: str | None = None
     """Identity of the model; None if checkpoints contain all of it and there are no nodes to compare."""
     is_base: bool = False
-    """Whether the model has untrained weights or buffers, which checkpoints do not restore."""
+    """Whether the model has untrained weights or buffers, which checkpoints do not restore, or is the reference."""
     streams: tuple[str | None, ...] = ()
     """Digest of each streamed data set's files; None for one on the hub."""
 
@@ -49,7 +51,7 @@ def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, 
     Raises:
         ValueError: if a file cannot be read.
     """
-    is_base = settings["use_peft"] or has_saved_buffers(model_config)
+    is_base = settings["use_peft"] or has_saved_buffers(model_config) or _needs_reference(settings)
     names = [source.path for source in settings["datasets"] or ()] or [settings["dataset_name"]]
     return FilesIdentity(
         model=model_identity(settings["model_name_or_path"], model_config) if with_model or is_base else None,
@@ -131,6 +133,7 @@ def data_identity(
         order |= {name: settings.get(name) for name in _ADAPTER_FLAGS}
         if settings.get("load_in_4bit"):
             order |= {name: settings[name] for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant")}
+    order |= {name: settings[name] for name in LOSS_FLAGS if name in settings and is_preference(settings)}
     if settings["datasets"]:
         order["mixture"] = _mixture_identity(Mixture.of_settings(settings))
     if isinstance(data, StreamedRows):
@@ -143,6 +146,23 @@ def data_identity(
         "balanced": data.costs is not None,
         **order,
     }
+
+
+def is_preference(settings: Mapping[str, Any]) -> bool:
+    """Return whether the run trains on pairs of answers."""
+    return settings["dataset_text_field"] == PAIRS
+
+
+def _needs_reference(settings: Mapping[str, Any]) -> bool:
+    return is_preference(settings) and uses_reference(settings)
+
+
+def reference_identity(
+    settings: Mapping[str, Any], model_config: PretrainedConfig, files: FilesIdentity
+) -> dict[str, Any]:
+    """Return, by name, what decides the log-probabilities of a reference model, besides the tokens."""
+    names = ("dtype", "bf16", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
+    return {"model": files.model, "config": _config_values(model_config)} | {n: settings.get(n) for n in names}
 
 
 _ADAPTER_FLAGS = ("use_peft", "lora_alpha", "use_rslora", "load_in_4bit")

@@ -32,8 +32,6 @@ from longctx.training.peak_memory import GIB, PeakMemory
 class StepMetrics:
     """Sums over this rank's micro-batches, reduced over all ranks when read."""
 
-    _SUMS = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", "work")
-
     def __init__(
         self,
         *,
@@ -43,7 +41,15 @@ class StepMetrics:
         flops_per_token: int,
         device: torch.device,
         routers: Routers | None = None,
+        extra: Sequence[str] = (),
     ):
+        """
+        Args:
+            extra: names of further sums, which `add` is given and `read` puts into `totals`.
+        """
+        self._names = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", *extra, "work")
+        self.totals: dict[str, float] = {}
+        """All sums by name, over all ranks, between the last two readings."""
         self.experts = None if routers is None else ExpertLoad(routers, device)
         self.sp, self.sp_rank, self.device = sp, sp_rank, device
         self.peak_flops = _peak_flops(_device_name(device), config)
@@ -57,7 +63,7 @@ class StepMetrics:
         """Peaks of all ranks at the last reading."""
         self.seconds: dict[str, list[float]] = {}
         """Seconds of each of PARTS on all ranks, between the last two readings."""
-        self._sums = torch.zeros(len(self._SUMS), dtype=torch.float64, device=self.device)
+        self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=self.device)
         self.start()
 
     def start(self) -> None:
@@ -66,7 +72,14 @@ class StepMetrics:
         clock.start(self.device)
 
     def add(
-        self, *, layout: BatchLayout, num_tokens: int, shift_labels: Tensor, correct: Tensor, entropy: Tensor
+        self,
+        *,
+        layout: BatchLayout,
+        num_tokens: int,
+        shift_labels: Tensor,
+        correct: Tensor,
+        entropy: Tensor,
+        extra: Tensor | None = None,
     ) -> None:
         """Count one micro-batch.
 
@@ -75,6 +88,7 @@ class StepMetrics:
             num_tokens: tokens of the whole batch, without padding.
             shift_labels, correct, entropy: values of this rank's tokens, [1, T/P]; all but the labels are 0 where
                 nothing is learnt.
+            extra: float64 [extra], this rank's part of the further sums.
         """
         self.longest_row = max(self.longest_row, layout.num_tokens)
         self._sums += torch.stack(
@@ -84,6 +98,7 @@ class StepMetrics:
                 (shift_labels != IGNORE_INDEX).sum().double(),
                 correct.sum().double(),
                 entropy.detach().sum().double(),
+                *(() if extra is None else extra),
                 self._number(attention_work(layout, self.sp_rank)),
             ]
         )
@@ -133,7 +148,7 @@ class StepMetrics:
 
     def tokens_so_far(self) -> int:
         """Return the tokens trained on, including those since the last `read`. Called by all ranks together."""
-        return self.total_tokens + round(float(_gather(self._sums)[:, self._SUMS.index("tokens")].sum()))
+        return self.total_tokens + round(float(_gather(self._sums)[:, self._names.index("tokens")].sum()))
 
     def read(self) -> dict[str, float | None]:
         """Return the log's values since the last call. Called by all ranks together."""
@@ -142,10 +157,10 @@ class StepMetrics:
         clock.reset()
         own = send(torch.tensor([parts[part] for part in PARTS], dtype=torch.float64), self.device)
         values, memory = self._gather_with_memory(torch.cat((self._sums, own)))
-        ranks, of_parts = values.tensor_split((len(self._SUMS),), dim=1)
+        ranks, of_parts = values.tensor_split((len(self._names),), dim=1)
         self.seconds = dict(zip(PARTS, of_parts.T.tolist(), strict=True))
         shares = {part: sum(times) / (float(of_parts.sum()) or 1.0) for part, times in self.seconds.items()}
-        total = dict(zip(self._SUMS, ranks.sum(0).tolist(), strict=True))
+        self.totals = total = dict(zip(self._names, ranks.sum(0).tolist(), strict=True))
         work = ranks[:, -1]
         self.total_tokens += round(total["tokens"])
         flops = self.flops_per_token * total["tokens"] + self.flops_per_pair * total["work"]
@@ -235,16 +250,31 @@ class TokenMeans:
     The routers' auxiliary loss is that of all tokens, times its coefficient a part of the loss, as in training.
     """
 
-    def __init__(self, device: torch.device, routers: Routers | None = None):
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, routers: Routers | None = None, extra: Sequence[str] = ()):
+        """
+        Args:
+            extra: names of further sums, which `add` is given and `read` puts into `totals`.
+        """
+        self._extra = extra
+        self.totals: dict[str, float] = {}
+        self._sums = torch.zeros(4 + len(extra), dtype=torch.float64, device=device)
         self._routers = routers if routers is not None and routers.coefficient else None
         num_experts = 0 if self._routers is None else self._routers.shape[1]
         self._experts = torch.zeros(2, num_experts, dtype=torch.float64, device=device)
 
-    def add(self, *, shift_labels: Tensor, losses: Tensor, correct: Tensor, entropy: Tensor) -> None:
+    def add(
+        self,
+        *,
+        shift_labels: Tensor,
+        losses: Tensor,
+        correct: Tensor,
+        entropy: Tensor,
+        extra: Tensor | None = None,
+    ) -> None:
         """Count one batch of this rank's tokens, each [1, T/P]; all but the labels are 0 where nothing is learnt."""
         is_label = shift_labels != IGNORE_INDEX
-        self._sums += torch.stack([values.double().sum() for values in (is_label, losses, correct, entropy)])
+        sums = [values.double().sum() for values in (is_label, losses, correct, entropy)]
+        self._sums += torch.stack([*sums, *(() if extra is None else extra)])
         if self._routers is not None:
             self._experts += torch.stack(self._routers.latest[1:])
 
@@ -252,7 +282,11 @@ class TokenMeans:
         """Return the means, NaN without label tokens. Called by all ranks together."""
         labels, *sums = _gather(self._sums).sum(0).tolist()
         names = ("loss", "mean_token_accuracy", "entropy")
-        means = {name: total / labels if labels else float("nan") for name, total in zip(names, sums, strict=True)}
+        self.totals = dict(zip(self._extra, sums[len(names) :], strict=True))
+        means = {
+            name: total / labels if labels else float("nan")
+            for name, total in zip(names, sums[: len(names)], strict=True)
+        }
         if self._routers is None:
             return means
         aux_loss = self._routers.loss_of(*_gather(self._experts).sum(0))

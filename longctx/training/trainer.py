@@ -58,6 +58,7 @@ from longctx.training.data_order import MicroBatch, PlanningCollator, StepSample
 from longctx.training.engines import keep_sums_in_fp32, save_whole_models, saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingTrainer
 from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
+from longctx.training.objective import Objective
 from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
@@ -73,6 +74,7 @@ class SequenceTrainer(EvaluatingTrainer):
     Args:
         model: the first result of `longctx.parallelize`.
         sequence: the second result of `longctx.parallelize`.
+        objective: the loss and the metrics of the training method.
         rows: packs or single documents, in data set order; or a stream of them, which needs `args.max_steps`.
         collator: pads to a multiple of `sequence.dims.multiple`.
         documents: the tokenised documents that `rows` are cut from.
@@ -88,7 +90,6 @@ class SequenceTrainer(EvaluatingTrainer):
     """
 
     _name = "longctx"
-    _tag_names = ("trl", "sft", "longctx")
     _tr_loss: torch.Tensor
     loss_is_scaled_for_ga = True
     """`compute_loss` divides by the label tokens of the whole step, so the Trainer must not divide by
@@ -100,6 +101,7 @@ class SequenceTrainer(EvaluatingTrainer):
         args: SFTConfig,
         *,
         sequence: SequenceParallel,
+        objective: Objective,
         rows: PackedDataset | PackedStream,
         collator: SequenceCollator,
         documents: Dataset | IterableDataset,
@@ -114,6 +116,7 @@ class SequenceTrainer(EvaluatingTrainer):
         **kwargs: Any,
     ):
         self.rows, self.costs = rows, costs
+        self._tag_names = ("trl", objective.tag, "longctx")
         self._data_identity, self.on_nonfinite, self.base_config = data_identity, on_nonfinite, base_config
         self.step_metrics = StepMetrics(
             sp=sequence.dims.sp,
@@ -122,6 +125,7 @@ class SequenceTrainer(EvaluatingTrainer):
             flops_per_token=4 * count_parameters(model) + 2 * count_trained_parameters(model),
             device=sequence.device,
             routers=sequence.routers,
+            extra=objective.sums,
         )
         self._uncounted: list[dict[str, Any]] = []
         """The micro-batches of a step that has begun, before their routers' choices are counted."""
@@ -133,7 +137,10 @@ class SequenceTrainer(EvaluatingTrainer):
             model=model,
             args=without_data_preparation(args),
             sequence=sequence,
-            data_collator=PlanningCollator(collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan),
+            objective=objective,
+            data_collator=PlanningCollator(
+                collator, sequence.dims, sequence.rank, time_of=sequence.time_of_plan, also=objective.collate
+            ),
             train_dataset=documents,
             eval_dataset=eval_rows,
             processing_class=processing_class,
@@ -184,6 +191,9 @@ class SequenceTrainer(EvaluatingTrainer):
     @property
     def may_skip_steps(self) -> bool:  # type: ignore[override]
         return self.on_nonfinite == "skip"
+
+    def before_restoring(self, model: nn.Module) -> None:
+        self.objective.prepare(self, model)
 
     def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
         if isinstance(loader.dataset, StepStream) != (position is not None):
@@ -318,15 +328,15 @@ class SequenceTrainer(EvaluatingTrainer):
         if self.base_config is not None and self.is_world_process_zero():
             self.base_config.save_pretrained(output_dir or self.args.output_dir)
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> int:
-        """Return the loss's denominator for `num_items_in_batch` of `compute_loss`.
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        """Return the loss's denominators for `num_items_in_batch` of `compute_loss`.
 
         The Trainer calls this once in an optimizer step, with all of its micro-batches, which are not cut yet.
         """
-        num_label_tokens = self.sequence.count_label_tokens(batch_samples)
-        self.has_seen_labels |= num_label_tokens > 0
+        counts = self.objective.count(batch_samples)
+        self.has_seen_labels |= bool(counts)
         self._uncounted = batch_samples
-        return num_label_tokens
+        return counts
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs  # cut on the CPU first; only this rank's part goes to the device
@@ -338,13 +348,15 @@ class SequenceTrainer(EvaluatingTrainer):
             self.sequence.count_experts(model, self._uncounted)
             self._uncounted = []
         shard, outputs = self._forward(model, inputs)
-        loss = self.sequence.reduce(outputs.losses, num_items_in_batch)
+        terms, extra = self.objective.measure(shard, outputs, inputs)
+        loss = self.objective.loss(terms, num_items_in_batch)
         self.step_metrics.add(
             layout=shard.layout,
             num_tokens=inputs["num_tokens"],
             shift_labels=shard.shift_labels,
             correct=outputs.is_top1,
             entropy=outputs.entropy,
+            extra=extra,
         )
         return (loss, outputs) if return_outputs else loss
 
@@ -355,7 +367,7 @@ class SequenceTrainer(EvaluatingTrainer):
             **shard.inputs,
             shift_labels=shard.shift_labels,
             token_outputs=True,
-            label_smoothing=self.args.label_smoothing_factor,
+            **self.objective.model_options,
         )
         if not self._layers_checked:
             check_shard_length(shard, outputs.log_probs, num_mixing_layers(self.model.config))
@@ -366,6 +378,7 @@ class SequenceTrainer(EvaluatingTrainer):
         if "loss" not in logs:
             return super().log(logs, start_time)
         numbers = self.step_metrics.read()
+        numbers |= self.objective.means(self.step_metrics.totals) | {"loss": logs["loss"]}
         logs.update({name: value for name, value in numbers.items() if value is not None})
         memory = self.step_metrics.peak_memory
         assert memory is not None, "read with the other numbers"

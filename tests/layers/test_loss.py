@@ -56,7 +56,7 @@ def make_inputs(dtype=torch.float64, *, bias=True, learnt="some learnt", tokens=
     return *leaves, *([] if bias else [None]), targets
 
 
-def dense(hidden, weight, bias, targets, *, label_smoothing=0.0, scaling=PLAIN):
+def dense(hidden, weight, bias, targets, *, label_smoothing=0.0, scaling=PLAIN, mean_logits=False):
     """The same from all logits at once, in torch's own words."""
     logits = F.linear(hidden, weight, bias) * scaling.factor
     if scaling.softcap:
@@ -68,7 +68,9 @@ def dense(hidden, weight, bias, targets, *, label_smoothing=0.0, scaling=PLAIN):
         for smoothing in (label_smoothing, 0.0)
     )
     entropy = torch.distributions.Categorical(logits=logits.detach()).entropy() * learnt
-    return TokenOutputs(losses, -nll.detach(), entropy, (logits.argmax(-1) == targets) & learnt)
+    is_top1 = (logits.argmax(-1) == targets) & learnt
+    means = logits.detach().mean(-1) * learnt if mean_logits else None
+    return TokenOutputs(losses, -nll.detach(), entropy, is_top1, means)
 
 
 def upstream(kind, losses):
@@ -85,7 +87,7 @@ def test_outputs_and_gradients_are_those_of_all_logits(tile, bias, learnt, kind)
     """In fp64, so that only a wrong formula can differ by more than 1e-12."""
     *leaves, targets = make_inputs(bias=bias, learnt=learnt)
     for (_, scaling), smoothing in itertools.product(SCALINGS.items(), (0.0, 0.3)):
-        settings = {"label_smoothing": smoothing, "scaling": scaling}
+        settings = {"label_smoothing": smoothing, "scaling": scaling, "mean_logits": True}
         expected = dense(*leaves, targets, **settings)
         actual = fused_token_outputs(*leaves, targets, **settings, tile_bytes=tile * VOCABULARY * 4)
         for name, a, e in zip(TokenOutputs._fields, actual, expected, strict=True):
@@ -117,8 +119,8 @@ def test_gradcheck(scaling):
 def test_rows_of_a_batch_are_tokens_like_any_other(kind):
     """And no output is a view, of which FSDP2 warns."""
     *leaves, targets = make_inputs(tokens=24)
-    one = fused_token_outputs(*leaves, targets)
-    two = fused_token_outputs(leaves[0].view(2, 12, HIDDEN), *leaves[1:], targets.view(2, 12))
+    one = fused_token_outputs(*leaves, targets, mean_logits=True)
+    two = fused_token_outputs(leaves[0].view(2, 12, HIDDEN), *leaves[1:], targets.view(2, 12), mean_logits=True)
     assert not any(output._is_view() for output in two)
     torch.testing.assert_close([output.flatten() for output in two], [output.flatten() for output in one])
     torch.testing.assert_close(*(torch.autograd.grad(upstream(kind, o.losses), leaves) for o in (two, one)))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from longctx.settings.checks import table
 from longctx.settings.flags import parse_flags
+from longctx.settings.methods import DPO
 
 FOLDER = Path(__file__).parents[2] / "longctx" / "settings"
 
@@ -46,7 +47,7 @@ def test_every_function_that_refuses_a_setting_is_in_the_table():
 
 
 def test_rows_name_settings_that_there_are_and_say_what_is_checked():
-    known = parse_flags([]).values.keys() | PROFILE_KEYS
+    known = parse_flags([]).values.keys() | parse_flags([], DPO).values.keys() | PROFILE_KEYS
     for row in table():
         assert set(row.settings) <= known, f"{row.place} is about {sorted(set(row.settings) - known)}"
         assert row.what[:6] + row.what[-1] == "Check .", f"{row.place} says {row.what!r}"

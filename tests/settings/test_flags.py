@@ -111,9 +111,9 @@ def test_yaml_null_list_mapping_and_unquoted_no(tmp_path, monkeypatch):
         ("max_step: 5\n", ("max_step", "Did you mean --max_steps?")),
         (
             "num_generations: 4\n",
-            ("num_generations", "It belongs to GRPO and RLOO: longctx train does", "examples/dpo.py"),
+            ("num_generations", "It belongs to GRPO and RLOO: longctx train does", "preference.md"),
         ),
-        ("loss_type: sigmoid\n", ("'sigmoid'", "longctx train does supervised fine-tuning", "examples/dpo.py")),
+        ("loss_type: sigmoid\n", ("'sigmoid'", "longctx train does supervised fine-tuning", "longctx dpo")),
         ("sp: 2.5\n", ("--sp", "2.5")),
         ("dataset_test_split: [a, b]\n", ("dataset_test_split to ['a', 'b']", "one value", "joined: test+validation")),
         ("dataset_name: [a, b]\n", ("dataset_name to ['a', 'b']", "Several data sets are --datasets.")),

@@ -182,7 +182,7 @@ def test_what_is_uncertain_is_left_to_the_parser(change, read):
 
 
 def test_without_certainty_everything_passes(monkeypatch, capsys):
-    monkeypatch.setattr(help, "flags", lambda: None)
+    monkeypatch.setattr(help, "flags", lambda method: None)
     help.check_names(["--max_step", "5"])
     assert "--ddp_timeout" in shown(capsys, "--help")  # the parser's own, of all flags
     assert main(["--max_step", "5"]) == 2

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup, device_named
+from longctx.settings.methods import SFT
 from tests.reference import train_reference
 from tests.small_model import HEADS
 from tests.workers import run_ranks
@@ -67,14 +68,14 @@ def run_cases(cases):
     return results
 
 
-def log_of(arguments):
+def log_of(arguments, method=SFT):
     """The log's history of a run, on this rank."""
     from longctx.run import fit, load, prepare
     from longctx.settings.flags import parse_flags
     from longctx.settings.profile import read_profile
     from longctx.settings.resolve import resolve
 
-    prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
+    prepared = prepare(resolve(parse_flags(arguments, method), read_profile(), os.environ))
     return fit(prepared, load(prepared)).state.log_history
 
 

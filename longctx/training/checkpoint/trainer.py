@@ -88,6 +88,9 @@ class ResumableTrainer(PushingTrainer):
     may_skip_steps = False
     """Whether steps may be skipped, so that the optimizer may have no states yet."""
 
+    def before_restoring(self, model: nn.Module) -> None:
+        """Do what needs the wrapped model as it was loaded. Called by all ranks together, before each training."""
+
     def restore_data_position(self, loader: DataLoader, position: dict[str, Any] | None, step: int) -> None:
         """Make the loader continue after this step.
 
@@ -246,6 +249,7 @@ class ResumableTrainer(PushingTrainer):
         set_fp32_weights(model, self._fp32_weights)
         self._fp32_weights = {}
         self._nonfinite_from_start = nonfinite_weights(self.model_wrapped)
+        self.before_restoring(model)
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
             best = folder.with_name(checkpoint_name(self.state.best_global_step or 0))

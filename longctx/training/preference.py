@@ -1,0 +1,322 @@
+"""Direct preference optimization: losses of pairs of answers, from sums of log-probabilities over documents.
+
+The formulas are those of TRL's DPOTrainer (and, for simpo, CPOTrainer). A loss needs nothing from other sequence groups
+and, from the ranks of its own, only the sums over documents. Shape legend: n pairs of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longctx.data import IGNORE_INDEX
+from longctx.layers.loss import TokenOutputs
+from longctx.parallel import SequenceParallel
+from longctx.sequence.batch import ShardedBatch
+from longctx.sequence.host_tensors import send
+from longctx.sequence.shard import shard_tokens
+from longctx.training.objective import Metrics, Objective
+
+LOSS_FLAGS = (
+    "beta",
+    "discopop_tau",
+    "f_alpha_divergence_coef",
+    "f_divergence_type",
+    "label_smoothing",
+    "ld_alpha",
+    "loss_type",
+    "loss_weights",
+    "reference_free",
+    "simpo_gamma",
+)
+"""Flags on which the loss depends, which a resumed run must not change."""
+
+
+class Pairs(NamedTuple):
+    """What the losses of n pairs are made of; each field has a chosen and a rejected part, float64 [n]."""
+
+    logps: tuple[Tensor, Tensor]
+    """Sums of log-probabilities over the answers."""
+    ratios: tuple[Tensor, Tensor]
+    """The same less those of the reference model."""
+    scores: tuple[Tensor, Tensor]
+    """The ratios under the f-divergence."""
+    lengths: tuple[Tensor, Tensor]
+    """Tokens of the answers."""
+
+    def delta(self) -> Tensor:
+        return self.scores[0] - self.scores[1]
+
+
+Loss = Callable[[Pairs, Mapping[str, Any]], Tensor]
+
+
+def _sigmoid(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    return -F.logsigmoid(flags["beta"] * pairs.delta())
+
+
+def _hinge(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    return torch.relu(1 - flags["beta"] * pairs.delta())
+
+
+def _mean_delta(values: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]) -> Tensor:
+    chosen, rejected = (value / length for value, length in zip(values, lengths, strict=True))
+    return chosen - rejected
+
+
+def _ipo(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    return (_mean_delta(pairs.scores, pairs.lengths) - 1 / (2 * flags["beta"])) ** 2
+
+
+def _sigmoid_norm(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    return -F.logsigmoid(flags["beta"] * _mean_delta(pairs.scores, pairs.lengths))
+
+
+def _exo_pair(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    logits, epsilon = flags["beta"] * pairs.delta(), flags["label_smoothing"]
+    chosen = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-epsilon))
+    return chosen + torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(epsilon))
+
+
+def _nca_pair(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    chosen, rejected = (flags["beta"] * ratio for ratio in pairs.ratios)
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _robust(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    logits, flipped = flags["beta"] * pairs.delta(), flags["label_smoothing"]
+    return (-(1 - flipped) * F.logsigmoid(logits) + flipped * F.logsigmoid(-logits)) / (1 - 2 * flipped)
+
+
+def _bco_pair(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    chosen, rejected = (flags["beta"] * ratio for ratio in pairs.ratios)
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+def _sppo_hard(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    chosen, rejected = pairs.ratios
+    return (chosen - 0.5 / flags["beta"]) ** 2 + (rejected + 0.5 / flags["beta"]) ** 2
+
+
+def _apo_zero(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    chosen, rejected = (flags["beta"] * ratio for ratio in pairs.ratios)
+    return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
+
+
+def _apo_down(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    chosen, rejected = (flags["beta"] * ratio for ratio in pairs.ratios)
+    return torch.sigmoid(chosen) + 1 - torch.sigmoid(chosen - rejected)
+
+
+def _discopop(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    logits = flags["beta"] * pairs.delta()
+    modulation = torch.sigmoid(logits / flags["discopop_tau"])
+    return -F.logsigmoid(logits) * (1 - modulation) + torch.exp(-logits) * modulation
+
+
+def _simpo(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
+    logits = flags["beta"] * _mean_delta(pairs.logps, pairs.lengths) - flags["simpo_gamma"]
+    smoothing = flags["label_smoothing"]
+    return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
+
+
+LOSSES: Mapping[str, Loss] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sigmoid_norm": _sigmoid_norm,
+    "simpo": _simpo,
+}
+"""Losses of a pair, by TRL's names for --loss_type."""
+
+SFT = "sft"
+"""The --loss_type that is no loss of a pair: the mean token loss of the chosen answers, as in fine-tuning."""
+
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+WITH_F_DIVERGENCES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", SFT})
+"""Losses of a difference of scores, in which a partition function cancels."""
+
+_LARGEST_EXPONENT = 80.0
+
+
+def f_divergence_scores(ratios: Tensor, flags: Mapping[str, Any]) -> Tensor:
+    """Return f'(exp(ratio)) of the f-divergence between policy and reference, [n] (https://arxiv.org/abs/2309.16240)."""
+    kind, power = flags["f_divergence_type"], flags["f_alpha_divergence_coef"] - 1
+    if kind == "forward_kl":
+        return 1 - torch.exp(-ratios)
+    if kind == "js_divergence":
+        return math.log(2) + F.logsigmoid(ratios)
+    if kind == "alpha_divergence" and abs(power) >= 1e-6:
+        return (torch.exp(torch.clamp(power * ratios, max=_LARGEST_EXPONENT)) - 1) / power
+    return ratios
+
+
+def uses_reference(flags: Mapping[str, Any]) -> bool:
+    """Whether any of the losses compares with a reference model."""
+    return not flags["reference_free"] and any(name not in ("simpo", SFT) for name in flags["loss_type"])
+
+
+class PairsOfBatch(NamedTuple):
+    """What a micro-batch has besides its tokens."""
+
+    reference: Tensor | None
+    """float64 [n, 2]: log-probabilities of the answers under the reference model; None where they are not known."""
+    lengths: Tensor
+    """float64 [n, 2]: tokens of the answers."""
+    weights: Tensor | None
+    """fp32 [B, S]: of every label's log-probability, at the token before it; None if all are 1."""
+
+
+class PreferenceLoss(Objective):
+    """The mean over all pairs of an optimizer step; with `sft`, also the mean over their chosen answers' tokens.
+
+    Args:
+        flags: those of LOSS_FLAGS.
+    """
+
+    tag = "dpo"
+    sums = (
+        "loss",
+        "nll",
+        "pairs",
+        "chosen_tokens",
+        "rejected_tokens",
+        "logps/chosen",
+        "logps/rejected",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "logits/chosen",
+        "logits/rejected",
+        "correct",
+    )
+
+    def __init__(self, sequence: SequenceParallel, flags: Mapping[str, Any]):
+        super().__init__(sequence)
+        self.model_options = {"summed": False, "mean_logits": True}
+        self.flags = {name: flags[name] for name in LOSS_FLAGS}
+        weights = flags["loss_weights"] or [1.0] * len(flags["loss_type"])
+        self.weights = dict[str, float]()
+        for name, weight in zip(flags["loss_type"], weights, strict=True):
+            self.weights[name] = self.weights.get(name, 0.0) + weight
+
+    def collate(self, rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `pairs`, a `PairsOfBatch`. The batch is one row, and its only padding follows the documents."""
+        lengths = np.concatenate([row["seq_lengths"] for row in rows] or [np.zeros(0, dtype=np.int64)])
+        labels = batch["labels"][0, : int(lengths.sum())].numpy()
+        sides = np.split(labels != IGNORE_INDEX, np.cumsum(lengths)[:-1]) if len(lengths) else []
+        targets = np.array([np.count_nonzero(side) for side in sides], dtype=np.float64).reshape(-1, 2)
+        references = [row["reference"] for row in rows if "reference" in row]
+        weights = None if self.flags["ld_alpha"] is None else _tail_weights(sides, batch, self.flags["ld_alpha"])
+        reference = torch.from_numpy(np.concatenate([np.zeros((0, 2)), *references]))
+        known = reference if len(references) == len(rows) else None
+        return {"pairs": PairsOfBatch(known, torch.from_numpy(targets), weights)}
+
+    def count(self, batches: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
+        """Return the step's pairs and the tokens of their chosen answers; None without pairs."""
+        pairs = sum(len(batch["pairs"].lengths) for batch in batches)
+        tokens = sum(int(batch["pairs"].lengths[:, 0].sum()) for batch in batches)
+        pairs, tokens = self.sequence.count_over_ranks(pairs, tokens)
+        return (pairs, tokens) if pairs else None
+
+    def document_sums(self, shard: ShardedBatch, outputs: TokenOutputs, pairs: PairsOfBatch) -> Tensor:
+        """Return float64 [n, 2, 4] of the chosen and the rejected side of each pair, on every rank of the group.
+
+        They are sums over the answer of its weighted log-probabilities, of the plain ones, of the mean logits, and of
+        tokens that are the most likely ones. Only log-probabilities are differentiable.
+        """
+        log_probs = -outputs.losses
+        weighted = log_probs
+        if pairs.weights is not None:
+            sp_rank = self.sequence.dims.sp_rank(self.sequence.rank)
+            weighted = log_probs * send(shard_tokens(pairs.weights, shard.layout, sp_rank), log_probs.device)
+        assert outputs.mean_logits is not None, "asked for by model_options"
+        values = torch.stack((weighted, log_probs, outputs.mean_logits, outputs.is_top1.to(log_probs.dtype)), dim=-1)
+        return self.sequence.sum_over_documents(values, shard.layout)[: 2 * len(pairs.lengths)].view(-1, 2, 4)
+
+    def measure(self, shard: ShardedBatch, outputs: TokenOutputs, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the sums of the pairs' losses and of the chosen tokens' losses, [2], and float64 [sums]."""
+        host = batch["pairs"]
+        sums = self.document_sums(shard, outputs, host)
+        reference, lengths = torch.zeros_like(sums[..., 0]), send(host.lengths, sums.device)
+        if uses_reference(self.flags):
+            assert host.reference is not None, "`prepare` gives every row the reference's log-probabilities"
+            reference = send(host.reference, sums.device)
+        pairs = self._pairs(sums[..., 0], reference, lengths)
+        losses = torch.zeros_like(pairs.logps[0])
+        for name, weight in self.weights.items():
+            if name != SFT:
+                losses = losses + weight * LOSSES[name](pairs, self.flags)
+        nll = -sums[:, 0, 1] * self.weights.get(SFT, 0.0)
+        terms = torch.stack((losses.sum(), nll.sum()))
+        with torch.no_grad():
+            of_pairs = pairs.ratios if "simpo" not in self.weights else _means(pairs)
+            chosen, rejected = (self.flags["beta"] * value for value in of_pairs)
+            numbers = [
+                *(losses, nll, torch.ones_like(losses), *lengths.T, *sums[..., 0].T, chosen, rejected),
+                *((chosen > rejected).double(), *sums[..., 2].T, sums[:, 0, 3]),
+            ]
+            # Every rank of a sequence group has the same numbers, and the log adds up those of all ranks.
+            return terms, torch.stack([number.sum() for number in numbers]) / self.sequence.dims.sp
+
+    def _pairs(self, logps: Tensor, reference: Tensor, lengths: Tensor) -> Pairs:
+        ratios = (logps - reference).unbind(1)
+        scores = tuple(f_divergence_scores(ratio, self.flags) for ratio in ratios)
+        return Pairs(logps.unbind(1), ratios, scores, lengths.unbind(1))  # type: ignore[arg-type]
+
+    def loss(self, terms: Tensor, counts: tuple[int, int] | None) -> Tensor:
+        dims = self.sequence.dims
+        pairs, tokens = counts or (1, 1)
+        share = terms[0] / pairs + terms[1] / max(tokens, 1)
+        return share * (dims.world_size / dims.sp)  # every rank of a group has the loss of the whole micro-batch
+
+    def means(self, totals: Mapping[str, float]) -> Metrics:
+        pairs = totals["pairs"] or math.nan
+        chosen, rejected = (totals[f"{side}_tokens"] or math.nan for side in ("chosen", "rejected"))
+        of_pairs = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected")
+        return {
+            "loss": totals["loss"] / pairs + totals["nll"] / chosen,
+            "mean_token_accuracy": totals["correct"] / chosen,
+            **{name: totals[name] / pairs for name in of_pairs},
+            "rewards/margins": (totals["rewards/chosen"] - totals["rewards/rejected"]) / pairs,
+            "logits/chosen": totals["logits/chosen"] / chosen,
+            "logits/rejected": totals["logits/rejected"] / rejected,
+        }
+
+
+def _means(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    chosen, rejected = (value / length for value, length in zip(pairs.logps, pairs.lengths, strict=True))
+    return chosen, rejected
+
+
+def _tail_weights(sides: Sequence[np.ndarray], batch: Mapping[str, Any], alpha: float) -> Tensor:
+    """Return fp32 [1, S]: alpha where an answer is longer than its pair's other one, else 1 (LD-DPO).
+
+    A label's weight stands at the token before it.
+
+    Args:
+        sides: bool [tokens] of each side, which tokens are labels.
+    """
+    weights = np.ones(batch["labels"].shape[1], dtype=np.float32)
+    start = 0
+    for chosen, rejected in zip(sides[::2], sides[1::2], strict=True):
+        shared = min(np.count_nonzero(chosen), np.count_nonzero(rejected))
+        for side in (chosen, rejected):
+            places = start + np.flatnonzero(side)
+            weights[places[shared:] - 1] = alpha
+            start += len(side)
+    return torch.from_numpy(weights)[None]

@@ -1,0 +1,142 @@
+"""Log-probabilities of pairs under the reference model, which is the model before its training.
+
+They are computed once, before the first step, and kept on disk under the contents of model and data.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from longctx.data.contents import cache_folder, cache_key
+from longctx.launch.console import Line, show
+from longctx.packing import PairedDataset
+from longctx.ranks.agreement import broadcast_object, gather_objects
+from longctx.ranks.watchdog import phase
+from longctx.training.fingerprint import column_arrays, digest
+from longctx.training.metrics import NonFiniteError
+from longctx.training.preference import PreferenceLoss, uses_reference
+
+
+class ReferencedPreferenceLoss(PreferenceLoss):
+    """A `PreferenceLoss` that finds or computes the log-probabilities of the reference model before training.
+
+    Args:
+        identity: what identifies the reference model and the precision it is computed in, by name.
+        batch_size: packs that a data-parallel rank computes at a time.
+    """
+
+    def __init__(self, *args: Any, identity: Mapping[str, Any], batch_size: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.identity, self.batch_size = identity, batch_size
+
+    def prepare(self, trainer: Any, model: nn.Module) -> None:
+        if not uses_reference(self.flags):
+            return
+        for name, rows in {"training": trainer.rows, "evaluation": trainer.eval_dataset}.items():
+            if isinstance(rows, PairedDataset):
+                rows.reference = self._reference(trainer, model, rows, name)
+
+    def _reference(self, trainer: Any, model: nn.Module, rows: PairedDataset, name: str) -> NDArray[np.float64]:
+        """Return float64 [pairs, 2], the same on every rank. Called by all ranks together.
+
+        Raises:
+            NonFiniteError: on every rank, if the model gives a pair no finite log-probability.
+        """
+        is_first = trainer.sequence.rank == 0
+        path = broadcast_object(self._path(trainer, rows) if is_first else None)
+        assert path is not None, "rank 0 names it"
+        found = broadcast_object(_read(path, len(rows.kept)) if is_first else None)
+        start = time.perf_counter()
+        if found is not None:
+            if is_first:
+                show([Line("reference", f"log-probabilities of the {name} pairs are read from {path}")])
+            return found
+        computed = self._compute(trainer, model, rows)
+        placed = np.unique(rows.packing.indices)
+        wrong = placed[~np.isfinite(computed[placed]).all(1)]
+        if len(wrong):
+            raise NonFiniteError(
+                f"the reference model gives pair {wrong[0]} of the {name} data a log-probability of "
+                f"{computed[wrong[0]].tolist()}: it is NaN or infinite. Look at the model's weights and its dtype."
+            )
+        if is_first:
+            kept = _write(path, computed)
+            seconds = time.perf_counter() - start
+            where = f"kept in {path}" if kept else "not kept for later runs"
+            show(
+                [Line("reference", f"log-probabilities of {len(placed):,} {name} pairs took {seconds:.1f} s, {where}")]
+            )
+        return computed
+
+    def _path(self, trainer: Any, rows: PairedDataset) -> Path:
+        tokens = digest([*column_arrays(rows._source), rows.kept])
+        return cache_folder() / f"reference-{cache_key(dict(self.identity), tokens, self.flags['ld_alpha'])}.npy"
+
+    def _compute(self, trainer: Any, model: nn.Module, rows: PairedDataset) -> NDArray[np.float64]:
+        loader = trainer.loader_in_order(rows, self.batch_size)
+        was_training = model.training
+        model.eval()
+        with trainer.step_metrics.paused(), adapters_off(trainer.accelerator.unwrap_model(model)):
+            sums = [self._batch_sums(trainer, model, batch) for batch in loader]
+        model.train(was_training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root is left whole, and a checkpoint is read into shards
+        dims, rank = trainer.sequence.dims, trainer.sequence.rank
+        of_ranks = gather_objects(sums if dims.sp_rank(rank) == 0 else [])[:: dims.sp]
+        result = np.zeros((len(rows.kept), 2))
+        for dp_rank, batches in enumerate(of_ranks):
+            packs = trainer.order_of(rows, self.batch_size, dp_rank)
+            for of_batch, values in zip(packs, batches, strict=True):
+                pairs = [int(pair) for pack in of_batch for pair in rows.packing.documents(pack)]
+                result[pairs] = values
+        return result
+
+    @phase("reference")
+    def _batch_sums(self, trainer: Any, model: nn.Module, batch: dict[str, Any]) -> NDArray[np.float64]:
+        """Return float64 [pairs of the batch, 2]."""
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            shard, outputs = trainer._forward(model, batch)
+            return self.document_sums(shard, outputs, batch["pairs"])[..., 0].cpu().numpy()
+
+
+def adapters_off(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context in which the model is what it was without adapters."""
+    return cast(Any, model).disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
+
+
+def _read(path: Path, num_pairs: int) -> NDArray[np.float64] | None:
+    """Return what `_write` has written, or None without a whole file of so many pairs."""
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.shape == (num_pairs, 2) and found.dtype == np.float64 and np.isfinite(found).all() else None
+
+
+def _write(path: Path, values: NDArray[np.float64]) -> bool:
+    """Write the values, which a reader sees whole or not at all, and return whether that was possible."""
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(unfinished, "xb") as file:
+            np.save(file, values)
+        unfinished.replace(path)
+    except OSError as error:
+        logging.getLogger(__name__).warning("the reference's log-probabilities are not kept: %s", error)
+        return False
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return True

@@ -1,0 +1,182 @@
+"""Pairs of answers: tokens and cuts as TRL makes them, packs that keep both sides, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Qwen3MoeConfig
+from trl import DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from longctx.data import DataError, load_records, tokenize_records
+from longctx.data.kinds import PAIRS
+from longctx.data.sides import sides_of_pairs
+from longctx.model.tiny import tiny_tokenizer
+from longctx.packing import PairedDataset, kept_of_sides, plan_pairs
+from longctx.settings.flags import parse_flags
+from longctx.settings.methods import DPO
+from longctx.settings.preference import check_model_of_pairs
+from longctx.settings.values import read_values
+from longctx.training.preference import LOSSES, Pairs
+
+TEXT = [
+    {"prompt": "one ", "chosen": "two", "rejected": "three and four"},
+    {"prompt": "a longer prompt ", "chosen": "same", "rejected": "same"},
+    {"prompt": "p" * 20, "chosen": "c" * 30, "rejected": ""},
+]
+
+
+def message(role, content):
+    return [{"role": role, "content": content}]
+
+
+CHATS = [
+    {key: message("user" if key == "prompt" else "assistant", text) for key, text in record.items()}
+    for record in TEXT[:2]
+]
+IMPLICIT = [{side: record["prompt"] + record[side] for side in ("chosen", "rejected")} for record in CHATS]
+RECORDS = {"text": TEXT, "chats": CHATS, "implicit chats": IMPLICIT}
+
+
+def trl_pairs(records, tokenizer):
+    """The records as DPOTrainer tokenises them."""
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    trainer = SimpleNamespace(_tokenizer=tokenizer)
+    return list(DPOTrainer._prepare_dataset(trainer, Dataset.from_list(records), tokenizer, args, "train"))
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_tokens_are_those_of_trl(kind):
+    records, tokenizer = RECORDS[kind], tiny_tokenizer()
+    pairs = tokenize_records(Dataset.from_list(records), tokenizer, text_field=PAIRS)
+    sides = sides_of_pairs(pairs)
+    for number, (pair, expected) in enumerate(zip(pairs, trl_pairs(records, tokenizer), strict=True)):
+        prompt, chosen, rejected = (expected[f"{part}_ids"] for part in ("prompt", "chosen", "rejected"))
+        assert pair["input_ids"] == prompt + chosen + prompt + rejected
+        masked = [-100] * len(prompt)
+        assert pair["labels"] == masked + chosen + masked + rejected
+        lengths = [len(prompt), len(prompt) + len(chosen), len(prompt) + len(rejected)]
+        assert [int(side[number]) for side in sides] == lengths
+
+
+def test_packs_hold_both_sides_of_their_pairs_and_cut_them_like_trl():
+    tokenizer = tiny_tokenizer()
+    pairs = tokenize_records(Dataset.from_list(TEXT), tokenizer, text_field=PAIRS)
+    sides, capacity = sides_of_pairs(pairs), 56
+    packing, report = plan_pairs(sides, capacity, overlong="truncate")
+    rows = PairedDataset(pairs, packing, sides, kept_of_sides(sides, capacity, "truncate"))
+    rows.reference = np.arange(6.0).reshape(3, 2)
+    collator = DataCollatorForPreference(pad_token_id=tokenizer.pad_token_id, max_length=capacity // 2)
+    found = {}
+    for row, numbers in zip(list(rows), packing.bins, strict=True):
+        assert row["seq_lengths"].sum() == len(row["input_ids"]) <= capacity
+        documents = np.split(row["input_ids"], np.cumsum(row["seq_lengths"])[:-1])
+        found |= dict(zip(numbers.tolist(), zip(documents[::2], documents[1::2], strict=True), strict=True))
+        assert row["reference"].tolist() == rows.reference[numbers].tolist()
+    assert sorted(found) == [0, 1, 2]
+    for number, expected in enumerate(trl_pairs(TEXT, tokenizer)):
+        cut = collator([expected]) if number == 2 else DataCollatorForPreference(tokenizer.pad_token_id)([expected])
+        for side, ids, mask in zip(found[number], cut["input_ids"], cut["attention_mask"], strict=True):
+            assert side.tolist() == ids[mask.bool()].tolist()
+    assert (report.documents, report.too_long_documents, report.unit) == (3, 1, "pairs")
+    assert report.tokens == report.tokens_kept + report.tokens_cut
+    assert str(report).startswith("3 pairs with")
+
+
+def test_pairs_without_room_for_an_answer_are_left_out():
+    pairs = tokenize_records(Dataset.from_list(TEXT), tiny_tokenizer(), text_field=PAIRS)
+    sides = sides_of_pairs(pairs)
+    packing, report = plan_pairs(sides, 38, overlong="truncate")  # 19 tokens a side, and a prompt of 20
+    assert sorted(np.concatenate(list(packing.bins)).tolist()) == [0, 1]
+    assert report.documents_dropped == 1
+    assert plan_pairs(sides, 56, overlong="drop")[1].documents_dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("overlong", "said"),
+    [("raise", "2 of 3 pairs are longer than max_length = 38 tokens"), ("split", "truncate or drop")],
+)
+def test_pairs_that_do_not_fit_are_refused(overlong, said):
+    pairs = tokenize_records(Dataset.from_list(TEXT), tiny_tokenizer(), text_field=PAIRS)
+    with pytest.raises(ValueError, match=said):
+        plan_pairs(sides_of_pairs(pairs), 38, overlong=overlong)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "no token comes before the answers"),
+        ({"prompt": message("user", "a"), "chosen": [], "rejected": message("assistant", "b")}, "non-empty list"),
+        ({"chosen": message("user", "a"), "rejected": message("user", "b")}, "share no first message"),
+        ({"prompt": "a", "completion": "b", "label": True}, "KTOTrainer"),
+        ({"prompt": "a", "completion": "b"}, "no 'chosen' and 'rejected' answers"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen"),
+    ],
+)
+def test_bad_pairs(record, said, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match=said):
+        tokenize_records(load_records(str(path), text_field=PAIRS), tiny_tokenizer(), text_field=PAIRS)
+
+
+def test_an_answer_that_the_template_leaves_out_is_refused():
+    template = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match=r"record 0.*: 'chosen' has no tokens"):
+        tokenize_records(Dataset.from_list(CHATS), tiny_tokenizer(), text_field=PAIRS, chat_template=template)
+
+
+NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "--model_name_or_path is missing"),
+        (["--model_name_or_path", "tiny"], "--dataset_name is missing"),
+        ([*NAMED, "--overlong", "split"], "--overlong split is refused: a piece of an answer"),
+        ([*NAMED, "--dataset_streaming", "True"], "computed for the whole data set"),
+        ([*NAMED, "--use_weighting", "True"], "--use_weighting True is refused"),
+        ([*NAMED, "--sync_ref_model", "True"], "--sync_ref_model True is refused"),
+        ([*NAMED, "--label_smoothing_factor", "0.1"], "That of preferences is --label_smoothing"),
+        ([*NAMED, "--loss_type", "aot"], "--loss_type aot is refused: it sorts"),
+        ([*NAMED, "--loss_type", "sigmoid", "dpo"], "--loss_type dpo is refused: Use any of"),
+        ([*NAMED, "--loss_weights", "1", "2"], "--loss_weights has 2 values"),
+        ([*NAMED, "--loss_type", "simpo", "sft"], "Use it alone"),
+        ([*NAMED, "--loss_type", "apo_zero", "--f_divergence_type", "js_divergence"], "differences of rewards"),
+        ([*NAMED, "--beta", "0"], "--beta 0.0 is not above 0"),
+        ([*NAMED, "--loss_type", "robust", "--label_smoothing", "0.5"], "from 0 to below 0.5"),
+        ([*NAMED, "--loss_type", "exo_pair"], "exo_pair needs --label_smoothing above 0"),
+        ([*NAMED, "--ld_alpha", "1.5"], "--ld_alpha 1.5 is out of range"),
+        ([*NAMED, "--precompute_ref_batch_size", "0"], "--precompute_ref_batch_size 0 is below 1"),
+        ([*NAMED, "--eval_strategy", "steps", "--metric_for_best_model", "bleu"], "rewards/accuracies"),
+    ],
+)
+def test_flags_that_are_refused(flags, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_values(parse_flags(flags, DPO))
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused():
+    config = Qwen3MoeConfig(output_router_logits=True, router_aux_loss_coef=0.01)
+    with pytest.raises(ValueError, match="Add --router_aux_loss_coef 0"):
+        check_model_of_pairs(config)
+
+
+def test_simpo_is_that_of_trl():
+    """Whose CPOTrainer takes the means of log-probabilities."""
+    from trl.experimental.cpo import CPOTrainer
+
+    flags = {"beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.1}
+    logps = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 9 - 30
+    lengths = torch.tensor([[3.0, 9, 4, 4, 7], [5, 2, 8, 4, 1]], dtype=torch.float64)
+    pairs = Pairs(tuple(logps), tuple(logps), tuple(logps), tuple(lengths))
+    trainer = SimpleNamespace(**flags, loss_type="simpo", alpha=0.0, accelerator=SimpleNamespace(device="cpu"))
+    expected = CPOTrainer.cpo_loss(trainer, *(logps / lengths))[0]
+    torch.testing.assert_close(LOSSES["simpo"](pairs, flags), expected, rtol=1e-12, atol=0)

@@ -1,0 +1,319 @@
+"""`longctx dpo` against TRL's DPOTrainer on one process: loss, gradient norm and every metric of each step.
+
+A step takes all pairs, however they are packed and spread, so that TRL's one batch is the same step. Sums of log-
+probabilities are in fp64 here and in fp32 there, and are off by 1e-7 of themselves, which is 1e-5 of small differences
+between them: these are compared absolutely, in units of the sums.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import string
+from pathlib import Path
+
+import datasets
+import pytest
+import torch.distributed as dist
+
+from tests.training.test_training import log_of
+from tests.workers import run_main, run_ranks
+
+STEPS, LEARNING_RATE = 3, 3e-3
+METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected"),
+    *("logits/chosen", "logits/rejected", "mean_token_accuracy", "entropy", "num_tokens"),
+)
+LOSSES = {
+    "sigmoid": {},
+    "hinge": {},
+    "ipo": {"beta": 0.3},
+    "robust": {"label_smoothing": 0.1},
+    "apo_zero": {},
+    "apo_down": {},
+    "exo_pair": {"label_smoothing": 1e-3},
+    "nca_pair": {},
+    "bco_pair": {},
+    "sppo_hard": {},
+    "discopop": {},
+    "sigmoid_norm": {"beta": 2.0},
+    "sigmoid sft": {"loss_weights": [0.8, 0.5]},
+    "sigmoid-ld": {"ld_alpha": 0.3},
+    "sigmoid-forward": {"f_divergence_type": "forward_kl"},
+    "hinge-js": {"f_divergence_type": "js_divergence"},
+    "ipo-alpha": {"f_divergence_type": "alpha_divergence"},
+}
+EARLY = ("sigmoid", "ipo", "sigmoid sft", "sigmoid-ld")
+ONE, PACKED = ["--packing", "False"], ["--packing", "True", "--max_length", "512"]
+ULYSSES = ["--sp", "2", "--sp_backend", "ulysses"]
+LAYOUTS = {  # (processes, flags)
+    "ring sp 2, one pair at a time": (2, ["--cp", "2", *ONE, "--gradient_accumulation_steps", "8"]),
+    "ring sp 2, packed": (2, ["--cp", "2", *PACKED, "--per_device_train_batch_size", "4"]),
+    "ulysses sp 2, two pairs at a time": (
+        2,
+        [*ULYSSES, *ONE, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"],
+    ),
+    "ulysses sp 2, packed": (
+        2,
+        [*ULYSSES, *PACKED, "--gradient_accumulation_steps", "9"],
+    ),
+    "ring sp 2 × dp 2, packed": (4, ["--cp", "2", *PACKED, "--gradient_accumulation_steps", "4"]),
+    "ring sp 4, packed": (4, ["--cp", "4", *PACKED, "--per_device_train_batch_size", "9"]),
+    "ulysses sp 2 × dp 2, packed": (
+        4,
+        [*ULYSSES, *PACKED, "--gradient_accumulation_steps", "4"],
+    ),
+    "no sp, packed": (1, [*PACKED, "--gradient_accumulation_steps", "9"]),
+}
+
+
+def make_pairs(conversational=False):
+    """Records of prompts and answers of different lengths."""
+    letters = random.Random(0)
+
+    def text(low, high):
+        return "".join(letters.choices(string.ascii_lowercase + " ", k=letters.randint(low, high)))
+
+    pairs = [{"prompt": text(5, 60), "chosen": text(3, 90), "rejected": text(3, 90)} for _ in range(8)]
+    pairs[6]["rejected"] = pairs[6]["chosen"]
+    if not conversational:
+        return pairs
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    return [{key: [{"role": roles[key], "content": said}] for key, said in pair.items()} for pair in pairs]
+
+
+def flags_of(case, options, model, data, folder):
+    losses = case.partition("-")[0].split()
+    given = ["--loss_type", *losses]
+    for name, value in options.items():
+        given += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return [
+        *given,
+        *("--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(folder)),
+        *("--max_steps", str(STEPS), "--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant"),
+        *("--max_length", "2048", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True"),
+        *("--gradient_checkpointing", "False", "--max_grad_norm", "0"),
+    ]
+
+
+def histories(cases):
+    """{case: entries of the log} of runs of `longctx dpo` in this process group."""
+    from accelerate.state import AcceleratorState
+
+    from longctx.settings.methods import DPO
+
+    environment, results = dict(os.environ), {}
+    for case, arguments in cases.items():
+        AcceleratorState._reset_state()
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        results[case] = [entry for entry in log_of(arguments, DPO) if "loss" in entry or "eval_loss" in entry]
+    return results
+
+
+def histories_of_trl(model, records, cases, folder, lora):
+    """{case: entries of the log} of DPOTrainer, with a batch of all pairs."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    results = {}
+    for case, options in cases.items():
+        args = DPOConfig(
+            output_dir=folder,
+            loss_type=case.partition("-")[0].split(),
+            per_device_train_batch_size=len(records),
+            per_device_eval_batch_size=len(records),
+            max_steps=STEPS,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            max_length=None,
+            train_sampling_strategy="sequential",
+            logging_steps=1,
+            eval_strategy="steps",
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_grad_norm=0,
+            **options,
+        )
+        load = AutoModelForCausalLM.from_pretrained
+        adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer = DPOTrainer(
+            model=load(model, dtype="float32"),
+            ref_model=None if lora else load(model, dtype="float32"),
+            args=args,
+            train_dataset=Dataset.from_list(records),
+            eval_dataset=Dataset.from_list(records[:5]),
+            processing_class=AutoTokenizer.from_pretrained(model),
+            peft_config=adapter if lora else None,
+        )
+        trainer.train()
+        results[case] = [e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e]
+    return results
+
+
+@pytest.fixture(scope="module")
+def trl(saved_model, tmp_path_factory):
+    """Returns entries of DPOTrainer's log for cases of LOSSES, each of which it runs once."""
+    known = {}
+
+    def entries(cases, *, conversational=False, lora=False):
+        missing = {case: LOSSES[case] for case in cases if (case, conversational, lora) not in known}
+        if missing:
+            folder = str(tmp_path_factory.mktemp("trl"))
+            arguments = str(saved_model), make_pairs(conversational), missing, folder, lora
+            [found] = run_ranks(1, f"{__name__}:histories_of_trl", *arguments)
+            known.update({(case, conversational, lora): history for case, history in found.items()})
+        return {case: known[case, conversational, lora] for case in cases}
+
+    return entries
+
+
+def compare(actual, expected, case, prefix="", norm=0.0):
+    """Compare one entry of the logs.
+
+    Args:
+        norm: the gradient norm of the first step. A later gradient in which the two sides of a pair cancel is off by
+            rounding of the sides' own gradients.
+    """
+    is_first = actual.get("step") == 1 and not prefix
+    sums = abs(expected[f"{prefix}logps/chosen"])
+    for name in ("loss",) if prefix else ("loss", "grad_norm"):
+        bound = {
+            "rel": 1e-5 if is_first else 1e-4,
+            "abs": 1e-4 * norm if name == "grad_norm" and not is_first else 1e-6,
+        }
+        assert actual[prefix + name] == pytest.approx(expected[prefix + name], **bound), (case, name)
+    for name in METRICS:
+        bound = {"rel": 1e-5, "abs": 1e-6} if is_first else {"rel": 1e-4, "abs": max(1e-6 * sums, 1e-5)}
+        if is_first and name.startswith("rewards"):
+            bound["abs"] = 1e-6 * sums
+        if is_first and name == "rewards/accuracies":
+            continue  # of rewards that are 0 but for rounding
+        assert actual[prefix + name] == pytest.approx(expected[prefix + name], **bound), (case, name)
+
+
+def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational=False):
+    """{(layout, loss): entries of the log of rank 0}, one group of processes for each number of them and engine."""
+    records = make_pairs(conversational)
+    data, held_out = tmp_path / "data" / "train.jsonl", tmp_path / "data" / "test.jsonl"
+    data.parent.mkdir(exist_ok=True)
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in records))
+    held_out.write_text("".join(json.dumps(pair) + "\n" for pair in records[:5]))
+    groups = {}
+    for layout in layouts:
+        processes, flags = LAYOUTS[layout]
+        for loss in losses:
+            case = flags_of(loss, LOSSES[loss], saved_model, data.parent, tmp_path / "out")
+            groups.setdefault((processes, "ulysses" in layout), {})[f"{layout}: {loss}"] = [*case, *flags, *extra]
+    found = {}
+    for (processes, _), cases in groups.items():
+        found |= run_ranks(processes, f"{__name__}:histories", cases, timeout=3000)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layouts", "losses"),
+    [
+        (["ring sp 2, one pair at a time", "ring sp 2, packed"], EARLY[:2]),
+        (["ulysses sp 2, packed"], EARLY[2:]),
+        pytest.param(["ring sp 2, packed"], list(LOSSES), marks=pytest.mark.long),
+        pytest.param(["ulysses sp 2, two pairs at a time"], list(LOSSES), marks=pytest.mark.long),
+        *(pytest.param([layout], EARLY, marks=pytest.mark.long) for layout in LAYOUTS if "dp 2" in layout),
+        *(
+            pytest.param([layout], EARLY[:2], marks=pytest.mark.long)
+            for layout in ("ring sp 4, packed", "no sp, packed")
+        ),
+    ],
+    ids=lambda names: " and ".join(names),
+)
+def test_steps_are_those_of_trl(layouts, losses, saved_model, trl, tmp_path, parity_table):
+    expected = trl(losses)
+    found = run_layouts(layouts, losses, saved_model, tmp_path, extra=["--eval_strategy", "steps", "--eval_steps", "1"])
+    for case, entries in found.items():
+        layout, _, loss = case.partition(": ")
+        reference = expected[loss]
+        steps, right = ([e for e in log if "loss" in e] for log in (entries, reference))
+        evaluations, rated = ([e for e in log if "eval_loss" in e] for log in (entries, reference))
+        assert len(steps) == STEPS == len(right)
+        for step, entry in zip(steps, right, strict=True):
+            compare(step, entry, case, norm=right[0]["grad_norm"])
+        for evaluation, entry in zip(evaluations, rated, strict=True):
+            compare(evaluation, entry, case, "eval_")
+        errors = [abs(steps[0][name] / right[0][name] - 1) for name in ("loss", "grad_norm")]
+        run = max(abs(step["loss"] / (entry["loss"] or 1) - 1) for step, entry in zip(steps, right, strict=True))
+        parity_table.append((f"DPO {loss}, {layout}", "torchrun", *errors, run if math.isfinite(run) else 0.0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["ring sp 2, packed", "ulysses sp 2, two pairs at a time"])
+@pytest.mark.parametrize("options", [{"conversational": True}, {"lora": True}], ids=["chats", "LoRA"])
+def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, tmp_path):
+    adapter = ["--use_peft", "True", "--lora_target_modules", "all-linear"] if "lora" in options else []
+    chats = "conversational" in options
+    expected = trl(["sigmoid"], **options)["sigmoid"]
+    [entries] = run_layouts([layout], ["sigmoid"], saved_model, tmp_path, adapter, conversational=chats).values()
+    steps, right = ([e for e in log if "loss" in e] for log in (entries, expected))
+    for step, entry in zip(steps, right, strict=True):
+        compare(step, entry, layout, norm=right[0]["grad_norm"])
+    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
+
+
+RESUMED = {"ring": ["--cp", "2", *PACKED], "ulysses with LoRA": [*ULYSSES, *ONE, "--use_peft", "True"]}
+
+
+def resume(cases, cache, folder):
+    """Entries of whole runs and of runs that go on from their second step, with and without the reference's cache."""
+    datasets.config.HF_DATASETS_CACHE = Path(cache)
+    found = {}
+    for case, flags in cases.items():
+        output = f"{folder}/{case}"
+        found[case] = histories({"whole": [*flags, "--output_dir", output]})["whole"]
+        for kept in (True, False):
+            files = list(Path(cache, "longctx").glob("reference-*.npy"))
+            dist.barrier()
+            if dist.get_rank() == 0 and not kept:
+                for file in files:
+                    file.unlink()
+            dist.barrier()
+            arguments = [*flags, "--output_dir", output, "--resume_from_checkpoint", f"{output}/checkpoint-2"]
+            found[f"{case}, {'kept' if kept else 'anew'}"] = histories({"": arguments})[""]
+            assert files
+    return found
+
+
+@pytest.mark.parametrize("case", ["ring", pytest.param("ulysses with LoRA", marks=pytest.mark.long)])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(case, saved_model, tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+    flags = [*flags_of("sigmoid", {}, saved_model, data, tmp_path), *RESUMED[case], "--max_steps", "4"]
+    flags += ["--save_strategy", "steps", "--save_steps", "2"]
+    arguments = {case: flags}, str(tmp_path / "cache"), str(tmp_path)
+    found = run_ranks(2, f"{__name__}:resume", *arguments)[0]
+    values = ("step", "loss", "grad_norm", *METRICS)
+    whole, *resumed = ([[entry[name] for name in values] for entry in log] for log in found.values())
+    assert len(whole) == 4
+    for log in resumed:
+        assert log == whole
+
+
+def test_a_reference_that_is_nan_ends_the_run(tmp_path):
+    from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+    from longctx.ranks.watchdog import FAILED
+
+    model, data = tiny_model(config=tiny_config()), tmp_path / "pairs.jsonl"
+    model.model.norm.weight.data[3] = float("nan")
+    for part in (model, tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+    flags = flags_of("sigmoid", {}, tmp_path / "model", data, tmp_path / "out")
+    [(code, _, errors)] = run_main(1, "longctx.dpo", flags)
+    assert code == FAILED
+    assert "the reference model gives pair 0 of the training data a log-probability of [nan, nan]" in errors
