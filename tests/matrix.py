@@ -242,7 +242,7 @@ FEATURES = {
     "auxiliary loss of the routers": Feature(shown_by="experts"),
     "tied embeddings": Feature(shown_by="packed"),
     "untied embeddings": Feature(shown_by="padded"),
-    "VLM with text-only data": Feature(model="VLM"),
+    "VLM that was not compared": Feature(model="VLM"),
     "gated-delta linear attention": Feature(shown_by="gated delta"),
     "gated-delta kernel of flash-linear-attention": Feature(
         only_on_gpu=True,
@@ -342,7 +342,7 @@ TRAINED_MODELS = {
     "LFM2": ("lfm2", _SMALL | {"layer_types": ["conv", "full_attention"]}),
 }
 MODELS = TRAINED_MODELS | {
-    "VLM": ("llava", {}),
+    "VLM": ("paligemma", {}),
     "Jamba": ("jamba", {}),
     "Mamba": ("mamba", {}),
 }

@@ -46,6 +46,7 @@ from longctx.settings.methods import DPO
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.verify.machine import DISTRIBUTION
+from longctx.whole import _parser as whole_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -95,7 +96,7 @@ BLOCKS = blocks()
 
 class Started(NamedTuple):
     command: str
-    """train, verify, plan or bench."""
+    """train, verify, plan, bench or whole."""
     flags: list[str]
     nodes: int = 1
     processes: int = 1
@@ -148,6 +149,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(
         longctx.settings.model_config, "load_config", lambda name, *a, **k: CONFIGS.get(name) or load(name, *a, **k)
     )
+    monkeypatch.setattr(longctx.settings.model_config, "load_whole_config", lambda *_, **__: None)
     monkeypatch.setattr(longctx.settings.resolve, "QLORA_VERSIONS", {})  # bitsandbytes is in no extra of the tests
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "SLURM_"))]:
@@ -198,6 +200,8 @@ def check_flags(run: Started) -> None:
         plan_parser().parse_args(flags)
     elif run.command == "bench":
         bench_parser().parse_args(flags)
+    elif run.command == "whole":
+        whole_parser().parse_args(flags)
     else:
         if run.command == "verify":
             flags = [flag for flag in flags if flag != "--json"]

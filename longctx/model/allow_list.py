@@ -166,19 +166,42 @@ RECURRENT_SETTINGS = ("mamba_d_state", "ssm_state_size", "conv_L_cache")
 POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
 
-VISION_MODELS = ("gemma3", "idefics3", "internvl", "llava", "mistral3")
-"""model_type of models with a vision part whose text model TEXT_MODEL takes out; compared with the whole on text."""
+_PLAIN_TEXT = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Decoders below a head and nothing more, which many multimodal types take as their text part."""
 
-TEXT_MODEL = """\
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-whole = AutoModelForImageTextToText.from_pretrained("{name}", dtype="auto")
-text = AutoModelForCausalLM.from_config(whole.config.get_text_config(), dtype=whole.dtype)
-text.base_model.load_state_dict(whole.get_decoder().state_dict())
-text.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
-text.save_pretrained("{folder}")
-AutoTokenizer.from_pretrained("{name}").save_pretrained("{folder}")
-"""
-"""Loading the whole with the text model's configuration would leave random weights: their names differ."""
+MULTIMODAL_MODELS = {
+    "deepseek_vl": _PLAIN_TEXT,
+    "exaone4_5": ("exaone4",),
+    "gemma3": ("gemma3_text",),
+    "glm46v": ("glm4v_moe_text", "glm4v_text"),
+    "glm4v": ("glm4v_text",),
+    "glm4v_moe": ("glm4v_moe_text",),
+    "got_ocr2": _PLAIN_TEXT,
+    "idefics2": _PLAIN_TEXT,
+    "idefics3": _PLAIN_TEXT,
+    "internvl": _PLAIN_TEXT,
+    "janus": _PLAIN_TEXT,
+    "lighton_ocr": _PLAIN_TEXT,
+    "llava": _PLAIN_TEXT,
+    "llava_next": _PLAIN_TEXT,
+    "llava_next_video": _PLAIN_TEXT,
+    "llava_onevision": _PLAIN_TEXT,
+    "minicpmv4_6": ("qwen3_5_text",),
+    "mistral3": _PLAIN_TEXT,
+    "ovis2": _PLAIN_TEXT,
+    "qianfan_ocr": _PLAIN_TEXT,
+    "qwen2_5_vl": ("qwen2_5_vl_text",),
+    "qwen2_vl": ("qwen2_vl_text",),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen3_vl": ("qwen3_vl_text",),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "smolvlm": _PLAIN_TEXT,
+    "video_llama_3": _PLAIN_TEXT,
+    "video_llava": _PLAIN_TEXT,
+    "vipllava": _PLAIN_TEXT,
+}
+"""Multimodal model_type -> the text parts that tests/model/test_multimodal.py compares with the whole, on text."""
 
 REFUSED_SETTINGS = {
     "attn_logit_softcapping": "soft-capped attention scores",
@@ -264,10 +287,10 @@ def auxiliary_loss_coefficient(config: PretrainedConfig) -> float:
 
 def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     if text is not config:
-        yield f"{text.model_type!r} is one part of it, and only models that are a decoder and nothing else are exact."
-        if config.model_type in VISION_MODELS:
-            script = TEXT_MODEL.format(name=config.name_or_path, folder="text_model")
-            yield f"To train on text alone, save its text model in a folder of its own and name that:\n\n{script}\n"
+        yield (
+            f"{text.model_type!r} is one part of it, and was not compared with the whole. Text parts are trained of "
+            f"{', '.join(MULTIMODAL_MODELS)}."
+        )
     yield from _layers(text)
     yield from _windows(text)
     yield from _dropouts(text)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import deepspeed
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -182,14 +189,17 @@ def _tensors(path: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model that the configuration describes, on the meta device: all parameters, no memory.
+    """The model that the configuration describes, on the meta device: all parameters, no memory.
+
+    It is a causal language model, or a multimodal one if the configuration has parts.
 
     It is made in a process of its own first: a configuration may describe billions of modules.
 
     Raises:
         ValueError: That takes more time or memory than any model, or buffers are larger than any model's.
     """
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    is_whole = config.get_text_config() is not config
+    model_class = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_whole else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     try:
         largest = confined(lambda: _largest_buffer(model_class, config), BOUNDS)
     except OutOfBounds as error:
@@ -210,8 +220,19 @@ _MOST_IN_A_BUFFER = 1 << 28
 
 def on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """Return a model of this class without memory; what the configuration asks for is taken to have been checked."""
-    with torch.device("meta"):
+    with unpartitioned(), torch.device("meta"):
         return model_class(copy.deepcopy(config))
+
+
+@contextmanager
+def unpartitioned() -> Iterator[None]:
+    """Keep models whole under ZeRO-3, which else cuts those that transformers makes for the parts of another."""
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def _largest_buffer(model_class: type[PreTrainedModel], config: PretrainedConfig) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,6 +22,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from longctx.model.allow_list import MULTIMODAL_MODELS
 from longctx.model.config_file import (
     check_config_numbers,
     check_config_values,
@@ -34,6 +34,7 @@ from longctx.model.config_file import (
     try_tokenizer,
 )
 from longctx.model.files import check_no_adapter, check_weight_files, on_meta
+from longctx.model.multimodal import load_text_part, takes_text_alone, text_part
 from longctx.model.quantized import parameter_sizes
 from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
@@ -42,8 +43,7 @@ from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 def load_config(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False, **overrides: Any
 ) -> PretrainedConfig:
-    """The model's configuration; no weights are read. Of a model with a vision part, the text model's where
-    `AutoModelForCausalLM` takes that alone out of the whole's weights (Qwen3.5).
+    """The model's configuration; no weights are read. Of a multimodal model it is the text part's.
 
     Args:
         overrides: keys of the configuration with other values.
@@ -57,7 +57,8 @@ def load_config(
         config.update(overrides)
         return config
     config = _read_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    text = _text_alone(config)
+    with _config_errors(name):
+        text = text_part(config)
     overrides = _checked(text or config, overrides)
     if text is not None:
         config = type(text).from_dict(text.to_dict() | overrides)
@@ -99,15 +100,6 @@ def _config_errors(name: str) -> Iterator[None]:
             f"--model_name_or_path {name}: its config.json cannot be used: {error} ({type(error).__name__}). Correct "
             "the file, or download it again."
         ) from error
-
-
-def _text_alone(config: PretrainedConfig) -> PretrainedConfig | None:
-    """The part of a configuration that transformers' causal language model of this type has, where that is not all."""
-    text_class = config.sub_configs.get("text_config")
-    if text_class is None:
-        return None
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return config.get_text_config() if getattr(model_class, "config_class", None) is text_class else None
 
 
 def _checked(config: PretrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,6 +212,13 @@ def take_chat_template(tokenizer: Tokenizer, name: str) -> None:
         tokenizer.eos_token = source.eos_token
 
 
+def load_whole_config(name: str, *, revision: str | None = None) -> PretrainedConfig | None:
+    """The configuration of a multimodal model of which the text part is trained, with all of its parts; else None."""
+    if name == TINY or read_config_file(name, revision).get("model_type") not in MULTIMODAL_MODELS:
+        return None
+    return _read_config(name, revision=revision, trust_remote_code=False)
+
+
 def load_model(
     name: str,
     config: PretrainedConfig,
@@ -239,17 +238,19 @@ def load_model(
         assert quantization is None, "refused by check_quantization"
         return tiny_model(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), config=config)
     check_no_adapter(name, revision)
-    check_weight_files(name, config, revision=revision)
+    whole_config = load_whole_config(name, revision=revision)
+    if whole_config is not None and takes_text_alone(whole_config):
+        whole_config = None
+    check_weight_files(name, whole_config or config, revision=revision)
+    quantized = {} if quantization is None else {"quantization_config": quantization}
     try:
         untie_as_stored(config, name, revision=revision, load=True)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=dtype,
-            revision=revision,
-            output_loading_info=True,
-            **({} if quantization is None else {"quantization_config": quantization}),
-        )
+        if whole_config is not None:
+            model, found = load_text_part(name, whole_config, config, dtype=dtype, revision=revision, **quantized)
+        else:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **quantized
+            )
     except UnpicklingError as error:
         raise ValueError(
             f"--model_name_or_path {name}: pytorch_model.bin is damaged or holds more than tensors, such as code, and "
@@ -261,8 +262,8 @@ def load_model(
         if "allocate memory" in str(error):
             raise
         raise ValueError(
-            f"The weights of --model_name_or_path {name} cannot be read: {error}. Complete the folder, or download "
-            f"it again."
+            f"The weights of --model_name_or_path {name} cannot be read: {str(error).rstrip('.')}. Complete the "
+            "folder, or download it again."
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(

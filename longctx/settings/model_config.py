@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from longctx.model.adapter import changes_base
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, EXPERTS_IMPLEMENTATIONS, check_model, has_experts
-from longctx.model.load import load_config
+from longctx.model.load import load_config, load_whole_config
 from longctx.model.rope import extended, factor_for, parse_rope_scaling, scaling_for
 from longctx.model.tied_head import untie_as_stored
 from longctx.settings.checks import check
@@ -69,7 +69,8 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
             f"--dtype auto means {config.dtype} for {values['model_name_or_path']}, whose gradients underflow "
             "without a scaled loss, which is not supported. Use --dtype float32 or bfloat16."
         )
-    return values.note(*_notes(values, config)), config
+    whole = load_whole_config(values["model_name_or_path"], revision=values["model_revision"])
+    return values.note(*_notes(values, config, whole)), config
 
 
 @check("model_init_kwargs")
@@ -115,14 +116,20 @@ def _set_auxiliary_loss(config: PretrainedConfig, coefficient: float | None) -> 
     text.output_router_logits = bool(text.router_aux_loss_coef)
 
 
-def _notes(values: Values, config: PretrainedConfig) -> list[str]:
+def _notes(values: Values, config: PretrainedConfig, whole: PretrainedConfig | None) -> list[str]:
     notes = []
+    if whole is not None:
+        name = shlex.quote(values["model_name_or_path"])
+        notes.append(
+            f"this is a {whole.model_type} model: its text part ({config.model_type}) is trained, on text alone, and "
+            f"saved. To put it back into the whole: longctx whole DIR --model_name_or_path {name} --output_dir WHOLE"
+        )
     if (scaling := values["rope_scaling"]) is not None:
         context = config.get_text_config().max_position_embeddings
         notes.append(
             f"positions are scaled ({scaling['rope_type']}): {context:,} = {scaling['factor']:g} × the original context"
         )
-    if changes_base(values):
+    if changes_base(values) and whole is None:
         notes.append(
             "the adapter's folder gets a config.json, of the base model as it is trained, to load that model with: "
             "AutoModelForCausalLM.from_pretrained(BASE, config=AutoConfig.from_pretrained(DIR)), then the adapter"

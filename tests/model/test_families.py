@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longctx.attention.choice import Documents, choose_backend
@@ -21,14 +21,12 @@ from longctx.model.allow_list import (
     CAUSAL_MODELS,
     GATED_DELTA_MODELS,
     RECURRENT_MODELS,
-    VISION_MODELS,
     UnsupportedModelError,
     check_model,
 )
-from longctx.model.load import load_config, load_model
 from longctx.model.tiny import tiny_tokenizer
 from longctx.train import main
-from tests.model.test_models import LINEAR, SMALL, WINDOW
+from tests.model.test_models import LINEAR, SMALL
 from tests.reference import train_reference
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -154,72 +152,3 @@ def test_every_recurrence_of_transformers_is_exact_or_refused_by_its_kind():
         message = str(error.value)
         parts = [f"{name!r} is one part of it" in message for name in RECURRENT_MODELS]
         assert any(kind in message for kind in KINDS) or any(parts), message
-
-
-# ------------------------------------------------------------------------------------------------
-# Models with a vision part, on text alone
-# ------------------------------------------------------------------------------------------------
-
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-VISION |= {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "image_size": 16, "patch_size": 4}
-TEXT = {
-    "gemma3": WINDOW | {"head_dim": 16},
-    "idefics3": {},
-    "internvl": {},
-    "llava": {},
-    "mistral3": {"sliding_window": None},
-    "qwen3_5": LINEAR,
-}
-
-
-def save_whole(model_type, folder):
-    """A small random model with its vision part and a tokenizer; returns the model."""
-    config_class = CONFIG_MAPPING[model_type]
-    default = config_class()
-    vision = default.vision_config.to_dict()
-    vision |= {name: value for name, value in VISION.items() if name in vision}
-    text = type(default.get_text_config())(**SMALL | TEXT[model_type])
-    image_token = {name: 60 for name in ("image_token_index", "image_token_id") if hasattr(default, name)}
-    config = config_class(text_config=text.to_dict(), vision_config=vision, **image_token)
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return model.eval()
-
-
-def assert_same_logits(model, whole):
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        expected = whole(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(model.eval()(input_ids=ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("model_type", VISION_MODELS)
-def test_the_remedy_for_a_vision_model_takes_its_text_model_out(model_type, tmp_path, monkeypatch):
-    """The script in the message runs, and what it saves is allowed and computes the same."""
-    monkeypatch.chdir(tmp_path)
-    whole = save_whole(model_type, "whole")
-    with pytest.raises(UnsupportedModelError, match="is one part of it") as error:
-        check_model(load_config("whole"))
-    exec(str(error.value).split("\n\n")[1])
-    config = load_config("text_model")
-    check_model(config)
-    assert_same_logits(load_model("text_model", config), whole)
-
-
-def test_the_text_model_of_qwen3_5_is_loaded_from_the_whole(tmp_path):
-    whole = save_whole("qwen3_5", tmp_path)
-    config = load_config(str(tmp_path))
-    check_model(config)
-    assert config.model_type == "qwen3_5_text"
-    assert_same_logits(load_model(str(tmp_path), config), whole)
-    assert load_config(str(tmp_path), rms_norm_eps=1e-3).rms_norm_eps == 1e-3
-    with pytest.raises(ValueError, match=r"sets hidden, which a qwen3_5_text configuration does not have"):
-        load_config(str(tmp_path), hidden=3)
-
-
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3n", "gemma4", "mllama"])
-def test_other_vision_models_are_refused_by_name(model_type):
-    with pytest.raises(UnsupportedModelError, match=rf"{model_type!r} is refused: '\w+' is one part of it"):
-        check_model(CONFIG_MAPPING[model_type]())

@@ -404,7 +404,7 @@ MODELS = {
     "bidirectional": ("gemma", {"use_bidirectional_attention": True}, ("use_bidirectional_attention", "non-causal")),
     "encoder": ("bert", {}, ("'bert'", "not known to be exact", "llama")),
     "alibi": ("bloom", {}, ("'bloom'", "not known to be exact", "llama")),
-    "part of a larger model": ("llava", {}, ("'llama' is one part of it",)),
+    "part of a larger model": ("paligemma", {}, ("'gemma' is one part of it",)),
     "attention dropout": ("llama", {"attention_dropout": 0.1}, ("attention_dropout is 0.1", "--model_init_kwargs")),
     "other dropout": ("phi", {"resid_pdrop": 0.2}, ("resid_pdrop is 0.2", "--model_init_kwargs")),
     "dynamic rope": (
@@ -429,7 +429,7 @@ MODELS = {
 
 
 def save_config(folder, model_type, **settings):
-    small = {} if model_type in ("llava", "bert", "bloom", "mamba") else SMALL
+    small = {} if model_type in ("paligemma", "bert", "bloom", "mamba") else SMALL
     if model_type == "phi3":
         small = small | {"pad_token_id": 0}
     CONFIG_MAPPING[model_type](**small | settings).save_pretrained(folder)

@@ -1,0 +1,367 @@
+"""Multimodal checkpoints, trained on text: the text part that is loaded, against the whole model of transformers."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from longctx import parallelize
+from longctx.__main__ import main
+from longctx.model.allow_list import MULTIMODAL_MODELS, UnsupportedModelError, check_model
+from longctx.model.load import load_config, load_model
+from longctx.model.multimodal import names_in_whole
+from longctx.model.rope import extended
+from longctx.model.tiny import tiny_tokenizer
+from tests.model.test_families import documents_loss
+from tests.model.test_models import EXPERTS, LENGTHS, LINEAR, SMALL, TOLERANCE, WINDOW, largest_error, make_batch
+from tests.reference import adamw_steps
+from tests.training.test_training import make_documents, write_jsonl
+from tests.workers import run_ranks
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"depth": 1, "num_heads": 2, "embed_dim": 16, "out_hidden_size": 32, "image_size": 16, "patch_size": 4}
+VISION |= {"num_key_value_heads": 2, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
+AXES = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+HALF_AXES = {"head_dim": 8, "rope_parameters": AXES["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+HALF_AXES["rope_parameters"]["mrope_section"] = [1, 0, 1]
+PART = {  # settings of each type of text part
+    "exaone4": WINDOW,
+    "gemma3_text": WINDOW | {"head_dim": 16},
+    "glm4v_moe_text": HALF_AXES
+    | EXPERTS
+    | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "glm4v_text": HALF_AXES,
+    "mistral": {"sliding_window": None},
+    "qwen2_5_vl_text": AXES,
+    "qwen2_vl_text": AXES,
+    "qwen3": {"head_dim": 16},
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": LINEAR,
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 8},
+    "qwen3_vl_moe_text": AXES | EXPERTS | {"num_experts": 4},
+    "qwen3_vl_text": AXES,
+}
+KINDS = {
+    model_type: (model_type, CONFIG_MAPPING[model_type]().get_text_config().model_type)
+    for model_type in MULTIMODAL_MODELS
+}
+KINDS |= {f"llava of {part}": ("llava", part) for part in MULTIMODAL_MODELS["llava"] if part != KINDS["llava"][1]}
+KINDS |= {"glm46v of experts": ("glm46v", "glm4v_moe_text"), "gemma3, head of its own": ("gemma3", "gemma3_text")}
+BY_DEFAULT = ("gemma3", "qwen3_vl_moe")
+EACH = [pytest.param(kind, marks=[] if kind in BY_DEFAULT else pytest.mark.long) for kind in KINDS]
+
+
+def make_whole(kind):
+    """A small random model with its vision part; biases and norms are noisy too."""
+    model_type, part = KINDS[kind]
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    vision = default.vision_config.to_dict()
+    vision = {"model_type": vision["model_type"]} | {key: value for key, value in VISION.items() if key in vision}
+    text = SMALL | {"model_type": part} | PART.get(part, {})
+    extra = {name: 60 for name in ("image_token_index", "image_token_id", "video_token_id") if hasattr(default, name)}
+    if kind == "gemma3, head of its own":
+        extra["tie_word_embeddings"] = False
+    config = config_class(text_config=text, vision_config=vision, **extra)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in whole.named_buffers():
+            if name in whole.state_dict():
+                buffer.add_(torch.rand_like(buffer), alpha=0.2)
+    return whole.eval()  # Gemma 3 asks for the types of tokens while it is trained
+
+
+def save_whole(kind, folder):
+    """Save it with a tokenizer, and return it."""
+    whole = make_whole(kind)
+    whole.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return whole
+
+
+def whole_step(whole, names):
+    """Logits [1, S, V], mean loss and gradients by the text part's names, each document a forward pass of its own."""
+    batch = make_batch()
+    logits, total, count = [], torch.zeros(()), 0
+    for end, length in zip(accumulate(LENGTHS), LENGTHS, strict=True):
+        document = slice(end - length, end)
+        output = whole(input_ids=batch["input_ids"][:, document], use_cache=False).logits
+        targets = batch["labels"][0, document][1:]
+        total = total + F.cross_entropy(output[0, :-1], targets, ignore_index=-100, reduction="sum")
+        count += int((targets != -100).sum())
+        logits.append(output)
+    (total / count).backward()
+    held = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
+    gradients = {name: held[whole_name].clone() for name, whole_name in names.items() if whole_name in held}
+    assert held.keys() == {names[name] for name in gradients}  # the vision part gets none
+    whole.zero_grad()
+    return torch.cat(logits, dim=1).detach(), (total / count).detach(), gradients
+
+
+def part_step(folder, kind, sp, backend):
+    """Relative errors of logits, loss and every gradient of the packed documents on this rank."""
+    whole = make_whole(kind)
+    model = load_model(folder, load_config(folder)).train()
+    expected_logits, expected_loss, expected = whole_step(whole, names_in_whole(model, whole))
+    batch = make_batch()
+    model, sequence = parallelize(model, sp, sp_backend=backend)
+    shard = sequence.shard(batch)
+    logits = model(**shard.inputs).logits
+    loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward()
+    mean_loss = loss.detach().clone()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    if sp > 1:
+        for value in (mean_loss, *gradients.values()):
+            dist.all_reduce(value)
+            value /= sp
+    logits = sequence.unshard(logits.detach(), shard.layout)
+    return {
+        "logits": float((logits - expected_logits).norm() / expected_logits.norm()),
+        "loss": float((mean_loss / expected_loss - 1).abs()),
+        "gradients": largest_error(gradients, expected),
+    }
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_the_text_part_equals_the_whole(kind, tmp_path):
+    """Loaded from files of the whole; each of its parameters comes from there."""
+    save_whole(kind, tmp_path)
+    check_model(load_config(str(tmp_path)))
+    errors = part_step(str(tmp_path), kind, 1, "auto")
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+def part_steps(cases):
+    return {case: part_step(*case[:2], 2, case[2]) for case in cases}
+
+
+def backends_of(kind):
+    return ("ulysses",) if "qwen3_5" in KINDS[kind][1] else ("ring", "ulysses")
+
+
+@pytest.mark.parametrize("kinds", [BY_DEFAULT, pytest.param(tuple(KINDS), marks=pytest.mark.long)], ids=["some", "all"])
+def test_two_ranks_equal_the_whole(kinds, tmp_path):
+    cases = []
+    for number, kind in enumerate(kinds):
+        folder = str(tmp_path / str(number))
+        save_whole(kind, folder)
+        cases += [(folder, kind, backend) for backend in backends_of(kind)]
+    for results in run_ranks(2, f"{__name__}:part_steps", cases):
+        wrong = {case[1:]: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
+        assert not wrong
+        assert list(results) == cases
+
+
+def put_back(trained, whole, folder):
+    return main(["whole", str(trained), "--model_name_or_path", str(whole), "--output_dir", str(folder)])
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_what_is_saved_loads_as_text_and_goes_back_into_the_whole(kind, tmp_path):
+    """Trained weights in both; the vision part stays as it was, to the bit."""
+    before = save_whole(kind, tmp_path / "whole").state_dict()
+    model = load_model(str(tmp_path / "whole"), load_config(str(tmp_path / "whole")))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(tmp_path / "text")
+    expected = logits_of(model)
+    text, found = AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    torch.testing.assert_close(logits_of(text), expected, rtol=1e-5, atol=1e-5)
+    tiny_tokenizer().save_pretrained(tmp_path / "text")
+    (tmp_path / "whole" / "preprocessor_config.json").write_text("{}")
+    assert put_back(tmp_path / "text", tmp_path / "whole", tmp_path / "back") == 0
+    assert (tmp_path / "back" / "preprocessor_config.json").exists()
+    whole, found = AutoModelForImageTextToText.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    torch.testing.assert_close(logits_of(whole), expected, rtol=1e-5, atol=1e-5)
+    of_text = set(names_in_whole(model, whole).values())
+    after = whole.state_dict()
+    assert after.keys() == before.keys()
+    for name in before.keys() - of_text:
+        assert torch.equal(before[name], after[name]), name
+    assert before.keys() - of_text
+
+
+def test_scaled_positions_go_back_too(tmp_path, capsys):
+    """What --rope_scaling has changed in the text part; another model's text part is refused."""
+    save_whole("qwen3_vl", tmp_path / "whole")
+    config = load_config(str(tmp_path / "whole"))
+    config = extended(config, {"rope_type": "yarn", "factor": 4.0})
+    model = load_model(str(tmp_path / "whole"), config)
+    model.save_pretrained(tmp_path / "text")
+    tiny_tokenizer().save_pretrained(tmp_path / "text")
+    assert put_back(tmp_path / "text", tmp_path / "whole", tmp_path / "back") == 0
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
+    assert whole.config.text_config.max_position_embeddings == 4 * 128
+    assert whole.config.text_config.rope_parameters["mrope_section"] == [2, 1, 1]
+    torch.testing.assert_close(logits_of(whole), logits_of(model), rtol=1e-5, atol=1e-5)
+    assert put_back(tmp_path / "text", tmp_path / "whole", tmp_path / "back") == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert put_back(tmp_path / "text", tmp_path / "text", tmp_path / "again") == 2
+    assert "is not a multimodal model whose text part" in capsys.readouterr().err
+    save_whole("llava", tmp_path / "other")
+    assert put_back(tmp_path / "text", tmp_path / "other", tmp_path / "again") == 2
+    assert (
+        "the trained model is a qwen3 model, and the text part of this llava model is a llama"
+        in capsys.readouterr().err
+    )
+
+
+def test_weights_of_the_text_part_that_are_not_there(tmp_path):
+    """They would be initialised at random; the vision part's may be missing."""
+    whole = save_whole("gemma3", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    vision = next(name for name in stored if "vision" in name)
+    save_file(
+        {name: stored[name] for name in stored if name != vision}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    model = load_model(str(tmp_path), load_config(str(tmp_path)))
+    torch.testing.assert_close(logits_of(model), logits_of(whole), rtol=1e-5, atol=1e-5)
+    norm = next(name for name in stored if name.endswith("layers.1.input_layernorm.weight") and "vision" not in name)
+    without = {name: stored[name] for name in stored if name != norm}
+    save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"has no weights for 1 parameters of a gemma3 model"):
+        load_model(str(tmp_path), load_config(str(tmp_path)))
+    more = stored | {norm.replace("layers.1", "layers.2"): stored[norm].clone()}
+    save_file(more, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"has 1 weights that the text part of a gemma3 model does not have"):
+        load_model(str(tmp_path), load_config(str(tmp_path)))
+
+
+def test_settings_that_the_whole_cannot_have_do_not_go_back(tmp_path, capsys):
+    """The experts of Qwen3-VL are always normalised."""
+    save_whole("qwen3_vl_moe", tmp_path / "whole")
+    config = load_config(str(tmp_path / "whole"))
+    config.norm_topk_prob = False
+    load_model(str(tmp_path / "whole"), config).save_pretrained(tmp_path / "text")
+    assert put_back(tmp_path / "text", tmp_path / "whole", tmp_path / "back") == 2
+    assert (
+        "norm_topk_prob is False in the trained model, which a qwen3_vl_moe model cannot have"
+        in capsys.readouterr().err
+    )
+
+
+def change_text_config(folder, **values):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= values
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "message"),
+    [
+        ("qwen3_vl", "hidden_act", "gelu", None),
+        ("qwen2_5_vl", "attention_chunk", 4, "sets attention_chunk to 4, which a qwen2 model does not have"),
+        ("gemma3", "final_logit_softcapping", 30.0, "leaves its logits as they are"),
+    ],
+)
+def test_settings_of_the_text_part(kind, key, value, message, tmp_path):
+    save_whole(kind, tmp_path)
+    change_text_config(tmp_path, **{key: value})
+    if message is None:
+        assert getattr(load_config(str(tmp_path)), key) == value
+        return
+    with pytest.raises(ValueError, match=message):
+        load_config(str(tmp_path))
+
+
+def test_the_text_part_is_what_the_flags_change(tmp_path):
+    save_whole("qwen3_5", tmp_path)
+    assert load_config(str(tmp_path), rms_norm_eps=1e-3).rms_norm_eps == 1e-3
+    with pytest.raises(ValueError, match=r"sets hidden, which a qwen3_5_text configuration does not have"):
+        load_config(str(tmp_path), hidden=3)
+
+
+@pytest.mark.parametrize("model_type", ["aya_vision", "cohere2_vision", "gemma3n", "gemma4", "mllama", "paligemma"])
+def test_other_multimodal_models_are_refused_by_name(model_type):
+    with pytest.raises(UnsupportedModelError, match=rf"{model_type!r} is refused: '\w+' is one part of it"):
+        check_model(CONFIG_MAPPING[model_type]())
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qwen3_5", "qwen3_vl_moe"))]
+)
+def test_an_adapter_goes_back_merged(kind, tmp_path):
+    """Its folder is of the text part alone, which peft finds by no name."""
+    peft = pytest.importorskip("peft")
+    save_whole(kind, tmp_path / "whole")
+    model = load_model(str(tmp_path / "whole"), load_config(str(tmp_path / "whole")))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    tiny_tokenizer().save_pretrained(tmp_path / "adapter")
+    assert put_back(tmp_path / "adapter", tmp_path / "whole", tmp_path / "back") == 0
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
+    torch.testing.assert_close(logits_of(whole), logits_of(adapted), rtol=1e-4, atol=1e-5)
+
+
+TRAIN = ["--sp", "2", "--max_steps", "2", "--max_length", "128", "--report_to", "none", "--save_strategy", "no"]
+TRAIN += ["--learning_rate", "1e-3", "--use_cpu", "True", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
+ENGINES = ("fsdp2", "deepspeed")
+
+
+def train_cases(cases):
+    """{case: log}, as tests.training.test_engines_of_models runs them."""
+    from tests.training.test_engines_of_models import run_cases
+
+    return run_cases(cases)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("gemma3",),
+        pytest.param(("qwen3_5", "mistral3", "qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe"), marks=pytest.mark.long),
+    ],
+    ids=["one", "more"],
+)
+def test_engines_train_the_text_part_as_one_process(kinds, tmp_path, monkeypatch):
+    """Two steps on FSDP2 and ZeRO-3: losses and norms of the whole on one process, and the same weights put back."""
+    documents = make_documents([33, 7, 41, 1, 20])
+    data = write_jsonl(tmp_path / "data.jsonl", documents)
+    runs, references = {}, {}
+    for kind in kinds:
+        folder = tmp_path / kind
+        monkeypatch.setitem(SMALL, "vocab_size", 260)
+        whole = save_whole(kind, folder)
+        references[kind] = (*adamw_steps(whole, [1e-3] * 2, lambda step, m=whole: documents_loss(m, documents)), whole)
+        for engine in ENGINES:
+            given = [*TRAIN, "--engine", engine, "--sp_backend", "ulysses", "--model_name_or_path", str(folder)]
+            given += ["--dataset_name", data, "--output_dir", str(tmp_path / f"{kind}-{engine}")]
+            runs[kind, engine] = given, 3 if engine == "deepspeed" else None
+    logs = run_ranks(2, f"{__name__}:train_cases", runs, timeout=900)[0]
+    assert list(logs) == list(runs)
+    for (kind, engine), steps in logs.items():
+        losses, norms, whole = references[kind]
+        assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-4)
+        assert steps[0] == pytest.approx((losses[0], norms[0]), rel=1e-5)
+        saved = tmp_path / f"{kind}-{engine}"
+        text = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+        torch.testing.assert_close(logits_of(text), logits_of(whole), rtol=1e-3, atol=1e-3)
+        assert put_back(saved, tmp_path / kind, tmp_path / "back" / f"{kind}-{engine}") == 0
+        back = AutoModelForImageTextToText.from_pretrained(tmp_path / "back" / f"{kind}-{engine}", dtype=torch.float32)
+        torch.testing.assert_close(logits_of(back), logits_of(text), rtol=1e-5, atol=1e-5)
