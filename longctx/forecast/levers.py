@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longctx.layers.checkpoints import LayerCheckpoints, check_layers
-from longctx.layers.compiled import check_compiled_layers
-
 NONE, CPU, NVME = "none", "cpu", "nvme"
 
 AUTO = "auto"
@@ -211,6 +208,8 @@ def check_asked(asked: Mapping[str, Any], place: RunTraits) -> None:
             "hybrid with --sp above 1, or leave it out."
         )
     if place.is_compiled:
+        from longctx.layers.compiled import check_compiled_layers  # which loads torch
+
         check_compiled_layers(asked)
     on_fsdp1 = [n for n in ("sequence_chunk_size", "tiled_mlp", "tiled_mlp_num_shards") if asked.get(n)]
     if on_fsdp1 and place.engine == "fsdp1":
@@ -269,6 +268,8 @@ def check_together(levers: Levers, place: RunTraits) -> None:
 
 def _check_layers(levers: Levers, num_layers: int) -> None:
     """Raise ValueError if the model does not have the layers that checkpoints name, or two levers choose them."""
+    from longctx.layers.checkpoints import LayerCheckpoints, check_layers  # which loads torch
+
     selective = levers.selective if type(levers.selective) is int else 0
     by_layer = LayerCheckpoints(whole=levers.whole_layers, selective=selective, offloaded=levers.offloaded_layers)
     if levers.every_n_layers > 1 and by_layer != LayerCheckpoints():

@@ -22,6 +22,10 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 """The parameters of Llama 3.1, since transformers has no defaults."""
 
+TRAINED_CONTEXTS = {(model_type, 40960): 32768 for model_type in ("qwen3", "qwen3_moe")}
+"""Contexts that models were trained on, by model type and max_position_embeddings: Qwen3's has room for 8,192 tokens of
+an answer beyond it (model cards of Qwen3, "Processing Long Texts")."""
+
 EXAMPLE = 'yarn:4, or \'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\''
 
 
@@ -63,8 +67,8 @@ def parse_rope_scaling(given: str | Mapping[str, Any] | None) -> dict[str, Any] 
 
 
 def extended(config: PretrainedConfig, scaling: Mapping[str, Any]) -> PretrainedConfig:
-    """The model's configuration with its context extended to factor × original_max_position_embeddings, which is the
-    model's present context where `scaling` does not have it.
+    """The model's configuration with its context extended to factor × original_max_position_embeddings, which is
+    `trained_context` where `scaling` does not have it.
 
     Raises:
         ValueError: for a model without RoPE, with several of them, or with a scaling of its own.
@@ -88,7 +92,7 @@ def extended(config: PretrainedConfig, scaling: Mapping[str, Any]) -> Pretrained
                 "was trained on before. To replace that, give original_max_position_embeddings, too: as in "
                 f"{EXAMPLE}."
             )
-        original = text.max_position_embeddings
+        original = trained_context(text)
     kept = {name: value for name, value in own.items() if name not in _SCALING}
     of_type = {name: value for name, value in scaling.items() if name != "original_max_position_embeddings"}
     if scaling["rope_type"] != "linear":
@@ -98,6 +102,12 @@ def extended(config: PretrainedConfig, scaling: Mapping[str, Any]) -> Pretrained
     if hasattr(text, "original_max_position_embeddings"):  # Phi 3 has it there, which goes first
         text.original_max_position_embeddings = int(original)
     return config
+
+
+def trained_context(text: Any) -> int:
+    """Return the context that an unscaled model was trained on, which a few configurations do not have as it is."""
+    context = int(text.max_position_embeddings)
+    return TRAINED_CONTEXTS.get((text.model_type, context), context)
 
 
 def factor_for(length: int, context: int) -> int:
@@ -121,7 +131,7 @@ def scaling_for(config: PretrainedConfig, length: int) -> str | None:
     own = getattr(text, "rope_parameters", None) or {}
     original, kind = own.get("original_max_position_embeddings"), str(own.get("rope_type"))
     if original is None or kind not in KEYS:
-        scaling = f"yarn:{factor_for(length, context)}"
+        scaling = f"yarn:{factor_for(length, trained_context(text))}"
     else:
         kept = {name: own[name] for name in KEYS[kind] if own.get(name) is not None}
         of_type = {"rope_type": kind, "factor": factor_for(length, original)}

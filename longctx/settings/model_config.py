@@ -75,7 +75,7 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
 
 @check("model_init_kwargs")
 def _set_experts_implementation(config: PretrainedConfig, name: object) -> None:
-    """Choose how transformers computes experts; None means its default, grouped_mm where the device has it.
+    """Check and set how transformers computes experts; None means its default, grouped_mm where the device has it.
 
     Raises:
         ValueError: for a model without experts, and for kernels that are not compared with one process.
