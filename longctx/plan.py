@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from longctx.forecast.levers import AUTO
 from longctx.forecast.memory_options import PRESETS
-from longctx.report.plan_text import as_text, first_answer
 
 USAGE_ERROR = 2
 LENGTHS = (32768, 131072, 524288, 1048576)
@@ -113,6 +112,7 @@ def _plan(options: argparse.Namespace) -> int:
     from longctx.model.load import load_config
     from longctx.model.rope import extended, parse_rope_scaling
     from longctx.model.tied_head import untie_as_stored
+    from longctx.report.plan_text import as_text, first_answer
 
     if options.output is not None and find_spec("matplotlib") is None:
         raise ValueError(
@@ -251,7 +251,7 @@ def _retraced(config: Any, best: Any, machine: Any) -> dict[str, Any]:
 
 def _write(folder: Path, plan: _Planned, machine: Any) -> None:
     from longctx.report.pictures import draw_lengths, draw_memory, draw_speeds
-    from longctx.report.plan_text import model_folder
+    from longctx.report.plan_text import as_text, model_folder
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan.result, indent=1) + "\n")

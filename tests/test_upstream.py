@@ -64,10 +64,12 @@ ATTRIBUTES = {
     "_tied_weights_keys": ("transformers:PreTrainedModel", "weights that no file has to hold"),
     "_total_loss_scalar": ("transformers:Trainer", "a resumed run's mean loss"),
     "_tr_loss": ("transformers:Trainer", "a resumed run's running loss"),
+    "_weight_conversions": ("transformers.core_model_loading", "a text part is saved as any model of its type"),
     "_train_batch_size": ("transformers:Trainer", "sequences of a step"),
     # trl, accelerate, deepspeed
     "_get_unique_tensor_key": ("trl.models.activation_offloading", "fake tensors have no addresses"),
     "_shared_state": ("accelerate:PartialState", "an engine on gloo, which accelerate itself refuses"),
+    "_hf_deepspeed_config_weak_ref": ("transformers.integrations.deepspeed", "a model on the meta device stays whole"),
     "_get_param_partition_rank": (
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
         "which part of a parameter is a rank's",
@@ -133,7 +135,6 @@ OVERRIDDEN = {
         "_prepare_inputs",
         "_save",
         "_save_checkpoint",
-        "_tag_names",
     },
 }
 """Private methods of libraries that classes of longctx override."""

@@ -195,7 +195,7 @@ def _undone(modeling: ModuleType) -> Iterator[dict[str, Any]]:
 
 def _replace_rope(module: nn.Module, rope: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Have an attention module call Liger's function where its code calls transformers'."""
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)  # transformers renames deprecated keywords around it
     if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return
     names = forward.__globals__ | {"apply_rotary_pos_emb": rope}

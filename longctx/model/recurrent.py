@@ -13,6 +13,9 @@ RECURRENT_KINDS = ("linear_attention", "mamba", "hybrid", "conv")
 CHANNEL_KINDS = ("mlp", "moe")
 """Those for layers that mix no tokens at all."""
 
+MIXES = {"hybrid": 2} | dict.fromkeys(CHANNEL_KINDS, 0)
+"""How often layers mix tokens, by their kind; others once."""
+
 CHUNK = 64
 """Tokens that implementations of a scan compute at a time."""
 
@@ -51,7 +54,7 @@ def num_mixing_layers(config: PretrainedConfig) -> int:
     """Return how often a forward pass mixes tokens, by attention, a scan or a convolution."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    return sum(2 if kind == "hybrid" else kind not in CHANNEL_KINDS for kind in kinds)
+    return sum(MIXES.get(kind, 1) for kind in kinds)
 
 
 def num_recurrent_layers(config: PretrainedConfig) -> int:

@@ -7,14 +7,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from longctx.forecast.candidates import Candidate
 from longctx.forecast.levers import AUTO
 from longctx.launch.terminal import token_label
 from longctx.model.rope import scaling_for
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ASSUMED = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": True, "dtype": "float32"}
 """Flags of longctx.train that a plan assumes, unless `Commands.adapter` has them."""

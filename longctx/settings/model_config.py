@@ -97,7 +97,7 @@ def _set_experts_implementation(config: PretrainedConfig, name: object) -> None:
 
 @check("router_aux_loss_coef")
 def _set_auxiliary_loss(config: PretrainedConfig, coefficient: float | None) -> None:
-    """Switch the routers' auxiliary loss on unless its coefficient, by default the model's own, is 0, as TRL does.
+    """Check and set the routers' auxiliary loss, which is on unless its coefficient is 0, as in TRL.
 
     Raises:
         ValueError: for a coefficient with a model that has no such loss.

@@ -35,7 +35,7 @@ IN_A_MICRO_BATCH = {
 """Functions in which the host waits for a micro-batch that is under way, and why it has to."""
 
 BETWEEN_MICRO_BATCHES = {
-    "longctx.parallel.SequenceParallel.count_label_tokens": "The loss is divided by the label tokens of the step.",
+    "longctx.parallel.SequenceParallel.count_over_ranks": "The loss is divided by the label tokens of the step.",
     "longctx.training.trainer.SequenceTrainer._get_grad_norm": "A norm that is not finite stops the run.",
     "accelerate.utils.deepspeed.DeepSpeedEngineWrapper.get_global_grad_norm": "The same norm, of DeepSpeed.",
     "longctx.training.callbacks.StopOnSignal.on_step_end": "Ranks agree whether a signal has come.",

@@ -25,6 +25,7 @@ STEPS = 2
 FLAGS = ["--max_steps", str(STEPS), "--learning_rate", str(LEARNING_RATE), "--max_length", "128"]
 FLAGS += ["--per_device_train_batch_size", "1", "--logging_steps", "1", "--save_strategy", "no"]
 FLAGS += ["--report_to", "none", "--disable_tqdm", "True", "--lr_scheduler_type", "constant"]
+FLAGS += ["--router_aux_loss_coef", "0"]  # tests/layers/test_routers.py compares the auxiliary loss
 LENGTHS = [33, 7, 41, 1, 20]
 LAYOUTS = {
     "ring on FSDP2": (["--sp", "2", "--sp_backend", "ring"], None),
