@@ -50,7 +50,10 @@ def plant() -> None:
 
 
 if __name__ == "__main__":
-    spawn.spawn = functools.partial(spawn.spawn, module="tests.faulty_train")
+    start = spawn.spawn
+    spawn.spawn = lambda processes, arguments, module, **options: start(
+        processes, arguments, "tests.faulty_train", **options
+    )
     join_step(os.environ)
     if "RANK" in os.environ and "FAULT" in os.environ:
         plant()

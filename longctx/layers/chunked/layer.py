@@ -311,13 +311,13 @@ def _chunk_of(value: Any, at: slice, name: str) -> Any:
     """Return the part of the layer's keyword that belongs to a chunk."""
     if isinstance(value, LazyTokens):
         return value.make(at)
-    if isinstance(value, Tensor):
-        if name not in PER_TOKEN:
-            raise ValueError(
-                f"layers are given a tensor {name} of shape {tuple(value.shape)}, which the sequence-chunked step does "
-                "not know how to cut. Leave out sequence_chunk_size for this model."
-            )
+    if isinstance(value, Tensor) and name in PER_TOKEN:
         return value[..., at]
+    if uncut := [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)]:
+        raise ValueError(
+            f"layers are given a tensor {name} of shape {tuple(uncut[0].shape)}, which the sequence-chunked step does "
+            "not know how to cut. Leave out sequence_chunk_size for this model."
+        )
     return value
 
 
@@ -356,11 +356,19 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
         layer.forward = partial(_layer_forward, layer, partial(forward, layer), size, copies, where)
         layer.register_forward_pre_hook(ask_for_gradient)
     for child in backbone.children():
-        if any(name.endswith("inv_freq") for name, _ in child.named_buffers()):
-            child.forward = partial(_lazy_forward, child.forward, device)
-        elif child is not blocks:
+        if child is blocks:
+            continue
+        tables = [module for module in child.modules() if _has_frequencies(module)]
+        for table in tables:
+            table.forward = partial(_lazy_forward, table.forward, device)
+        if not tables:
             child.forward = partial(run_in_tiles, child, child.forward, size, copies)
     model._set_gradient_checkpointing = lambda *args, **kwargs: None
+
+
+def _has_frequencies(module: nn.Module) -> bool:
+    """Whether a module makes RoPE's tables."""
+    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 
 def _kept_by(number: int, kept: LayerCheckpoints, num_layers: int) -> KeptOutput:
