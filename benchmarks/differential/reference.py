@@ -195,7 +195,8 @@ def _evaluate(model: nn.Module, plan: Mapping[str, Any]) -> float:
         return math.nan
     if plan["aux_loss"]:
         return float(_with_aux_loss(model, documents, plan["smoothing"], plan["aux_loss"]))
-    return sum(float(_loss_sum(model, document, plan["smoothing"])) for document in documents) / count
+    learnt = [document for document in documents if _num_labels(document)]
+    return sum(float(_loss_sum(model, document, plan["smoothing"])) for document in learnt) / count
 
 
 # ------------------------------------------------------------------------------------------------
