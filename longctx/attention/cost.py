@@ -34,6 +34,9 @@ from longctx.ulysses.stages import Stage, head_stages
 
 Seconds = NDArray[np.float64]
 
+EXCHANGE_COPIES = 4
+"""How often an exchanged element is also read or written: it is gathered before sending and reordered afterwards."""
+
 FLOPS_FORWARD, FLOPS_BACKWARD = 4, 10
 """FLOPs for each legal pair of query and key, head, and element of the head."""
 

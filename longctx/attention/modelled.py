@@ -27,13 +27,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup, stages_of
+from longctx.attention.cost import EXCHANGE_COPIES, Arrangement, AttentionTime, RingWork, Setup, stages_of
 from longctx.ring.plan import RingPlan
 from longctx.ring.planner import PlanTime
 from longctx.ulysses.stages import Stage
-
-EXCHANGE_COPIES = 4
-"""How often an exchanged element is also read or written: it is gathered before sending and reordered afterwards."""
 
 
 def modelled_seconds(setup: Setup, arrangement: Arrangement, work: RingWork) -> float:

@@ -146,7 +146,6 @@ class MemorySetup:
             if not get("tiled_mlp")
             else get("tiled_mlp_num_shards") or 0,
             heads_k_stride=get("heads_k_stride"),
-            overlap_exchange=bool(get("overlap_exchange")),
             sequence_chunk_size=get("sequence_chunk_size"),
             offload_optimizer=get(f"offload_{'param' if engine == 'fsdp2' else 'optimizer'}_device") or "none",
             offload_param=get("offload_param_device") or "none",  # where FSDP2 keeps the optimizer's states, too

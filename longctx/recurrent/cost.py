@@ -16,15 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longctx.attention.cost import Arrangement, Setup
+from longctx.attention.cost import EXCHANGE_COPIES, Arrangement, Setup
 from longctx.model.recurrent import RecurrentSizes
 from longctx.recurrent.pieces import Pieces
 from longctx.sequence.batch import BatchLayout
 
 FP32_SIZE = 4
-
-EXCHANGE_COPIES = 4
-"""How often an exchanged element is also read or written, as in `longctx.attention.modelled`."""
 
 MESSAGES_BY_HEADS = 3
 """In a pass: q, k, v and strengths together, decays in fp32, and the output."""

@@ -53,6 +53,9 @@ class Pairs(NamedTuple):
     def delta(self) -> Tensor:
         return self.scores[0] - self.scores[1]
 
+    def rewards(self, flags: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        return flags["beta"] * self.ratios[0], flags["beta"] * self.ratios[1]
+
 
 Loss = Callable[[Pairs, Mapping[str, Any]], Tensor]
 
@@ -85,7 +88,7 @@ def _exo_pair(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
 
 
 def _nca_pair(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
-    chosen, rejected = (flags["beta"] * ratio for ratio in pairs.ratios)
+    chosen, rejected = pairs.rewards(flags)
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
@@ -95,7 +98,7 @@ def _robust(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
 
 
 def _bco_pair(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
-    chosen, rejected = (flags["beta"] * ratio for ratio in pairs.ratios)
+    chosen, rejected = pairs.rewards(flags)
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
@@ -105,12 +108,12 @@ def _sppo_hard(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
 
 
 def _apo_zero(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
-    chosen, rejected = (flags["beta"] * ratio for ratio in pairs.ratios)
+    chosen, rejected = pairs.rewards(flags)
     return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
 
 
 def _apo_down(pairs: Pairs, flags: Mapping[str, Any]) -> Tensor:
-    chosen, rejected = (flags["beta"] * ratio for ratio in pairs.ratios)
+    chosen, rejected = pairs.rewards(flags)
     return torch.sigmoid(chosen) + 1 - torch.sigmoid(chosen - rejected)
 
 

@@ -24,7 +24,7 @@ from tests.model.test_models import FAMILIES, largest_error, make_batch, make_mo
 from tests.model.test_models import LENGTHS as DOCUMENT_LENGTHS
 from tests.model.test_peft import Adapt
 from tests.reference import adamw_steps, auxiliary_loss
-from tests.training.test_training import log_of, make_documents, relative, write_jsonl
+from tests.training.test_training import make_documents, relative, write_jsonl
 from tests.workers import run_main, run_ranks
 
 STEPS, RATE = 3, 5e-3
@@ -102,22 +102,6 @@ def reference(folder, documents, *, coefficient=COEFFICIENT, adapt=lambda model:
     return losses, norms, *map(list, zip(*seen, strict=True))
 
 
-def run_cases(cases):
-    """The logged steps of every case, one after the other on this process group; gradients of the first step too."""
-    import os
-
-    from accelerate.state import AcceleratorState
-
-    environment = dict(os.environ)
-    results = {}
-    for case, arguments in cases.items():
-        AcceleratorState._reset_state()
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
-        results[case] = log_of(arguments)
-    return results
-
-
 def check_run(log, expected, case):
     losses, norms, aux_losses, loads = expected
     steps = [entry for entry in log if "loss" in entry]
@@ -189,7 +173,7 @@ def test_an_adapter_equals_one_process(parameters, folder, tmp_path):
     adapt = Adapt(r=16, lora_alpha=32, target_modules=ADAPTED, target_parameters=parameters or None)
     expected = reference(folder, documents, adapt=adapt)
     cases = {name: [*flags, *CASES[name]] for name in DEFAULT}
-    for case, log in run_ranks(2, f"{__name__}:run_cases", cases)[0].items():
+    for case, log in run_ranks(2, "tests.training.test_training:logs_of_cases", cases)[0].items():
         check_run(log, expected, case)
     base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     models = peft.PeftModel.from_pretrained(base, tmp_path / "out"), adapt.model
@@ -219,9 +203,8 @@ def test_training_equals_one_process(names, folder, tmp_path):
     common = [*COMMON, "--dataset_name", data, "--model_name_or_path", folder, "--output_dir", str(tmp_path / "out")]
     expected = reference(folder, documents)
     assert relative(reference(folder, documents, coefficient=0.0)[1][:1], expected[1][:1]) > 1e-2  # the loss acts
-    for case, log in run_ranks(2, f"{__name__}:run_cases", {name: [*common, *CASES[name]] for name in names})[
-        0
-    ].items():
+    cases = {name: [*common, *CASES[name]] for name in names}
+    for case, log in run_ranks(2, "tests.training.test_training:logs_of_cases", cases)[0].items():
         check_run(log, expected, case)
 
 

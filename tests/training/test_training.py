@@ -55,7 +55,13 @@ def write_jsonl(path, documents):
 
 
 def run_cases(cases):
-    """Train every case on this process group, one after the other; returns {case: [(loss, grad_norm), ...]}."""
+    """Train every case on this process group; returns {case: [(loss, grad_norm), ...]}."""
+    logs = logs_of_cases(cases)
+    return {case: [(e["loss"], e["grad_norm"]) for e in log if "loss" in e] for case, log in logs.items()}
+
+
+def logs_of_cases(cases):
+    """Train every case on this process group, one after the other; returns {case: its log}."""
     from accelerate.state import AcceleratorState
 
     environment = dict(os.environ)
@@ -64,7 +70,7 @@ def run_cases(cases):
         AcceleratorState._reset_state()
         for name in set(os.environ) - set(environment):
             del os.environ[name]
-        results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log_of(arguments) if "loss" in entry]
+        results[case] = log_of(arguments)
     return results
 
 
