@@ -129,7 +129,7 @@ class Setup:
     overlap_exchange: bool = False
     """Whether some heads are exchanged for tokens while others are attended to."""
     recurrent: RecurrentSizes | None = None
-    """The sizes of recurrent layers; None without any."""
+    """The sizes of a recurrent layer, or None for a model without such layers."""
 
     @classmethod
     def of_model(

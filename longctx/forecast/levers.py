@@ -38,7 +38,7 @@ class RunTraits(NamedTuple):
     backend_can_chunk: bool
     """Whether the sequence-chunked step runs on the attention backend."""
     exchanges_heads: bool
-    """Whether ranks exchange tokens for heads."""
+    """Whether the ranks of a sequence exchange tokens for heads, as in Ulysses."""
     engine: str
     """deepspeed, fsdp2, fsdp1 or none."""
     zero_stage: int | None

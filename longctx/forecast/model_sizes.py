@@ -40,7 +40,7 @@ class ModelSizes:
     projection_parameters: int | None = None
     """Parameters of a layer's projections of multi-head latent attention; None for plain heads."""
     recurrent: RecurrentSizes | None = None
-    """The sizes of its recurrent layers; None without any."""
+    """The sizes of a recurrent layer, or None for a model without such layers."""
     num_recurrent_layers: int = 0
     num_attention_layers: int | None = None
     """Layers with attention; None means all."""

@@ -67,8 +67,9 @@ def parse_rope_scaling(given: str | Mapping[str, Any] | None) -> dict[str, Any] 
 
 
 def extended(config: PretrainedConfig, scaling: Mapping[str, Any]) -> PretrainedConfig:
-    """The model's configuration with its context extended to factor × original_max_position_embeddings, which is
-    `trained_context` where `scaling` does not have it.
+    """Return the model's configuration with a longer context: the scaling's factor times the original context.
+
+    The original context is the scaling's original_max_position_embeddings, or `trained_context` without one.
 
     Raises:
         ValueError: for a model without RoPE, with several of them, or with a scaling of its own.

@@ -32,7 +32,7 @@ class Objective:
         """Keywords for the model besides those of the batch; see `longctx.layers.loss.fuse_head`."""
 
     def collate(self, rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a batch of these rows has besides its tokens. Called in a data loader's worker."""
+        """Return further fields of the batch that these rows make. It runs in a worker of the data loader."""
         return {}
 
     def count(self, batches: Sequence[Mapping[str, Any]]) -> Any:

@@ -68,7 +68,10 @@ def test_heads_that_ranks_cannot_share_pass_states():
 
 @pytest.mark.parametrize(("sp", "ring", "slots"), [(1, 1, 0), (8, 1, 1), (8, 8, 2)])
 def test_forecasts_count_scans_and_maps(sp, ring, slots):
-    """Beside the same model without them; maps are gathered where the backward pass of attention is."""
+    """The forecast adds both to that of the same model without recurrent layers.
+
+    The gathered maps are counted among what attention's backward pass makes.
+    """
     model = replace(ModelSizes.of_config(CONFIG_MAPPING["llama"](num_hidden_layers=4)), recurrent=recurrent_sizes(NEXT))
     setup = MemorySetup(model=replace(model, num_recurrent_layers=3, num_attention_layers=1), world_size=8, sp=sp)
     setup = replace(setup, ring=ring, ranks_per_node=8, engine="fsdp2", sp_backend="ring" if ring > 1 else None)
