@@ -23,22 +23,24 @@ from longctx.attention.modelled import plan_time
 from longctx.data import IGNORE_INDEX
 from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
 from longctx.layers.chunked import install_chunked
-from longctx.layers.loss import fuse_head, learnt_positions, step_loss, token_losses
+from longctx.layers.loss import TokenOutputs, fuse_head, learnt_positions, step_loss, token_losses
 from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.allow_list import auxiliary_loss_coefficient, check_model
+from longctx.policy import count_policy_step, policy_loss
 from longctx.ranks.agreement import broadcast_object
 from longctx.recurrent.cost import prefers_heads
 from longctx.recurrent.layers import check_recurrent
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
-from longctx.sequence.gather import gather
+from longctx.sequence.gather import all_reduce, gather
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
 from longctx.sequence.shard import (
     complete_position_ids,
     count_label_tokens,
+    is_padding_document,
     plan_batch,
     real_tokens,
     shard_tokens,
@@ -158,7 +160,10 @@ class SequenceParallel:
 
     def reduce(self, losses: Tensor, num_label_tokens: int) -> Tensor:
         """Return the same as `loss` from per-token losses [1, T/P] that are 0 where nothing is learnt."""
-        loss = self.label_loss(losses, num_label_tokens)
+        return self.with_auxiliary_loss(self.label_loss(losses, num_label_tokens))
+
+    def with_auxiliary_loss(self, loss: Tensor) -> Tensor:
+        """Add the routers' auxiliary loss of a mixture of experts to this rank's share of the loss, if it has one."""
         return self.routers.add_loss(loss) if self.routers is not None and self.routers.coefficient else loss
 
     def label_loss(self, losses: Tensor, num_label_tokens: int) -> Tensor:
@@ -216,20 +221,29 @@ class SequenceParallel:
             ValueError: if the batch cannot be cut exactly, or the model is wrapped so that it returns half precision.
         """
         shard = self.shard(batch)
-        log_probs = self._log_probs(model, shard)
-        if not gather:
-            return log_probs
-        whole = self.unshard(log_probs, shard.layout)
-        return F.pad(whole.flatten()[:-1], (1, 0)).view(whole.shape)
+        log_probs = -self.token_outputs(model, shard).losses
+        return self.gather_at_labels(log_probs, shard.layout) if gather else log_probs
 
-    def _log_probs(self, model: nn.Module, shard: ShardedBatch) -> Tensor:
+    def token_outputs(self, model: nn.Module, shard: ShardedBatch) -> TokenOutputs:
+        """Return those of this rank's tokens, whose losses may be weighted one by one."""
         outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, summed=False)
         if outputs.losses.dtype.itemsize < 4:
             raise ValueError(
                 f"the model's wrapper casts what it returns to {outputs.losses.dtype}, which would round "
                 "log-probabilities. Leave output_dtype out of FSDP2's MixedPrecisionPolicy."
             )
-        return -outputs.losses
+        return outputs
+
+    def gather_at_labels(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
+        """[1, T/P, ...] in the order of `shift_labels` -> [B, S, ...] at the labels' positions, on every rank."""
+        whole = self.unshard(tokens, layout)
+        flat = whole.flatten(0, 1)
+        return torch.cat([torch.zeros_like(flat[:1]), flat[:-1]]).view(whole.shape)
+
+    def shard_at_labels(self, tokens: Tensor, shard: ShardedBatch) -> Tensor:
+        """[B, S] at the labels' positions -> [1, T/P], those of this rank in the order of `shift_labels`."""
+        moved = F.pad(tokens.flatten()[1:], (0, 1)).view(shard.layout.shape)
+        return send(shard_tokens(moved, shard.layout, self.dims.sp_rank(self.rank)), self.device)
 
     def document_log_probs(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the sum of `log_probs` over each document, float64 [documents], on every rank of the sequence group.
@@ -239,17 +253,13 @@ class SequenceParallel:
         differences between models.
         """
         shard = self.shard(batch)
-        sums = self.sum_over_documents(self._log_probs(model, shard), shard.layout)
-        if "attention_mask" not in batch:
-            return sums
-        starts = (complete_position_ids(batch) == 0).flatten()
-        kept = batch["attention_mask"].flatten()[starts].nonzero()[:, 0]
-        return sums[send(kept, sums.device)]
+        sums = self.sum_over_documents(-self.token_outputs(model, shard).losses, shard.layout)
+        return sums[send((~is_padding_document(batch)).nonzero()[:, 0], sums.device)]
 
     def sum_over_documents(self, values: Tensor, layout: BatchLayout) -> Tensor:
         """Return the sum of per-token values over each document, float64, on every rank of the sequence group.
 
-        Differentiable if all ranks of the group compute the same from the result, as `log_probs` describes.
+        Differentiable: the gradient of a sum is added up over the ranks of the group.
 
         Args:
             values: [1, T/P] or [1, T/P, n], of this rank's tokens.
@@ -258,12 +268,18 @@ class SequenceParallel:
         Returns:
             [documents] or [documents, n], padding included as documents.
         """
+        sums = values.new_zeros(len(layout.cu_seqlens) - 1, *values.shape[2:], dtype=torch.float64)
+        sums = sums.index_add(0, self.documents_of_tokens(layout), values[0].double())
+        return sums if self.groups.sequence is None else all_reduce(sums, self.groups.sequence)
+
+    def documents_of_tokens(self, layout: BatchLayout) -> Tensor:
+        """Return int64 [T/P], the number of the document that each of this rank's tokens is in."""
         lengths = np.diff(layout.cu_seqlens)
         document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).view(layout.shape)
-        mine = send(shard_tokens(document, layout, self.dims.sp_rank(self.rank))[0], values.device)
-        sums = values.new_zeros(len(lengths), *values.shape[2:], dtype=torch.float64)
-        sums = sums.index_add(0, mine, values[0].double())
-        return sums if self.groups.sequence is None else _Sum.apply(sums, self.groups.sequence)
+        return send(shard_tokens(document, layout, self.dims.sp_rank(self.rank))[0], self.device)
+
+    count_policy_step = count_policy_step
+    policy_loss = policy_loss
 
     def unshard(self, tokens: Tensor, layout: BatchLayout) -> Tensor:
         """Gather per-token results [1, T/P, ...] of all ranks to [B, S, ...] in the batch's order, on every rank.
@@ -273,22 +289,6 @@ class SequenceParallel:
         if self.groups.sequence is None:
             return unshard_tokens(tokens, layout)
         return unshard_tokens(gather(tokens[0], self.groups.sequence), layout)
-
-
-class _Sum(torch.autograd.Function):
-    """Adds up tensors of all P ranks, which compute the same from the result: P times the gradient of one of them."""
-
-    @staticmethod
-    def forward(ctx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.size = group.size()
-        total = values.clone()
-        with region("communication"):
-            dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad * ctx.size, None
 
 
 def parallelize(

@@ -31,7 +31,7 @@ STAGES: list[tuple[str, ...]] = [
     ("sequence",),  # batches -> one rank's part
     ("attention", "recurrent", *PACKAGES_OF_BACKENDS),
     ("layers",),  # the head and its loss, MLPs, chunked layers
-    ("parallel", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
+    ("parallel", "policy", "longctx"),  # all of the above for someone's own loop; `import longctx` offers it
     ("forecast",),  # what a step takes
     ("training",),  # the trainer and its checkpoints
     ("settings",),  # flags, profiles, environment -> one resolved run

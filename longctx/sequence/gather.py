@@ -1,4 +1,4 @@
-"""A differentiable gather over a sequence group."""
+"""A differentiable gather and sum over a sequence group."""
 
 from __future__ import annotations
 
@@ -30,6 +30,29 @@ def gather_beside(tokens: Tensor, group: dist.ProcessGroup, anchors: Sequence[Te
     """
     gathered, *passed = _Gather.apply(group, tokens, *anchors)
     return gathered, passed
+
+
+def all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the tensors of all ranks, on all of them. A gradient is the sum of those of all ranks."""
+    return _AllReduce.apply(values, group)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum_over_ranks(values, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _sum_over_ranks(grad, ctx.group), None
+
+
+def _sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    with region("communication"):
+        dist.all_reduce(total, group=group)
+    return total
 
 
 class _Gather(torch.autograd.Function):

@@ -61,6 +61,13 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor | None:
     return None if mask is None else mask.bool()
 
 
+def is_padding_document(batch: Mapping[str, Any]) -> Tensor:
+    """Return bool [documents], whether each is padding by the batch's `attention_mask`; nothing is without one."""
+    starts = (complete_position_ids(batch) == 0).flatten()
+    mask = batch.get("attention_mask")
+    return ~mask.bool().flatten()[starts] if mask is not None else torch.zeros_like(starts[starts])
+
+
 def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
     """Count the targets of the batch: labels that are not −100 and not a document's first token."""
     labels = batch["labels"].masked_fill(complete_position_ids(batch) == 0, IGNORE_INDEX)
