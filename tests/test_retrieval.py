@@ -5,22 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from longctx.model.tiny import tiny_tokenizer
+from longctx.model.tiny import tiny_model, tiny_tokenizer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "retrieval"
 
 
-def run(folder: Path, *command: str, **variables: str) -> None:
+def run(folder: Path, *command: str, **variables: str) -> str:
     root = EXAMPLE.parents[1]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)} | variables
     done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,24 @@ def test_documents_have_their_length_and_one_key(example):
             learnt = [token for token in record["labels"] if token != -100]
             assert learnt == record["input_ids"][-example.DIGITS :]
             assert haystack.tokenizer.decode(learnt).isdigit()
+
+
+def entropies(folder, processes):
+    """What examples/retrieval/grpo.py prints for a model with random weights, at sp `processes`."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
+    sizes = ("--length", "300", "--steps", "2", "--prompts", "2", "--num_generations", "3")
+    model = ("--model_name_or_path", "model", "--sp", str(processes))
+    printed = run(folder, *torchrun, str(EXAMPLE / "grpo.py"), *model, *sizes)
+    found = re.findall(r"^step \d+: mean reward [\d.]+, entropy ([\d.]+)$", printed, re.MULTILINE)
+    return [float(value) for value in found]
+
+
+def test_the_policy_example_is_the_same_at_sp_1_and_2(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    alone, together = (entropies(tmp_path, processes) for processes in (1, 2))
+    assert len(alone) == 2
+    assert together == pytest.approx(alone, abs=1e-5)  # as many digits as are printed
 
 
 @pytest.mark.long

@@ -156,9 +156,9 @@ METHODS = ("grpo", "kto", "orpo", "ppo", "reward", "rloo")
 """Methods without a command that users may name as one, as in `trl grpo`."""
 
 POINTER = (
-    "longctx train does supervised fine-tuning (SFT), and longctx dpo direct preference optimization; for other "
-    "methods, compute log-probabilities and their gradients at --sp N in a loop of your own "
-    "(docs/howto/preference.md), or use TRL's trainers where one device holds a sequence"
+    "longctx train does supervised fine-tuning (SFT), and longctx dpo direct preference optimization; in a loop of "
+    "your own, sequence.policy_loss is the step of GRPO at any sp (docs/howto/policy.md), and log-probabilities "
+    "serve other methods (docs/howto/preference.md). Or use TRL's trainers where one device holds a sequence"
 )
 
 
