@@ -199,7 +199,9 @@ def trl_packed_step(
 
 def start_stock(engine: str, zero_stage: int | None) -> None:
     """The state a launcher and an accelerator would have made."""
-    from longctx.training.engines import promote, start_on_cpu, stay_on_cpu
+    from longctx.training.engines import start_on_cpu
+    from longctx.upstream.accelerate_internals import promote
+    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     promote(engine)
     os.environ["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] = "sdpa"
@@ -290,7 +292,7 @@ def longctx_step(
 ) -> dict[str, float]:
     """One step of longctx.train, as a launcher would start it."""
     from longctx.train import main
-    from longctx.training.engines import promote
+    from longctx.upstream.accelerate_internals import promote
 
     if zero_stage is not None:
         promote("deepspeed")

@@ -145,7 +145,7 @@ def dry_run(run: Run) -> int:
     """Print the resolved run and what it finds on this machine, and return the exit code."""
     from longctx.launch.console import show_summary
     from longctx.launch.terminal import refuse
-    from longctx.training.engines import stay_on_cpu
+    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     stay_on_cpu()
     from longctx.run.preflight import preflight
@@ -164,7 +164,7 @@ def prepare_only(run: Run) -> int:
     """Tokenise and plan for later runs, once on each machine, and return the exit code."""
     from longctx.launch.console import Line, show
     from longctx.launch.terminal import refuse
-    from longctx.training.engines import stay_on_cpu
+    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     if not is_first_on_node():
         return 0

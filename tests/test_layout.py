@@ -22,7 +22,7 @@ PACKAGES_OF_BACKENDS = {
 
 # The one place where the order is stated. A module or folder of longctx/ stands under its own name.
 STAGES: list[tuple[str, ...]] = [
-    ("untrusted",),  # input of unknown origin: bounded processes, checks of files
+    ("untrusted", "upstream"),  # input of unknown origin, and names that other libraries keep private
     ("ranks", "launch", "regions"),  # processes that start, meet, agree and end together
     ("data",),  # names and files -> tokenised documents
     ("packing",),  # lengths -> packs
@@ -117,10 +117,14 @@ def test_relative_and_nested_imports_are_seen() -> None:
     assert "longctx.parallel" in _imports("longctx")
 
 
+LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "trl"}
+
+
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
         ("import longctx", {"numpy", "torch", "transformers", "datasets"}),
+        ("from longctx.upstream import transformers_internals, accelerate_internals, deepspeed_internals", LIBRARIES),
         ("import longctx.packing, longctx.ring.plan", {"torch", "transformers", "datasets"}),
         ("from longctx.data import load_records, tokenize_records", {"torch", "trl", "deepspeed"}),
     ],

@@ -219,7 +219,8 @@ def _prepare_environment(output: Path) -> bool:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
-    from longctx.training.engines import prefer_huge_pages, set_up_allocators, stay_on_cpu
+    from longctx.training.engines import prefer_huge_pages, set_up_allocators
+    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     prefer_huge_pages()
     set_up_allocators()

@@ -26,9 +26,10 @@ from longctx.packing import PackedDataset
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
-from longctx.training.engines import promote, start_on_gpu
+from longctx.training.engines import start_on_gpu
 from longctx.training.metrics import StepMetrics
 from longctx.training.peak_memory import PeakMemory
+from longctx.upstream.accelerate_internals import promote
 
 from ..elsewhere import start_stock
 

@@ -9,6 +9,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longctx.recurrent.layers import PrefersHeads, install_recurrent
 from longctx.sequence.batch import AttentionContext
+from longctx.upstream.transformers_internals import leave_only_present_layers
 
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
@@ -91,13 +92,4 @@ def install(model: PreTrainedModel, prefers_heads: PrefersHeads) -> None:
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
     install_recurrent(model, NAME, prefers_heads)
-    _name_present_layers(model)
-
-
-def _name_present_layers(model: PreTrainedModel) -> None:
-    """Leave only classes that are present in `_no_split_modules`, by which FSDP shards.
-
-    accelerate has to find all of them, and Qwen3.5's text model names vision layers, too.
-    """
-    present = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = [name for name in model._no_split_modules or () if name in present]
+    leave_only_present_layers(model)

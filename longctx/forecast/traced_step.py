@@ -22,9 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from trl.models import activation_offloading as trl_offload
-from trl.models import get_act_offloading_ctx_manager
-from trl.models.activation_offloading import OffloadActivations
 
 from longctx.attention.kernels import choose
 from longctx.attention.kernels.varlen import AtenFlashKernel
@@ -32,6 +29,7 @@ from longctx.forecast.memory_trace import MemoryTrace, MemoryTracer
 from longctx.layers import loss
 from longctx.parallel import parallelize
 from longctx.sequence.host_tensors import SavedOnHost, host_memory
+from longctx.upstream.trl_internals import offloading_on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +151,7 @@ def trace_fake_step(
             SavedOnHost() if saved_on_host else contextlib.nullcontext()
         )
         if activation_offloading:
-            offloading = trl_offloading(model)
+            offloading = offloading_on_cpu(model, host_memory, _unique_key)
         with MemoryTracer(model, optimizer, on_host=on_host) as tracer:
             with offloading:
                 compute_loss(model, *fake).backward()
@@ -207,58 +205,8 @@ def few_tiles() -> Iterator[None]:
         loss._tiles = original
 
 
-def trl_offloading(model: nn.Module) -> OffloadActivations:
-    """Return TRL's `--activation_offloading` for CPU tensors, with the copies that it makes on a GPU.
-
-    A copy is host memory on the way out, and device memory on the way back.
-    """
-    current, unique_key = torch.accelerator.current_accelerator, trl_offload._get_unique_tensor_key
-    torch.accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cpu")
-    try:
-        context = get_act_offloading_ctx_manager(model, use_pin_memory=False)
-    finally:
-        torch.accelerator.current_accelerator = current
-    context.device_module, context.s1 = _NoStreams, _NoStreams.Stream()
-    context.param_storages = set()  # by address, which fake tensors do not have; the check by type stays
-    pack, unpack = context.pack_hook, context.unpack_hook
-
-    def pack_on_host(tensor: Tensor) -> int:
-        trl_offload._get_unique_tensor_key = _unique_key
-        try:
-            with host_memory():
-                return pack(tensor)
-        finally:
-            trl_offload._get_unique_tensor_key = unique_key
-
-    def unpack_from_host(number: int) -> Tensor:
-        was_copied = context.tracker[number][1] and number not in context.fwd_stash
-        tensor = unpack(number)
-        return tensor.clone() if was_copied else tensor
-
-    context.pack_hook, context.unpack_hook = pack_on_host, unpack_from_host
-    return context
-
-
 def _unique_key(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
-
-
-class _NoStreams:
-    """torch.cuda's streams and events on a machine without a GPU, where everything has already happened."""
-
-    class Stream:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *args: None
-
-    current_stream = Stream
-
-    @staticmethod
-    def empty_cache() -> None:
-        """Do nothing; TRL calls this if bitsandbytes is imported."""
-
-    @staticmethod
-    def stream(stream: Any) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
 
 
 def _as_is(model: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longctx.attention.operator import selective_checkpoint_contexts
+from longctx.upstream.transformers_internals import checkpointing_of, set_checkpointing_of, wrap_checkpointing_setter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +62,13 @@ def install_checkpoints(model: PreTrainedModel, checkpoints: LayerCheckpoints) -
     num_layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
     check_layers(checkpoints, num_layers)
     if checkpoints != LayerCheckpoints():
-        model._set_gradient_checkpointing = partial(
-            _set_by_layer, model, model._set_gradient_checkpointing, checkpoints
-        )
+        wrap_checkpointing_setter(model, partial(_set_by_layer, model, checkpoints))
 
 
 def _set_by_layer(
     model: nn.Module,
-    set_checkpointing: Callable[..., None],
     checkpoints: LayerCheckpoints,
+    set_checkpointing: Callable[..., None],
     enable: bool = True,
     gradient_checkpointing_func: Callable[..., Any] = checkpoint,
     **kwargs: Any,
@@ -86,16 +85,14 @@ def _set_by_layer(
         )
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers[len(layers) - checkpoints.whole :]:
-        layer.gradient_checkpointing = False
-    checkpointed = [layer for layer in layers if layer.gradient_checkpointing]
+        set_checkpointing_of(layer, None)
+    checkpointed = [layer for layer in layers if checkpointing_of(layer)]
     num_selective = len(checkpointed) if checkpoints.selective is None else checkpoints.selective
     for layer in checkpointed[len(checkpointed) - num_selective :]:
-        layer._gradient_checkpointing_func = keeps_attention
+        set_checkpointing_of(layer, keeps_attention)
     if checkpoints.offloaded is not None:
         for layer in {*layers} - {*checkpointed[: checkpoints.offloaded]}:
-            run = layer._gradient_checkpointing_func if layer.gradient_checkpointing else _call
-            layer._gradient_checkpointing_func = partial(_on_device, run)
-            layer.gradient_checkpointing = True
+            set_checkpointing_of(layer, partial(_on_device, checkpointing_of(layer) or _call))
 
 
 def _call(forward: Callable[..., Any], *args: Any) -> Any:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longctx.model.allow_list import has_experts
+from longctx.upstream.transformers_internals import change_class
 
 CHANGES_LAYERS = {
     "sequence_chunk_size": "runs layers chunk by chunk and leaves them at their attention",
@@ -79,4 +80,4 @@ def install_compiled(model: PreTrainedModel, backend: str | None = None, mode: s
         if cls not in compiled:
             forward = torch.compile(inspect.unwrap(cls.forward), backend=backend or "inductor", mode=mode)
             compiled[cls] = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-        layer.__class__ = compiled[cls]  # transformers wraps checkpointing around the forward of every such class
+        change_class(layer, compiled[cls])

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.model.allow_list import head_size, num_heads
+from longctx.upstream.transformers_internals import replace_forward, with_names
 
 NORMS, ROPE, SWIGLU, GEGLU = "rms_norm", "rope", "swiglu", "geglu"
 """Parts of a model, by Liger's names."""
@@ -198,11 +199,7 @@ def _replace_rope(module: nn.Module, rope: Callable[..., tuple[Tensor, Tensor]])
     forward = inspect.unwrap(type(module).forward)  # transformers renames deprecated keywords around it
     if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return
-    names = forward.__globals__ | {"apply_rotary_pos_emb": rope}
-    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    copy.__annotations__ = forward.__annotations__
-    cast(Any, module).forward = MethodType(copy, module)
+    replace_forward(module, MethodType(with_names(forward, {"apply_rotary_pos_emb": rope}), module))
 
 
 # ------------------------------------------------------------------------------------------------

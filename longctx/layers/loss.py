@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from longctx.data import IGNORE_INDEX
 from longctx.layers.chunked.copies import synchronize, to_device, to_host
 from longctx.regions import region
 from longctx.sequence.host_tensors import host_empty
+from longctx.upstream.transformers_internals import replace_forward
 
 TILE_BYTES = 2**28
 """Bytes of one tile's logits in fp32, for at least one token. A tile needs two to three times as much in all."""
@@ -82,7 +83,7 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
     scaling = LogitScaling.of_model(model.config)
     run = functools.partial(_head_forward, scaling, hidden_on_host)
     functools.update_wrapper(run, _head_forward)  # torch.compile reads its name
-    cast(Any, head).forward = MethodType(run, head)
+    replace_forward(head, MethodType(run, head))
     plain = getattr(model.forward, "__func__", type(model).forward)
 
     @functools.wraps(plain)  # generation reads the signature
@@ -111,7 +112,7 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
             mean_logits=mean_logits,
         )
 
-    cast(Any, model).forward = MethodType(forward, model)
+    replace_forward(model, MethodType(forward, model))
 
 
 def _head_forward(

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from longctx.regions import region
 from longctx.sequence.batch import AttentionContext
+from longctx.upstream.transformers_internals import replace_forward, router_class
 
 
 class RouterSums(NamedTuple):
@@ -244,9 +245,7 @@ def install_routers(model: PreTrainedModel, coefficient: float) -> Routers | Non
     Args:
         coefficient: of the auxiliary loss; 0 to leave it out.
     """
-    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
-    recorder = recorded.get("router_logits")
-    kind = getattr(recorder, "target_class", recorder)
+    kind = router_class(model)
     modules = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
     if not modules:
         return None
@@ -262,5 +261,5 @@ def install_routers(model: PreTrainedModel, coefficient: float) -> Routers | Non
         with routers.passing(context):
             return plain(*args, **kwargs | {"output_router_logits": False})
 
-    model.base_model.forward = forward
+    replace_forward(model.base_model, forward)
     return routers

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longctx.layers.chunked.tiles import Autocast, ParameterGradients, ask_for_gradient, chunks_of, trained
+from longctx.upstream.deepspeed_internals import gather_once
+from longctx.upstream.transformers_internals import replace_forward
 
 
 def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
@@ -44,11 +46,10 @@ def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
         raise ValueError(f"No MLP was found in {type(model).__name__}. Leave tiled MLPs out for this model.")
     width = model.config.get_text_config().hidden_size
     for part in [*mlps, *_norms(model)]:
-        part.forward = partial(_forward, part, part.forward, num_shards, width)
+        replace_forward(part, partial(_forward, part, part.forward, num_shards, width))
         part.register_forward_pre_hook(ask_for_gradient)  # `_Keep` needs it, too
     for mlp in mlps:
-        # What deepspeed.utils.set_z3_leaf_modules sets: ZeRO-3 gathers the weights once, not once a tile and layer.
-        mlp._z3_leaf = True
+        gather_once(mlp)
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:

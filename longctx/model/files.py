@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,13 +18,13 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations import deepspeed
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from longctx.model.config_file import BOUNDS
 from longctx.untrusted.confined import OutOfBounds, confined
 from longctx.untrusted.files import check_file
+from longctx.upstream.transformers_internals import unpartitioned
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
@@ -222,17 +221,6 @@ def on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Pre
     """Return a model of this class without memory; what the configuration asks for is taken to have been checked."""
     with unpartitioned(), torch.device("meta"):
         return model_class(copy.deepcopy(config))
-
-
-@contextmanager
-def unpartitioned() -> Iterator[None]:
-    """Keep models whole under ZeRO-3, which else cuts those that transformers makes for the parts of another."""
-    reference = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed._hf_deepspeed_config_weak_ref = None
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def _largest_buffer(model_class: type[PreTrainedModel], config: PretrainedConfig) -> int:

@@ -38,6 +38,7 @@ from longctx.model.multimodal import load_text_part, takes_text_alone, text_part
 from longctx.model.quantized import parameter_sizes
 from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
+from longctx.upstream.transformers_internals import forget_implementations, tied_weights
 
 
 def load_config(
@@ -79,7 +80,7 @@ def _read_config(name: str, *, revision: str | None, trust_remote_code: bool, **
     try_config(name, values)
     with _config_errors(name):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False, **overrides)
-    config._attn_implementation = config._experts_implementation = None  # a file may name code on the hub there
+    forget_implementations(config)
     return config
 
 
@@ -290,7 +291,7 @@ def _freeze_as_declared(model: PreTrainedModel) -> None:
 
 
 def _remedy_for_missing(model: PreTrainedModel, missing: list[str]) -> str:
-    if set(missing) <= (model._tied_weights_keys or {}).keys():
+    if set(missing) <= tied_weights(model):
         return (
             "If the model's head is tied to its embeddings, pass --model_init_kwargs "
             "'{\"tie_word_embeddings\": true}' or set it in config.json."

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from longctx.model.allow_list import MULTIMODAL_MODELS
-from longctx.model.files import on_meta, unpartitioned
+from longctx.model.files import on_meta
+from longctx.upstream.transformers_internals import save_without_conversions, tied_weights, unpartitioned
 
 CAUSAL_TYPES = {
     "glm4v_moe_text": "glm4_moe",
@@ -120,7 +121,7 @@ def load_text_part(
     model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=states, dtype=dtype, output_loading_info=True, **quantized
     )
-    model._weight_conversions = None  # the states have no names of files, so that it is saved as any model of its type
+    save_without_conversions(model)
     model.generation_config, model.config.name_or_path = generation_config, name
     return model, found
 
@@ -135,7 +136,7 @@ def text_states(whole: PreTrainedModel, config: PretrainedConfig) -> dict[str, T
     text = on_meta(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
     expected = text.state_dict()
     for name, whole_name in names_in_whole(text, whole).items():
-        if config.tie_word_embeddings and name in (text._tied_weights_keys or {}):
+        if config.tie_word_embeddings and name in tied_weights(text):
             continue
         assert held[whole_name].shape == expected[name].shape, f"{whole_name} is not {name}"
         states[name] = held[whole_name]

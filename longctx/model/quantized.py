@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from longctx.upstream.transformers_internals import quantized_weights_changed
 
 ALIGNMENT = 16
 """Bytes. Kernels read packed weights and scales in vectors of this size."""
@@ -115,8 +117,7 @@ class ShardableLinear4bit(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-@contextmanager
-def loading_pieces(index: int, number: int) -> Iterator[None]:
+def loading_pieces(index: int, number: int) -> AbstractContextManager[None]:
     """Let transformers keep only one of `number` pieces of every weight that it quantises in the context.
 
     Pieces are those of torch.chunk, as FSDP2 makes them. Only `make_shardable` can use such a model.
@@ -124,25 +125,15 @@ def loading_pieces(index: int, number: int) -> Iterator[None]:
     Args:
         index: the piece to keep.
     """
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
-    convert = Bnb4bitQuantize.convert
+    def cut(weight: Any) -> None:
+        layout, whole = ByteLayout.pack(weight)
+        size = -(-len(whole) // number)
+        weight.quant_state.layout_of_piece, weight.quant_state.start_of_piece = layout, index * size
+        weight.quant_state.absmax = whole.new_empty(0)
+        weight.data = whole[index * size : (index + 1) * size].clone()
 
-    def convert_and_cut(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        converted = convert(*args, **kwargs)
-        for weight in converted.values():
-            layout, whole = ByteLayout.pack(weight)
-            size = -(-len(whole) // number)
-            weight.quant_state.layout_of_piece, weight.quant_state.start_of_piece = layout, index * size
-            weight.quant_state.absmax = whole.new_empty(0)
-            weight.data = whole[index * size : (index + 1) * size].clone()
-        return converted
-
-    Bnb4bitQuantize.convert = convert_and_cut
-    try:
-        yield
-    finally:
-        Bnb4bitQuantize.convert = convert
+    return quantized_weights_changed(cut)
 
 
 def make_shardable(model: nn.Module) -> None:

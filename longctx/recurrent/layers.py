@@ -24,6 +24,7 @@ from longctx.recurrent.mamba2 import mamba2_by_states
 from longctx.recurrent.passing import convolve_pieces
 from longctx.recurrent.pieces import Pieces
 from longctx.sequence.batch import AttentionContext, BatchLayout
+from longctx.upstream.transformers_internals import attention_implementation, replace_forward, with_names
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
@@ -60,11 +61,12 @@ def install_recurrent(model: PreTrainedModel, name: str, prefers_heads: PrefersH
         prefers_heads: asked once for each batch.
     """
     for layer in recurrent_layers(model):
-        layer.forward = partial(_forward, layer, layer.forward, partial(_is_named, model, name), prefers_heads)
+        is_parallelized = partial(_is_named, model, name)
+        replace_forward(layer, partial(_forward, layer, layer.forward, is_parallelized, prefers_heads))
 
 
 def _is_named(model: PreTrainedModel, name: str) -> bool:
-    return model.config._attn_implementation == name
+    return attention_implementation(model) == name
 
 
 @torch.compiler.disable  # its messages cannot be compiled; torch.compile takes the rest of the layer
@@ -102,7 +104,7 @@ def _forward(
         MAMBA2_SCAN: partial(_mamba2_scan, functions_of(layer), pieces, sequence.ranks),
         MAMBA2_IN_ONE: _no_result,  # as where its kernel is not installed: the layer then calls the others
     }
-    return _with_functions(_forward_of(layer), own)(layer, hidden_states)
+    return with_names(_forward_of(layer), own)(layer, hidden_states)
 
 
 def _forward_of(layer: nn.Module) -> FunctionType:
@@ -119,14 +121,6 @@ def check_recurrent(model: nn.Module, device: torch.device, *, with_states: bool
     """Check the kernels that recurrent layers use on this device, see `check_gated_delta`."""
     if layers := delta_rule_layers(model):
         check_gated_delta(getattr(functions_of(layers[0]), DELTA_RULE), layers[0], device, with_states=with_states)
-
-
-def _with_functions(function: FunctionType, others: dict[str, Any]) -> FunctionType:
-    """Return the function with some of the functions that it calls exchanged for others."""
-    space = {**function.__globals__, **others}
-    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def _convolve(

@@ -29,11 +29,11 @@ from longctx.sequence.mesh import select_device
 from longctx.settings.machine_checks import check_kernels
 from longctx.settings.run import Run, row_length
 from longctx.training.checkpoint.masters import loaded_in_fp32
-from longctx.training.engines import configure_fsdp
 from longctx.training.fingerprint import is_preference
 from longctx.training.objective import Objective
 from longctx.training.reference_model import ReferencedPreferenceLoss
 from longctx.training.trainer import SequenceTrainer
+from longctx.upstream.accelerate_internals import configure_fsdp, fsdp2_plugin
 
 
 def load(prepared: PreparedRun) -> PreTrainedModel:
@@ -117,7 +117,8 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         base_config=run.model_config if changes_base(settings) else None,
     )
     if run.engine == "fsdp2":
-        configure_fsdp(trainer.accelerator.state.fsdp_plugin, run.levers, use_cpu=run.use_cpu)
+        reduce_in_bf16 = run.levers.communication_data_type == "bf16"
+        configure_fsdp(fsdp2_plugin(trainer.accelerator), reduce_in_bf16=reduce_in_bf16, use_cpu=run.use_cpu)
     if run.levers.activation_offloading and run.use_cpu:
         trainer.maybe_activation_offload_context = SavedOnHost()
     return trainer

@@ -41,6 +41,7 @@ from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
 from longctx.training.engines import configure_deepspeed
 from longctx.training.fingerprint import compare_files, data_identity, reference_identity
 from longctx.training.schedule import check_learning_rates, check_training_steps
+from longctx.upstream.transformers_internals import use_one_device
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,7 @@ def prepare(run: Run) -> PreparedRun:
     if args.max_steps > 0:
         on_all_ranks(lambda: check_learning_rates(args, args.max_steps))
     on_all_ranks(lambda: check_hub(args))
-    if args.n_gpu > 1:  # one process with several GPUs: the Trainer would copy the model to all of them
-        args._n_gpu = 1
+    use_one_device(args)
     if run.engine == "deepspeed":
         configure_deepspeed(
             args.deepspeed_plugin.deepspeed_config,

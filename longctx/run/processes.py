@@ -19,14 +19,9 @@ from longctx.ranks.watchdog import leave
 from longctx.settings.machine_checks import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.settings.run import Run
 from longctx.training.checkpoint import candidates
-from longctx.training.engines import (
-    load_on_every_rank,
-    offload_fsdp,
-    promote,
-    start_on_cpu,
-    start_on_gpu,
-    stay_on_cpu,
-)
+from longctx.training.engines import start_on_cpu, start_on_gpu
+from longctx.upstream.accelerate_internals import load_on_every_rank, offload_fsdp, promote
+from longctx.upstream.deepspeed_internals import stay_on_cpu
 
 
 def start_processes(run: Run) -> None:

@@ -19,6 +19,7 @@ from longctx.forecast.levers import NVME, Levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.settings.checks import check
 from longctx.settings.run import Run
+from longctx.upstream.deepspeed_internals import stay_on_cpu
 
 GIB = 2**30
 LARGEST_INT32 = 2**31 - 1
@@ -148,7 +149,7 @@ def _check_folder(flag: str, folder: Path, needed: float) -> None:
 
 def _has_async_io(use_cpu: bool) -> bool:
     if use_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        stay_on_cpu()
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible(verbose=False))

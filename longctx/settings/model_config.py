@@ -17,6 +17,7 @@ from longctx.model.tied_head import untie_as_stored
 from longctx.settings.checks import check
 from longctx.settings.preference import check_model_of_pairs
 from longctx.settings.values import Values
+from longctx.upstream.transformers_internals import set_experts_implementation
 
 _OWN_FLAGS = {
     "attn_implementation": "attn_implementation",
@@ -92,7 +93,7 @@ def _set_experts_implementation(config: PretrainedConfig, name: object) -> None:
             f"--model_init_kwargs sets experts_implementation {name}, whose kernels are not compared with one process. "
             f"Use {', '.join(EXPERTS_IMPLEMENTATIONS)}, or leave it out."
         )
-    config._experts_implementation = name
+    set_experts_implementation(config, name)
 
 
 @check("router_aux_loss_coef")

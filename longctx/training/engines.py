@@ -1,52 +1,25 @@
-"""Hand a training engine to accelerate through the environment its launcher uses, and start the process group."""
+"""Start the process group under a training engine, and fill in the settings that a profile leaves open."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from longctx.upstream.accelerate_internals import start_on_gloo
+from longctx.upstream.deepspeed_internals import start_deepspeed_on_gloo
+
 if TYPE_CHECKING:
     import torch
-    from accelerate import Accelerator
     from torch import nn
 
     from longctx.forecast.levers import Levers
     from longctx.forecast.model_sizes import ModelSizes
-
-_FSDP = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
-_DEEPSPEED = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-}
-ENGINE_ENVIRONMENT = {"fsdp2": _FSDP, "deepspeed": _DEEPSPEED}
-"""Variables that the launcher exports for the shipped profiles fsdp2 and zero3."""
-
-
-def promote(engine: str) -> None:
-    """Make a plain launch use `engine` (fsdp2 or deepspeed), as its shipped profile does."""
-    os.environ.update(ENGINE_ENVIRONMENT[engine])
-
-
-def stay_on_cpu() -> None:
-    """Keep DeepSpeed, which accelerate imports for every engine, from looking for a GPU."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def prefer_huge_pages() -> None:
@@ -70,39 +43,20 @@ def set_up_allocators() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ",".join(settings))
 
 
-def load_on_every_rank() -> None:
-    """Make every rank read the weights, and quantise them itself. Call it before FSDP2's plug-in exists."""
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-
-
-def offload_fsdp() -> None:
-    """Make FSDP2 keep parameters, gradients and optimizer states in host memory. Call it before its plug-in exists."""
-    os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
-
-
 def start_on_cpu(engine: str, timeout: timedelta | None = None) -> None:
-    """Start gloo and tell accelerate which engine runs on it; accelerate itself refuses both engines there.
+    """Start gloo, and tell accelerate which engine runs on it.
 
     Called before TrainingArguments exist, which then take the state as it is.
 
     Args:
         timeout: how long ranks wait for each other; torch's default if None.
     """
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate does not use DeepSpeed
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
     from longctx.launch.store import meeting_point
 
-    options = meeting_point(os.environ) | ({} if timeout is None else {"timeout": timeout})
-    PartialState(cpu=True, backend="gloo", **options)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    start_on_gloo(engine, **meeting_point(os.environ), **({} if timeout is None else {"timeout": timeout}))
     if engine == "deepspeed":
-        _start_deepspeed_on_gloo()
-        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-    else:
-        # accelerate itself promotes a type with an accelerator to FSDP, plug-in included.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        start_deepspeed_on_gloo()
 
 
 def start_on_gpu(timeout: timedelta, backend: str | None) -> None:
@@ -119,15 +73,6 @@ def start_on_gpu(timeout: timedelta, backend: str | None) -> None:
         from accelerate import PartialState
 
         PartialState(timeout=timeout, **({} if backend is None else {"backend": backend}), **meeting)
-
-
-def _start_deepspeed_on_gloo() -> None:
-    import deepspeed
-    import deepspeed.ops
-
-    # Otherwise DeepSpeed compiles a shared-memory op here: half a minute, and a crash without a compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
 # Settings that a profile leaves open
@@ -176,38 +121,6 @@ def _bucket_sizes(levers: Levers, model: ModelSizes, zero_stage: int) -> Mapping
         sizes |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * layer}
         sizes |= {"stage3_max_reuse_distance": 2 * layer}
     return sizes
-
-
-def configure_fsdp(plugin: Any, levers: Levers, *, use_cpu: bool) -> None:
-    """Set up FSDP2's plug-in from the levers, before the model is wrapped."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    if levers.communication_data_type == "bf16" and plugin.mixed_precision_policy is not None:
-        import torch
-
-        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.bfloat16)
-    if use_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs a GPU's driver
-
-
-def save_whole_models(accelerator: Accelerator) -> None:
-    """Make FSDP save standard folders in checkpoints and output_dir, whatever format the profile asks for."""
-    plugin: Any = accelerator.state.fsdp_plugin
-    plugin.state_dict_config = plugin.optim_state_dict_config = None
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-
-
-def keep_sums_in_fp32(accelerator: Accelerator) -> None:
-    """Make FSDP2 under bf16 return per-token losses as computed, and add up gradients over micro-batches in fp32.
-
-    accelerate's policy would cast the model's outputs to bf16, and so round the scale of the whole gradient.
-    """
-    import torch
-
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if policy is not None and plugin.fsdp_version == 2:
-        plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from longctx.training.checkpoint import ResumableTrainer
 from longctx.training.data_order import StepLoader, StepSampler
 from longctx.training.metrics import StepMetrics, TokenMeans
 from longctx.training.objective import Objective
+from longctx.upstream.transformers_internals import memory_tracker
 
 
 class EvaluatingTrainer(ResumableTrainer):
@@ -107,11 +108,11 @@ class EvaluatingTrainer(ResumableTrainer):
         Raises:
             ValueError: without rows, or for rows that are not tokenised.
         """
-        self._memory_tracker.start()
+        memory_tracker(self).start()
         metrics = self._means(self.get_eval_dataloader(eval_dataset), "Evaluation", metric_key_prefix)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self._memory_tracker.stop_and_update_metrics(metrics)
+        memory_tracker(self).stop_and_update_metrics(metrics)
         return metrics
 
     def predict(
@@ -132,7 +133,7 @@ class EvaluatingTrainer(ResumableTrainer):
         Raises:
             ValueError: for rows that are not tokenised.
         """
-        self._memory_tracker.start()
+        memory_tracker(self).start()
         self._predictions = []
         try:
             metrics = self._means(self.get_eval_dataloader(test_dataset), "Prediction", metric_key_prefix)
@@ -140,7 +141,7 @@ class EvaluatingTrainer(ResumableTrainer):
         finally:
             self._predictions = None
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
-        self._memory_tracker.stop_and_update_metrics(metrics)
+        memory_tracker(self).stop_and_update_metrics(metrics)
         return PredictionOutput(predictions=cast(Any, rows), label_ids=None, metrics=metrics)
 
     def _means(self, loader: StepLoader, description: str, prefix: str) -> dict[str, float]:

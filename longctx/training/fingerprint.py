@@ -27,6 +27,7 @@ from longctx.model.files import files_read, has_saved_buffers
 from longctx.ranks.agreement import check_agreement, gather_objects, on_all_ranks
 from longctx.training.dataset import StreamedRows, TrainingRows
 from longctx.training.preference import LOSS_FLAGS, uses_reference
+from longctx.upstream.transformers_internals import commit_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def model_identity(name: str, model_config: PretrainedConfig) -> str:
     """
     if Path(name).is_dir():
         return _digest_of_files(files_read(Path(name)), Path(name))
-    return f"{name} {getattr(model_config, '_commit_hash', None) or ''}".strip()
+    return f"{name} {commit_of(model_config)}".strip()
 
 
 def _data_files_identity(name: str) -> str | None:

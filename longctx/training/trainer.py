@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ from longctx.training.callbacks import (
     StreamEntry,
 )
 from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
-from longctx.training.engines import keep_sums_in_fp32, save_whole_models, saved_buffers_handed_on
+from longctx.training.engines import saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingTrainer
 from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.objective import Objective
@@ -63,6 +63,8 @@ from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
 from longctx.training.schedule import add_defaults
 from longctx.training.trl_arguments import without_data_preparation
+from longctx.upstream.accelerate_internals import fsdp2_plugin, keep_sums_in_fp32, save_whole_models
+from longctx.upstream.transformers_internals import average_running_loss
 
 phase("backward")(Accelerator.backward)
 phase("backward")(torch.Tensor.backward)  # of custom loops
@@ -90,7 +92,6 @@ class SequenceTrainer(EvaluatingTrainer):
     """
 
     _name = "longctx"
-    _tr_loss: torch.Tensor
     loss_is_scaled_for_ga = True
     """`compute_loss` divides by the label tokens of the whole step, so the Trainer must not divide by
     gradient_accumulation_steps again."""
@@ -223,8 +224,7 @@ class SequenceTrainer(EvaluatingTrainer):
     @contextmanager
     def _wrapping(self) -> Iterator[None]:
         """Hand on what FSDP2 would lose, in the context in which the engine wraps the model."""
-        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is None or plugin.fsdp_version != 2 or isinstance(self.model, FSDPModule):
+        if fsdp2_plugin(self.accelerator) is None or isinstance(self.model, FSDPModule):
             yield
             return
         with pieces_placed(self.model), saved_buffers_handed_on(self.model, self.accelerator.device):
@@ -274,7 +274,7 @@ class SequenceTrainer(EvaluatingTrainer):
         seed = args.seed if args.data_seed is None else args.data_seed
         return StepSampler(
             len(self.rows),
-            micro_batch_size=self._train_batch_size,
+            micro_batch_size=self.args.train_batch_size,
             accumulation_steps=args.gradient_accumulation_steps,
             dp=self.sequence.dims.dp,
             dp_rank=dp_rank,
@@ -288,7 +288,7 @@ class SequenceTrainer(EvaluatingTrainer):
         assert isinstance(self.rows, PackedStream), "rows that are no stream have a step_sampler"
         return StepStream(
             self.rows,
-            micro_batch_size=self._train_batch_size,
+            micro_batch_size=self.args.train_batch_size,
             accumulation_steps=self.args.gradient_accumulation_steps,
             dp=self.sequence.dims.dp,
             dp_rank=dp_rank,
@@ -311,7 +311,7 @@ class SequenceTrainer(EvaluatingTrainer):
 
     def get_total_train_batch_size(self, args: SFTConfig) -> int:
         """Return the sequences of an optimizer step."""
-        return self._train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
+        return self.args.train_batch_size * self.sequence.dims.dp * args.gradient_accumulation_steps
 
     @phase("reading data")
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -413,7 +413,7 @@ class SequenceTrainer(EvaluatingTrainer):
         }
         card = model_card(
             repository=str(self.hub_model_id or Path(settings.output_dir).name),
-            base_model=getattr(self.model.config, "_name_or_path", None) or None,
+            base_model=self.model.config.name_or_path or None,
             tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
             is_adapter=hasattr(self.model, "peft_config"),
             has_config=self.base_config is not None,
@@ -424,7 +424,7 @@ class SequenceTrainer(EvaluatingTrainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Finish with the mean over all ranks of the loss since the last log; transformers would take this rank's."""
-        self._tr_loss = cast(torch.Tensor, self.accelerator.reduce(self._tr_loss, "mean"))
+        average_running_loss(self)
         return super()._finalize_training(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import copyreg
-from typing import Any
 
 from trl import SFTConfig
 
 from longctx.model.load import is_template_file
+from longctx.upstream.trl_internals import leave_out_token
 
 LAYER_KEYWORDS = ("selective", "whole_layers", "offload")
 """Keywords of checkpointing that longctx.parallelize carries out."""
@@ -20,7 +19,7 @@ def without_data_preparation(args: SFTConfig) -> SFTConfig:
     Otherwise TRL would refuse packing with our collator, and prepare and truncate the data by itself.
     """
     prepared = copy.copy(args)
-    prepared.__class__ = _WithoutToken
+    leave_out_token(prepared)
     prepared.packing = prepared.padding_free = prepared.eval_packing = prepared.assistant_only_loss = False
     prepared.include_for_metrics = []  # the evaluation loop would gather the inputs
     prepared.completion_only_loss = None
@@ -32,11 +31,3 @@ def without_data_preparation(args: SFTConfig) -> SFTConfig:
             setattr(prepared, name, {key: value for key, value in given.items() if key not in LAYER_KEYWORDS})
     prepared.dataset_kwargs = {**(prepared.dataset_kwargs or {}), "skip_prepare_dataset": True}
     return prepared
-
-
-class _WithoutToken(SFTConfig):
-    """Arguments that are pickled without the hub's token, in the training_args.bin beside every model."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # As `SFTConfig` itself: copyreg.__newobj__ would require this class.
-        return copyreg._reconstructor, (SFTConfig, object, None), vars(self) | {"hub_token": None}  # type: ignore[attr-defined]

@@ -70,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) -> int:
     from longctx.launch.terminal import quieten, refuse
-    from longctx.training.engines import prefer_huge_pages, set_up_allocators, stay_on_cpu
+    from longctx.training.engines import prefer_huge_pages, set_up_allocators
+    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     quieten()
     prefer_huge_pages()

@@ -30,6 +30,8 @@ from longctx.recurrent.layers import recurrent_layers
 from longctx.run import first_step_batches
 from longctx.training.reference import check_reference_fits, documents_of, single_device_step
 from longctx.training.trainer import SequenceTrainer
+from longctx.upstream.deepspeed_internals import call_before_step, is_managed
+from longctx.upstream.transformers_internals import supports_sdpa
 from longctx.verify.report import Check, error_check
 
 FP32_BOUND = 1e-5
@@ -124,13 +126,7 @@ class _Step(TrainerCallback):
             self.checks = probe(model, self.trainer, self.sp, self.batches)
         model.train()
         if self.trainer.is_deepspeed_enabled:  # its engine takes the step inside of backward
-            take_step = model.step
-
-            def step(*args: Any, **kwargs: Any) -> Any:
-                self._compare_gradients(model.module)
-                return take_step(*args, **kwargs)
-
-            model.step = step
+            call_before_step(model, lambda: self._compare_gradients(model.module))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer.is_deepspeed_enabled:
@@ -150,7 +146,7 @@ class _Step(TrainerCallback):
 
 def _whole_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
     """Return a parameter's gradient, gathered from all ranks, or None if it has none."""
-    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") or hasattr(parameter, "_z3_optimizer"):
+    if is_managed(parameter):
         from deepspeed.utils import safe_get_full_grad
 
         return safe_get_full_grad(parameter)
@@ -169,7 +165,7 @@ def _reference(trainer: SequenceTrainer, batches: Sequence[Mapping[str, Tensor]]
         for batch in batches
     ]
     model.to(device)
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    model.set_attn_implementation("sdpa" if supports_sdpa(model) else "eager")
 
     def step(*, autocast: bool) -> tuple[float, float, Gradients]:
         model.zero_grad()
@@ -202,7 +198,7 @@ def _check_reference_fits(trainer: SequenceTrainer, batches: Batches) -> None:
         return
     longest = max(len(ids) for of_rank in batches for batch in of_rank for ids, _ in documents_of(batch))
     free, _ = torch.cuda.mem_get_info(device)
-    check_reference_fits(ModelSizes.of_model(model), longest, free, has_scores=not model._supports_sdpa)
+    check_reference_fits(ModelSizes.of_model(model), longest, free, has_scores=not supports_sdpa(model))
 
 
 def _norm(gradients: Gradients) -> float:

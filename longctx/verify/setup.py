@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +25,7 @@ from longctx.settings.flags import Flags
 from longctx.settings.profile import LaunchProfile
 from longctx.settings.run import Run
 from longctx.training.dataset import TrainingRows
+from longctx.upstream.accelerate_internals import load_whole_models
 
 DEFAULTS = {
     "model_name_or_path": TINY,
@@ -156,7 +156,7 @@ def load_layers(run: Run, prepared: PreparedRun) -> PreTrainedModel:
         run: as asked for, before `with_tokenizer`.
         prepared: the same with its tokenizer.
     """
-    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # rank 0 runs the same weights by itself
+    load_whole_models()  # rank 0 runs the same weights by itself
     if _is_without_weights(Path(run.settings["model_name_or_path"])):
         return on_all_ranks(lambda: _random_weights(prepared.run.model_config))
     unset_hf_deepspeed_config()  # else from_pretrained leaves a rank a part of them under ZeRO-3

@@ -35,7 +35,8 @@ from longctx.settings.flags import parse_flags
 from longctx.settings.machine_checks import check_host_memory
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
-from longctx.training.engines import configure_deepspeed, configure_fsdp, set_up_allocators
+from longctx.training.engines import configure_deepspeed, set_up_allocators
+from longctx.upstream.accelerate_internals import configure_fsdp
 from tests.reference import train_reference
 from tests.small_model import save_small_model
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -219,7 +220,8 @@ def test_fsdp2_reduces_in_bf16_where_it_is_asked_to(asked, dtype):
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         cpu_offload=None,
     )
-    configure_fsdp(plugin, resolved(*flags).levers, use_cpu=True)
+    reduce_in_bf16 = resolved(*flags).levers.communication_data_type == "bf16"
+    configure_fsdp(plugin, reduce_in_bf16=reduce_in_bf16, use_cpu=True)
     assert plugin.mixed_precision_policy.reduce_dtype is dtype
 
 

@@ -114,10 +114,10 @@ def wrapped(engine, model):
     if engine == "deepspeed":
         import deepspeed
 
-        from longctx.training.engines import _start_deepspeed_on_gloo, stay_on_cpu
+        from longctx.upstream.deepspeed_internals import start_deepspeed_on_gloo, stay_on_cpu
 
         stay_on_cpu()
-        _start_deepspeed_on_gloo()
+        start_deepspeed_on_gloo()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from longctx.model.load import load_config, load_model
 from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import tiny_tokenizer
-from longctx.training.engines import ENGINE_ENVIRONMENT
+from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.model.test_models import SMALL
 from tests.model.test_peft import Adapt
 from tests.reference import train_reference

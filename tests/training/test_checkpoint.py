@@ -28,7 +28,7 @@ from longctx.training.checkpoint.files import (
     take_place,
     writing,
 )
-from longctx.training.checkpoint.shards import _zero_piece, parameter_shards
+from longctx.training.checkpoint.shards import parameter_shards
 from longctx.training.checkpoint.states import StateReader, write_states
 from tests.training.test_training import COMMON, LEARNING_RATE, make_documents, write_jsonl
 
@@ -173,12 +173,16 @@ def test_a_checkpoint_stays_until_the_one_that_repeats_it_has_its_name(tmp_path,
 
 def test_padding_of_a_part_is_not_written():
     """Seven elements in two parts of four: the second has three."""
-    flat = torch.arange(10.0)
-    zero = SimpleNamespace(optimizer=torch.optim.SGD([flat], lr=1.0))
-    for start, numel in ((0, 4), (4, 3)):
-        piece = _zero_piece(zero, flat, (), (), "weight", (7,), start, 2, 4)
-        assert (piece.start, piece.states["weight"].tolist()) == (start, flat[2 : 2 + numel].tolist())
-    assert _zero_piece(zero, flat, (), (), "weight", (7,), 8, 2, 4) is None
+    flat, model = torch.arange(10.0), torch.nn.Linear(7, 1, bias=False)
+    zero = SimpleNamespace(optimizer=torch.optim.SGD([flat], lr=1.0), fp32_partitioned_groups_flat=[flat])
+    zero.get_param_id, zero.grad_position = lambda parameter: 0, [(0, 2, 4)]
+    zero._swappable_optimizer_subgroup = lambda group: False
+    for rank, numel in ((0, 4), (1, 3)):
+        zero._get_param_partition_rank = lambda parameter, rank=rank: rank
+        (piece,) = parameter_shards(model, zero)
+        assert (piece.start, piece.states["weight"].tolist()) == (4 * rank, flat[2 : 2 + numel].tolist())
+    zero._get_param_partition_rank = lambda parameter: 2
+    assert not list(parameter_shards(model, zero))
 
 
 def test_an_output_dir_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):

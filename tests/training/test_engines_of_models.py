@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from longctx.model.tiny import tiny_tokenizer
-from longctx.training.engines import ENGINE_ENVIRONMENT
+from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.model.test_families import documents_loss
 from tests.model.test_models import CONFIG_MAPPING, FAMILIES
 from tests.reference import adamw_steps

@@ -37,6 +37,8 @@ from longctx.regions import region
 from longctx.sequence.batch import AttentionContext
 from longctx.sequence.host_tensors import host_empty
 from longctx.ulysses.exchange import all_to_all, key_value_copies
+from longctx.upstream.deepspeed_internals import gather_once
+from longctx.upstream.transformers_internals import replace_forward, wrap_checkpointing_setter
 
 KeptOutput = Literal["host", "device"] | None
 """Where a layer keeps what attention returned until the backward pass; None to compute it again."""
@@ -350,20 +352,20 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
     blocks = next(m for m in model.modules() if any(child is layers[0] for child in m.children()))
     backbone = next(m for m in model.modules() if any(child is blocks for child in m.children()))
     for number, layer in enumerate(layers):
-        layer._z3_leaf = True  # ZeRO-3 then gathers the layer once for all chunks, not each of its modules for each
+        gather_once(layer)
         forward = inspect.unwrap(type(layer).forward)
         where = _kept_by(number, kept, len(layers))
-        layer.forward = partial(_layer_forward, layer, partial(forward, layer), size, copies, where)
+        replace_forward(layer, partial(_layer_forward, layer, partial(forward, layer), size, copies, where))
         layer.register_forward_pre_hook(ask_for_gradient)
     for child in backbone.children():
         if child is blocks:
             continue
         tables = [module for module in child.modules() if _has_frequencies(module)]
         for table in tables:
-            table.forward = partial(_lazy_forward, table.forward, device)
+            replace_forward(table, partial(_lazy_forward, table.forward, device))
         if not tables:
-            child.forward = partial(run_in_tiles, child, child.forward, size, copies)
-    model._set_gradient_checkpointing = lambda *args, **kwargs: None
+            replace_forward(child, partial(run_in_tiles, child, child.forward, size, copies))
+    wrap_checkpointing_setter(model, lambda *args, **kwargs: None)
 
 
 def _has_frequencies(module: nn.Module) -> bool:

@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from longctx.upstream.accelerate_internals import without_wrappers
+from longctx.upstream.deepspeed_internals import (
+    copy_to_working_weights,
+    flat_range,
+    is_on_nvme,
+    is_zero,
+)
+
 WEIGHT = "weight"
 """The kind of state that is the parameter as the optimizer updates it: ZeRO's fp32 copy if weights are bf16. Other
 kinds have the optimizer's names."""
@@ -55,14 +63,9 @@ def parameter_shards(
     Raises:
         ValueError: for states on NVMe.
     """
-    optimizer = _innermost(optimizer)
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        found = _of_zero3(model, optimizer, kinds, scalars)
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
-        found = _of_zero(model, optimizer, kinds, scalars)
-    else:
-        found = _of_shards(model, optimizer, kinds, scalars)
-    return (piece for piece in found if piece is not None)
+    optimizer = without_wrappers(optimizer)
+    of_engine = _of_zero if is_zero(optimizer) else _of_shards
+    return of_engine(model, optimizer, kinds, scalars)
 
 
 def trained_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -72,24 +75,9 @@ def trained_shapes(model: nn.Module) -> dict[str, list[int]]:
 
 def update_working_weights(model: nn.Module, optimizer: Any) -> None:
     """Copy ZeRO's changed fp32 weights to those that layers compute with. Called by all ranks together."""
-    optimizer = _innermost(optimizer)
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        optimizer.checkpoint_event_prologue()  # partitions every parameter, small ones too
-        for _, parameter in _trained(model):
-            group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            parameter.ds_tensor.data.copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, numel))
-        # All stay partitioned, as at the start of a run: DeepSpeed only notices that a layer reads the weights of
-        # another one, as in DoRA, if it finds them partitioned in the forward pass.
-        optimizer.invalidate_secondary_tensor()
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
-        optimizer.update_lp_params()
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Return the engine's or torch's optimizer from accelerate's wrappers."""
-    while type(optimizer).__module__.startswith("accelerate."):
-        optimizer = optimizer.optimizer
-    return optimizer
+    optimizer = without_wrappers(optimizer)
+    if is_zero(optimizer):
+        copy_to_working_weights(optimizer, [parameter for _, parameter in _trained(model)])
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -100,7 +88,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _of_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, kinds: Sequence[str], scalars: Sequence[str]
-) -> Iterator[ParameterShard | None]:
+) -> Iterator[ParameterShard]:
     """Yield FSDP2's shards, or whole parameters."""
     for name, parameter in _trained(model):
         held = _with_states(optimizer, parameter, kinds, scalars)
@@ -122,54 +110,23 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _of_zero3(
-    model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]
-) -> Iterator[ParameterShard | None]:
-    """Yield shards of ZeRO-3, which cuts each parameter into equal, padded parts, of which a flat tensor holds many."""
+def _of_zero(model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]) -> Iterator[ParameterShard]:
+    """Yield shards of ZeRO, which lie in flat tensors of many parameters."""
     for name, parameter in _trained(model):
-        group, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
-        if zero._swappable_optimizer_subgroup(group):
+        if is_on_nvme(zero, parameter):
             raise ValueError(
                 "optimizer states on NVMe are neither saved nor resumed: use --offload_optimizer_device cpu, or "
                 "--save_only_model True."
             )
-        start = zero._get_param_partition_rank(parameter) * numel
-        shape = tuple(parameter.ds_shape)
-        yield _zero_piece(
-            zero, zero.fp32_partitioned_groups_flat[group], kinds, scalars, name, shape, start, offset, numel
-        )
-
-
-def _of_zero(
-    model: nn.Module, zero: Any, kinds: Sequence[str], scalars: Sequence[str]
-) -> Iterator[ParameterShard | None]:
-    """Yield shards of ZeRO-1 or 2, which gives each rank a range of all parameters laid end to end."""
-    for name, parameter in _trained(model):
-        fragment = parameter._hp_mapping
-        if fragment is None:
+        if (found := flat_range(zero, parameter)) is None:
             continue
-        flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
-        start, at = fragment.lp_fragment_address.start, fragment.hp_fragment_address
-        yield _zero_piece(zero, flat, kinds, scalars, name, tuple(parameter.shape), start, at.start, at.numel)
-
-
-def _zero_piece(
-    zero: Any,
-    flat: Tensor,
-    kinds: Sequence[str],
-    scalars: Sequence[str],
-    name: str,
-    shape: tuple[int, ...],
-    start: int,
-    offset: int,
-    numel: int,
-) -> ParameterShard | None:
-    numel = min(numel, math.prod(shape) - start)  # without padding
-    if numel <= 0:
-        return None
-    held = {WEIGHT: flat.data, **_with_states(zero.optimizer, flat, kinds, scalars)}
-    states = {kind: tensor.narrow(0, offset, numel) if tensor.dim() else tensor for kind, tensor in held.items()}
-    return ParameterShard(name=name, shape=shape, start=start, states=states)
+        flat, offset, start, numel = found
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        numel = min(numel, math.prod(shape) - start)  # without padding
+        if numel > 0:
+            held = {WEIGHT: flat.data, **_with_states(zero.optimizer, flat, kinds, scalars)}
+            states = {kind: x.narrow(0, offset, numel) if x.dim() else x for kind, x in held.items()}
+            yield ParameterShard(name=name, shape=shape, start=start, states=states)
 
 
 def _with_states(

@@ -52,6 +52,7 @@ from longctx.training.checkpoint.states import (
     write_states,
 )
 from longctx.training.metrics import NonFiniteError
+from longctx.upstream.transformers_internals import log_sums, restore_log_sums
 
 logger = logging.getLogger(__name__)
 
@@ -233,12 +234,7 @@ class ResumableTrainer(PushingTrainer):
                     self.state.stateful_callbacks[name] = state
 
     def _all_progress(self) -> list[dict[str, Any]]:
-        own = self.progress() | {
-            "loss": float(self._tr_loss),
-            "last_logged": self._globalstep_last_logged,
-            "total_loss": self._total_loss_scalar,
-        }
-        return gather_objects(own)
+        return gather_objects(self.progress() | log_sums(self))
 
     # Resuming
 
@@ -361,7 +357,7 @@ class ResumableTrainer(PushingTrainer):
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "train_loss" in logs:  # the Trainer divides the sum over all steps by the steps since resuming
-            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+            logs["train_loss"] = log_sums(self)["total_loss"] / max(self.state.global_step, 1)
         super().log(logs, start_time)
 
     def _load_best_model(self) -> None:
@@ -422,9 +418,7 @@ class _Continued(TrainerCallback):
         trainer, ranks = self.trainer, self.ranks
         same = len(ranks) == args.world_size
         loss = ranks[args.process_index]["loss"] if same else sum(rank["loss"] for rank in ranks) / len(ranks)
-        trainer._tr_loss += loss
-        trainer._globalstep_last_logged = ranks[0]["last_logged"]
-        trainer._total_loss_scalar = ranks[0]["total_loss"]
+        restore_log_sums(trainer, loss=loss, last_logged=ranks[0]["last_logged"], total_loss=ranks[0]["total_loss"])
         trainer.restore_progress(ranks)
 
 

@@ -1,0 +1,107 @@
+"""What longctx sets in accelerate: its launcher's environment variables, its state, and FSDP's plug-in."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+_DEEPSPEED = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+}
+ENGINE_ENVIRONMENT = {"fsdp2": _FSDP, "deepspeed": _DEEPSPEED}
+"""Variables that the launcher exports for the shipped profiles fsdp2 and zero3."""
+
+
+def promote(engine: str) -> None:
+    """Make a plain launch use `engine` (fsdp2 or deepspeed), as its shipped profile does."""
+    os.environ.update(ENGINE_ENVIRONMENT[engine])
+
+
+def load_on_every_rank() -> None:
+    """Make every rank read the weights, and quantise them itself. Call it before FSDP2's plug-in exists."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
+def offload_fsdp() -> None:
+    """Make FSDP2 keep parameters, gradients and optimizer states in host memory. Call it before its plug-in exists."""
+    os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
+
+
+def load_whole_models() -> None:
+    """Make ZeRO-3 partition the model after loading, and not while it is loaded."""
+    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
+
+
+def start_on_gloo(engine: str, **options: Any) -> None:
+    """Start gloo and declare which engine runs on it; accelerate itself refuses both engines there.
+
+    Args:
+        options: keywords of `torch.distributed.init_process_group`.
+    """
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate does not use DeepSpeed
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True, backend="gloo", **options)
+    # accelerate itself promotes a type with an accelerator to FSDP, plug-in included.
+    found = DistributedType.DEEPSPEED if engine == "deepspeed" else DistributedType.MULTI_XPU
+    PartialState._shared_state["distributed_type"] = found
+
+
+def configure_fsdp(plugin: Any, *, reduce_in_bf16: bool, use_cpu: bool) -> None:
+    """Set up FSDP2's plug-in, before the model is wrapped."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if reduce_in_bf16 and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.bfloat16)
+    if use_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs a GPU's driver
+
+
+def fsdp2_plugin(accelerator: Accelerator) -> Any | None:
+    """Return FSDP2's plug-in; None for other engines."""
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin if plugin is not None and plugin.fsdp_version == 2 else None
+
+
+def save_whole_models(accelerator: Accelerator) -> None:
+    """Make FSDP save standard folders in checkpoints and output_dir, whatever format the profile asks for."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+
+
+def keep_sums_in_fp32(accelerator: Accelerator) -> None:
+    """Make FSDP2 under bf16 return per-token losses as computed, and add up gradients over micro-batches in fp32.
+
+    accelerate's policy would cast the model's outputs to bf16, and so round the scale of the whole gradient.
+    """
+    import torch
+
+    plugin = fsdp2_plugin(accelerator)
+    if plugin is not None and (policy := plugin.mixed_precision_policy) is not None:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+
+
+def without_wrappers(optimizer: Any) -> Any:
+    """Return the engine's or torch's optimizer from accelerate's wrappers."""
+    while type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer
+    return optimizer
