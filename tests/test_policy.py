@@ -332,3 +332,13 @@ def test_bad_input(changes, message):
     options = given.pop("policy", {})
     with pytest.raises(ValueError, match=message):
         sequence.policy_loss(model, batch, **given, counts=counts, policy=PolicyLoss(**options))
+
+
+def test_groups_that_do_not_fit_are_refused():
+    _, sequence = longctx.parallelize(tiny_model(), sp=1)
+    batch = SequenceCollator(0, 64, padding_free=True)(make_answers())
+    with pytest.raises(ValueError, match="2 tensors of groups for 1 batches"):
+        sequence.count_policy_step([batch], [torch.tensor(GROUPS)] * 2)
+    counts = sequence.count_policy_step([batch], [torch.tensor(GROUPS)])
+    with pytest.raises(ValueError, match=r"groups \[9\] were not counted"):
+        counts.document_weights(torch.tensor([4]), PolicyLoss(normalization="group"), torch.tensor([9]))
