@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import NamedTuple
 
 import longctx
+from longctx.launch.terminal import USAGE_ERROR
 from longctx.settings.flag_sources import METHODS, POINTER
-from longctx.train import USAGE_ERROR
 
 BROKEN_PIPE = 128 + 13
 """The exit code of a process that SIGPIPE ends."""

@@ -269,7 +269,7 @@ class SequenceParallel:
             [documents] or [documents, n], padding included as documents.
         """
         sums = values.new_zeros(len(layout.cu_seqlens) - 1, *values.shape[2:], dtype=torch.float64)
-        sums = sums.index_add(0, self.documents_of_tokens(layout), values[0].double())
+        sums = sums.index_add(0, self.documents_of_tokens(layout).to(values.device), values[0].double())
         return sums if self.groups.sequence is None else all_reduce(sums, self.groups.sequence)
 
     def documents_of_tokens(self, layout: BatchLayout) -> Tensor:
@@ -392,7 +392,9 @@ def parallelize(
             )
         install_chunked(model, sequence_chunk_size, device, checkpoints)
     if overlap_exchange is None:
-        overlap_exchange = heads_k_stride is None and exchange_overlaps(setup, degrees, documents)
+        overlap_exchange = heads_k_stride is None and (
+            choice.overlaps_exchange if sp_backend == "auto" else exchange_overlaps(setup, degrees, documents)
+        )
     attention = partial(backend.attention, heads_k_stride=heads_k_stride, overlap_exchange=overlap_exchange)
     time_of_plan = partial(plan_time, setup, degrees) if dims.ring > 1 else None
     groups = sequence_groups(dims, device)

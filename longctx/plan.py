@@ -20,21 +20,19 @@ from typing import Any, NamedTuple
 from longctx.forecast.levers import AUTO
 from longctx.forecast.memory_options import PRESETS
 
-USAGE_ERROR = 2
 LENGTHS = (32768, 131072, 524288, 1048576)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the plan, and return the exit code."""
     options = _parser().parse_args(arguments)
-    from longctx.launch.terminal import quieten, refuse
+    from longctx.launch.terminal import end_refused, quieten
 
     quieten()
     try:
         return _plan(options)
     except ValueError as error:
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
 
 
 METHODS = ("train", "dpo")

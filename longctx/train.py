@@ -18,14 +18,12 @@ from longctx.settings.methods import SFT, Method
 if TYPE_CHECKING:
     from longctx.settings.run import Run
 
-USAGE_ERROR = 2
-
 
 def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
     """Train, and return the exit code. Input that cannot be trained on exactly ends with a one-line error."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
-    from longctx.launch.terminal import quieten, refuse, say_hello
+    from longctx.launch.terminal import end_refused, quieten, say_hello
     from longctx.settings.help import check_names, short_help
 
     if {"-h", "--help"} & set(arguments) and (text := short_help(method)):
@@ -35,8 +33,7 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
     try:
         check_names(arguments, method=method)  # takes milliseconds, and what follows seconds
     except ValueError as error:
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
     if is_first_rank():
         say_hello(longctx.__version__)
     from longctx.launch.console import say
@@ -65,8 +62,7 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
             relaunch(flags, profile, method.module)
         run = resolve(flags, profile, os.environ)
     except ValueError as error:
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
     if run.settings["dry_run"]:
         return dry_run(run) if is_first_rank() else 0
     if run.settings["prepare_only"]:
@@ -86,8 +82,8 @@ def _train(run: Run) -> int:
     """Prepare processes and data, train the model, and return the exit code."""
     with _without_collections():
         from longctx.data import DataError
-        from longctx.launch.terminal import refuse
-        from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
+        from longctx.launch.terminal import USAGE_ERROR, end_refused
+        from longctx.ranks.agreement import RefusedOnAllRanks
         from longctx.ranks.watchdog import FAILED, current_watchdog
         from longctx.run import finish, fit, load, prepare
         from longctx.training.callbacks import RESUMABLE
@@ -99,26 +95,16 @@ def _train(run: Run) -> int:
         if watchdog := current_watchdog():
             watchdog.register()
         model = load(prepared)
-    except RefusedOnAllRanks as error:
-        if error.is_mine:
-            refuse(error)
-        exit_with_others()
-        return USAGE_ERROR
     except ValueError as error:
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
     try:
         trainer = fit(prepared, model)
     except (DataError, NonFiniteError) as error:  # every rank raises it in the same step
-        if is_first_rank():
-            refuse(error)
-        exit_with_others()
-        return USAGE_ERROR if isinstance(error, DataError) else FAILED
+        code = USAGE_ERROR if isinstance(error, DataError) else FAILED
+        return end_refused(error, is_mine=is_first_rank(), together=True, code=code)
     except (CheckpointError, NotSavedError, RefusedOnAllRanks) as error:  # raised by one rank; the others know
-        if getattr(error, "is_mine", True):
-            refuse(error)
-        exit_with_others()
-        return USAGE_ERROR if isinstance(error, CheckpointError) else FAILED
+        code = USAGE_ERROR if isinstance(error, CheckpointError) else FAILED
+        return end_refused(error, together=True, code=code)
     finish()
     return 0 if trainer.stop_on_signal.stopped_by is None else RESUMABLE
 
@@ -144,7 +130,7 @@ def _without_collections() -> Iterator[None]:
 def dry_run(run: Run) -> int:
     """Print the resolved run and what it finds on this machine, and return the exit code."""
     from longctx.launch.console import show_summary
-    from longctx.launch.terminal import refuse
+    from longctx.launch.terminal import end_refused
     from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     stay_on_cpu()
@@ -154,8 +140,7 @@ def dry_run(run: Run) -> int:
         found = preflight(run)
     except ValueError as error:
         show_summary(run.summary(), explain=run.settings["explain"])
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
     show_summary([*run.summary(), *found], explain=run.settings["explain"])
     return 0
 
@@ -163,7 +148,7 @@ def dry_run(run: Run) -> int:
 def prepare_only(run: Run) -> int:
     """Tokenise and plan for later runs, once on each machine, and return the exit code."""
     from longctx.launch.console import Line, show
-    from longctx.launch.terminal import refuse
+    from longctx.launch.terminal import end_refused
     from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     if not is_first_on_node():
@@ -175,8 +160,7 @@ def prepare_only(run: Run) -> int:
     try:
         data = prepare_data(run)
     except ValueError as error:
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
     show([Line("packing", str(data.report))])
     show(Line("mixture", str(source)) for source in data.mixture)
     show([Line("prepared", f"{cache_folder()} keeps the plan; a run with the same flags starts from it")])

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from longctx.recurrent.layers import PrefersHeads, install_recurrent
-from longctx.sequence.batch import AttentionContext
+from longctx.sequence.batch import AttentionContext, refuse_uncut
 from longctx.upstream.transformers_internals import leave_only_present_layers
 
 NAME = "longctx"
@@ -45,11 +45,7 @@ def longctx_attention(
         ValueError: if `sequence` is missing, or the layer does not compute plain causal attention.
     """
     if sequence is None:
-        raise ValueError(
-            "This model's attention was put in place by longctx.parallelize and needs batches cut by its second "
-            "result: model(**sequence.shard(batch).inputs). To use the model as before, for generation say, call "
-            "model.set_attn_implementation('sdpa') first."
-        )
+        refuse_uncut("This model's attention")
     refused = [name for name in REFUSED_KEYWORDS if kwargs.get(name) is not None]
     if dropout:
         refused.append(f"dropout={dropout}")

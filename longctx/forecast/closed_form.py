@@ -27,7 +27,7 @@ import numpy as np
 
 from longctx.forecast import coefficients
 from longctx.forecast.coefficients import (
-    ADAMW_BYTES,
+    ADAMW_STATE_BYTES,
     FP32,
     FP32_LOGIT_BYTES,
     HOST_BUFFERS,
@@ -311,7 +311,7 @@ def placed_states(setup: MemorySetup) -> dict[str, float]:
     return {
         "parameters": setup.element_size * parameters / (shards if stage == 3 else 1),
         "gradients": setup.reduce_bytes * trained / (shards if stage >= 2 else 1),
-        "optimizer states": ADAMW_BYTES * trained / shards,
+        "optimizer states": ADAMW_STATE_BYTES * trained / shards,
     }
 
 

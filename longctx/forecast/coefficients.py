@@ -37,7 +37,7 @@ LOSS_TILES = 3
 NORM_BACKWARD_STEPS = 5
 """fp32 tensors that the backward pass of transformers' RMSNorm makes besides its input's gradient."""
 
-ADAMW_BYTES = 3 * FP32
+ADAMW_STATE_BYTES = 3 * FP32
 """For each trained parameter under ZeRO: an fp32 copy of it, and AdamW's two moments."""
 HOST_BUFFERS = 0.5
 """ZeRO's buffers in host memory, as a fraction of its states there: DeepSpeed's own allowance in

@@ -29,7 +29,7 @@ from longctx.attention.cost import FLOPS_BACKWARD, FLOPS_FORWARD, Device, Link, 
 from longctx.attention.kernels.choose import choose_kernel
 from longctx.attention.kernels.entries import Entries
 from longctx.forecast.hardware import host_bytes
-from longctx.forecast.step_time import ADAMW_BYTES, Speeds
+from longctx.forecast.step_time import ADAMW_TRAFFIC_BYTES, Speeds
 from longctx.launch.network import choose_interface
 from longctx.launch.spawn import device_count, spawn
 from longctx.launch.store import meeting_point
@@ -199,7 +199,7 @@ def _host_memory(work: Work, seconds: Seconds) -> float:
     parameter = nn.Parameter(torch.zeros(work.num_elements))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return ADAMW_BYTES * work.num_elements / seconds(optimizer.step)
+    return ADAMW_TRAFFIC_BYTES * work.num_elements / seconds(optimizer.step)
 
 
 def _launch_seconds(device: torch.device, seconds: Seconds) -> float:

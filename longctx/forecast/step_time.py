@@ -38,9 +38,9 @@ from longctx.recurrent.cost import recurrent_time
 KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = SPEEDS.kernels()
 """Parts of the peak on long documents with heads of 128: kernel -> device -> (forward, backward)."""
 
-ADAMW_BYTES = 28
+ADAMW_TRAFFIC_BYTES = 28
 """Bytes read and written for each parameter: weight, gradient and two moments in fp32."""
-HOST_OPTIMIZER_BYTES = ADAMW_BYTES + 8 + 6
+HOST_OPTIMIZER_BYTES = ADAMW_TRAFFIC_BYTES + 8 + 6
 """The same in host memory, with the pass that scales gradients and the one that rounds weights to bf16."""
 OPTIMIZER_COPIES = 2 + 2 + 4 + 2
 """Bytes of each parameter that DeepSpeed copies between device and host: the gradient in bf16 there and back and in
@@ -350,7 +350,7 @@ def optimizer_seconds(setup: MemorySetup, speeds: Speeds) -> float:
     shards = 1 if setup.engine == "none" else setup.world_size / setup.dp_replicate
     parameters = setup.model.num_trained_parameters / shards
     if "cpu" not in (setup.offload_optimizer, setup.offload_param):
-        return parameters * ADAMW_BYTES / speeds.device.memory_speed
+        return parameters * ADAMW_TRAFFIC_BYTES / speeds.device.memory_speed
     staged, copied = 0.0, OPTIMIZER_COPIES / speeds.host_link
     if not setup.pins_host_memory:
         staged, copied = UNPINNED_PASSES * OPTIMIZER_COPIES, 0.0

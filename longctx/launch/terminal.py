@@ -17,6 +17,8 @@ DEPRECATIONS_BETWEEN_LIBRARIES = (
     r"Slicing a flattened dim from root mesh will be deprecated",  # torch, about accelerate's mesh
 )
 
+USAGE_ERROR = 2
+"""The exit code of a command that refuses its input."""
 HAS_STARTED = "LONGCTX_HAS_STARTED"
 """Environment variable that tells the processes that a run starts that the terminal shows it already."""
 
@@ -35,6 +37,24 @@ def quieten() -> None:
     for message in DEPRECATIONS_BETWEEN_LIBRARIES:
         for category in (FutureWarning, UserWarning):
             warnings.filterwarnings("ignore", message=message, category=category)
+
+
+def end_refused(
+    error: Exception, *, is_mine: bool | None = None, together: bool = False, code: int = USAGE_ERROR
+) -> int:
+    """Print why a run ends, and return its exit code.
+
+    Args:
+        is_mine: whether this rank prints it; None for what a `RefusedOnAllRanks` says, and True for other errors.
+        together: whether all ranks end now, as they do after a `RefusedOnAllRanks`; then each waits for the others.
+    """
+    if getattr(error, "is_mine", True) if is_mine is None else is_mine:
+        refuse(error)
+    if together or hasattr(error, "is_mine"):
+        from longctx.ranks.agreement import exit_with_others
+
+        exit_with_others()
+    return code
 
 
 def refuse(error: Exception) -> None:

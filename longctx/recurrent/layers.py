@@ -23,7 +23,7 @@ from longctx.recurrent.gated_delta import check_gated_delta, delta_rule_by_heads
 from longctx.recurrent.mamba2 import mamba2_by_states
 from longctx.recurrent.passing import convolve_pieces
 from longctx.recurrent.pieces import Pieces
-from longctx.sequence.batch import AttentionContext, BatchLayout
+from longctx.sequence.batch import AttentionContext, BatchLayout, refuse_uncut
 from longctx.upstream.transformers_internals import attention_implementation, replace_forward, with_names
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -83,11 +83,7 @@ def _forward(
     """Compute a layer in transformers' signature: hidden_states [1, s, h] -> [1, s, h]."""
     if sequence is None:
         if is_parallelized():
-            raise ValueError(
-                f"{type(layer).__name__} was put in place by longctx.parallelize and needs batches cut by its second "
-                "result: model(**sequence.shard(batch).inputs). To use the model as before, for generation say, call "
-                "model.set_attn_implementation('sdpa') first."
-            )
+            refuse_uncut(type(layer).__name__)
         return stock_forward(hidden_states, *args, **kwargs)
     given = [name for name in STATE_KEYWORDS if kwargs.get(name) is not None]
     assert not given, f"batches of shard() carry no {' and no '.join(given)}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -129,3 +129,12 @@ class ShardedBatch:
     """Puts per-token results back in order."""
     context: AttentionContext
     """The object passed as `sequence`."""
+
+
+def refuse_uncut(part: str) -> NoReturn:
+    """Refuse a batch that a part of a parallelized model got without an `AttentionContext`."""
+    raise ValueError(
+        f"{part} was put in place by longctx.parallelize and needs batches cut by its second result: "
+        "model(**sequence.shard(batch).inputs). To use the model as before, for generation say, call "
+        "model.set_attn_implementation('sdpa') first."
+    )

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from longctx.settings.run import Run
 
 OFF = 1
-USAGE_ERROR = 2
 MODULE = "longctx.verify"
 
 
@@ -32,14 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0
-    from longctx.launch.terminal import refuse
+    from longctx.launch.terminal import end_refused
     from longctx.settings.help import check_names
 
     try:
         check_names(arguments, also=[action.dest for action in _parser()._actions])
     except ValueError as error:
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
     with redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
         return _verify(arguments, others, own)
 
@@ -69,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) -> int:
-    from longctx.launch.terminal import quieten, refuse
+    from longctx.launch.terminal import end_refused, quieten
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
     from longctx.upstream.deepspeed_internals import stay_on_cpu
 
@@ -95,26 +93,18 @@ def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) ->
         run = check_engine(resolve(with_defaults(flags, profile), profile, os.environ))
         run = few_layers(run, own.num_layers)
     except ValueError as error:
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
     if run.must_spawn:
         print(f"longctx: {who_starts(profile, run.dims.world_size, MODULE)}", flush=True)
         return spawn(run.dims.world_size, arguments, MODULE)
 
-    from longctx.ranks.agreement import RefusedOnAllRanks, exit_with_others
     from longctx.run import finish
 
     try:
         with tempfile.TemporaryDirectory(prefix="longctx-verify-") as folder:
             checks = _compare(run, folder, for_scripts=own.json)
-    except RefusedOnAllRanks as error:
-        if error.is_mine:
-            refuse(error)
-        exit_with_others()
-        return USAGE_ERROR
     except ValueError as error:
-        refuse(error)
-        return USAGE_ERROR
+        return end_refused(error)
     finish()
     return OFF if culprit(checks) else 0
 
