@@ -54,6 +54,24 @@ def sample(model, haystack, args):
     return records, ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-4)).flatten()
 
 
+def draw(rewards, args):
+    """Mean rewards of the steps, and the mean over ten steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(rewards) + 1), rewards, ".", color="0.6", label="step")
+    means = torch.tensor(rewards).unfold(0, min(10, len(rewards)), 1).mean(1).tolist()
+    axes.plot(range(len(rewards) - len(means) + 1, len(rewards) + 1), means, label="mean of the last 10 steps")
+    axes.axhline(0.1, color="0.6", linestyle=":", label="by chance")
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("optimizer step")
+    axes.set_title(f"Mean reward in documents of {args.length:,} tokens, sp {args.sp}", fontsize=11)
+    axes.grid(color="0.9")
+    axes.legend(frameon=False)
+    figure.savefig(args.output / "rewards.png", dpi=150)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model_name_or_path", required=True)
@@ -63,7 +81,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=2, help="of a sequence group in a step")
     parser.add_argument("--num_generations", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
-    parser.add_argument("--output", type=Path, help="where to write the rewards")
+    parser.add_argument("--output", type=Path, help="folder for rewards.json and rewards.png, which needs matplotlib")
     args = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -123,7 +141,9 @@ def main():
         if dist.get_rank() == 0:
             print(f"step {step + 1}: mean reward {logged[0]:.3f}, entropy {logged[1]:.5f}", flush=True)
     if args.output and dist.get_rank() == 0:
-        args.output.write_text(json.dumps(rewards) + "\n")
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "rewards.json").write_text(json.dumps(rewards) + "\n")
+        draw(rewards, args)
     dist.destroy_process_group()
 
 

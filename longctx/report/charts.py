@@ -68,6 +68,7 @@ def all_charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str
     charts, flat = [], []
     charts += [
         figure("Loss", line_chart("Loss over steps", loss), [s for s in loss if s.points]),
+        *_rewards(history, steps),
         figure("Tokens per second", line_chart("Tokens per second over steps", total, low=0)),
         _memory(steps),
         *_times(steps),
@@ -95,6 +96,24 @@ def all_charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str
     return charts + flat
 
 
+def _rewards(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Draw the rewards of a run on preferences, where they are logged."""
+    if not any("rewards/margins" in step for step in steps):
+        return []
+    sides = [Series(side, _points(steps, f"rewards/{side}"), f"c{i}") for i, side in enumerate(("chosen", "rejected"))]
+    charts = [figure("Rewards", line_chart("Rewards over steps", sides), sides)]
+    of_pairs: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("Reward margins", "rewards/margins", {}),
+        ("Reward accuracies", "rewards/accuracies", {"low": 0.0, "high": 1.0, "tick": _percent}),
+    )
+    for name, key, options in of_pairs:
+        evaluated = Series("evaluation", _points(history, f"eval_{key}"), "c1 dashed")
+        lines = [*_smoothed("training", _points(steps, key)), evaluated]
+        chart = line_chart(f"{name} over steps", lines, **options)
+        charts.append(figure(name, chart, [line for line in lines if line.points], _NOTES[name]))
+    return charts
+
+
 def _smoothed(name: str, points: Sequence[tuple[float, float]]) -> list[Series]:
     """Return the line; of a longer one its moving mean, and the values behind it."""
     if len(points) < SMOOTHED_FROM:
@@ -107,6 +126,8 @@ def _smoothed(name: str, points: Sequence[tuple[float, float]]) -> list[Series]:
 
 
 _NOTES = {
+    "Reward margins": "Mean over pairs of the chosen answer's reward minus the rejected one's.",
+    "Reward accuracies": "Part of the pairs whose chosen answer has the larger reward.",
     "Padding": "Part of the tokens computed that are padding.",
     "Auxiliary loss": "Of the routers, without its coefficient; with an even load, it is the experts of a token.",
     "Expert load": "Tokens of a layer's busiest expert over the mean, in the least balanced layer; 1 is even.",

@@ -33,7 +33,7 @@ from longctx.launch.console import Line, show_summary
 from longctx.launch.terminal import HAS_STARTED, say_hello
 from longctx.regions import PARTS, Clock
 from longctx.report import svg as charts
-from longctx.report.charts import MOST_ROWS
+from longctx.report.charts import MOST_ROWS, all_charts
 from longctx.report.page import HIDDEN, RunReport, without_secrets
 from longctx.train import main
 from longctx.training.peak_memory import GIB, PeakMemory
@@ -644,3 +644,14 @@ def test_ticks_of_steps_are_whole(steps, ticks):
 def test_a_trace_of_nothing_is_refused(arguments, message, capsys):
     assert main([*arguments, "--model_name_or_path", "tiny", "--dataset_name", "stdlib"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_on_preferences_has_charts_of_its_rewards():
+    rewards = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/margins": 1.0, "rewards/accuracies": 0.75}
+    steps = [{"step": step, "loss": 0.6} | rewards for step in (1, 2)]
+    evaluated = {"step": 2, "eval_loss": 0.5, "eval_rewards/margins": 1.2, "eval_rewards/accuracies": 1.0}
+    drawn = [re.search("<figcaption>(.*?)</figcaption>", chart)[1] for chart in all_charts([*steps, evaluated], steps)]
+    assert drawn[1:4] == ["Rewards", "Reward margins", "Reward accuracies"]
+    page = "".join(all_charts([*steps, evaluated], steps)[1:4])
+    assert re.findall("<li>.*?</i>(.*?)</li>", page) == ["chosen", "rejected", *["training", "evaluation"] * 2]
+    assert not any("Reward" in chart for chart in all_charts([], [{"step": 1, "loss": 0.6}]))
