@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from longctx.data import IGNORE_INDEX
 from longctx.regions import region
 from longctx.sequence.shard import complete_position_ids, is_padding_document
 
-if TYPE_CHECKING:
-    from longctx.parallel import SequenceParallel
+SequenceParallel = Any
+"""`longctx.parallel.SequenceParallel`, whose methods the two functions are: its module imports this one."""
 
 NORMALIZATIONS = {
     "grpo": "sequence",
