@@ -275,6 +275,8 @@ def first_layers(config: PretrainedConfig, num_layers: int, **changes: int) -> P
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == all_layers:  # layer_types, no_rope_layers
             setattr(text, name, value[:num_layers])
+    if hasattr(text, "num_kv_shared_layers"):  # of earlier layers, which the first ones are
+        changes["num_kv_shared_layers"] = 0
     for name, value in {"num_hidden_layers": num_layers, "pad_token_id": None, **changes}.items():
         setattr(text, name, value)
     return config

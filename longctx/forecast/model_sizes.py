@@ -135,7 +135,7 @@ def _latent_projections(text: PretrainedConfig) -> int:
 
 def _mlp_width(text: PretrainedConfig) -> tuple[int, int]:
     """Return the elements between the MLP's matrices for one token, and the number of experts that have them."""
-    of_names = (getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk"))
+    of_names = (getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"))
     used = next((number for number in of_names if isinstance(number, int) and number), 0)
     if not used:
         return text.intermediate_size, 0

@@ -54,30 +54,37 @@ def check_layers(checkpoints: LayerCheckpoints, num_layers: int) -> None:
 def install_checkpoints(model: PreTrainedModel, checkpoints: LayerCheckpoints) -> None:
     """Make the layers of `model` keep what `checkpoints` says, once activation checkpointing is switched on.
 
-    Reentrant checkpointing always computes attention again.
+    Reentrant checkpointing always computes attention again, and is refused for layers that share keys and values.
 
     Raises:
         ValueError: if the model has fewer layers.
     """
     num_layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
     check_layers(checkpoints, num_layers)
-    if checkpoints != LayerCheckpoints():
-        wrap_checkpointing_setter(model, partial(_set_by_layer, model, checkpoints))
+    shares = bool(getattr(model.config.get_text_config(), "num_kv_shared_layers", 0))
+    if shares or checkpoints != LayerCheckpoints():
+        wrap_checkpointing_setter(model, partial(_set_by_layer, model, checkpoints, shares))
 
 
 def _set_by_layer(
     model: nn.Module,
     checkpoints: LayerCheckpoints,
+    shares_keys: bool,
     set_checkpointing: Callable[..., None],
     enable: bool = True,
     gradient_checkpointing_func: Callable[..., Any] = checkpoint,
     **kwargs: Any,
 ) -> None:
     """Call transformers' own setter, which all ways to switch checkpointing on use, then set what layers keep."""
+    given = getattr(gradient_checkpointing_func, "keywords", {})
+    if enable and shares_keys and given.get("use_reentrant") is True:
+        raise ValueError(
+            "use_reentrant is True, and layers of this model share keys and values, whose gradients reentrant "
+            "checkpointing loses. Set use_reentrant to False in gradient_checkpointing_kwargs."
+        )
     set_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
     if not enable:
         return
-    given = getattr(gradient_checkpointing_func, "keywords", {})
     keeps_attention = gradient_checkpointing_func
     if given.get("use_reentrant") is not True and "context_fn" not in given:
         keeps_attention = partial(

@@ -26,6 +26,9 @@ from longctx.regions import region
 from longctx.sequence.batch import AttentionContext
 from longctx.upstream.transformers_internals import replace_forward, router_class
 
+RETURN_PROBABILITIES = ("Gemma4TextRouter",)
+"""Routers whose first result is their probabilities, which are the softmax of their logarithms; they have no loss."""
+
 
 class RouterSums(NamedTuple):
     """Sums over this rank's real tokens of one micro-batch."""
@@ -71,8 +74,8 @@ class Routers:
 
     def __init__(self, modules: list[Any], coefficient: float, world_size: int):
         self.coefficient, self.world_size = coefficient, world_size
-        self.num_experts = [int(module.num_experts) for module in modules]
-        self.top_k = int(modules[0].top_k)
+        self.num_experts = [_setting(module, "num_experts") for module in modules]
+        self.top_k = _setting(modules[0], "top_k")
         self.shares: Tensor | None = None
         """float64 [2], of the last micro-batch on this rank: of the auxiliary loss, without its coefficient, and of the
         step's tokens. Over ranks and micro-batches of a step they sum to the loss and to 1."""
@@ -182,12 +185,20 @@ class Routers:
         if batch is None:
             return None
         logits, weights, indices = output
+        if type(router).__name__ in RETURN_PROBABILITIES:
+            logits = logits.log()
         real = batch.take(number, len(logits))
         if self._is_counting:
             _count(batch.sums, number, logits.detach(), indices, real)
         if not self.coefficient or not torch.is_grad_enabled() or not weights.requires_grad:
             return None
         return logits, _AddGradient.apply(weights, logits, real, batch), indices
+
+
+def _setting(router: Any, name: str) -> int:
+    """Return a number of a router; Gemma 4's has its configuration alone, where top_k is top_k_experts."""
+    value = getattr(router, name, None)
+    return int(getattr(router.config, {"top_k": "top_k_experts"}.get(name, name)) if value is None else value)
 
 
 @torch.no_grad()

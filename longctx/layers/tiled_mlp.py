@@ -53,11 +53,14 @@ def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """What decoder layers call with hidden states alone, as no mixer is, and what has parts of its own, as no norm."""
+    """What decoder layers call with hidden states alone, as no mixer is, and what has parts of its own, as no norm.
+
+    Gemma 4's routers are both, too, and are not MLPs.
+    """
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             for part in layer.children():
-                if _takes_one(part) and any(True for _ in part.children()):
+                if _takes_one(part) and any(True for _ in part.children()) and "Router" not in type(part).__name__:
                     yield part
 
 
@@ -72,14 +75,14 @@ def _takes_one(part: nn.Module) -> bool:
 
 @torch.compiler.disable  # it differentiates while it is being differentiated
 def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, width: int, hidden_states: Tensor) -> Any:
-    """hidden_states [B, S, ...] -> what `run` gives, a tensor of this shape or a tuple that starts with one.
+    """hidden_states [B, S, ...], or [T, h] -> what `run` gives, a tensor of this shape or a tuple that starts with one.
 
     A sequence that is a single tile goes the same way as others: ZeRO-1 and ZeRO-2 reduce gradients in the order in
     which they come, and data-parallel ranks have sequences of different lengths.
     """
     if num_shards == 1:
         return run(hidden_states)
-    x = hidden_states.reshape(1, -1, *hidden_states.shape[2:])
+    x = hidden_states[None] if hidden_states.dim() == 2 else hidden_states.reshape(1, -1, *hidden_states.shape[2:])
     size = -(-x.shape[1] // num_shards) if num_shards else width
     kept = _Keep.apply(x)
     out = _Tiles.apply(mlp, run, size, kept.grad_fn, kept, *trained(mlp))

@@ -33,6 +33,7 @@ DECODER_MODELS = (
     "bitnet",
     "exaone",
     "flint",
+    "gemma4_text",
     "hyperclovax",
     "internlm3",
     "iquestcoder",
@@ -117,6 +118,7 @@ WINDOW_MODELS = (
     "cwm",
     "exaone4",
     "gemma3_text",
+    "gemma4_text",
     "gpt_oss",
     "mistral",
     "olmo3",
@@ -163,7 +165,7 @@ RECURRENT_MODELS = (
 RECURRENT_SETTINGS = ("mamba_d_state", "ssm_state_size", "conv_L_cache")
 """Settings of REFUSED_SETTINGS that RECURRENT_MODELS have."""
 
-POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "yarn")
+POSITION_INDEPENDENT_ROPE = ("default", "linear", "llama3", "proportional", "yarn")
 """RoPE types whose frequencies do not depend on the length a rank happens to see."""
 
 _PLAIN_TEXT = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -173,6 +175,7 @@ MULTIMODAL_MODELS = {
     "deepseek_vl": _PLAIN_TEXT,
     "exaone4_5": ("exaone4",),
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"),
     "glm4v": ("glm4v_text",),
     "glm4v_moe": ("glm4v_moe_text",),
@@ -252,11 +255,18 @@ def _text_of(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def num_heads(config: PretrainedConfig) -> tuple[int, int]:
-    """(query heads, key/value heads) of every attention layer."""
+    """(query heads, key/value heads) of every attention layer; the most key/value heads where layers differ."""
     text = config.get_text_config()
     if is_latent(config):
         return text.num_attention_heads, text.num_attention_heads
-    return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return text.num_attention_heads, _largest(text, "num_key_value_heads") or text.num_attention_heads
+
+
+def _largest(text: PretrainedConfig, name: str) -> int | None:
+    """Return a number of the layers, the largest where layers differ in it, or None if the configuration has none."""
+    if name not in (text.per_layer_attributes or ()):
+        return getattr(text, name, None)
+    return max(getattr(layer, name) for layer in text.per_layer_config)
 
 
 def is_latent(config: PretrainedConfig) -> bool:
@@ -313,7 +323,8 @@ def _kind_of_code(config: PretrainedConfig) -> str:
 def _layers(config: PretrainedConfig) -> Iterator[str]:
     exact = RECURRENT_SETTINGS if config.model_type in RECURRENT_MODELS else ()
     for name, kind in REFUSED_SETTINGS.items():
-        if name not in exact and (value := getattr(config, name, None)):
+        value = getattr(config, name, None)
+        if value and name not in exact and (config.model_type, value) != ("gemma4_text", "vision"):  # text is causal
             yield f"{name} is {value}: {kind}."
     if getattr(config, "is_causal", True) is False:
         yield "is_causal is False: non-causal attention."
@@ -368,11 +379,11 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
-    """(size of a head of queries and keys, size of a head of values)."""
+    """(size of a head of queries and keys, size of a head of values), the largest where layers differ."""
     text = config.get_text_config()
     if is_latent(config):
         return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = _largest(text, "head_dim") or text.hidden_size // text.num_attention_heads
     return size, size
 
 

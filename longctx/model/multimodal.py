@@ -40,6 +40,9 @@ Their rotary positions have an axis each for time, height and width. On text the
 _BUILT_IN = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 """What layers of a text part do always, as a setting of the causal language model."""
 
+_CAPS_LOGITS = ("gemma4",)
+"""Multimodal types whose head applies final_logit_softcapping of the text part, as the causal language model does."""
+
 _OF_IMAGES = ("mrope_interleaved", "mrope_section")
 """Keys of rope_parameters that divide channels among the three axes."""
 
@@ -68,7 +71,8 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig | None:
         values = _translated(text, model_type)
     part = CONFIG_MAPPING[model_type].from_dict(values)
     if not takes_text_alone(config):
-        if (cap := getattr(text, "final_logit_softcapping", None)) is not None:
+        cap = getattr(text, "final_logit_softcapping", None)
+        if cap is not None and config.model_type not in _CAPS_LOGITS:
             raise ValueError(
                 f"final_logit_softcapping of the text part is {cap}, and the whole {config.model_type} model leaves "
                 "its logits as they are. Set it to null in config.json."

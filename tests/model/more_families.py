@@ -20,6 +20,16 @@ SMALL: dict[str, Any] = {
 EXPERTS = SMALL | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "head_dim": 8}
 ALL_HEADS = SMALL | {"num_key_value_heads": 4}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4 = SMALL | {
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "sliding_window": 4,
+    "final_logit_softcapping": 1.0,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 64,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": True,
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 4.0,
@@ -33,6 +43,17 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("bitnet", SMALL),
     "exaone": ("exaone", SMALL | {"attention_bias": True, "mlp_bias": True}),
     "flint, sinks and windows": ("flint", EXPERTS | WINDOW | {"mlp_only_layers": [0]}),
+    "gemma4_text, windows, shared keys": (
+        "gemma4_text",
+        GEMMA4 | {"num_hidden_layers": 4, "layer_types": WINDOW["layer_types"] * 2, "num_kv_shared_layers": 2},
+    ),
+    "gemma4_text, windows, experts": (
+        "gemma4_text",
+        GEMMA4
+        | WINDOW
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    ),
     "hyperclovax": ("hyperclovax", SMALL | MULTIPLIERS),
     "internlm3": ("internlm3", SMALL | {"bias": True, "qkv_bias": True}),
     "iquestcoder": ("iquestcoder", SMALL | {"attention_bias": True}),

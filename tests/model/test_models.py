@@ -199,7 +199,7 @@ FAMILIES |= MORE_FAMILIES | {
     )
     for kind, scaling in SCALED_ROPE.items()
 }
-assert SCALED_ROPE.keys() | {"default"} == set(POSITION_INDEPENDENT_ROPE)
+assert SCALED_ROPE.keys() | {"default", "proportional"} == set(POSITION_INDEPENDENT_ROPE)  # the latter in Gemma 4
 assert {model_type for model_type, _ in FAMILIES.values()} == set(CAUSAL_MODELS)
 assert {model_type for name, (model_type, _) in FAMILIES.items() if "window" in name} == set(WINDOW_MODELS)
 
@@ -313,6 +313,7 @@ def backends_of(family: str) -> tuple[str, ...]:
 EVERY_PAIR = [(family, backend) for family in FAMILIES for backend in backends_of(family)]
 EVERY_BACKEND = ("llama", "gemma", "mixtral", "qwen3_next", "gpt_oss, sinks and windows", "qwen3, windows")
 """Families of which a plain pytest runs all backends: plain, tied and scaled, experts, linear, sinks, windows."""
+SHARED_KEYS = "gemma4_text, windows, shared keys"
 FEW_PAIRS = [
     (family, backend)
     for number, family in enumerate(FAMILIES)
@@ -356,10 +357,12 @@ def test_four_ranks_equal_stock_transformers(backend):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
 @pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"use_reentrant": False}, {"selective": True}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", SHARED_KEYS])
 def test_gradient_checkpointing_changes_nothing(family, kwargs):
     """What --gradient_checkpointing_kwargs can ask for; `selective` is TRL's."""
     kwargs = dict(kwargs)
+    if family == SHARED_KEYS and kwargs.get("use_reentrant"):
+        pytest.skip("refused")
     model, batch = make_model(family), make_batch()
     _, expected_loss, expected_gradients = stock_step(model)
     model, sequence = parallelize(model, 1)
@@ -374,6 +377,18 @@ def test_gradient_checkpointing_changes_nothing(family, kwargs):
     assert shard.context.calls > num_mixing_layers(model.config)  # attention ran again in the backward pass
     assert float((loss.detach() / expected_loss - 1).abs()) <= TOLERANCE
     assert largest_error(gradients(model), expected_gradients) <= TOLERANCE
+
+
+def test_reentrant_checkpoints_of_shared_keys_are_refused():
+    """The layers that make them run without a graph, in which the gradients of later layers are lost."""
+    model, _ = parallelize(make_model(SHARED_KEYS), 1)
+    with pytest.raises(ValueError, match="Set use_reentrant to False"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+def test_chunks_of_layers_that_share_keys_are_refused():
+    with pytest.raises(ValueError, match="keys and values of earlier layers"):
+        parallelize(make_model(SHARED_KEYS), 1, sequence_chunk_size=4)
 
 
 @pytest.mark.parametrize(

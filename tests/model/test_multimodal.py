@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from longctx.model.load import load_config, load_model
 from longctx.model.multimodal import names_in_whole
 from longctx.model.rope import extended
 from longctx.model.tiny import tiny_tokenizer
+from tests.model.more_families import GEMMA4
 from tests.model.test_families import documents_loss
 from tests.model.test_models import EXPERTS, LENGTHS, LINEAR, SMALL, TOLERANCE, WINDOW, largest_error, make_batch
 from tests.reference import adamw_steps
@@ -34,6 +36,7 @@ HALF_AXES["rope_parameters"]["mrope_section"] = [1, 0, 1]
 PART = {  # settings of each type of text part
     "exaone4": WINDOW,
     "gemma3_text": WINDOW | {"head_dim": 16},
+    "gemma4_text": {key: value for key, value in GEMMA4.items() if key not in SMALL} | WINDOW,
     "glm4v_moe_text": HALF_AXES
     | EXPERTS
     | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
@@ -63,10 +66,15 @@ def make_whole(kind):
     model_type, part = KINDS[kind]
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
-    vision = default.vision_config.to_dict()
+    vision = (default.vision_config or CONFIG_MAPPING["gemma4_vision"]()).to_dict()
     vision = {"model_type": vision["model_type"]} | {key: value for key, value in VISION.items() if key in vision}
     text = SMALL | {"model_type": part} | PART.get(part, {})
-    extra = {name: 60 for name in ("image_token_index", "image_token_id", "video_token_id") if hasattr(default, name)}
+    extra: dict[str, Any] = {
+        name: 60 for name in ("image_token_index", "image_token_id", "video_token_id") if hasattr(default, name)
+    }
+    if model_type == "gemma4":  # whose image tokens the whole reads as padding
+        extra = {"audio_config": None}
+        vision |= {"head_dim": 8, "position_embedding_size": 16}
     if kind == "gemma3, head of its own":
         extra["tie_word_embeddings"] = False
     config = config_class(text_config=text, vision_config=vision, **extra)

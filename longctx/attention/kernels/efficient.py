@@ -26,7 +26,11 @@ class MemoryEfficientKernel(BlockwiseKernel):
     name = "aten memory-efficient"
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        return device.type == "cuda" and dtype == torch.float32 and head_dim % 4 == 0
+        if device.type != "cuda":
+            return False
+        if dtype in (torch.float16, torch.bfloat16):  # heads that are too large for the flash kernels
+            return head_dim > 256 and head_dim % 8 == 0
+        return dtype == torch.float32 and head_dim % 4 == 0
 
     def _forward(self, q, k, v, causal, mask, scale):
         forward = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -337,7 +337,8 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
             `offloaded` ones.
 
     Raises:
-        ValueError: if `size` is below 1, or the model has layers that mix tokens in another way than by attention.
+        ValueError: if `size` is below 1, or the model has layers that mix tokens in another way than by attention,
+            or layers that share keys and values.
     """
     if size < 1:
         raise ValueError(f"sequence_chunk_size {size} is below 1. Use a few thousand tokens.")
@@ -345,6 +346,11 @@ def install_chunked(model: PreTrainedModel, size: int, device: torch.device, kep
         raise ValueError(
             f"sequence_chunk_size {size}: recurrent layers of {model.config.model_type} carry a state through "
             "all tokens, and cannot be split at their attention. Leave it out."
+        )
+    if hasattr(model.config.get_text_config(), "num_kv_shared_layers"):
+        raise ValueError(
+            f"sequence_chunk_size {size}: layers of {model.config.model_type} take inputs of their own for each token, "
+            "and keys and values of earlier layers, which the sequence-chunked step does not cut. Leave it out."
         )
     keep_backward_in_one_thread()
     copies = Copies(device)
