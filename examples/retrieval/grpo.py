@@ -1,7 +1,8 @@
 """Group relative policy optimization with sequence parallelism, on a task whose answers can be verified.
 
 python examples/retrieval/retrieval.py --max_length 4096 data --output retrieval-data
-accelerate launch -m longctx.train --config examples/retrieval/train.yaml --max_length 4096 --sp 2 --max_steps 450
+accelerate launch --num_processes 2 -m longctx.train --config examples/retrieval/train.yaml \\
+    --max_length 4096 --sp 2 --max_steps 300
 torchrun --nproc_per_node 2 examples/retrieval/grpo.py --model_name_or_path retrieval-model
 
 A key of three digits is hidden in a long document, and the end of the document asks for it. The model samples answers,
@@ -78,7 +79,7 @@ def main():
     parser.add_argument("--sp", type=int, default=2)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a document")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--prompts", type=int, default=2, help="of a sequence group in a step")
+    parser.add_argument("--prompts", type=int, default=3, help="of a sequence group in a step")
     parser.add_argument("--num_generations", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--output", type=Path, help="folder for rewards.json and rewards.png, which needs matplotlib")
