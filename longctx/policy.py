@@ -187,7 +187,8 @@ def count_policy_step(
 ) -> PolicyCounts:
     """Return what `policy_loss` divides by: the sampled tokens and answers of an optimizer step, over all ranks.
 
-    A method of `SequenceParallel`, which all ranks call together before the first micro-batch of the step.
+    A method of `SequenceParallel`, which all ranks call together before the first micro-batch of the step. For the
+    auxiliary loss of a mixture of experts, call `count_experts` after it where the step has several micro-batches.
 
     Args:
         batches: this rank's micro-batches of the step.
@@ -338,7 +339,8 @@ def _check_same(sequence: SequenceParallel, tensors: Mapping[str, Tensor]) -> No
     """Check that the ranks of this rank's sequence group were given the same tensors."""
     if sequence.dims.sp == 1:
         return
-    mine = {name: hashlib.blake2b(t.cpu().contiguous().numpy().tobytes()).digest() for name, t in tensors.items()}
+    data = {name: values.cpu().flatten().view(torch.uint8).numpy().tobytes() for name, values in tensors.items()}
+    mine = {name: hashlib.blake2b(values).digest() for name, values in data.items()}
     everyone = _gather_objects(mine, sequence.groups.sequence)
     if differing := [name for name in mine if any(theirs.get(name) != mine[name] for theirs in everyone)]:
         raise ValueError(

@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import longctx
 from longctx.collate import SequenceCollator
 from longctx.model.tiny import tiny_model
 from longctx.policy import PolicyLoss
 from tests.layers.test_log_probs import ENGINES, LEARNING_RATE, TOLERANCE, dense_model, flat_gradient, wrapped
+from tests.layers.test_routers import COEFFICIENT, save_model
 from tests.workers import run_ranks
 
 PROMPTS = [30, 2, 55, 7, 20, 11, 40, 3]
@@ -332,6 +335,42 @@ def test_bad_input(changes, message):
     options = given.pop("policy", {})
     with pytest.raises(ValueError, match=message):
         sequence.policy_loss(model, batch, **given, counts=counts, policy=PolicyLoss(**options))
+
+
+def gradients_of_experts(folder, coefficient):
+    """Of two micro-batches of a mixture of experts, by parameter."""
+    model = AutoModelForCausalLM.from_pretrained(folder, output_router_logits=coefficient > 0)
+    model.config.router_aux_loss_coef = coefficient
+    model, sequence = longctx.parallelize(model, sp=1)
+    collate = SequenceCollator(257, 64, padding_free=True)
+    records = make_answers()
+    batches = [
+        collate(part) | {"lengths": [len(record["labels"]) for record in part]} for part in (records[:3], records[3:])
+    ]
+    counts = sequence.count_policy_step(batches)
+    sequence.count_experts(model, batches)
+    for batch, of_batch in zip(batches, parts, strict=True):
+        advantages = torch.tensor([record["advantage"] for record in of_batch])
+        sequence.policy_loss(model, batch, advantages, counts=counts).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_the_auxiliary_loss_of_experts_is_that_of_all_documents_of_the_step(tmp_path):
+    """What the loss adds to the gradients is what transformers' own function gives for the step's real tokens."""
+    folder = save_model(tmp_path)
+    without, with_loss = (gradients_of_experts(folder, coefficient) for coefficient in (0.0, COEFFICIENT))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    logits = [
+        model(input_ids=torch.from_numpy(record["input_ids"])[None], output_router_logits=True).router_logits
+        for record in make_answers()
+    ]
+    layers = tuple(torch.cat(of_layer) for of_layer in zip(*logits, strict=True))
+    (COEFFICIENT * load_balancing_loss_func(layers, 8, 2)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.norm() > 0:
+            added = with_loss[name] - without[name]
+            # fp32, as the experts' kernel has no fp64, and a difference of larger gradients.
+            assert (added - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
 
 
 def test_groups_that_do_not_fit_are_refused():
