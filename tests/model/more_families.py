@@ -26,7 +26,7 @@ GEMMA4 = SMALL | {
     "sliding_window": 4,
     "final_logit_softcapping": 1.0,
     "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 64,
+    "vocab_size_per_layer_input": 260,
     "use_bidirectional_attention": "vision",
     "use_double_wide_mlp": True,
 }
