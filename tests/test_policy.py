@@ -344,9 +344,8 @@ def gradients_of_experts(folder, coefficient):
     model, sequence = longctx.parallelize(model, sp=1)
     collate = SequenceCollator(257, 64, padding_free=True)
     records = make_answers()
-    batches = [
-        collate(part) | {"lengths": [len(record["labels"]) for record in part]} for part in (records[:3], records[3:])
-    ]
+    parts = records[:3], records[3:]
+    batches = [collate(part) | {"lengths": [len(record["labels"]) for record in part]} for part in parts]
     counts = sequence.count_policy_step(batches)
     sequence.count_experts(model, batches)
     for batch, of_batch in zip(batches, parts, strict=True):

@@ -26,6 +26,15 @@ from tests.workers import run_ranks
 
 LENGTHS = [9, 1, 14, 5, 3]  # 32 tokens: no padding for 2 ranks
 TOLERANCE = 1e-5  # fp32; sums of a few hundred terms in another order. Measured: at most 2e-6.
+GEMMA4_TOLERANCE = 3e-5
+"""Measured: at most 1e-5. The stock model in fp32 is itself up to 9e-6 from its results in fp64, where both agree to
+6e-15."""
+
+
+def tolerance(family):
+    return GEMMA4_TOLERANCE if family.startswith("gemma4") else TOLERANCE
+
+
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 SCALED_ROPE = {
     "linear": {"factor": 4.0},
@@ -296,7 +305,7 @@ def test_every_parameter_that_is_trained_gets_a_gradient(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_equal_stock_transformers(family):
     errors = sharded_step(family, 1, "auto")
-    assert max(errors.values()) <= TOLERANCE, errors
+    assert max(errors.values()) <= tolerance(family), errors
 
 
 @pytest.mark.parametrize("kind", SCALED_ROPE)
@@ -339,7 +348,7 @@ def test_two_ranks_equal_stock_transformers(pairs):
     """Each family on a backend, in turn, and some on all; the rest is long."""
     for results in run_ranks(2, f"{__name__}:sharded_steps", pairs):
         assert list(results) == pairs
-        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
+        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= tolerance(case[0])}
         assert not wrong
 
 
@@ -350,7 +359,7 @@ def test_four_ranks_equal_stock_transformers(backend):
     too_few = [name for name, (_, settings) in FAMILIES.items() if "linear_num_key_heads" in settings]
     pairs = [(name, backend) for name in FAMILIES if backend != "ulysses" or name not in too_few]
     for results in run_ranks(4, f"{__name__}:sharded_steps", pairs, timeout=900):
-        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
+        wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= tolerance(case[0])}
         assert not wrong
         assert list(results) == pairs
 
