@@ -410,7 +410,7 @@ MODELS = {
     "dynamic rope": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        ("rope_type is 'dynamic'", "default, linear, llama3, yarn"),
+        ("rope_type is 'dynamic'", "default, linear, llama3, proportional, yarn"),
     ),
     "long rope": (
         "phi3",
@@ -423,7 +423,7 @@ MODELS = {
             },
             "original_max_position_embeddings": 64,
         },
-        ("rope_type is 'longrope'", "default, linear, llama3, yarn"),
+        ("rope_type is 'longrope'", "default, linear, llama3, proportional, yarn"),
     ),
 }
 
