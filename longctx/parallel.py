@@ -163,7 +163,7 @@ class SequenceParallel:
         return self.with_auxiliary_loss(self.label_loss(losses, num_label_tokens))
 
     def with_auxiliary_loss(self, loss: Tensor) -> Tensor:
-        """Add the routers' auxiliary loss of a mixture of experts to this rank's share of the loss, if it has one."""
+        """Add the routers' auxiliary loss to this rank's share of the loss, if the model trains with one."""
         return self.routers.add_loss(loss) if self.routers is not None and self.routers.coefficient else loss
 
     def label_loss(self, losses: Tensor, num_label_tokens: int) -> Tensor:
@@ -254,6 +254,8 @@ class SequenceParallel:
         """
         shard = self.shard(batch)
         sums = self.sum_over_documents(-self.token_outputs(model, shard).losses, shard.layout)
+        if "attention_mask" not in batch:
+            return sums
         return sums[send((~is_padding_document(batch)).nonzero()[:, 0], sums.device)]
 
     def sum_over_documents(self, values: Tensor, layout: BatchLayout) -> Tensor:
@@ -273,7 +275,7 @@ class SequenceParallel:
         return sums if self.groups.sequence is None else all_reduce(sums, self.groups.sequence)
 
     def documents_of_tokens(self, layout: BatchLayout) -> Tensor:
-        """Return int64 [T/P], the number of the document that each of this rank's tokens is in."""
+        """Return int64 [T/P]: for each token of this rank, the index of its document in the batch."""
         lengths = np.diff(layout.cu_seqlens)
         document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).view(layout.shape)
         return send(shard_tokens(document, layout, self.dims.sp_rank(self.rank))[0], self.device)

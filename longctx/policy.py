@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.data import IGNORE_INDEX
+from longctx.ranks.agreement import gather_objects
 from longctx.regions import region
 from longctx.sequence.shard import complete_position_ids, is_padding_document
 
@@ -65,7 +66,7 @@ class PolicyLoss:
     use_bias_correction_kl: bool = True
     """Whether the KL divergence is weighted with the ratio."""
     max_completion_length: int | None = None
-    """Tokens by which dr_grpo divides each answer's sum."""
+    """The number of tokens by which `constant` normalization, as in dr_grpo, divides the sum of each answer."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     normalization: str | None = None
@@ -105,11 +106,11 @@ class PolicyCounts:
     """What the loss of an optimizer step is divided by, counted over all ranks and micro-batches."""
 
     tokens: int
-    """Sampled tokens, those with a label."""
+    """The number of sampled tokens, which are the tokens with a label."""
     sequences: int
-    """Documents with at least one sampled token."""
+    """The number of documents with at least one sampled token."""
     group_tokens: Mapping[int, int] | None
-    """Sampled tokens of each group, where groups were given."""
+    """The number of sampled tokens of each group, or None if no groups were given."""
 
     def document_weights(self, label_tokens: Tensor, policy: PolicyLoss, groups: Tensor | None) -> Tensor:
         """Return float64 [n], the factor of each document's tokens in the step's loss."""
@@ -152,7 +153,7 @@ class PolicyOutputs(NamedTuple):
 
 
 class _Documents(NamedTuple):
-    """Of a batch, in its order; all fields are on the CPU."""
+    """The documents of a batch, in its order. Both tensors are on the CPU."""
 
     label_tokens: Tensor
     """int64 [n], padding included as documents."""
@@ -210,9 +211,9 @@ def count_policy_step(
         for group, count in zip(of_batch.expand(its_groups.cpu(), "groups"), of_batch.label_tokens, strict=True):
             mine[int(group)] += int(count)
     total: Counter[int] = Counter()
-    for of_rank in _gather_objects(mine, None):
-        total.update(of_rank)
-    return PolicyCounts(tokens, sequences, {g: n // sequence.dims.sp for g, n in sorted(total.items()) if n})
+    for of_group in gather_objects(mine)[:: sequence.dims.sp]:  # the ranks of a sequence group count the same
+        total.update(of_group)
+    return PolicyCounts(tokens, sequences, {group: count for group, count in sorted(total.items()) if count})
 
 
 def policy_loss(
@@ -251,27 +252,24 @@ def policy_loss(
     """
     if policy.beta and ref_log_probs is None:
         raise ValueError(f"beta {policy.beta} needs ref_log_probs, the log-probabilities under the reference model.")
-    tokens = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
-    tokens["importance_sampling_ratio"] = importance_sampling_ratio
-    given = {name: values.detach() for name, values in tokens.items() if values is not None}
+    of_tokens = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
+    of_tokens["importance_sampling_ratio"] = importance_sampling_ratio
+    of_documents = {"groups": groups}
+    (of_documents if advantages.ndim == 1 else of_tokens)["advantages"] = advantages
+    given = {name: values.detach() for name, values in of_tokens.items() if values is not None}
     _check_tokens(batch, given)
-    of_documents = {"advantages": advantages} if advantages.ndim == 1 else {}
-    of_documents |= {} if groups is None else {"groups": groups}
     documents = _Documents.of_batch(batch)
-    of_documents = {name: documents.expand(values.detach(), name) for name, values in of_documents.items()}
-    if advantages.ndim != 1:
-        given["advantages"] = advantages.detach()
-        _check_shape(batch, "advantages", advantages)
-    _check_same(sequence, {"input_ids": batch["input_ids"], "labels": batch["labels"], **given, **of_documents})
+    expanded = {name: documents.expand(v.detach(), name) for name, v in of_documents.items() if v is not None}
+    _check_same(sequence, {"input_ids": batch["input_ids"], "labels": batch["labels"], **given, **expanded})
 
     shard = sequence.shard(batch)
     held = {name: sequence.shard_at_labels(values, shard) for name, values in given.items()}
     outputs = sequence.token_outputs(model, shard)
     document = sequence.documents_of_tokens(shard.layout)
     label_tokens = documents.label_tokens.to(document.device)
-    weights = counts.document_weights(documents.label_tokens, policy, of_documents.get("groups"))
-    if "advantages" in of_documents:
-        held["advantages"] = of_documents["advantages"].to(document.device)[document][None]
+    weights = counts.document_weights(documents.label_tokens, policy, expanded.get("groups"))
+    if "advantages" in expanded:
+        held["advantages"] = expanded["advantages"].to(document.device)[document][None]
 
     log_probs, learnt = -outputs.losses, shard.shift_labels != IGNORE_INDEX
     log_ratio = log_probs - held.get("old_log_probs", log_probs.detach())
@@ -288,8 +286,8 @@ def policy_loss(
         kl = difference.exp() - difference - 1
     if policy.beta and kl is not None:
         losses = losses + policy.beta * (kl * ratio if policy.use_bias_correction_kl else kl)
-    of_tokens = weights.to(document.device)[document][None]
-    share = torch.where(learnt, losses.double() * of_tokens, 0.0).sum() * sequence.dims.world_size
+    factors = weights.to(document.device)[document][None]
+    share = torch.where(learnt, losses.double() * factors, 0.0).sum() * sequence.dims.world_size
     loss = sequence.with_auxiliary_loss(share)
     measured = [log_probs, outputs.entropy, clipped * learnt, log_probs if kl is None else kl]
     whole = sequence.gather_at_labels(torch.stack([m.detach().to(log_probs.dtype) for m in measured], -1), shard.layout)
@@ -314,19 +312,15 @@ def _policy_losses(policy: PolicyLoss, log_probs: Tensor, ratio: Tensor, advanta
     return -torch.min(free * advantages, within * advantages), above.long() - below.long()
 
 
-def _check_shape(batch: Mapping[str, Any], name: str, values: Tensor) -> None:
-    if values.shape != batch["input_ids"].shape:
-        raise ValueError(
-            f"{name} has shape {tuple(values.shape)}, and the batch has {tuple(batch['input_ids'].shape)}. Give a "
-            "value for each token of the batch, as sequence.log_probs returns them."
-        )
-
-
 def _check_tokens(batch: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
     """Check that values of tokens stand where the labels are: a shift by one would train on the wrong ratios."""
     unlearnt = (batch["labels"] == IGNORE_INDEX) | (complete_position_ids(batch) == 0).to(batch["labels"].device)
     for name, values in given.items():
-        _check_shape(batch, name, values)
+        if values.shape != unlearnt.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, and the batch has {tuple(unlearnt.shape)}. Give a value for "
+                "each token of the batch, as sequence.log_probs returns them."
+            )
         if name.endswith("log_probs") and (off := values[unlearnt.to(values.device)].count_nonzero()):
             raise ValueError(
                 f"{name} is not 0 for {int(off)} tokens whose label is −100. A token's log-probability stands where "
@@ -341,19 +335,11 @@ def _check_same(sequence: SequenceParallel, tensors: Mapping[str, Tensor]) -> No
         return
     data = {name: values.cpu().flatten().view(torch.uint8).numpy().tobytes() for name, values in tensors.items()}
     mine = {name: hashlib.blake2b(values).digest() for name, values in data.items()}
-    everyone = _gather_objects(mine, sequence.groups.sequence)
+    everyone: list[Any] = [None] * sequence.dims.sp
+    with region("wait", "communication"):
+        dist.all_gather_object(everyone, mine, group=sequence.groups.sequence)
     if differing := [name for name in mine if any(theirs.get(name) != mine[name] for theirs in everyone)]:
         raise ValueError(
             f"the ranks of a sequence group were given different {', '.join(differing)}. They share every document: "
             "sample and score on one of them, and send it to the others with torch.distributed.broadcast_object_list."
         )
-
-
-def _gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return what every rank of a group has given, by rank."""
-    if not dist.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    with region("wait", "communication"):
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone

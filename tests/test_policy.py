@@ -44,7 +44,7 @@ CASES = [(name, layout) for name in OPTIONS for layout in LAYOUTS[:2]] + [("gspo
 
 
 def make_answers():
-    """Records of one step. Token values are of the answer's tokens."""
+    """Return the answers of one step as records, with old and reference log-probabilities of their tokens."""
     rng = np.random.default_rng(0)
     records = []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):

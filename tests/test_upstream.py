@@ -191,7 +191,7 @@ def test_every_private_name_is_in_the_table_and_no_other():
 
 
 def _touched(source: str) -> set[str]:
-    """Private names of the room that a module reads, sets or names, and what it replaces in objects of others."""
+    """Return the private names of longctx/upstream that a module uses, and the attributes that it replaces."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and (node.attr in OF_ROOM or node.attr == "__class__"):

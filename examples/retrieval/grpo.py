@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from retrieval import DIGITS, Haystack
+from retrieval import DIGITS, Haystack, share_right
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,7 +34,7 @@ POLICY = PolicyLoss(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
 def sample(model, haystack, args):
     """Answers to a few questions as records with their rewards, and each answer's advantage within its group."""
     records = []
-    for group in range(args.prompts):
+    for _ in range(args.prompts):
         question, key = haystack.document(args.length)
         prompt = torch.tensor([haystack.tokenizer(question)["input_ids"]], device=model.device)
         answers = model.generate(
@@ -46,10 +46,9 @@ def sample(model, haystack, args):
             top_k=0,
         )
         for ids in answers.tolist():
-            written = haystack.tokenizer.decode(ids[-DIGITS:])
-            reward = sum(a == b for a, b in zip(written, key, strict=False)) / DIGITS
+            reward = share_right(haystack.tokenizer.decode(ids[-DIGITS:]), key)
             labels = [-100] * (len(ids) - DIGITS) + ids[-DIGITS:]
-            records.append({"input_ids": ids, "labels": labels, "reward": reward, "group": group})
+            records.append({"input_ids": ids, "labels": labels, "reward": reward})
     rewards = torch.tensor([record["reward"] for record in records]).view(args.prompts, args.num_generations)
     spread = rewards.std(1, keepdim=True)
     return records, ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-4)).flatten()

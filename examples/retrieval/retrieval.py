@@ -84,12 +84,17 @@ def write_data(output: Path, max_length: int) -> None:
         file.writelines(json.dumps(haystack.record(max_length, place / 11)) + "\n" for place in range(12))
 
 
+def share_right(written: str, key: str) -> float:
+    """Return the share of the key's digits that stand in their places."""
+    return sum(a == b for a, b in zip(written, key, strict=False)) / DIGITS
+
+
 @torch.no_grad()
 def share_of_right_digits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, key: str) -> float:
     """Of what the model writes, asked."""
     prompt = tokenizer(question, return_tensors="pt").to(model.device)
     written = model.generate(**prompt, max_new_tokens=DIGITS, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    return sum(a == b for a, b in zip(tokenizer.decode(written), key, strict=False)) / DIGITS
+    return share_right(tokenizer.decode(written), key)
 
 
 def ask(model_name_or_path: str, output: Path, max_length: int, samples: int) -> None:

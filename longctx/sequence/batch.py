@@ -132,7 +132,7 @@ class ShardedBatch:
 
 
 def refuse_uncut(part: str) -> NoReturn:
-    """Refuse a batch that a part of a parallelized model got without an `AttentionContext`."""
+    """Raise ValueError: this part of a parallelized model was given a batch that `shard` has not cut."""
     raise ValueError(
         f"{part} was put in place by longctx.parallelize and needs batches cut by its second result: "
         "model(**sequence.shard(batch).inputs). To use the model as before, for generation say, call "
