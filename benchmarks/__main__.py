@@ -13,7 +13,7 @@ MINUTES = {
     "elsewhere": "5",
     "fuzz": "5 to 15",
     "gpu": "60 on a GPU, in slices of 9",
-    "levers": "1",
+    "memory_options": "1",
     "max_length": "10 on tiny",
     "memory": "40",
     "mutants": "150, and goes on where it was interrupted",

@@ -120,8 +120,8 @@ MISSES = {
         "own estimate, used here, is 24"
     ),
     ("TRL 6845", "Qwen3-0.6B", 8, 1_048_576): (
-        "26.3 GiB with the checkpoints on the device, where a model of this size can keep them; which lever was on in "
-        "which run is not published"
+        "26.3 GiB with the checkpoints on the device, where a model of this size can keep them; which options were on "
+        "is not published"
     ),
     ("TRL 6845", "Qwen3-30B-A3B", 8, 1_048_576): (
         "its experts would keep 18 GiB for their backward pass; how the run computed them is not published"
@@ -230,7 +230,7 @@ TRACED: dict[str, dict[str, Any]] = {
     "ulysses, 8,192 tokens at a time": {"sp": 8, "sequence_chunk_size": 8192},
 }
 """Set-ups that `longctx.forecast.traced_step` traces too."""
-LEVERS = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
+MEMORY_OPTIONS = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
 
 
 def traces() -> str:
@@ -253,9 +253,9 @@ def traces() -> str:
             engine=setup.engine,
             sp_backend=setup.backend,
             activation_checkpointing={"offload": setup.activation_offloading} if setup.gradient_checkpointing else None,
-            levers={
+            memory_options={
                 "ring_size": setup.ring if BACKENDS[setup.backend].has_ring_size else None,
-                **{key: getattr(setup, key) for key in LEVERS},
+                **{key: getattr(setup, key) for key in MEMORY_OPTIONS},
             },
         )
         trace, peak = trace_training_step(config, settings), predict(setup, settings.length)

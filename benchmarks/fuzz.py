@@ -299,7 +299,7 @@ def _tiny() -> tuple[Any, Any]:
 
 def _read_data(path: Path, folder: Path, *, template: str | None = None) -> str | None:
     """Prepare rows as a run does: of a stream, or by way of the cache."""
-    from longctx.training.dataset import StreamedRows, prepare_rows
+    from longctx.training.dataset import StreamedData, prepare_data_set
 
     tokenizer, config = _tiny()
     name = folder / "data" if (folder / "data").is_dir() else path
@@ -307,8 +307,8 @@ def _read_data(path: Path, folder: Path, *, template: str | None = None) -> str 
     settings = {**_settings(), "dataset_name": str(name), "chat_template_path": template}
     if streaming:
         settings |= {"dataset_streaming": True, "balance_packs": False}
-    data = prepare_rows(settings, tokenizer, config)
-    rows = data.rows if isinstance(data, StreamedRows) else map(data.rows.__getitem__, range(len(data.rows)))
+    data = prepare_data_set(settings, tokenizer, config)
+    rows = data.rows if isinstance(data, StreamedData) else map(data.rows.__getitem__, range(len(data.rows)))
     documents = tokens = 0
     for row in rows:
         tokens += len(row["input_ids"])

@@ -1,4 +1,4 @@
-"""How long a sequence can be: every memory lever, alone and together, from traced steps.
+"""How long a sequence can be: every memory option, alone and together, from traced steps.
 
     python -m benchmarks.memory > benchmarks/results/memory_traced_DATE.md     # all parts
     python -m benchmarks.memory --parts lengths --models Qwen3-0.6B --sp 8
@@ -79,7 +79,7 @@ CHUNK = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One set of levers."""
+    """One set of memory options."""
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -98,36 +98,41 @@ class Row:
 
     def __or__(self, other: Row) -> Row:
         """Both together, the other's name."""
-        levers = {**self.settings.get("levers", {}), **other.settings.get("levers", {})}
+        memory_options = {**self.settings.get("memory_options", {}), **other.settings.get("memory_options", {})}
         return Row(
             name=other.name,
-            settings={**self.settings, **other.settings, "levers": levers},
+            settings={**self.settings, **other.settings, "memory_options": memory_options},
             sizes=min(self.sizes, other.sizes),
             bf16_shards=self.bf16_shards or other.bf16_shards,
         )
 
 
-def _lever(name: str, sizes: tuple[int, int] = (65536, 131072), **settings: Any) -> Row:
+def _memory_option(name: str, sizes: tuple[int, int] = (65536, 131072), **settings: Any) -> Row:
     return Row(name=name, settings=settings, sizes=sizes)
 
 
-FLOOR = _lever("fused loss, checkpointing: always on")
-UNFUSED = _lever("without the fused loss", (16384, 32768), fused_loss=False)
-STATES_ON_HOST = _lever("states on the host", on_host=STATES)
+FLOOR = _memory_option("fused loss, checkpointing: always on")
+UNFUSED = _memory_option("without the fused loss", (16384, 32768), fused_loss=False)
+STATES_ON_HOST = _memory_option("states on the host", on_host=STATES)
 OPTIMIZER_ON_HOST = replace(STATES_ON_HOST, name="ZeRO-3, optimizer on the host (formula)", bf16_shards=True)
-OFFLOAD = _lever("activations on the host", activation_offloading=True)
-TILED = _lever("tiled MLP", (32768, 65536), levers={"tiled_mlp_num_shards": 0})
-HEADS = _lever("1 key/value head at a time", levers={"heads_k_stride": 1})
-REDUCE = _lever("gradients reduced in bf16", reduce_dtype=torch.bfloat16)
-CHUNKED = _lever(f"{CHUNK} tokens a rank at a time", (2 * CHUNK, 4 * CHUNK), levers={"sequence_chunk_size": CHUNK})
-RING = _lever("ring, not Ulysses", sp_backend="ring")
-GATHER = _lever("gather, not Ulysses", sp_backend="gather")
-HYBRID = _lever("hybrid 2 x 4, not Ulysses", sp_backend="hybrid", levers={"ring_size": 2})
+OFFLOAD = _memory_option("activations on the host", activation_offloading=True)
+TILED = _memory_option("tiled MLP", (32768, 65536), memory_options={"tiled_mlp_num_shards": 0})
+HEADS = _memory_option("1 key/value head at a time", memory_options={"heads_k_stride": 1})
+REDUCE = _memory_option("gradients reduced in bf16", reduce_dtype=torch.bfloat16)
+CHUNKED = _memory_option(
+    f"{CHUNK} tokens a rank at a time", (2 * CHUNK, 4 * CHUNK), memory_options={"sequence_chunk_size": CHUNK}
+)
+RING = _memory_option("ring, not Ulysses", sp_backend="ring")
+GATHER = _memory_option("gather, not Ulysses", sp_backend="gather")
+HYBRID = _memory_option("hybrid 2 x 4, not Ulysses", sp_backend="hybrid", memory_options={"ring_size": 2})
 
 
-def combined(levers: Sequence[Row]) -> Row:
-    """Return the floor with all of these levers."""
-    return replace(functools.reduce(operator.or_, levers, FLOOR), name=", ".join(lever.name for lever in levers))
+def combined(memory_options: Sequence[Row]) -> Row:
+    """Return the floor with all of these memory options."""
+    return replace(
+        functools.reduce(operator.or_, memory_options, FLOOR),
+        name=", ".join(memory_option.name for memory_option in memory_options),
+    )
 
 
 TRL_STEP = replace(OFFLOAD, name="TRL: sdpa, fused loss, checkpointing, activations on the host", trl=True)
@@ -343,7 +348,15 @@ def length_text(tokens: float) -> str:
     return "does not fit" if tokens < 1 else token_label(tokens)
 
 
-LENGTH_COLUMNS = ("levers", "", "longest", "bound by", "device alone", "device, bytes a token", "host, bytes a token")
+LENGTH_COLUMNS = (
+    "memory_options",
+    "",
+    "longest",
+    "bound by",
+    "device alone",
+    "device, bytes a token",
+    "host, bytes a token",
+)
 
 
 def length_cells(name: str, kind: str, fitted: Fit, sp: int) -> list[str]:
@@ -403,11 +416,11 @@ COUNTERPARTS: list[tuple[str, str, str, list[Row]]] = [
     ("TRL 1.13 CP", "fsdp2+cp8+chunked-loss+checkpoint-offload", "Qwen3-8B", [GATHER, OFFLOAD]),
     ("TRL 1.13 CP", SAME_AND_OURS, "Qwen3-8B", [CHUNKED]),
 ]
-"""(stack, its features, model, our levers for the same)."""
+"""(stack, its features, model, our memory options for the same)."""
 
 
 def published_tasks() -> Iterator[Task]:
-    yield from (Task(model, 8, combined(levers)) for _, _, model, levers in COUNTERPARTS)
+    yield from (Task(model, 8, combined(memory_options)) for _, _, model, memory_options in COUNTERPARTS)
 
 
 def print_published(results: Results) -> None:
@@ -419,10 +432,10 @@ def print_published(results: Results) -> None:
     )
     print_head("stack", "features", "model", "published", "ours, predicted", "ratio", "bound by", "device alone")
     by_features = {(row.stack, row.features): row for row in read() if row.gpus == 8}
-    for stack, features, model, levers in COUNTERPARTS:
+    for stack, features, model, memory_options in COUNTERPARTS:
         if features != SAME_AND_OURS:
             theirs = by_features[stack, features]
-        fitted = results.fit(model, 8, combined(levers))
+        fitted = results.fit(model, 8, combined(memory_options))
         if isinstance(fitted, str):
             print_row([stack, features, model, theirs.length, fitted])
             continue
@@ -543,13 +556,13 @@ TIMED_TOKENS, TIMED_PAIRS, TIMED_CHUNK = 2048, 3, 512
 
 
 def print_times() -> None:
-    """CPU seconds of a step with a lever over those of the step without it, in turn."""
+    """CPU seconds of a step with a memory option over those of the step without it, in turn."""
     print(
         f"\n## Cost in time: real steps of a small model ({count_parameters(timed_config()):,} parameters, "
         f"{TIMED_TOKENS} tokens, fp32, one CPU process), CPU seconds over those of the plain step, "
         f"median and range of {TIMED_PAIRS} pairs"
     )
-    print_head("lever", "over", "ratio", "range")
+    print_head("memory_option", "over", "ratio", "range")
     ours = _timed_step()
     for name, over, make in (
         ("fused loss", "all logits made", lambda: (ours, _timed_step(fused_loss=False))),
@@ -587,12 +600,12 @@ def _timed_step(
     *,
     fused_loss: bool = True,
     saved_on_host: bool = False,
-    **levers: Any,
+    **memory_options: Any,
 ) -> Callable[[], None]:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(timed_config())
     sequence: SequenceParallel
-    model, sequence = parallelize(model, sp=1, **levers)
+    model, sequence = parallelize(model, sp=1, **memory_options)
     if checkpointing is not None:
         model.activation_checkpointing_enable(**checkpointing)
     model.train()
@@ -656,7 +669,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     warnings.simplefilter("ignore")
-    print("# Memory levers\n")
+    print("# Memory options\n")
     print(f"`{' '.join(['python -m benchmarks.memory', *given])}`  \n{machine()}  \n{time.strftime('%Y-%m-%d')}\n")
     print((__doc__ or "").split("\n\n", 2)[2].rstrip())
     print(

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx.forecast.levers import AUTO
-from longctx.forecast.memory_options import PRESETS
+from longctx.forecast.memory_options import AUTO
+from longctx.forecast.memory_presets import PRESETS
 
 LENGTHS = (32768, 131072, 524288, 1048576)
 

@@ -27,7 +27,7 @@ def alone() -> dict[str, Any]:
 
 
 def families(
-    names: list[str], backends: list[str], levers: dict[str, Any] | None = None
+    names: list[str], backends: list[str], memory_options: dict[str, Any] | None = None
 ) -> dict[tuple[str, str], tuple[dict[str, float], set[str]]]:
     """The errors of `step` for each family and backend, at the group's size, and which kernels ran in it."""
     triton_on_cpu.install()
@@ -35,15 +35,15 @@ def families(
     for name in names:
         for backend in backends:
             triton_on_cpu.launched().clear()
-            results[name, backend] = step(name, backend, **levers or {}), set(triton_on_cpu.launched())
+            results[name, backend] = step(name, backend, **memory_options or {}), set(triton_on_cpu.launched())
     return results
 
 
-def step(family: str, backend: str = "auto", *, checkpoints: bool = False, **levers: Any) -> dict[str, float]:
+def step(family: str, backend: str = "auto", *, checkpoints: bool = False, **memory_options: Any) -> dict[str, float]:
     """Relative errors of the loss and of the gradients with Liger's kernels, against stock transformers.
 
     Args:
-        levers: keywords of `longctx.parallelize`.
+        memory_options: keywords of `longctx.parallelize`.
     """
     from longctx import parallelize
     from longctx.layers.liger import install_liger, liger_parts
@@ -54,7 +54,7 @@ def step(family: str, backend: str = "auto", *, checkpoints: bool = False, **lev
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     sp = dist.get_world_size() if dist.is_initialized() else 1
-    model, sequence = parallelize(model, sp, sp_backend=backend, **levers)
+    model, sequence = parallelize(model, sp, sp_backend=backend, **memory_options)
     shard = sequence.shard(batch)
     losses = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True).losses
     loss = sequence.reduce(losses, sequence.count_label_tokens([batch]))

@@ -453,7 +453,7 @@ def test_chunks_of_linear_attention_are_refused_before_weights(tmp_path):
     folder = save_config(tmp_path, "qwen3_next")
     flags = ["--model_name_or_path", folder, "--dataset_name", "stdlib", "--use_cpu", "True"]
     with pytest.raises(ValueError, match="this model's recurrent layers carry a state"):
-        resolve(parse_flags([*flags, "--sequence_chunk_size", "8"]), read_profile({}), {}).levers  # noqa: B018
+        resolve(parse_flags([*flags, "--sequence_chunk_size", "8"]), read_profile({}), {}).memory_options  # noqa: B018
 
 
 # ------------------------------------------------------------------------------------------------

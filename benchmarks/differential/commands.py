@@ -154,7 +154,7 @@ def _flags(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) -
     }
     flags |= {"num_train_epochs": case.epochs} if case.epochs else {"max_steps": case.steps}
     flags |= _layout(case)
-    flags |= _levers(case)
+    flags |= _memory_options(case)
     optional = {
         "lr_scheduler_kwargs": schedule_kwargs,
         "warmup_steps": case.warmup,
@@ -190,7 +190,7 @@ def _layout(case: Case) -> dict[str, Any]:
     }
 
 
-def _levers(case: Case) -> dict[str, Any]:
+def _memory_options(case: Case) -> dict[str, Any]:
     kwargs = {"every 2": {"every_n_layers": 2}, "selective": {"selective": True}}
     kwargs |= {"not selective": {"selective": False}, "reentrant": {"use_reentrant": True}}
     flags: dict[str, Any] = {"memory": case.memory} if case.memory != "balanced" else {}

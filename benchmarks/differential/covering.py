@@ -87,7 +87,7 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
         "in order, accumulated": [{"order": "sequential", "packing": "none", "accumulation": 2, "steps": 3}],
         "padding-free, two epochs": [{"order": "random", "packing": "padding_free", "batch": 2, "epochs": 2}],
     },
-    "lever": {
+    "memory_option": {
         "none": [{}],
         "no checkpointing": [{"checkpointing": "False"}, {"memory": "fastest"}],
         "selective, chunked loss": [{"checkpointing": "selective", "loss_type": "chunked_nll"}],

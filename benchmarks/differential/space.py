@@ -86,7 +86,7 @@ class Case:
     dp_replicate: int = 1
     engine: str = "auto"
     """auto, fsdp2, deepspeed, or zero0 to zero3 as a launcher's profile sets them."""
-    # The levers.
+    # The memory options.
     memory: str = "balanced"
     checkpointing: str = ""
     sequence_chunk_size: int = 0

@@ -11,7 +11,7 @@
 - *kernels*: every attention kernel that is installed, on one document, packed documents and a window.
 - *ring*: the ranks of a ring one after the other, without communication, against one call for the whole pack.
 - *steps*: seconds and peak memory of real training steps, beside TRL's on the same rows.
-- *levers*: what each lever of memory costs and saves, and how much of its copies hides behind kernels.
+- *memory options*: what each memory option costs and saves, and how much of its copies hides behind kernels.
 - *longest*: the longest sequence within a part of the device's memory, beside TRL's.
 
 Models have random weights and real sizes, so that no hub is needed. Each figure is measured in a process of its own and

@@ -24,7 +24,7 @@ from ..max_length.search import next_length
 from ..published import CONFIGS
 from .probes import Attention, facts, kernel_speed, ring_efficiency, speeds, train
 
-SLICES = ("device", "speeds", "kernels", "ring", "steps", "levers", "longest")
+SLICES = ("device", "speeds", "kernels", "ring", "steps", "memory_options", "longest")
 BUDGET = 24 * 2**30
 """Bytes of the device in the search for the longest sequence: sequences that fill a whole one take minutes a step."""
 PRECISION = 0.05
@@ -36,13 +36,13 @@ class Sizes:
     """How large everything is."""
 
     models: Mapping[str, PretrainedConfig]
-    """The first is the one of levers and of the longest sequence."""
+    """The first is the one of memory options and of the longest sequence."""
     heads: tuple[int, int, int]
     kernel_lengths: Sequence[int]
     ring_lengths: Sequence[int]
     num_ranks: Sequence[int]
     step_lengths: Sequence[int]
-    lever_length: int
+    memory_option_length: int
     chunk: int
     budget: int
     longest: int
@@ -58,7 +58,7 @@ FULL = Sizes(
     ring_lengths=(32_768, 131_072),
     num_ranks=(2, 4, 8),
     step_lengths=(4096, 16_384, 65_536),
-    lever_length=32_768,
+    memory_option_length=32_768,
     chunk=8192,
     budget=BUDGET,
     longest=LONGEST,
@@ -73,7 +73,7 @@ QUICK = Sizes(
     ring_lengths=(256,),
     num_ranks=(2, 4),
     step_lengths=(64, 256),
-    lever_length=256,
+    memory_option_length=256,
     chunk=64,
     budget=BUDGET,
     longest=512,
@@ -165,10 +165,10 @@ class Catalogue:
                 for way in (*OURS, *TRLS):
                     yield self._training("steps", model, way, length)
 
-    def _levers(self) -> Iterator[Probe]:
-        model, length = next(iter(self.sizes.models)), self.sizes.lever_length
-        for lever in levers(self.sizes.chunk):
-            yield self._training("levers", model, lever, length)
+    def _memory_options(self) -> Iterator[Probe]:
+        model, length = next(iter(self.sizes.models)), self.sizes.memory_option_length
+        for memory_option in memory_options(self.sizes.chunk):
+            yield self._training("memory_options", model, memory_option, length)
 
     # The longest sequence
 
@@ -219,14 +219,14 @@ class Catalogue:
             use_cpu=False,
         )
         line = {"model": model, "way": way, "length": length}
-        if of == "levers" and way in TRACED:
+        if of == "memory_options" and way in TRACED:
             task = replace(task, flags=(*task.flags, "--profile", "True", "--profile_steps", "1"))
         name = f"{model}, {way}, {length}"
         return Probe(of, name, train, task, 400.0, model, one_document(length), line)
 
     def combination(self, model: str, way: str) -> Combination:
         """How it is trained, and what is predicted of it; of TRL's, what our most similar run would take."""
-        flags = {**OURS, **levers(self.sizes.chunk)}.get(way, ("--memory", "balanced"))
+        flags = {**OURS, **memory_options(self.sizes.chunk)}.get(way, ("--memory", "balanced"))
         data = str(self.folder / "data.parquet")
         base = [*FLAGS.split(), "--warmup_steps", "0", "--model_name_or_path", str(self.model_folder(model))]
         base += ["--dataset_name", data]
@@ -256,13 +256,13 @@ TRLS: Mapping[str, Mapping[str, Any]] = {
     "TRL": {"loss_type": "nll"},
     "TRL, chunked loss": {"loss_type": "chunked_nll"},
 }
-"""SFTTrainer as it comes, and with its own lever against the logits' memory."""
+"""SFTTrainer as it comes, and with its own memory option against the logits' memory."""
 TRACED = ("activations on the host", "chunks")
-"""Levers whose copies have to hide behind kernels."""
+"""Memory options whose copies have to hide behind kernels."""
 
 
-def levers(chunk: int) -> Mapping[str, tuple[str, ...]]:
-    """Name -> flags: each lever alone, beside `none`."""
+def memory_options(chunk: int) -> Mapping[str, tuple[str, ...]]:
+    """Name -> flags: each memory option alone, beside `none`."""
     none = ("--memory", "balanced", "--gradient_checkpointing", "True", "--tiled_mlp", "False")
     return {
         "none": none,

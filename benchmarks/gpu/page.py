@@ -33,7 +33,7 @@ def write_page(folder: Path, catalogue: Any, lines: Sequence[Line]) -> None:
         _kernels(device, of.get("kernels", ()), table),
         _ring(of.get("ring", ())),
         _steps(catalogue, measured, of.get("steps", ())),
-        _levers(catalogue, measured, of.get("levers", ())),
+        _memory_options(catalogue, measured, of.get("memory_options", ())),
         _longest(of.get("longest", ())),
         _failed(lines),
         _constants(lines, table),
@@ -173,13 +173,13 @@ def _steps(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> It
 _OF_A_STEP = ("seconds", "predicted", "error", "peak, GiB", "predicted", "error")
 
 
-def _levers(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> Iterator[str]:
+def _memory_options(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> Iterator[str]:
     if not lines:
         return
     plain = next((line for line in lines if line["way"] == "none" and line["status"] == OK), None)
-    yield "## Levers"
+    yield "## Memory options"
     yield ""
-    yield f"{lines[0]['model']}, one document of {lines[0]['length']:,} tokens; the lever alone, over the step without."
+    yield f"{lines[0]['model']}, one document of {lines[0]['length']:,} tokens; each option over the step without it."
     yield ""
     rows = []
     for line in lines:
@@ -195,7 +195,7 @@ def _levers(catalogue: Any, measured: Speeds | None, lines: Sequence[Line]) -> I
                 NONE if hidden is None else f"{hidden:.0%} of {line['copied_seconds']:.2f} s",
             )
         )
-    yield from _table(("lever", *_OF_A_STEP, "seconds over none", "bytes over none", "copies hidden"), rows)
+    yield from _table(("memory_option", *_OF_A_STEP, "seconds over none", "bytes over none", "copies hidden"), rows)
 
 
 def _longest(lines: Sequence[Line]) -> Iterator[str]:
@@ -262,7 +262,7 @@ def _constants(lines: Sequence[Line], table: SpeedTable) -> Iterator[str]:
     ratios = [
         line["allocated"] / line["predicted_bytes"]
         for line in lines
-        if line["kind"] in ("steps", "levers") and line["status"] == OK and line.get("predicted_bytes")
+        if line["kind"] in ("steps", "memory_options") and line["status"] == OK and line.get("predicted_bytes")
     ]
     if ratios:
         yield (

@@ -97,7 +97,7 @@ class Combination:
             "ulysses": dims.ulysses,
             "dp": dims.dp,
             "engine": engine,
-            "levers": self.run.levers.describe() if self.stack == LONGCTX else "",
+            "memory_options": self.run.memory_options.describe() if self.stack == LONGCTX else "",
             "parameters": setup.model.num_parameters,
             "dtype": f"{'bf16' if bf16 else 'fp32'}, weights {'fp32' if setup.weight_bytes == 4 else 'bf16'}",
         }

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.candidates import Candidate, Machine, Outlook, with_reach
 from longctx.forecast.closed_form import Reach, predict, reach
-from longctx.forecast.levers import AUTO
+from longctx.forecast.memory_options import AUTO
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from longctx.forecast.model_sizes import ModelSizes
@@ -92,7 +92,7 @@ def calibrate(config: PretrainedConfig, found: Sequence[Candidate]) -> list[Cali
 def corrected(found: Sequence[Candidate], machine: Machine, calibrations: Sequence[Calibration]) -> list[Candidate]:
     """Return the candidates with the factors of their kinds, and with the lengths that fit then.
 
-    Levers of auto have the largest factor of their backend.
+    Memory options of auto have the largest factor of their backend.
     """
     factors = {(c.backend, c.memory, c.ulysses): c.factor for c in calibrations}
     result = []
@@ -158,7 +158,7 @@ def _in_two_chunks(setup: MemorySetup, tokens: int) -> MemorySetup:
 
 
 def retrace(config: PretrainedConfig, outlook: Outlook, machine: Machine) -> Retraced:
-    """Trace the step of an outlook with its backend, degrees, levers and length.
+    """Trace the step of an outlook with its backend, degrees, memory options and length.
 
     The memory in each part of the step is linear in the number of layers, if these are alike, and in the tokens. So two
     depths and two lengths are traced, of which one is the step's own if that is short, and the rest is extrapolated.
@@ -224,14 +224,14 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
     on_host = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES) if setup.offload_param != "none" else ()
     by_layer = setup.differs_by_layer
     checkpointing = {"offload": setup.activation_offloading and not by_layer, "every_n_layers": setup.every_n_layers}
-    levers = {
+    memory_options = {
         name: getattr(setup, name)
         for name in ("selective_checkpointing", "tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
     }
     if by_layer:
-        levers |= {"whole_layers": setup.whole_layers, "selective_checkpointing": int(setup.num_selective)}
+        memory_options |= {"whole_layers": setup.whole_layers, "selective_checkpointing": int(setup.num_selective)}
         offloaded = setup.num_offloaded if setup.sequence_chunk_size is None else setup.offloaded_layers
-        levers |= {"offloaded_layers": None if offloaded is None else int(offloaded)}
+        memory_options |= {"offloaded_layers": None if offloaded is None else int(offloaded)}
     settings = StepSettings(
         length=tokens * setup.sp,
         sp=setup.sp,
@@ -242,7 +242,7 @@ def trace_parts(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> di
         activation_checkpointing=checkpointing if setup.gradient_checkpointing else None,
         saved_on_host=setup.activation_offloading and by_layer,
         on_host=on_host,
-        levers=levers | ({"ring_size": setup.ring} if BACKENDS[setup.backend].has_ring_size else {}),
+        memory_options=memory_options | ({"ring_size": setup.ring} if BACKENDS[setup.backend].has_ring_size else {}),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -17,11 +17,11 @@ from longctx.attention.choice import Documents, exchange_overlaps
 from longctx.forecast.closed_form import Breakdown, predict, reach
 from longctx.forecast.documents import RowLengths, one_document
 from longctx.forecast.expected_step import FREE_PART
-from longctx.forecast.lever_search import Room, fastest_levers
-from longctx.forecast.levers import AUTO, CPU, RunTraits
-from longctx.forecast.memory_options import CHUNK_TOKENS, lever_flags, resolve_levers
+from longctx.forecast.memory_options import AUTO, CPU, RunTraits
+from longctx.forecast.memory_presets import CHUNK_TOKENS, memory_flags, resolve_memory_options
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.option_search import Room, fastest_memory_options
 from longctx.forecast.step_time import Speeds, StepTime, attention_setup, step_time
 from longctx.model.allow_list import num_heads
 from longctx.model.recurrent import recurrent_sizes
@@ -49,8 +49,8 @@ FARTHEST: Sequence[Mapping[str, Any]] = (
     {"sequence_chunk_size": CHUNK_TOKENS, "selective": False},
     {"activation_offloading": True, "selective": False},
 )
-"""Levers with which sequences are longest, in one set-up or another: the second set leaves the host to activations, and
-the third is for set-ups that refuse the others, such as those with 4-bit weights."""
+"""Options with which sequences are longest, in one set-up or another: the second set leaves the host to activations,
+and the third is for set-ups that refuse the others, such as those with 4-bit weights."""
 
 WORTH_NAMING = 1.1
 """How many times faster than the recommendation a candidate has to be to be named beside it."""
@@ -80,16 +80,16 @@ class Candidate:
     backend: str
     dims: ParallelDims
     memory: str
-    """A value of --memory: a preset, or auto for levers that are chosen for each length."""
+    """A value of --memory: a preset, or auto for memory options that are chosen for each length."""
     setup: MemorySetup
     max_length: int
     """Tokens of the longest sequence that fits; 0 if none does."""
     binds: str
     """The memory that is full then: device or host."""
     setup_of: SetupOf = field(compare=False)
-    """Returns the set-up with other levers."""
-    levers: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The levers of auto that were chosen for a length, by flag, with its preset as `memory`."""
+    """Returns the set-up with other memory options."""
+    memory_options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The memory options of auto that were chosen for a length, by flag, with its preset as `memory`."""
 
     @property
     def engine(self) -> str:
@@ -104,8 +104,8 @@ class Candidate:
         return [*spread, *ring, *engine, *self._memory_flags()]
 
     def _memory_flags(self) -> list[str]:
-        levers = {"memory": "balanced" if self.levers else self.memory, **self.levers}
-        return [word for name, value in lever_flags(levers).items() for word in (f"--{name}", str(value))]
+        memory_options = {"memory": "balanced" if self.memory_options else self.memory, **self.memory_options}
+        return [word for name, value in memory_flags(memory_options).items() for word in (f"--{name}", str(value))]
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The candidate's text with its preset, or the levers that were chosen."""
+        """The candidate's text with its preset, or the memory options that were chosen."""
         return f"{self} {shlex.join(self._memory_flags())}"
 
     def __str__(self) -> str:
@@ -219,10 +219,10 @@ def _setup(
     backend: str,
     dims: ParallelDims,
     flags: dict[str, Any],
-    levers: Mapping[str, Any],
+    memory_options: Mapping[str, Any],
 ) -> MemorySetup:
-    """Return the set-up with these levers, by flag, and their preset as `memory`."""
-    preset, asked = levers.get("memory", "balanced"), {k: v for k, v in levers.items() if k != "memory"}
+    """Return the set-up with these memory options, by flag, and their preset as `memory`."""
+    preset, asked = memory_options.get("memory", "balanced"), {k: v for k, v in memory_options.items() if k != "memory"}
     in_4_bit, is_compiled = flags.get("load_in_4bit"), bool(flags.get("torch_compile"))
     on_fsdp2 = in_4_bit or is_compiled  # which shards 4-bit weights
     engine = "none" if dims.world_size == 1 else "fsdp2" if on_fsdp2 else BACKENDS[backend].engine
@@ -241,7 +241,7 @@ def _setup(
         num_layers=model.num_layers,
         is_compiled=is_compiled,
     )
-    resolved = resolve_levers(preset, asked, place, checkpoints_by_default=True).settings()
+    resolved = resolve_memory_options(preset, asked, place, checkpoints_by_default=True).settings()
     if in_4_bit:
         from longctx.model.adapter import check_quantization
 
@@ -260,12 +260,12 @@ def _setup(
 
 
 def with_reach(candidate: Candidate, machine: Machine) -> Candidate:
-    """Return the candidate with the length that fits; levers of auto go as far as any of FARTHEST."""
+    """Return the candidate with the length that fits; memory options of auto go as far as any of FARTHEST."""
     setups = [candidate.setup]
     if candidate.memory == AUTO:
-        for levers in FARTHEST:
+        for memory_options in FARTHEST:
             with suppress(ValueError):
-                setups.append(replace(candidate.setup_of(levers), layer_factor=candidate.setup.layer_factor))
+                setups.append(replace(candidate.setup_of(memory_options), layer_factor=candidate.setup.layer_factor))
     longest = max(reach(setup, machine.device_bytes, machine.host_bytes) for setup in setups)
     return replace(candidate, max_length=longest.length, binds=longest.binds)
 
@@ -293,17 +293,17 @@ def _with_overlap(setup: MemorySetup, machine: Machine, documents: Sequence[int]
 
 
 def _tuned(candidate: Candidate, machine: Machine, length: int, documents: Sequence[int]) -> Candidate:
-    """Return the candidate with the fastest levers for this length, or as it is if none fit."""
+    """Return the candidate with the fastest memory options for this length, or as it is if none fit."""
     factor = candidate.setup.layer_factor
-    found = fastest_levers(
-        lambda levers: replace(candidate.setup_of(levers), layer_factor=factor),
+    found = fastest_memory_options(
+        lambda memory_options: replace(candidate.setup_of(memory_options), layer_factor=factor),
         {},
         length=length,
         documents=documents,
         speeds=machine.speeds,
         room=Room(device_bytes=machine.device_bytes, host_bytes=machine.host_bytes),
     )
-    return candidate if found is None else replace(candidate, setup=found.setup, levers=found.asked)
+    return candidate if found is None else replace(candidate, setup=found.setup, memory_options=found.asked)
 
 
 def ranked(outlooks: Sequence[Outlook]) -> list[Outlook]:

@@ -1,207 +1,325 @@
-"""Memory levers, which let sequences be longer, resolved from `--memory` and the flag of each.
-
-An explicit flag, or a key of the launcher's profile, overrides the preset. PRESETS lists what each preset sets where
-the run supports it. Every lever is exact; most cost time.
-"""
+"""The memory options of a run, as resolved, and which of them a run supports and go together."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Set
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from longctx.forecast.levers import CPU, NONE, OWN_FLAGS, Levers, RunTraits, check_asked, check_together
+NONE, CPU, NVME = "none", "cpu", "nvme"
 
-CHUNK_TOKENS = 8192
-"""Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
-FEWEST_CHUNKS = 4
-"""Chunks into which it cuts a short sequence."""
+AUTO = "auto"
+"""The value of --sp and --memory that stands for what the forecast chooses."""
+ALL = "all"
+"""The value of --sp that stands for one group of all devices, with as many sequences as there would be groups."""
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "balanced": {},
-    "fastest": {"activation_checkpointing": False},
-    "longest": {
-        "activation_checkpointing": True,
-        "activation_offloading": True,
-        "selective": False,
-        "sequence_chunk_size": CHUNK_TOKENS,
-        "tiled_mlp": True,
-        "heads_k_stride": 1,
-        "offload_optimizer_device": CPU,
-        "offload_param_device": CPU,
-        "small_buckets": True,
-    },
-}
-"""What each value of --memory sets, by flag. `longest` leaves out what the run does not support, see `_possible`.
-`balanced` leaves everything at its default."""
+PROFILE_OPTIONS = (
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "communication_data_type",
+)
+"""Flags that an accelerate profile or a DeepSpeed file can set as well."""
 
-
-def asked_levers(settings: Mapping[str, Any], explicit: Set[str]) -> dict[str, Any]:
-    """Return the levers that the user set: flags by their names, --activation_checkpointing_kwargs by its keys.
-
-    Args:
-        settings: every flag's value.
-        explicit: flags that the user set.
-
-    Raises:
-        ValueError: if --activation_checkpointing_kwargs is not a JSON object, or one of its levers has a wrong value.
-    """
-    asked = {name: settings[name] for name in OWN_FLAGS if name in explicit and settings[name] is not None}
-    for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
-        older = name.replace("activation", "gradient")
-        given = next((settings[n] for n in (name, older) if n in explicit and settings[n] is not None), None)
-        if given is not None and name == "activation_checkpointing":
-            asked[name] = given
-        elif given is not None:
-            asked |= _of_checkpoints(given)
-    if "activation_offloading" in explicit:
-        asked["activation_offloading"] = settings["activation_offloading"]
-    return asked
+OWN_FLAGS = (
+    *PROFILE_OPTIONS,
+    "tiled_mlp",
+    "tiled_mlp_num_shards",
+    "heads_k_stride",
+    "overlap_exchange",
+    "sequence_chunk_size",
+)
 
 
-CHECKPOINT_KEYS = {
-    "every_n_layers": "every_n_layers",
-    "whole_layers": "whole_layers",
-    "selective": "selective",
-    "offloaded_layers": "offload",
-}
-"""Levers that are keys of --activation_checkpointing_kwargs, and those keys."""
+class RunTraits(NamedTuple):
+    """The properties of a run that decide which memory options it supports."""
+
+    backend_can_chunk: bool
+    """Whether the sequence-chunked step runs on the attention backend."""
+    exchanges_heads: bool
+    """Whether the ranks of a sequence exchange tokens for heads, as in Ulysses."""
+    engine: str
+    """deepspeed, fsdp2, fsdp1 or none."""
+    zero_stage: int | None
+    bf16: bool
+    local_tokens: int
+    """Most tokens of a micro-batch on one rank."""
+    has_linear_attention: bool
+    """Whether layers carry a state through all tokens."""
+    num_layers: int
+    """Decoder layers of the model."""
+    is_compiled: bool
+    """Whether --torch_compile compiles decoder layers, which are then neither chunked nor tiled."""
+
+    @property
+    def can_chunk(self) -> bool:
+        is_able = self.backend_can_chunk and not self.has_linear_attention and not self.is_compiled
+        return is_able and self.engine != "fsdp1"
 
 
-def lever_flags(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of flags, by name, that ask for these levers: the inverse of `asked_levers`."""
-    kwargs = {key: asked[name] for name, key in CHECKPOINT_KEYS.items() if name in asked}
-    if "offloaded_layers" in asked and not asked["offloaded_layers"]:
-        kwargs["offload"] = False
-    flags = {name: value for name, value in asked.items() if name not in (*CHECKPOINT_KEYS, "checkpoint_kwargs")}
-    if "offload" in kwargs:
-        flags.pop("activation_offloading", None)
-    if kwargs or "checkpoint_kwargs" in asked:
-        flags["activation_checkpointing_kwargs"] = json.dumps({**kwargs, **asked.get("checkpoint_kwargs", {})})
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """The resolved value of every memory option of a run."""
+
+    memory: str
+    """The preset."""
+    set_by_preset: tuple[str, ...]
+    """Names of the memory options that the preset set."""
+    activation_checkpointing: bool
+    every_n_layers: int
+    """One in this many layers is checkpointed."""
+    whole_layers: int
+    """The last layers, which are not checkpointed."""
+    activation_offloading: bool
+    """Whether what the backward pass needs waits in host memory."""
+    offloaded_layers: int | None
+    """The first checkpointed layers, whose checkpoints alone are offloaded; None means all. With chunks, the first
+    layers that keep attention's output in host memory and not on the device."""
+    selective: bool | int | None
+    """Whether checkpoints keep attention's output, or the number of the last checkpointed layers that do; None means
+    the backend's default."""
+    checkpoint_kwargs: Mapping[str, Any]
+    """Keywords for torch.utils.checkpoint."""
+    tiled_mlp_num_shards: int | None
+    """Tiles of the MLP; 0 derives their number from the length, and None means no tiles."""
+    heads_k_stride: int | None
+    overlap_exchange: bool | None
+    """Whether some heads are exchanged while others are attended to; None where that is modelled to be faster."""
+    sequence_chunk_size: int | None
+    offload_optimizer_device: str
+    offload_param_device: str
+    offload_optimizer_nvme_path: str | None
+    offload_param_nvme_path: str | None
+    communication_data_type: str
+    """fp32, bf16, or auto: fp32 on FSDP2, the training precision on DeepSpeed."""
+    small_buckets: bool
+    """Whether DeepSpeed reduces, fetches and keeps less at a time than a layer."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is kept off the devices."""
+        places = {self.offload_optimizer_device, self.offload_param_device}
+        return places != {NONE} or self.activation_offloading or self.sequence_chunk_size is not None
+
+    def settings(self) -> dict[str, Any]:
+        """Return every memory option by its flag, and by its older name if it has one."""
+        kwargs = dict(self.checkpoint_kwargs)
+        if self.every_n_layers > 1:
+            kwargs["every_n_layers"] = self.every_n_layers
+        if self.selective is not None:
+            kwargs["selective"] = self.selective
+        if self.whole_layers:
+            kwargs["whole_layers"] = self.whole_layers
+        if self.offloaded_layers is not None:
+            kwargs["offload"] = self.offloaded_layers
+        return {
+            "activation_checkpointing": self.activation_checkpointing,
+            "activation_checkpointing_kwargs": kwargs or None,
+            "gradient_checkpointing": self.activation_checkpointing,
+            "gradient_checkpointing_kwargs": kwargs or None,
+            "activation_offloading": self.activation_offloading,
+            "tiled_mlp": self.tiled_mlp_num_shards is not None,
+            **{name: getattr(self, name) for name in OWN_FLAGS if name != "tiled_mlp"},
+        }
+
+    def parallelize_arguments(self) -> dict[str, Any]:
+        """Return the memory options that `longctx.parallelize` carries out, by keyword."""
+        keywords = {
+            "selective_checkpointing": self.selective,
+            "whole_layers": self.whole_layers or None,
+            "offloaded_layers": self.offloaded_layers,
+            "heads_k_stride": self.heads_k_stride,
+            "tiled_mlp_num_shards": self.tiled_mlp_num_shards,
+            "sequence_chunk_size": self.sequence_chunk_size,
+        }
+        return {name: value for name, value in keywords.items() if value is not None}
+
+    def describe(self) -> str:
+        """Return the preset and every memory option that is on, in one line."""
+        on = [text for name, text in self._on() if name not in self.set_by_preset]
+        by_preset = [text for name, text in self._on() if name in self.set_by_preset]
+        source = f"{self.memory}: {', '.join(by_preset)}" if by_preset else self.memory
+        return "; ".join([source, *([", ".join(on)] if on else [])])
+
+    def _on(self) -> list[tuple[str, str]]:
+        """Return (name, text) of the memory options that are on, and of those that a preset has switched off."""
+        chunked = self.sequence_chunk_size is not None
+        every = f" of every {self.every_n_layers} layers" if self.every_n_layers > 1 else ""
+        if self.whole_layers:
+            every = f" of all but the last {_layers(self.whole_layers)}"
+        kept = f" of {_layers(self.selective)}" if type(self.selective) is int else ""
+        first = "" if self.offloaded_layers is None else f" of the first {_layers(self.offloaded_layers)}"
+        place = f", on the host{first}" if chunked and first else ""
+        checkpoints = f"activation checkpointing{every}" if self.activation_checkpointing else "no checkpointing"
+        memory_options = [
+            ("activation_checkpointing", not chunked, checkpoints),
+            ("sequence_chunk_size", chunked, f"layers over {self.sequence_chunk_size or 0:,} tokens a rank at a time"),
+            ("activation_offloading", self.activation_offloading, f"activations{first} on the host"),
+            ("selective", self.selective is False, "attention computed again"),
+            ("selective", bool(self.selective), f"attention's output{kept} kept{place}"),
+            ("tiled_mlp", self.tiled_mlp_num_shards == 0, "MLP in tiles"),
+            ("tiled_mlp", bool(self.tiled_mlp_num_shards), f"MLP in {self.tiled_mlp_num_shards} tiles"),
+            ("heads_k_stride", self.heads_k_stride is not None, f"{self.heads_k_stride} key/value heads at a time"),
+            ("overlap_exchange", self.overlap_exchange is True, "exchange beside attention"),
+            ("offload_optimizer_device", self.offload_optimizer_device != NONE, self._place("optimizer")),
+            ("offload_param_device", self.offload_param_device != NONE, self._place("param")),
+            (
+                "communication_data_type",
+                self.communication_data_type != "auto",
+                f"gradients reduced in {self.communication_data_type}",
+            ),
+            ("small_buckets", self.small_buckets, "small buckets"),
+        ]
+        return [(name, text) for name, is_on, text in memory_options if is_on]
+
+    def _place(self, kind: str) -> str:
+        device, path = getattr(self, f"offload_{kind}_device"), getattr(self, f"offload_{kind}_nvme_path")
+        what = "optimizer states" if kind == "optimizer" else "parameters"
+        return f"{what} in {path}" if device == NVME else f"{what} on the host"
 
 
-def _of_checkpoints(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the levers in --activation_checkpointing_kwargs; `checkpoint_kwargs` has what is left for torch."""
-    flag = f"--activation_checkpointing_kwargs {given}"
+def _layers(count: int) -> str:
+    return f"{count} layers" if count != 1 else "layer"
+
+
+def check_support(asked: Mapping[str, Any], place: RunTraits) -> None:
+    """Raise ValueError for a memory option that, by itself, the run does not support."""
+    for name in ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size"):
+        if asked.get(name, 1) < 1:
+            raise ValueError(f"--{name} {asked[name]} is below 1. Leave it out, or use at least 1.")
+    if asked.get("tiled_mlp") is False and "tiled_mlp_num_shards" in asked:
+        raise ValueError(
+            f"--tiled_mlp_num_shards {asked['tiled_mlp_num_shards']} contradicts --tiled_mlp False. Leave out one."
+        )
+    if "sequence_chunk_size" in asked and not place.backend_can_chunk:
+        raise ValueError(
+            f"--sequence_chunk_size {asked['sequence_chunk_size']} is not supported by this run's attention backend. "
+            "Use another --sp_backend, or leave it out."
+        )
+    if "sequence_chunk_size" in asked and place.has_linear_attention:
+        raise ValueError(
+            f"--sequence_chunk_size {asked['sequence_chunk_size']}: this model's recurrent layers carry a state "
+            "through all tokens, which is not cut into chunks. Leave it out."
+        )
+    if asked.get("overlap_exchange") and not place.exchanges_heads:
+        raise ValueError(
+            "--overlap_exchange True: no ranks of this run exchange tokens for heads. Use --sp_backend ulysses or "
+            "hybrid with --sp above 1, or leave it out."
+        )
+    if place.is_compiled:
+        from longctx.layers.compiled import check_compiled_layers  # which loads torch
+
+        check_compiled_layers(asked)
+    on_fsdp1 = [n for n in ("sequence_chunk_size", "tiled_mlp", "tiled_mlp_num_shards") if asked.get(n)]
+    if on_fsdp1 and place.engine == "fsdp1":
+        raise ValueError(
+            f"--{on_fsdp1[0]} {asked[on_fsdp1[0]]}: the engine is fsdp1, and it is not verified with FSDP1's "
+            f"flattened weights. Set fsdp_version: 2 (--config_file configs/fsdp2.yaml), or leave it out."
+        )
+    if asked.get("communication_data_type") == "bf16" and not place.bf16:
+        raise ValueError(
+            "--communication_data_type bf16 rounds fp32 gradients to three digits, and this run trains in fp32. "
+            "Add --bf16 True, or leave it out."
+        )
+    if "communication_data_type" in asked and place.engine not in ("deepspeed", "fsdp2"):
+        raise ValueError(
+            f"--communication_data_type {asked['communication_data_type']}: the engine is {place.engine}, which does "
+            f"not offer this choice. Leave it out, or use --engine fsdp2 or deepspeed."
+        )
+
+
+def check_combinations(memory_options: MemoryOptions, place: RunTraits) -> None:
+    chunk = memory_options.sequence_chunk_size
+    if chunk is not None and not memory_options.activation_checkpointing:
+        raise ValueError(
+            f"--sequence_chunk_size {chunk} computes every layer again in the backward pass, and activation "
+            "checkpointing is off. Leave out one of the two."
+        )
+    acting_on_layers = {
+        "every_n_layers": memory_options.every_n_layers > 1,
+        "whole_layers": memory_options.whole_layers > 0,
+        "--tiled_mlp": memory_options.tiled_mlp_num_shards is not None,
+        "--heads_k_stride": memory_options.heads_k_stride is not None,
+        "--overlap_exchange": memory_options.overlap_exchange is True,
+        "--activation_offloading": memory_options.activation_offloading,
+    }
+    if chunk is not None and any(acting_on_layers.values()):
+        other = next(name for name, acts in acting_on_layers.items() if acts)
+        raise ValueError(
+            f"--sequence_chunk_size {chunk} leaves no whole layer that {other} could act on; its activations are in "
+            f"host memory already. Leave out one of the two."
+        )
+    for_checkpoints = {
+        "every_n_layers": memory_options.every_n_layers > 1,
+        "selective": memory_options.selective is not None,
+        "whole_layers": memory_options.whole_layers > 0,
+        "offload": memory_options.offloaded_layers is not None,
+    }
+    if not memory_options.activation_checkpointing and any(for_checkpoints.values()):
+        name = next(name for name, is_set in for_checkpoints.items() if is_set)
+        raise ValueError(
+            f"--activation_checkpointing_kwargs sets {name}, and activation checkpointing is off. Add "
+            "--activation_checkpointing True, or leave it out."
+        )
+    _check_layers(memory_options, place.num_layers)
+    _check_offload(memory_options, place)
+
+
+def _check_layers(memory_options: MemoryOptions, num_layers: int) -> None:
+    """Raise ValueError if the model lacks layers that checkpoints name, or two memory options choose them."""
+    from longctx.layers.checkpoints import LayerCheckpoints, check_layers  # which loads torch
+
+    selective = memory_options.selective if type(memory_options.selective) is int else 0
+    by_layer = LayerCheckpoints(
+        whole=memory_options.whole_layers, selective=selective, offloaded=memory_options.offloaded_layers
+    )
+    if memory_options.every_n_layers > 1 and by_layer != LayerCheckpoints():
+        raise ValueError(
+            f"--activation_checkpointing_kwargs: every_n_layers {memory_options.every_n_layers} and numbers of layers "
+            "(whole_layers, selective, offload) choose layers in two ways. Leave one of them out."
+        )
+    if memory_options.checkpoint_kwargs.get("use_reentrant") and selective:
+        raise ValueError(
+            f"--activation_checkpointing_kwargs: selective {selective} keeps attention's output, and reentrant "
+            "checkpointing computes it again. Leave out use_reentrant."
+        )
     try:
-        kwargs = json.loads(given) if isinstance(given, str) else dict(given)
+        check_layers(by_layer, num_layers)
     except ValueError as error:
-        raise ValueError(f"{flag} is not a JSON object: {error}. Example: '{{\"every_n_layers\": 2}}'.") from None
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"{flag} is not a JSON object. Example: '{{\"every_n_layers\": 2}}'.")
-    every = kwargs.get("every_n_layers", 1)
-    if type(every) is not int or every < 1:
-        raise ValueError(f"{flag}: every_n_layers {every!r} is not a whole number of at least 1.")
-    for name in ("offload", "selective"):
-        if not _is_number_of_layers(kwargs.get(name, 0)) and not isinstance(kwargs[name], bool):
-            raise ValueError(f"{flag}: {name} {kwargs[name]!r} is neither true, false nor a number of layers.")
-    if not _is_number_of_layers(kwargs.get("whole_layers", 0)):
-        raise ValueError(f"{flag}: whole_layers {kwargs['whole_layers']!r} is not a number of layers. Use at least 0.")
-    levers = {name: kwargs.pop(name) for name in ("every_n_layers", "selective", "whole_layers") if name in kwargs}
-    if "offload" in kwargs:
-        given = kwargs.pop("offload")
-        levers["activation_offloading"] = bool(given)
-        if given and not isinstance(given, bool):
-            levers["offloaded_layers"] = given
-    return levers | ({"checkpoint_kwargs": kwargs} if kwargs else {})
+        raise ValueError(f"--activation_checkpointing_kwargs: {error}") from None
 
 
-def _is_number_of_layers(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
-    """Whether the sequence-chunked step is asked for, which has less on the device without a ring."""
-    by_preset = memory == "longest" and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
-    return by_preset or asked.get("sequence_chunk_size") is not None
-
-
-def resolve_levers(memory: str, asked: Mapping[str, Any], place: RunTraits, *, checkpoints_by_default: bool) -> Levers:
-    """Resolve every lever.
-
-    Args:
-        memory: a name of PRESETS.
-        asked: what the user or a profile set, by flag, as `asked_levers` returns it.
-        checkpoints_by_default: whether activations are checkpointed if neither sets it.
-
-    Raises:
-        ValueError: for a lever that the run does not support, with its value, the limit and the remedy.
-    """
-    check_asked(asked, place)
-    preset = _possible(memory, asked, place)
-    values = {**preset, **asked}
-    chunk = values.get("sequence_chunk_size")
-    offloaded = values.get("offloaded_layers")
-    levers = Levers(
-        memory=memory,
-        set_by_preset=tuple(preset),
-        activation_checkpointing=bool(values.get("activation_checkpointing", checkpoints_by_default or chunk)),
-        every_n_layers=values.get("every_n_layers", 1),
-        whole_layers=values.get("whole_layers", 0),
-        activation_offloading=bool(values.get("activation_offloading")) and (chunk is None or offloaded is None),
-        offloaded_layers=offloaded,
-        selective=values.get("selective"),
-        checkpoint_kwargs=values.get("checkpoint_kwargs", {}),
-        tiled_mlp_num_shards=_num_shards(values),
-        heads_k_stride=values.get("heads_k_stride"),
-        overlap_exchange=values.get("overlap_exchange"),
-        sequence_chunk_size=chunk,
-        offload_optimizer_device=values.get("offload_optimizer_device", NONE),
-        offload_param_device=values.get("offload_param_device", NONE),
-        offload_optimizer_nvme_path=values.get("offload_optimizer_nvme_path"),
-        offload_param_nvme_path=values.get("offload_param_nvme_path"),
-        communication_data_type=values.get("communication_data_type", "auto"),
-        small_buckets=bool(values.get("small_buckets")),
-    )
-    check_together(levers, place)
-    return levers
-
-
-def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[str, Any]:
-    """Return what the preset sets in this run and nobody else has set.
-
-    `longest` sets the sequence-chunked step if the run supports it, which holds no whole layer and offloads what it
-    keeps; else the levers that make whole layers smaller.
-    """
-    preset = dict(PRESETS[memory])
-    if memory != "longest":
-        return {name: value for name, value in preset.items() if name not in asked and not _needs(asked)}
-    never_whole = ("activation_offloading", "tiled_mlp", "heads_k_stride")
-    chunks = place.can_chunk and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
-    left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
-    if asked.get("activation_checkpointing") is False:
-        left_out |= {"selective"}
-    if place.engine == "fsdp1" or place.is_compiled or "tiled_mlp_num_shards" in asked:
-        left_out.add("tiled_mlp")
-    if place.engine != "deepspeed":
-        left_out |= {"offload_optimizer_device", "small_buckets"}
-    if place.engine != "fsdp2":
-        left_out.add("offload_param_device")  # ZeRO-3's takes much time and frees little memory
-    chunk = max(1, min(CHUNK_TOKENS, math.ceil(place.local_tokens / FEWEST_CHUNKS)))
-    preset["sequence_chunk_size"] = chunk
-    return {name: value for name, value in preset.items() if name not in left_out and name not in asked}
-
-
-def _whole_layers(asked: Mapping[str, Any]) -> bool:
-    """Whether a lever is asked for that only a step with whole layers has."""
-    return bool({"tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride"} & asked.keys()) or (
-        asked.get("every_n_layers", 1) > 1 or bool(asked.get("overlap_exchange")) or _by_layer(asked)
-    )
-
-
-def _by_layer(asked: Mapping[str, Any]) -> bool:
-    """Whether layers are asked to keep different things."""
-    return bool(asked.get("whole_layers")) or "offloaded_layers" in asked or type(asked.get("selective")) is int
-
-
-def _needs(asked: Mapping[str, Any]) -> bool:
-    """Whether a lever is asked for that needs activation checkpointing."""
-    return asked.get("sequence_chunk_size") is not None or asked.get("every_n_layers", 1) > 1 or _by_layer(asked)
-
-
-def _num_shards(values: Mapping[str, Any]) -> int | None:
-    if values.get("tiled_mlp") is False:
-        return None
-    return values.get("tiled_mlp_num_shards", 0 if values.get("tiled_mlp") else None)
+def _check_offload(memory_options: MemoryOptions, place: RunTraits) -> None:
+    """Raise ValueError if the engine cannot put optimizer states or parameters where they are asked for."""
+    for kind in ("optimizer", "param"):
+        flag, path_flag = f"--offload_{kind}_device", f"--offload_{kind}_nvme_path"
+        device, path = (
+            getattr(memory_options, f"offload_{kind}_device"),
+            getattr(memory_options, f"offload_{kind}_nvme_path"),
+        )
+        if device == NVME and path is None:
+            raise ValueError(f"{flag} nvme needs a folder: add {path_flag} DIR on a local SSD.")
+        if device != NVME and path is not None:
+            raise ValueError(
+                f"{path_flag} {path} needs {flag} nvme, and {flag} is {device}. Set it to nvme, or leave both out."
+            )
+        if device == NONE:
+            continue
+        if place.engine not in ("deepspeed", "fsdp2"):
+            raise ValueError(
+                f"{flag} {device} is an option of DeepSpeed and FSDP2, and the engine is {place.engine}. Use "
+                f"--engine deepspeed."
+            )
+        if place.engine == "fsdp2" and kind == "optimizer":
+            raise ValueError(
+                f"{flag} {device}: FSDP2 keeps optimizer states where the parameters are. Use --offload_param_device "
+                "cpu, which moves both, or --engine deepspeed."
+            )
+        if place.engine == "fsdp2" and device == NVME:
+            raise ValueError(f"{flag} nvme is an option of DeepSpeed ZeRO-3. Use --engine deepspeed, or {flag} cpu.")
+        needs = 3 if kind == "param" or device == NVME else 1
+        if place.engine == "deepspeed" and (place.zero_stage or 0) < needs:
+            raise ValueError(
+                f"{flag} {device} needs ZeRO-{needs}, and the run has ZeRO-{place.zero_stage}. Use a higher stage."
+            )

@@ -1,4 +1,4 @@
-"""Everything but the length that a step's memory depends on: the model, its layout, its engine and its levers."""
+"""What a step's memory depends on besides its length: the model, its layout, its engine and its memory options."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def simulate(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]], sp
     """Simulate one optimizer step.
 
     Args:
-        setup: degrees, engine and levers; whether it fits in memory is not checked.
+        setup: degrees, engine and memory options; whether it fits in memory is not checked.
         micro_batches: [accumulation][world_size / sp], `RingWork.of` the documents of each group, whose rows are
             flattened to one, for `setup.ring` ranks. All have equally many tokens.
         speeds: speeds of the machine.

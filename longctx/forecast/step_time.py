@@ -173,7 +173,7 @@ def planned_work(documents: tuple[int, ...], attention: Setup, arrangement: Arra
 
 
 _attention_seconds = functools.lru_cache(maxsize=64)(modelled_seconds)
-"""`modelled_seconds`, which set-ups that differ in their levers share."""
+"""`modelled_seconds`, which set-ups that differ in their memory options share."""
 
 
 def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[float, float, float]:

@@ -59,7 +59,7 @@ class StepSettings:
     """The same without the last few tensors: all that the forward pass saves is copied to the host."""
     on_host: Sequence[str] = ()
     """Categories that the engine offloads; see `MemoryTracer`."""
-    levers: Mapping[str, Any] = field(default_factory=dict)
+    memory_options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `longctx.parallelize`: `heads_k_stride`, `tiled_mlp_num_shards`, `sequence_chunk_size`, …"""
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, ran
             model,
             settings.sp,
             sp_backend=settings.sp_backend if settings.sp > 1 else "auto",
-            **settings.levers,
+            **settings.memory_options,
         )
         if settings.activation_checkpointing is not None:
             model.activation_checkpointing_enable(**settings.activation_checkpointing)

@@ -61,7 +61,7 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
     FSDP2 shards them as bytes, see `longctx.model.quantized`.
 
     Args:
-        settings: every flag of TRL's ModelConfig, and the memory levers.
+        settings: every flag of TRL's ModelConfig, and the memory options.
 
     Raises:
         ValueError: for what is not verified against one process, with the remedy.
@@ -94,10 +94,10 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
 
 
 def check_adapted_experts(settings: Mapping[str, Any]) -> None:
-    """Check that adapters of experts (--lora_target_parameters) run with the memory levers of the run.
+    """Check that adapters of experts (--lora_target_parameters) run with the memory options of the run.
 
     Raises:
-        ValueError: for a lever that they are not verified with.
+        ValueError: for a memory option that they are not verified with.
     """
     for name in ("tiled_mlp", "sequence_chunk_size", "offload_param_device"):
         if settings[name] not in (None, False, "none"):

@@ -13,7 +13,7 @@ import torch
 
 from longctx.attention.choice import arrangements, choose_backend, chunking_backend
 from longctx.forecast.hardware import address_room, available_host_memory, host_bytes
-from longctx.forecast.memory_options import CHUNK_TOKENS, lever_flags, prefers_ulysses
+from longctx.forecast.memory_presets import CHUNK_TOKENS, memory_flags, prefers_ulysses
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.sequence.mesh import ParallelDims
@@ -26,7 +26,7 @@ from longctx.training.peak_memory import (
     suggest_savings,
 )
 
-LEVERS: Mapping[str, Mapping[str, Any]] = {
+MEMORY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--memory longest": {"memory": "longest"},
     "--gradient_checkpointing True": {"activation_checkpointing": True, "every_n_layers": 1},
     "--activation_offloading True": {"activation_offloading": True},
@@ -77,7 +77,7 @@ def _host_room() -> int:
 def _advice(run: Run, setup: MemorySetup, room: float) -> str:
     try:
         device = torch.cuda.get_device_properties().total_memory if not run.use_cpu else 0
-        return suggest_savings(setup, run.settings["max_length"], device, room, _levers(run, setup))
+        return suggest_savings(setup, run.settings["max_length"], device, room, _memory_options(run, setup))
     except Exception as error:  # there is no memory for this either; the error itself is what counts
         return f"longctx: out of memory, and too little is left to say what would have helped ({error!r})"
 
@@ -87,15 +87,15 @@ def _setup(run: Run) -> MemorySetup:
     return run.memory_setup(min(local, run.dims.world_size))
 
 
-def _levers(run: Run, setup: MemorySetup) -> dict[str, MemorySetup]:
+def _memory_options(run: Run, setup: MemorySetup) -> dict[str, MemorySetup]:
     """Return every flag that can be added to this run, with the run that it makes."""
     found: dict[str, MemorySetup] = {}
-    for flags, values in LEVERS.items():
+    for flags, values in MEMORY_OPTIONS.items():
         with suppress(ValueError):  # there is no place for it in this run
             found[flags] = replace(_setup(_with(run, values)), model=setup.model)
-    if (levers := run.fastest_levers()) is not None:
-        flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in lever_flags(levers).items())
-        found[f"--memory auto, which is {flags}"] = replace(run.setup_with(levers), model=setup.model)
+    if (memory_options := run.fastest_memory_options()) is not None:
+        flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in memory_flags(memory_options).items())
+        found[f"--memory auto, which is {flags}"] = replace(run.setup_with(memory_options), model=setup.model)
     return found | _spread(setup)
 
 
@@ -107,15 +107,17 @@ def _with(run: Run, values: Mapping[str, Any]) -> Run:
     """
     settings = {name: value for name, value in values.items() if name in ("memory", "per_device_train_batch_size")}
     asked = {name: value for name, value in values.items() if name not in settings}
-    changed = replace(run, settings={**run.settings, **settings}, asked_levers={**run.asked_levers, **asked})
-    chunks = prefers_ulysses(changed.settings["memory"], changed.asked_levers)
+    changed = replace(
+        run, settings={**run.settings, **settings}, asked_memory_options={**run.asked_memory_options, **asked}
+    )
+    chunks = prefers_ulysses(changed.settings["memory"], changed.asked_memory_options)
     name = chunking_backend(run.setup) if run.wanted_backend == "auto" and chunks else None
     if name is not None:
         choice = choose_backend(name, run.setup, None)
         ring, ulysses = choice.arrangement.ring, choice.arrangement.ulysses
         dims = ParallelDims.arrange(run.dims.world_size, ring=ring, ulysses=ulysses, dp_replicate=run.dims.dp_replicate)
         changed = replace(changed, backend=choice, dims=dims)
-    return changed.with_levers()
+    return changed.with_memory_options()
 
 
 def _spread(setup: MemorySetup) -> dict[str, MemorySetup]:

@@ -150,7 +150,7 @@ def _choice(candidate: Candidate, outlooks: Sequence[Outlook]) -> dict[str, Any]
 
 
 def _at(found: Outlook) -> dict[str, Any]:
-    return ({"flags": shlex.join(found.candidate.flags())} if found.candidate.levers else {}) | {
+    return ({"flags": shlex.join(found.candidate.flags())} if found.candidate.memory_options else {}) | {
         "seconds": round(found.time.seconds, 4) if found.time else None,
         "speed": round(found.speed, 1),
         "used": round(found.used, 4),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx.forecast.candidates import Candidate
-from longctx.forecast.levers import AUTO
+from longctx.forecast.memory_options import AUTO
 from longctx.launch.terminal import token_label
 from longctx.model.rope import scaling_for
 

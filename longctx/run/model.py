@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from longctx.attention.backends import BACKENDS
 from longctx.attention.kernels import Kernel
 from longctx.collate import SequenceCollator
-from longctx.forecast.levers import NVME
+from longctx.forecast.memory_options import NVME
 from longctx.layers.compiled import install_compiled
 from longctx.layers.liger import check_liger, install_liger
 from longctx.model.adapter import add_adapter, changes_base, quantization_of
@@ -46,7 +46,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     name = settings["model_name_or_path"]
     run = prepared.run
     # Parameters on NVMe are written there while the model is loaded, in the dtype that is trained.
-    on_nvme = run.levers.offload_param_device == NVME
+    on_nvme = run.memory_options.offload_param_device == NVME
     with nullcontext() if on_nvme else loaded_in_fp32(), _loading_quantized(run):
         model = on_all_ranks(
             lambda: load_model(
@@ -84,7 +84,7 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         dp_replicate=run.dims.dp_replicate,
         device=args.device,
         overlap_exchange=run.overlaps_exchange,
-        **run.levers.parallelize_arguments(),
+        **run.memory_options.parallelize_arguments(),
     )
     if settings["torch_compile"]:
         install_compiled(model, settings["torch_compile_backend"], settings["torch_compile_mode"])
@@ -117,9 +117,9 @@ def build_trainer(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrai
         base_config=run.model_config if changes_base(settings) else None,
     )
     if run.engine == "fsdp2":
-        reduce_in_bf16 = run.levers.communication_data_type == "bf16"
+        reduce_in_bf16 = run.memory_options.communication_data_type == "bf16"
         configure_fsdp(fsdp2_plugin(trainer.accelerator), reduce_in_bf16=reduce_in_bf16, use_cpu=run.use_cpu)
-    if run.levers.activation_offloading and run.use_cpu:
+    if run.memory_options.activation_offloading and run.use_cpu:
         trainer.maybe_activation_offload_context = SavedOnHost()
     return trainer
 

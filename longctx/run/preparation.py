@@ -37,7 +37,7 @@ from longctx.training.checkpoint import (
     optimization_flags,
     read_manifest,
 )
-from longctx.training.dataset import StreamedRows, TrainingRows, prepare_rows
+from longctx.training.dataset import StreamedData, TrainingData, prepare_data_set
 from longctx.training.engines import configure_deepspeed
 from longctx.training.fingerprint import compare_files, data_identity, reference_identity
 from longctx.training.schedule import check_learning_rates, check_training_steps
@@ -56,7 +56,7 @@ class PreparedRun:
     run: Run
     args: SFTConfig
     tokenizer: PreTrainedTokenizerBase
-    data: TrainingRows | StreamedRows
+    data: TrainingData | StreamedData
     data_identity: Callable[[], Mapping[str, Any]]
     """Returns what identifies data and model, by name. The first call reads all rows."""
     reference_identity: Mapping[str, Any]
@@ -84,13 +84,13 @@ def prepare(run: Run) -> PreparedRun:
     if run.engine == "deepspeed":
         configure_deepspeed(
             args.deepspeed_plugin.deepspeed_config,
-            run.levers,
+            run.memory_options,
             ModelSizes.of_config(run.model_config),
             num_ranks=run.dims.world_size,
             use_cpu=run.use_cpu,
         )
     tokenizer = on_all_ranks(lambda: read_tokenizer(settings, run.model_config))
-    data = prepare_rows(settings, tokenizer, run.model_config)
+    data = prepare_data_set(settings, tokenizer, run.model_config)
     on_all_ranks(lambda: check_training_steps(args, data.rows, run.dims.dp))
     files = compare_files(run.settings, run.model_config, data, args)
     run = _with_data(run, args, data)
@@ -107,12 +107,12 @@ def prepare(run: Run) -> PreparedRun:
     )
 
 
-def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> Run:
+def _with_data(run: Run, args: SFTConfig, data: TrainingData | StreamedData) -> Run:
     """Return the run with its backend modelled, and chosen if `auto`, and its forecast for sampled packs.
 
     Rank 0 decides. A stream's packs are unknown, so the run stays as it is.
     """
-    if isinstance(data, StreamedRows) or not len(data.rows):
+    if isinstance(data, StreamedData) or not len(data.rows):
         return run
     sampled = _sampled(data, args)
     if run.dims.sp > 1:
@@ -123,12 +123,12 @@ def _with_data(run: Run, args: SFTConfig, data: TrainingRows | StreamedRows) -> 
     return replace(run, forecast=run.forecast_for(_typical_row(data)))
 
 
-def _typical_row(data: TrainingRows) -> list[int]:
+def _typical_row(data: TrainingData) -> list[int]:
     """Return the lengths of the documents in a sequence from the middle of the data set."""
     return [int(length) for length in data.rows[len(data.rows) // 2]["seq_lengths"]]
 
 
-def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:
+def _sampled(data: TrainingData, args: SFTConfig) -> Documents:
     """Return the documents of a few micro-batches, from packs all over the data set."""
     num_rows = min(SAMPLED_ROWS, len(data.rows))
     packs = np.linspace(0, len(data.rows) - 1, num_rows * args.per_device_train_batch_size).round().astype(int)
@@ -138,14 +138,14 @@ def _sampled(data: TrainingRows, args: SFTConfig) -> Documents:
     return Documents(rows=rows, source=f"{num_rows} sampled rows, documents of {mean:,.0f} tokens on average")
 
 
-def prepare_data(run: Run) -> TrainingRows:
+def prepare_data(run: Run) -> TrainingData:
     """Load, tokenise and pack in this process alone, for later runs to find on disk; no weights are read.
 
     Raises:
         ValueError: for data that cannot be trained on as asked.
     """
-    data = prepare_rows(run.settings, read_tokenizer(run.settings, run.model_config), run.model_config)
-    assert isinstance(data, TrainingRows), "--prepare_only is refused for a stream"
+    data = prepare_data_set(run.settings, read_tokenizer(run.settings, run.model_config), run.model_config)
+    assert isinstance(data, TrainingData), "--prepare_only is refused for a stream"
     return data
 
 

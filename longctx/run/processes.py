@@ -34,7 +34,7 @@ def start_processes(run: Run) -> None:
         promote(run.engine)
     if run.engine == "fsdp2" and settings["load_in_4bit"]:
         load_on_every_rank()
-    if run.engine == "fsdp2" and run.levers.offload_param_device == "cpu":
+    if run.engine == "fsdp2" and run.memory_options.offload_param_device == "cpu":
         offload_fsdp()
     if run.use_cpu:
         stay_on_cpu()

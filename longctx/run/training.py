@@ -19,7 +19,7 @@ from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
 from longctx.training.callbacks import CompareForecast, ProfileSteps
-from longctx.training.dataset import TrainingRows
+from longctx.training.dataset import TrainingData
 from longctx.training.reference import single_device_step
 from longctx.training.trainer import SequenceTrainer
 
@@ -122,7 +122,7 @@ def _sizes(prepared: PreparedRun, model) -> list[Line]:
     kernel = attention_kernel(prepared, model)
     asked = f", {settings['attn_implementation']} was asked for" if settings["attn_implementation"] else ""
     adapter = f", {count_trained_parameters(model):,} of them trained, in the adapter" if settings["use_peft"] else ""
-    targets = prepared.data.describe_targets() if isinstance(prepared.data, TrainingRows) else None
+    targets = prepared.data.describe_targets() if isinstance(prepared.data, TrainingData) else None
     report, evaluation = prepared.data.report, prepared.data.evaluation
     return [
         Line("packing", report.short(), str(report))

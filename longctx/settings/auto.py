@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longctx.forecast.expected_step import FREE_PART, ExpectedStep
-from longctx.forecast.levers import ALL, AUTO
-from longctx.forecast.memory_options import PRESETS, lever_flags
+from longctx.forecast.memory_options import ALL, AUTO
+from longctx.forecast.memory_presets import PRESETS, memory_flags
 from longctx.settings.checks import check
 from longctx.settings.run import Run
 from longctx.settings.values import Values
@@ -34,14 +34,14 @@ class Option:
 
     run: Run
     forecast: ExpectedStep
-    levers: Mapping[str, Any] = field(default_factory=dict)
+    memory_options: Mapping[str, Any] = field(default_factory=dict)
     """Values of flags about memory, besides its preset."""
 
     @property
     def flags(self) -> str:
         """The flags that ask for this run."""
         dims = self.run.dims
-        flags = {"sp": dims.sp, "memory": self.run.settings["memory"], **self.levers}
+        flags = {"sp": dims.sp, "memory": self.run.settings["memory"], **self.memory_options}
         if dims.world_size > dims.sp * dims.dp_replicate and not self.run.launched:
             flags["num_processes"] = dims.world_size
         return shlex.join(word for name, value in flags.items() for word in (f"--{name}", str(value)))
@@ -115,30 +115,32 @@ def _ranked(values: Values, world_size: int, resolve: Resolve) -> tuple[list[Opt
             if predicted is not None:
                 options.append(Option(run=run, forecast=predicted))
     if values["memory"] == AUTO:
-        options += _with_levers(values, options, resolve)
+        options += _with_memory_options(values, options, resolve)
     return sorted(options, key=_rank), obstacles
 
 
-def _with_levers(values: Values, options: list[Option], resolve: Resolve) -> list[Option]:
-    """Return, for each degree and backend of the options, the run with the fastest levers, where these are faster."""
+def _with_memory_options(values: Values, options: list[Option], resolve: Resolve) -> list[Option]:
+    """Return the run with the fastest memory options for each degree and backend, where these are faster."""
     groups: dict[tuple[int, str], list[Option]] = {}
     for option in options:
         groups.setdefault((option.run.dims.sp, option.run.backend.name), []).append(option)
     found = []
     for (sp, _), group in groups.items():
         run = group[0].run
-        levers = run.fastest_levers()
-        if levers is None:
+        memory_options = run.fastest_memory_options()
+        if memory_options is None:
             continue
-        memory = levers.pop("memory", "balanced")
-        flags = lever_flags(levers)
+        memory = memory_options.pop("memory", "balanced")
+        flags = memory_flags(memory_options)
         degree = {"sp": sp, "num_processes": run.dims.world_size} if values["sp"] == AUTO else {}
         with suppress(ValueError):
             tuned = resolve(values.given(**degree, memory=memory, **flags))
             predicted = tuned.forecast_for()
             if predicted is not None and all(_is_faster(predicted, other.forecast) for other in group):
                 found.append(
-                    Option(run=tuned, forecast=predicted, levers={k: v for k, v in flags.items() if k != "memory"})
+                    Option(
+                        run=tuned, forecast=predicted, memory_options={k: v for k, v in flags.items() if k != "memory"}
+                    )
                 )
     return found
 
@@ -170,7 +172,12 @@ def _rank(option: Option) -> tuple[float, ...]:
     if not predicted.fits:
         return level, predicted.used
     if predicted.tokens_per_second_per_device is None:
-        return level, option.run.levers.offloads, option.run.dims.sp, option.run.levers.activation_checkpointing
+        return (
+            level,
+            option.run.memory_options.offloads,
+            option.run.dims.sp,
+            option.run.memory_options.activation_checkpointing,
+        )
     return level, -predicted.tokens_per_second_per_device
 
 

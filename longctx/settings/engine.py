@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend, chunking_backend
 from longctx.attention.cost import Setup
-from longctx.forecast.levers import PROFILE_LEVERS
-from longctx.forecast.memory_options import asked_levers, prefers_ulysses
+from longctx.forecast.memory_options import PROFILE_OPTIONS
+from longctx.forecast.memory_presets import asked_memory_options, prefers_ulysses
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.checks import check
 from longctx.settings.flags import Flags
@@ -132,11 +132,11 @@ def clipping(value: float | None, engine: str) -> float:
     return value or (0.0 if engine == "deepspeed" else math.inf)
 
 
-def ask_levers(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str, Any]]:
-    """Return the values, and the memory levers that a flag or the profile sets."""
-    asked = asked_levers(values, values.flags.explicit)
-    for name in PROFILE_LEVERS:
-        if (agreed := agree(values.flags, name, profile.levers.get(name), name)) is not None:
+def ask_memory_options(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str, Any]]:
+    """Return the values, and the memory options that a flag or the profile sets."""
+    asked = asked_memory_options(values, values.flags.explicit)
+    for name in PROFILE_OPTIONS:
+        if (agreed := agree(values.flags, name, profile.memory_options.get(name), name)) is not None:
             asked[name] = agreed
     if profile.activation_checkpointing:  # the trainer does it, and keeps the ring's output
         if asked.get("activation_checkpointing") is not True:
@@ -147,7 +147,7 @@ def ask_levers(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str
     return values, asked
 
 
-def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any]) -> tuple[str, BackendChoice]:
+def choose(wanted: str, setup: Setup, values: Values, memory_options: Mapping[str, Any]) -> tuple[str, BackendChoice]:
     """Return the wanted backend's name, and the choice before the data is known.
 
     With a sequence-chunked step, `auto` wants the backend that has least of it on the device.
@@ -162,7 +162,7 @@ def choose(wanted: str, setup: Setup, values: Values, levers: Mapping[str, Any])
             pad_to_multiple_of=given_multiple(values.flags),
         )
 
-    chunks = prefers_ulysses(values["memory"], levers) and setup.recurrent is None
+    chunks = prefers_ulysses(values["memory"], memory_options) and setup.recurrent is None
     if wanted == "auto" and setup.sp > 1 and chunks and (name := chunking_backend(setup)) is not None:
         return name, replace(choice(name), reason="auto: the sequence-chunked step has least on the device")
     return wanted, choice(wanted)

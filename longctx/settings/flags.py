@@ -17,7 +17,7 @@ from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
 from longctx.attention.backends import BACKENDS
-from longctx.forecast.levers import ALL, AUTO
+from longctx.forecast.memory_options import ALL, AUTO
 from longctx.settings.flag_sources import POINTER
 from longctx.settings.help import (
     NO_FIELDS,
@@ -112,7 +112,7 @@ class SequenceArguments:
     memory: Literal["balanced", "longest", "fastest", "auto"] = field(
         default="balanced",
         metadata={
-            "help": "Preset of the memory levers (docs/howto/length.md): balanced, longest, fastest, or auto, the "
+            "help": "Preset of the memory options (docs/howto/length.md): balanced, longest, fastest, or auto, the "
             "predicted fastest that fits."
         },
     )

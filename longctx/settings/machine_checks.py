@@ -15,7 +15,7 @@ from packaging.version import Version
 from longctx.attention.kernels.blockwise import DENSE_TOKENS, ShortDenseKernel, dense_refusal
 from longctx.forecast.closed_form import max_length, predict
 from longctx.forecast.hardware import available_host_memory
-from longctx.forecast.levers import NVME, Levers
+from longctx.forecast.memory_options import NVME, MemoryOptions
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.settings.checks import check
 from longctx.settings.run import Run
@@ -36,13 +36,13 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
         ring=run.dims.ring,
     )
     check_worker_sockets(int(run.settings["dataloader_num_workers"] or 0), tempfile.gettempdir())
-    if not run.levers.offloads:
+    if not run.memory_options.offloads:
         return
     local = int(env.get("LOCAL_WORLD_SIZE", 0)) or (run.setup.devices_per_node if run.launched else run.dims.world_size)
     # is_cpu=False, so that only what is offloaded counts as host memory.
     setup = replace(run.memory_setup(min(local, run.dims.world_size)), is_cpu=False)
     check_host_memory(setup, run.settings["max_length"], available_host_memory())
-    check_disks(run.levers, setup, use_cpu=run.use_cpu)
+    check_disks(run.memory_options, setup, use_cpu=run.use_cpu)
 
 
 @check("dataloader_num_workers")
@@ -113,7 +113,7 @@ def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
 
 
 @check("offload_optimizer_device", "offload_param_device")
-def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
+def check_disks(memory_options: MemoryOptions, setup: MemorySetup, *, use_cpu: bool) -> None:
     """Check that DeepSpeed can write to NVMe here.
 
     Raises:
@@ -122,9 +122,9 @@ def check_disks(levers: Levers, setup: MemorySetup, *, use_cpu: bool) -> None:
     """
     parameters = setup.model.num_parameters * setup.ranks_per_node / setup.world_size
     bytes_each = {"optimizer": 12, "param": setup.element_size}  # fp32 weights and AdamW's two moments
-    on_disk = [kind for kind in bytes_each if getattr(levers, f"offload_{kind}_device") == NVME]
+    on_disk = [kind for kind in bytes_each if getattr(memory_options, f"offload_{kind}_device") == NVME]
     for kind in on_disk:
-        folder = Path(getattr(levers, f"offload_{kind}_nvme_path"))
+        folder = Path(getattr(memory_options, f"offload_{kind}_nvme_path"))
         _check_folder(f"--offload_{kind}_nvme_path", folder, bytes_each[kind] * parameters)
     if on_disk and not _has_async_io(use_cpu):
         raise ValueError(

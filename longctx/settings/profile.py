@@ -84,8 +84,8 @@ class LaunchProfile:
     """Whether num_processes asks for several and accelerate, without a GPU, started this one alone."""
     deepspeed_values: Mapping[str, Any] = field(default_factory=dict)
     """The deepspeed_config_file's values, by flag; see DEEPSPEED_FLAGS."""
-    levers: Mapping[str, str] = field(default_factory=dict)
-    """Non-default offloading and reduction, by flag; see PROFILE_LEVERS."""
+    memory_options: Mapping[str, str] = field(default_factory=dict)
+    """Non-default offloading and reduction, by flag; see PROFILE_OPTIONS."""
 
 
 def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
@@ -124,7 +124,7 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> LaunchProfile:
         use_cpu=_flag(env, "ACCELERATE_USE_CPU"),
         only_one_started=by_accelerate and not _launched(env) and "MASTER_ADDR" in env,
         deepspeed_values=_deepspeed_values(deepspeed_file),
-        levers=_levers(env, deepspeed_file),
+        memory_options=_memory_options(env, deepspeed_file),
     )
     for name in [name for name in env if name.startswith(_PARALLELISM)] + list(_HANDLED_HERE):
         env.pop(name, None)
@@ -212,16 +212,18 @@ def _at(deepspeed_file: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def _levers(env: Mapping[str, str], deepspeed_file: Mapping[str, Any]) -> dict[str, str]:
+def _memory_options(env: Mapping[str, str], deepspeed_file: Mapping[str, Any]) -> dict[str, str]:
     """Return the profile's offloading and reduction; `none` and `auto` leave them to the flags."""
     if _flag(env, "ACCELERATE_USE_FSDP"):
         return {"offload_param_device": "cpu"} if _flag(env, "FSDP_OFFLOAD_PARAMS") else {}
-    levers: dict[str, Any] = {}
+    memory_options: dict[str, Any] = {}
     for flag, path in _OFFLOADS.items():
-        levers[flag] = _at(deepspeed_file, path) if deepspeed_file else env.get(f"ACCELERATE_DEEPSPEED_{flag.upper()}")
+        memory_options[flag] = (
+            _at(deepspeed_file, path) if deepspeed_file else env.get(f"ACCELERATE_DEEPSPEED_{flag.upper()}")
+        )
     given = deepspeed_file.get("communication_data_type")
-    levers["communication_data_type"] = _COMMUNICATION.get(given, given) if given else None
-    return {flag: str(value) for flag, value in levers.items() if value not in (None, "none", "auto")}
+    memory_options["communication_data_type"] = _COMMUNICATION.get(given, given) if given else None
+    return {flag: str(value) for flag, value in memory_options.items() if value not in (None, "none", "auto")}
 
 
 def _unsupported(env: MutableMapping[str, str]) -> str | None:

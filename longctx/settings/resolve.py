@@ -14,14 +14,21 @@ from transformers import PretrainedConfig
 
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.forecast.hardware import Hardware
-from longctx.forecast.levers import ALL, AUTO
+from longctx.forecast.memory_options import ALL, AUTO
 from longctx.launch.spawn import device_count
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_device, liger_parts
 from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
 from longctx.settings.auto import choose_layout, one_group, with_forecast
 from longctx.settings.data import stream, take_mixture
-from longctx.settings.engine import ask_levers, choose, choose_engine, choose_precision, clipping, precision_notes
+from longctx.settings.engine import (
+    ask_memory_options,
+    choose,
+    choose_engine,
+    choose_precision,
+    clipping,
+    precision_notes,
+)
 from longctx.settings.flags import Flags
 from longctx.settings.machine_checks import (
     LIGER_VERSIONS,
@@ -84,8 +91,8 @@ def _arranged(
 
     setup = _attention_setup(values, model_config, processes, env, hardware)
     multiple = given_multiple(flags)
-    values, levers = ask_levers(values, profile)
-    wanted_backend, backend = choose(processes.wanted_backend, setup, values, levers)
+    values, memory_options = ask_memory_options(values, profile)
+    wanted_backend, backend = choose(processes.wanted_backend, setup, values, memory_options)
     dims = arrange(processes.world_size, backend, processes.dp_replicate)
     check_dp_shard(profile, dims)
     values = accumulate(values, profile, dims)
@@ -117,14 +124,14 @@ def _arranged(
         engine_reason=engine.reason,
         promotes_engine=engine.is_promoted,
         zero_stage=engine.zero_stage,
-        asked_levers=levers,
+        asked_memory_options=memory_options,
         checkpoints_by_default=bool(values["gradient_checkpointing"]),
         use_cpu=use_cpu,
         hardware=hardware,
         launched=profile.launched,
         is_demo=values.is_demo,
         notes=values.notes,
-    ).with_levers()
+    ).with_memory_options()
     if values["use_peft"] and values["lora_target_parameters"]:
         check_adapted_experts(run.settings)
     if values["load_in_4bit"]:

@@ -17,11 +17,11 @@ from longctx.attention.cost import Setup
 from longctx.data import name_data
 from longctx.forecast.expected_step import ExpectedStep, documents_of, expect_step
 from longctx.forecast.hardware import Hardware
-from longctx.forecast.lever_search import Room, fastest_levers
-from longctx.forecast.levers import Levers, RunTraits
-from longctx.forecast.memory_options import resolve_levers
+from longctx.forecast.memory_options import MemoryOptions, RunTraits
+from longctx.forecast.memory_presets import resolve_memory_options
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.option_search import Room, fastest_memory_options
 from longctx.forecast.step_time import Speeds
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
@@ -54,10 +54,10 @@ class Run:
     promotes_engine: bool
     """Whether the launcher named no engine, so that longctx tells accelerate."""
     zero_stage: int | None
-    asked_levers: Mapping[str, Any]
-    """Memory levers that the user or the profile set, by flag."""
+    asked_memory_options: Mapping[str, Any]
+    """Memory options that the user or the profile set, by flag."""
     checkpoints_by_default: bool
-    """Whether activations are checkpointed where no lever says so."""
+    """Whether activations are checkpointed where no memory option says so."""
     use_cpu: bool
     launched: bool
     is_demo: bool
@@ -79,8 +79,8 @@ class Run:
         return self.dims.world_size > 1 or self.engine == "deepspeed"
 
     @cached_property
-    def levers(self) -> Levers:
-        """The resolved value of every memory lever.
+    def memory_options(self) -> MemoryOptions:
+        """The resolved value of every memory option.
 
         Raises:
             ValueError: for one that the run cannot use.
@@ -96,9 +96,9 @@ class Run:
             num_layers=self.model_config.get_text_config().num_hidden_layers,
             is_compiled=bool(self.settings["torch_compile"]),
         )
-        return resolve_levers(
+        return resolve_memory_options(
             self.settings["memory"],
-            self.asked_levers,
+            self.asked_memory_options,
             place,
             checkpoints_by_default=self.checkpoints_by_default,
         )
@@ -106,9 +106,9 @@ class Run:
     @property
     def overlaps_exchange(self) -> bool:
         """Whether some heads are exchanged while others are attended to: as asked for, or where that is faster."""
-        if self.levers.overlap_exchange is not None:
-            return self.levers.overlap_exchange
-        all_at_once = self.levers.heads_k_stride is None and self.levers.sequence_chunk_size is None
+        if self.memory_options.overlap_exchange is not None:
+            return self.memory_options.overlap_exchange
+        all_at_once = self.memory_options.heads_k_stride is None and self.memory_options.sequence_chunk_size is None
         return all_at_once and self.backend.overlaps_exchange
 
     @property
@@ -153,8 +153,8 @@ class Run:
             counts_experts=auxiliary_loss_coefficient(self.model_config) > 0,
         )
 
-    def fastest_levers(self) -> dict[str, Any] | None:
-        """Return the memory levers with which this run is predicted to be fastest on its hardware, by flag.
+    def fastest_memory_options(self) -> dict[str, Any] | None:
+        """Return the memory options with which this run is predicted to be fastest on its hardware, by flag.
 
         They include those that the user set. None if the speeds of the device are unknown, or nothing fits.
         """
@@ -163,9 +163,9 @@ class Run:
             return None
         length = -(-self.settings["max_length"] // self.settings["pad_to_multiple_of"])
         length *= self.settings["pad_to_multiple_of"]
-        found = fastest_levers(
+        found = fastest_memory_options(
             self.setup_with,
-            self.asked_levers,
+            self.asked_memory_options,
             length=length,
             documents=documents_of(self.settings["max_length"], length, packed=self.settings["packing"]),
             speeds=speeds,
@@ -173,16 +173,16 @@ class Run:
         )
         return None if found is None else dict(found.asked)
 
-    def setup_with(self, levers: Mapping[str, Any]) -> MemorySetup:
-        """Return what memory is predicted from, with these levers and their preset, balanced if they have none."""
-        asked = {name: value for name, value in levers.items() if name != "memory"}
-        settings = {**self.settings, "memory": levers.get("memory", "balanced")}
-        changed = replace(self, settings=settings, asked_levers=asked).with_levers()
+    def setup_with(self, memory_options: Mapping[str, Any]) -> MemorySetup:
+        """Return what memory is predicted from, with these options and their preset, balanced if they have none."""
+        asked = {name: value for name, value in memory_options.items() if name != "memory"}
+        settings = {**self.settings, "memory": memory_options.get("memory", "balanced")}
+        changed = replace(self, settings=settings, asked_memory_options=asked).with_memory_options()
         return changed.memory_setup(min(self.setup.devices_per_node, self.dims.world_size))
 
-    def with_levers(self) -> Run:
-        """Return the run with its levers among the settings."""
-        return replace(self, settings={**self.settings, **self.levers.settings()})
+    def with_memory_options(self) -> Run:
+        """Return the run with its memory options among the settings."""
+        return replace(self, settings={**self.settings, **self.memory_options.settings()})
 
     def training_arguments(self) -> dict[str, Any]:
         """Return keywords for SFTConfig."""
@@ -213,7 +213,7 @@ class Run:
     def with_backend(self, backend: BackendChoice) -> Run:
         """Return the run with another backend. The engine stays, since its processes run."""
         if backend.arrangement == self.backend.arrangement:
-            return replace(self, backend=backend).with_levers()
+            return replace(self, backend=backend).with_memory_options()
         dims = arrange(self.dims.world_size, backend, self.dims.dp_replicate)
         return replace(
             self,
@@ -221,7 +221,7 @@ class Run:
             dims=dims,
             settings={**self.settings, "pad_to_multiple_of": pad_multiple(given_multiple(self.flags), dims)},
             engine_reason=f"chosen before the data was known, for {self.backend.arrangement}",
-        ).with_levers()
+        ).with_memory_options()
 
     def summary(self) -> list[Line]:
         """Return what was decided, each line with and without its reasons."""
@@ -237,7 +237,7 @@ class Run:
             Line("backend", f"{self.backend.arrangement}{' (auto)' * is_chosen}", self.backend.describe()),
             Line("engine", engine, f"{engine} ({self.engine_reason})"),
             Line("device", f"{'CPU, gloo' if self.use_cpu else 'GPU, NCCL'}, {precision}"),
-            Line("memory", self.levers.describe()),
+            Line("memory", self.memory_options.describe()),
             Line("model", f"{settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})"),
             Line("data", data, f"{data}, overlong {settings['overlong']}, {multiple}"),
         ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from longctx.forecast.levers import ALL, AUTO
+from longctx.forecast.memory_options import ALL, AUTO
 from longctx.model.load import is_template_file
 from longctx.settings.checks import check
 from longctx.settings.flag_sources import ADAPTER_DEFAULTS, DEFAULTS, DEMO

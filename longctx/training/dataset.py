@@ -61,7 +61,7 @@ Records = TypeVar("Records", Dataset, IterableDataset)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRows:
+class TrainingData:
     """Data that the trainer reads."""
 
     documents: Dataset
@@ -74,7 +74,7 @@ class TrainingRows:
     """Modelled cost of each pack, for balancing ranks; None without packing or --balance_packs."""
     mixture: tuple[SourceReport, ...] = ()
     """Share of each of --datasets in the documents."""
-    evaluation: TrainingRows | None = None
+    evaluation: TrainingData | None = None
     """The rows of the evaluation split, in data set order; None without --eval_strategy."""
 
     def describe_targets(self) -> str | None:
@@ -86,7 +86,7 @@ class TrainingRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamedRows:
+class StreamedData:
     """Data that is read, tokenised and packed during training, with --dataset_streaming."""
 
     documents: IterableDataset
@@ -95,13 +95,13 @@ class StreamedRows:
     """The rows count documents and tokens as they are read."""
     costs: None = None
     mixture: tuple[()] = ()
-    evaluation: TrainingRows | None = None
+    evaluation: TrainingData | None = None
     """Rows of the whole evaluation split, in memory."""
 
 
-def prepare_rows(
+def prepare_data_set(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> TrainingRows | StreamedRows:
+) -> TrainingData | StreamedData:
     """Load, tokenise and pack, first on rank 0, whose cache the others then read. Of a stream only the start is read.
 
     Raises:
@@ -114,10 +114,10 @@ def prepare_rows(
 
 def _prepare(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> TrainingRows | StreamedRows:
+) -> TrainingData | StreamedData:
     prepare_split = _stream_of_split if settings["dataset_streaming"] else _rows_of_split
-    training: TrainingRows | StreamedRows = prepare_split(settings, tokenizer, model_config)
-    if isinstance(training, TrainingRows):
+    training: TrainingData | StreamedData = prepare_split(settings, tokenizer, model_config)
+    if isinstance(training, TrainingData):
         _check_targets(training, settings, "train")
     if settings["eval_strategy"] == "no":
         return training
@@ -132,7 +132,7 @@ def _prepare(
     return replace(training, evaluation=evaluation)
 
 
-def _check_targets(part: TrainingRows, settings: Mapping[str, Any], split: str) -> None:
+def _check_targets(part: TrainingData, settings: Mapping[str, Any], split: str) -> None:
     """Check that --overlong leaves at least one token with a label.
 
     The documents have one before they are cut, so no row is read if none was too long.
@@ -184,7 +184,7 @@ def _of_each(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _rows_of_split(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> TrainingRows:
+) -> TrainingData:
     read = _streamed_documents if settings["dataset_streaming"] else _documents
     mixture: tuple[SourceReport, ...] = ()
     sources = [read(one, tokenizer, model_config) for one in _of_each(settings)]
@@ -201,7 +201,7 @@ def _rows_of_split(
         lengths = rows.kept.sum(1)
     balances = settings["packing"] and settings["balance_packs"]
     costs = pack_costs(rows.packing, lengths, linear_cost(model_config)) if balances else None
-    return TrainingRows(documents=documents, rows=rows, report=report, costs=costs, mixture=mixture)
+    return TrainingData(documents=documents, rows=rows, report=report, costs=costs, mixture=mixture)
 
 
 def _documents(
@@ -261,7 +261,7 @@ def first_documents(
 
 def _stream_of_split(
     settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> StreamedRows:
+) -> StreamedData:
     streams = [_document_stream(one, tokenizer, model_config) for one in _of_each(settings)]
     stream = MixedStream(streams, Mixture.of_settings(settings)) if settings["datasets"] else streams[0]
     rows = PackedStream(
@@ -270,7 +270,7 @@ def _stream_of_split(
         overlong=settings["overlong"],
         strategy="stream" if settings["packing"] else "none",
     )
-    return StreamedRows(documents=IterableDataset.from_generator(stream.__iter__), rows=rows)
+    return StreamedData(documents=IterableDataset.from_generator(stream.__iter__), rows=rows)
 
 
 def _document_stream(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from longctx.forecast.levers import Levers
+    from longctx.forecast.memory_options import MemoryOptions
     from longctx.forecast.model_sizes import ModelSizes
 
 
@@ -79,45 +79,45 @@ def start_on_gpu(timeout: timedelta, backend: str | None) -> None:
 
 
 def configure_deepspeed(
-    config: dict[str, Any], levers: Levers, model: ModelSizes, *, num_ranks: int, use_cpu: bool
+    config: dict[str, Any], memory_options: MemoryOptions, model: ModelSizes, *, num_ranks: int, use_cpu: bool
 ) -> None:
-    """Fill in DeepSpeed's configuration from the levers; sizes in the user's own file stay.
+    """Fill in DeepSpeed's configuration from the memory options; sizes in the user's own file stay.
 
     Call it before DeepSpeed reads the configuration and before weights are loaded.
     """
     zero = config["zero_optimization"]
     for kind in ("optimizer", "param"):
-        device = getattr(levers, f"offload_{kind}_device")
+        device = getattr(memory_options, f"offload_{kind}_device")
         if device != "none":
             given = zero.get(f"offload_{kind}") or {}
-            place = {"device": device, "nvme_path": getattr(levers, f"offload_{kind}_nvme_path")}
+            place = {"device": device, "nvme_path": getattr(memory_options, f"offload_{kind}_nvme_path")}
             zero[f"offload_{kind}"] = {"pin_memory": not use_cpu, **given, **place}
-    if levers.offload_param_device == "nvme":  # a rank's part of the largest parameter has to fit a buffer
+    if memory_options.offload_param_device == "nvme":  # a rank's part of the largest parameter has to fit a buffer
         largest = max(model.vocab_size * model.hidden_size, model.layer_parameters)
         zero["offload_param"].setdefault("buffer_size", -(-largest // num_ranks))
-    if levers.offload_optimizer_device == "nvme":  # elements that are in host memory at a time, four times over
+    if memory_options.offload_optimizer_device == "nvme":  # elements that are in host memory at a time, four times over
         zero.setdefault("sub_group_size", 10**8)
-    if levers.offload_optimizer_device != "none":
+    if memory_options.offload_optimizer_device != "none":
         # Allow any --optim on the CPU: torch's fused AdamW needs no compiler and is as fast as DeepSpeedCPUAdam.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
-    if levers.communication_data_type != "auto":
-        config["communication_data_type"] = levers.communication_data_type
-    for name, size in _bucket_sizes(levers, model, zero["stage"]).items():
+    if memory_options.communication_data_type != "auto":
+        config["communication_data_type"] = memory_options.communication_data_type
+    for name, size in _bucket_sizes(memory_options, model, zero["stage"]).items():
         if zero.get(name, "auto") == "auto":
             zero[name] = size
 
 
-def _bucket_sizes(levers: Levers, model: ModelSizes, zero_stage: int) -> Mapping[str, int]:
+def _bucket_sizes(memory_options: MemoryOptions, model: ModelSizes, zero_stage: int) -> Mapping[str, int]:
     """Return sizes in elements. DeepSpeed's default of 5e8 is 2 GB in fp32 on every rank, for any model.
 
     A layer's gradients are ready together, so a bucket of one layer never waits. `small_buckets` takes transformers'
     `auto`, one square matrix, and makes ZeRO-3 keep only the current layer and the next.
     """
     layer = model.layer_parameters
-    bucket = min(layer, model.hidden_size**2) if levers.small_buckets else layer
+    bucket = min(layer, model.hidden_size**2) if memory_options.small_buckets else layer
     bucket += bucket % 2  # ZeRO-1 and 2 start messages at multiples of 4 bytes, which are 2 elements in half precision
     sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    if zero_stage == 3 and levers.small_buckets:
+    if zero_stage == 3 and memory_options.small_buckets:
         sizes |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * layer}
         sizes |= {"stage3_max_reuse_distance": 2 * layer}
     return sizes

@@ -25,7 +25,7 @@ from longctx.data.records import local_files
 from longctx.data.tokenize import encoder_key
 from longctx.model.files import files_read, has_saved_buffers
 from longctx.ranks.agreement import check_agreement, gather_objects, on_all_ranks
-from longctx.training.dataset import StreamedRows, TrainingRows
+from longctx.training.dataset import StreamedData, TrainingData
 from longctx.training.preference import LOSS_FLAGS, uses_reference
 from longctx.upstream.transformers_internals import commit_of
 
@@ -62,7 +62,7 @@ def files_identity(settings: Mapping[str, Any], model_config: PretrainedConfig, 
 
 
 def compare_files(
-    settings: Mapping[str, Any], model_config: PretrainedConfig, data: TrainingRows | StreamedRows, args: SFTConfig
+    settings: Mapping[str, Any], model_config: PretrainedConfig, data: TrainingData | StreamedData, args: SFTConfig
 ) -> FilesIdentity:
     """Digest the files of the model and of streams, and compare what several nodes train on.
 
@@ -115,7 +115,7 @@ def _digest_of_files(files: list[Path], folder: Path | None) -> str:
 
 
 def data_identity(
-    data: TrainingRows | StreamedRows,
+    data: TrainingData | StreamedData,
     settings: Mapping[str, Any],
     model_config: PretrainedConfig,
     files: FilesIdentity,
@@ -137,7 +137,7 @@ def data_identity(
     order |= {name: settings[name] for name in LOSS_FLAGS if name in settings and is_preference(settings)}
     if settings["datasets"]:
         order["mixture"] = _mixture_identity(Mixture.of_settings(settings))
-    if isinstance(data, StreamedRows):
+    if isinstance(data, StreamedData):
         return _stream_identity(data, settings, files) | order
     return {
         "documents": len(data.documents),
@@ -180,7 +180,7 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_ve
 """Keys of a configuration that say where it comes from and how the weights were stored."""
 
 
-def _stream_identity(data: StreamedRows, settings: Mapping[str, Any], files: FilesIdentity) -> dict[str, Any]:
+def _stream_identity(data: StreamedData, settings: Mapping[str, Any], files: FilesIdentity) -> dict[str, Any]:
     source: Any = data.rows.source
     encoders = [stream.encoder for stream in getattr(source, "sources", [source])]
     known = {"files": list(files.streams), "encoding": [encoder_key(encoder) for encoder in encoders]}
@@ -198,10 +198,10 @@ def _mixture_identity(mixture: Mixture) -> dict[str, Any]:
     return {**shares, **of_weights, "seed": mixture.seed, "test_split_size": mixture.test_size}
 
 
-def node_identity(data: TrainingRows | StreamedRows, files: FilesIdentity) -> dict[str, Any]:
+def node_identity(data: TrainingData | StreamedData, files: FilesIdentity) -> dict[str, Any]:
     """Return what must be the same on all nodes, whatever their files are called: tokens, plans and model."""
     known: dict[str, Any] = {"model": files.model}
-    if isinstance(data, StreamedRows):
+    if isinstance(data, StreamedData):
         return known | {"data": list(files.streams)}
     for name, part in {"data": data, "evaluation data": data.evaluation}.items():
         if part is not None:
@@ -210,7 +210,7 @@ def node_identity(data: TrainingRows | StreamedRows, files: FilesIdentity) -> di
     return known
 
 
-def _plan_arrays(data: TrainingRows) -> list[NDArray[Any]]:
+def _plan_arrays(data: TrainingData) -> list[NDArray[Any]]:
     packing = data.rows.packing
     plan = (packing.indices, packing.offsets, packing.starts, packing.stops)
     return [array for array in plan if array is not None]

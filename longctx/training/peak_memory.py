@@ -189,20 +189,20 @@ def suggest_savings(
     length: int,
     device_bytes: float,
     host_bytes: float,
-    levers: Mapping[str, MemorySetup],
+    memory_options: Mapping[str, MemorySetup],
 ) -> str:
-    """Return advice for an out-of-memory error: the largest consumers, and the levers by effect.
+    """Return advice for an out-of-memory error: the largest consumers, and the memory options by effect.
 
     Args:
         length: tokens of a row.
         device_bytes, host_bytes: memory for the step on one GPU (ignored on the CPU) and on one node.
-        levers: flags that can be added -> the set-up with them.
+        memory_options: flags that can be added -> the set-up with them.
     """
     peak = predict(setup, length)
     taken, place = (peak.host, "host memory") if setup.is_cpu else (peak.device, "a GPU")
     largest = sorted(taken.items(), key=lambda item: -item[1])[:4]
     fits = max_length(setup, device_bytes, host_bytes)
-    lengths = {flags: max_length(changed, device_bytes, host_bytes) for flags, changed in levers.items()}
+    lengths = {flags: max_length(changed, device_bytes, host_bytes) for flags, changed in memory_options.items()}
     helpful = sorted((flags for flags in lengths if lengths[flags] > 1.02 * fits), key=lambda flags: -lengths[flags])
     room = f"{host_bytes / GIB:.1f} GiB of host memory"
     if not setup.is_cpu:

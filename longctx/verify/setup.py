@@ -24,7 +24,7 @@ from longctx.run import PreparedRun, load
 from longctx.settings.flags import Flags
 from longctx.settings.profile import LaunchProfile
 from longctx.settings.run import Run
-from longctx.training.dataset import TrainingRows
+from longctx.training.dataset import TrainingData
 from longctx.upstream.accelerate_internals import load_whole_models
 
 DEFAULTS = {
@@ -188,7 +188,7 @@ def probe_rows(prepared: PreparedRun) -> PreparedRun:
         ValueError: if the data has fewer rows than a step takes.
     """
     data, args = prepared.data, prepared.args
-    assert isinstance(data, TrainingRows), "a verification reads no stream"
+    assert isinstance(data, TrainingData), "a verification reads no stream"
     rows = data.rows
     needed = args.per_device_train_batch_size * prepared.run.dims.dp * args.gradient_accumulation_steps
     if len(rows) < needed:

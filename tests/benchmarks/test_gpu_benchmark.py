@@ -73,7 +73,7 @@ def test_what_is_measured_is_not_measured_again(catalogue):
     lines.append(outcome(first))
     assert next(catalogue.left(lines, SLICES)).slice == "kernels"
     left = [probe.slice for probe in catalogue.left(lines, SLICES)]
-    assert list(dict.fromkeys(left)) == ["kernels", "ring", "steps", "levers", "longest"]
+    assert list(dict.fromkeys(left)) == ["kernels", "ring", "steps", "memory_options", "longest"]
     assert len({probe.key for probe in catalogue.left(lines, SLICES)}) == len(left)
 
 

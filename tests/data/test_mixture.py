@@ -34,7 +34,7 @@ from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.train import main
-from longctx.training.dataset import TrainingRows
+from longctx.training.dataset import TrainingData
 from tests.training.test_resume import run_all, values, weights
 from tests.training.test_training import COMMON, make_documents, relative
 from tests.workers import run_ranks
@@ -340,7 +340,7 @@ def test_the_tokens_that_are_trained_on_are_counted(files, tokenizer):
 
     def described(documents, tokens):
         report = SimpleNamespace(tokens=tokens)
-        return TrainingRows(documents=documents, rows=None, report=report, costs=None).describe_targets()
+        return TrainingData(documents=documents, rows=None, report=report, costs=None).describe_targets()
 
     assert described(tokens, 900) == "300 of the 900 tokens in the documents (33.3%) are trained on"
     assert described(text, 900) is None

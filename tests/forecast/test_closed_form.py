@@ -108,7 +108,7 @@ def test_sizes_of_llama(llama: ModelSizes) -> None:
     assert (llama.query_size, llama.key_value_size, llama.has_qk_norm) == (4096, 1024, False)
 
 
-LEVERS = {
+MEMORY_OPTIONS = {
     "checkpoints": {"gradient_checkpointing": False},
     "offloading": {"activation_offloading": True},
     "fused loss": {"fused_loss": False},
@@ -119,9 +119,9 @@ LEVERS = {
 }
 
 
-def test_every_lever_changes_the_length_the_right_way(llama: ModelSizes) -> None:
+def test_every_memory_option_changes_the_length_the_right_way(llama: ModelSizes) -> None:
     setup = MemorySetup(model=llama, world_size=8, sp=8, ranks_per_node=8, engine="fsdp2")
-    length = {name: max_length(replace(setup, **change), 85 * GB, 2000 * GB) for name, change in LEVERS.items()}
+    length = {name: max_length(replace(setup, **change), 85 * GB, 2000 * GB) for name, change in MEMORY_OPTIONS.items()}
     base = max_length(setup, 85 * GB, 2000 * GB)
     assert max(length["checkpoints"], length["fused loss"]) < base / 3
     assert min(length["offloading"], length["optimizer"]) > 1.1 * base
@@ -203,7 +203,7 @@ IN_BRIEF = ("ulysses 8", "ring 8")
 )
 def test_prediction_is_near_a_trace(case: str) -> None:
     """To 15%: a closed form counts what is large. The optimizer's step, without activations, is no part of either."""
-    config, given, levers = TRACES[case]
+    config, given, memory_options = TRACES[case]
     setup = MemorySetup(model=ModelSizes.of_config(config), engine="fsdp2" if "sp" in given else "none", **given)
     setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
     backend = setup.backend
@@ -214,7 +214,7 @@ def test_prediction_is_near_a_trace(case: str) -> None:
         engine=setup.engine,
         sp_backend=backend,
         activation_checkpointing=checkpoints,
-        levers=levers,
+        memory_options=memory_options,
     )
     threads = torch.get_num_threads()
     trace = trace_training_step(config, settings)

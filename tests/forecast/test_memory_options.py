@@ -1,4 +1,4 @@
-"""Memory levers, alone and together: what --memory and the flags come to, and that training stays exact with them.
+"""Memory options, alone and together: what --memory and the flags come to, and that training stays exact with them.
 
 Training is packed, on real gloo processes, against one process with dense attention (see
 tests/training/test_training.py for the tolerances).
@@ -26,7 +26,7 @@ import longctx.sequence.host_tensors
 from longctx.attention.kernels import Entries
 from longctx.attention.operator import selective_checkpoint_contexts, varlen_attention
 from longctx.forecast.hardware import available_host_memory
-from longctx.forecast.memory_options import PRESETS
+from longctx.forecast.memory_presets import PRESETS
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config
@@ -64,16 +64,16 @@ RING = ("--sp", "2", "--sp_backend", "ring")
 
 
 def test_balanced_leaves_everything_at_its_default():
-    levers = resolved(*RING).levers
-    assert levers.describe() == "balanced; activation checkpointing"
-    assert levers.set_by_preset == ()
-    assert levers.parallelize_arguments() == {}
+    memory_options = resolved(*RING).memory_options
+    assert memory_options.describe() == "balanced; activation checkpointing"
+    assert memory_options.set_by_preset == ()
+    assert memory_options.parallelize_arguments() == {}
 
 
 def test_fastest_checkpoints_nothing_unless_asked():
     assert resolved("--memory", "fastest").settings["gradient_checkpointing"] is False
-    assert resolved("--memory", "fastest", "--gradient_checkpointing", "True").levers.activation_checkpointing
-    assert resolved("--memory", "fastest", "--sequence_chunk_size", "512").levers.sequence_chunk_size == 512
+    assert resolved("--memory", "fastest", "--gradient_checkpointing", "True").memory_options.activation_checkpointing
+    assert resolved("--memory", "fastest", "--sequence_chunk_size", "512").memory_options.sequence_chunk_size == 512
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,25 @@ def test_fastest_checkpoints_nothing_unless_asked():
 )
 def test_longest_is_printed_and_what_is_set_wins(flags, on):
     run = resolved("--memory", "longest", *flags)
-    assert run.levers.describe() == on
+    assert run.memory_options.describe() == on
     assert f"memory    {on}" in run.describe()
 
 
 def test_longest_prefers_the_sequence_chunked_step_where_heads_allow(models):
     run = resolved("--memory", "longest", "--sp", "2")
-    assert (run.backend.name, run.engine, run.levers.sequence_chunk_size) == ("ulysses", "deepspeed", 512)
+    assert (run.backend.name, run.engine, run.memory_options.sequence_chunk_size) == ("ulysses", "deepspeed", 512)
     assert "auto: the sequence-chunked step has least on the device" in run.backend.describe()
     flags = ["--model_name_or_path", models["3 heads"], "--dataset_name", "stdlib", "--max_length", "512", "--sp", "2"]
     run = resolve(parse_flags([*flags, "--memory", "longest"]), read_profile({}), {})
-    assert (run.backend.name, run.levers.sequence_chunk_size, run.levers.tiled_mlp_num_shards) == ("ring", 64, None)
+    assert (run.backend.name, run.memory_options.sequence_chunk_size, run.memory_options.tiled_mlp_num_shards) == (
+        "ring",
+        64,
+        None,
+    )
 
 
-def test_every_preset_sets_levers_that_there_are():
-    names = set(vars(resolved().levers)) | {"tiled_mlp"}
+def test_every_preset_sets_memory_options_that_there_are():
+    names = set(vars(resolved().memory_options)) | {"tiled_mlp"}
     assert set(itertools.chain(*PRESETS.values())) <= names
 
 
@@ -130,8 +134,12 @@ def test_every_preset_sets_levers_that_there_are():
 def test_checkpointing_flags_by_both_names(prefix):
     kwargs = '{"every_n_layers": 2, "offload": true, "selective": false, "determinism_check": "none"}'
     run = resolved(f"--{prefix}_checkpointing", "True", f"--{prefix}_checkpointing_kwargs", kwargs)
-    levers = run.levers
-    assert (levers.every_n_layers, levers.activation_offloading, levers.selective) == (2, True, False)
+    memory_options = run.memory_options
+    assert (memory_options.every_n_layers, memory_options.activation_offloading, memory_options.selective) == (
+        2,
+        True,
+        False,
+    )
     wanted = {"determinism_check": "none", "every_n_layers": 2, "selective": False}
     assert run.training_arguments()["gradient_checkpointing_kwargs"] == wanted
     assert run.training_arguments()["activation_offloading"] is False  # TRL's needs a GPU
@@ -141,12 +149,14 @@ def test_offloading_of_a_profile_is_ours():
     """accelerate's own keys and those of an FSDP profile."""
     env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "RANK": "0", "WORLD_SIZE": "2"}
     env |= {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}
-    assert resolved(env=env).levers.describe() == ("balanced; activation checkpointing, optimizer states on the host")
+    assert resolved(env=env).memory_options.describe() == (
+        "balanced; activation checkpointing, optimizer states on the host"
+    )
     with pytest.raises(ValueError, match=r"--offload_optimizer_device none contradicts .* sets"):
         resolved("--offload_optimizer_device", "none", env=env)
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "RANK": "0", "WORLD_SIZE": "2"}
-    assert resolved(env=env | {"FSDP_OFFLOAD_PARAMS": "true"}).levers.offload_param_device == "cpu"
-    assert resolved(env=env | {"FSDP_OFFLOAD_PARAMS": "false"}).levers.offload_param_device == "none"
+    assert resolved(env=env | {"FSDP_OFFLOAD_PARAMS": "true"}).memory_options.offload_param_device == "cpu"
+    assert resolved(env=env | {"FSDP_OFFLOAD_PARAMS": "false"}).memory_options.offload_param_device == "none"
 
 
 def test_offloading_of_a_deepspeed_file_is_ours(tmp_path):
@@ -154,14 +164,14 @@ def test_offloading_of_a_deepspeed_file_is_ours(tmp_path):
     values = {"zero_optimization": zero | {"offload_param": {"device": "none"}}, "communication_data_type": "bfp16"}
     (tmp_path / "ds.json").write_text(json.dumps(values))
     env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
-    assert dict(read_profile(env).levers) == {
+    assert dict(read_profile(env).memory_options) == {
         "offload_optimizer_device": "nvme",
         "offload_optimizer_nvme_path": str(tmp_path),
         "communication_data_type": "bf16",
     }
 
 
-def test_fsdp1_has_the_levers_that_leave_layers_as_they_are(monkeypatch):
+def test_fsdp1_has_the_memory_options_that_leave_layers_as_they_are(monkeypatch):
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 2)
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "RANK": "0", "WORLD_SIZE": "2"}
 
@@ -169,9 +179,9 @@ def test_fsdp1_has_the_levers_that_leave_layers_as_they_are(monkeypatch):
         given = [flag for flag in TINY if flag not in ("--use_cpu", "True")]
         return resolve(parse_flags([*given, *flags]), read_profile(dict(env)), env)
 
-    levers = on_gpus("--memory", "longest").levers
-    assert (levers.sequence_chunk_size, levers.tiled_mlp_num_shards) == (None, None)
-    assert levers.activation_offloading
+    memory_options = on_gpus("--memory", "longest").memory_options
+    assert (memory_options.sequence_chunk_size, memory_options.tiled_mlp_num_shards) == (None, None)
+    assert memory_options.activation_offloading
     assert on_gpus("--activation_offloading", "True").training_arguments()["activation_offloading"] is True  # TRL's
     with pytest.raises(ValueError, match=r"--sequence_chunk_size 64: the engine is fsdp1, .* fsdp_version: 2"):
         on_gpus("--sequence_chunk_size", "64")
@@ -184,10 +194,10 @@ def test_fsdp1_has_the_levers_that_leave_layers_as_they_are(monkeypatch):
 
 def test_deepspeed_is_told_what_a_file_leaves_open():
     sizes = ModelSizes.of_config(tiny_config())
-    levers = resolved("--memory", "longest", *ULYSSES, "--offload_param_device", "cpu").levers
+    memory_options = resolved("--memory", "longest", *ULYSSES, "--offload_param_device", "cpu").memory_options
     config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "allgather_bucket_size": "auto"}}
     config["zero_optimization"]["offload_optimizer"] = {"device": "none", "ratio": 0.5}
-    configure_deepspeed(config, levers, sizes, num_ranks=2, use_cpu=True)
+    configure_deepspeed(config, memory_options, sizes, num_ranks=2, use_cpu=True)
     zero = config["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "nvme_path": None, "pin_memory": False, "ratio": 0.5}
     assert zero["offload_param"]["device"] == "cpu"
@@ -199,9 +209,9 @@ def test_deepspeed_is_told_what_a_file_leaves_open():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_deepspeed_is_told_what_to_reduce_in(dtype):
-    levers = resolved(*ULYSSES, "--bf16", "True", "--communication_data_type", dtype).levers
+    memory_options = resolved(*ULYSSES, "--bf16", "True", "--communication_data_type", dtype).memory_options
     config = {"zero_optimization": {"stage": 3}}
-    configure_deepspeed(config, levers, ModelSizes.of_config(tiny_config()), num_ranks=2, use_cpu=True)
+    configure_deepspeed(config, memory_options, ModelSizes.of_config(tiny_config()), num_ranks=2, use_cpu=True)
     assert config["communication_data_type"] == dtype
 
 
@@ -220,14 +230,14 @@ def test_fsdp2_reduces_in_bf16_where_it_is_asked_to(asked, dtype):
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         cpu_offload=None,
     )
-    reduce_in_bf16 = resolved(*flags).levers.communication_data_type == "bf16"
+    reduce_in_bf16 = resolved(*flags).memory_options.communication_data_type == "bf16"
     configure_fsdp(plugin, reduce_in_bf16=reduce_in_bf16, use_cpu=True)
     assert plugin.mixed_precision_policy.reduce_dtype is dtype
 
 
 def test_buckets_of_a_plain_run_hold_a_layer():
     sizes, config = ModelSizes.of_config(tiny_config()), {"zero_optimization": {"stage": 2}}
-    configure_deepspeed(config, resolved(*ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
+    configure_deepspeed(config, resolved(*ULYSSES).memory_options, sizes, num_ranks=2, use_cpu=True)
     assert config["zero_optimization"]["reduce_bucket_size"] == sizes.layer_parameters
     assert config.keys() == {"zero_optimization"}
 
@@ -238,7 +248,7 @@ def test_buckets_are_even(memory, stage):
     """ZeRO-1 and 2 refuse odd ones; a layer of gpt-oss with 3 heads has an odd number of parameters."""
     sizes = replace(ModelSizes.of_config(tiny_config()), layer_parameters=7, hidden_size=3)
     config = {"zero_optimization": {"stage": stage}}
-    configure_deepspeed(config, resolved("--memory", memory, *ULYSSES).levers, sizes, num_ranks=2, use_cpu=True)
+    configure_deepspeed(config, resolved("--memory", memory, *ULYSSES).memory_options, sizes, num_ranks=2, use_cpu=True)
     buckets = [size for name, size in config["zero_optimization"].items() if name.endswith("bucket_size")]
     assert buckets
     assert set(buckets) <= {8, 10}
@@ -392,7 +402,7 @@ ON = {
 @pytest.mark.parametrize(
     "only", [pytest.param(True, id="longest"), pytest.param(False, id="alone", marks=pytest.mark.long)]
 )
-def test_levers_train_as_one_process(only, models, tmp_path, parity_table):
+def test_memory_options_train_as_one_process(only, models, tmp_path, parity_table):
     """--memory longest is all of them at once. One process group: accelerate goes from FSDP2 to DeepSpeed, not back."""
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)

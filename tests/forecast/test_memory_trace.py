@@ -55,9 +55,14 @@ def _config() -> Qwen3Config:
 DOCUMENTS = [LENGTH // 2, 3, LENGTH // 4 - 3, LENGTH // 8, LENGTH // 8]
 
 
-def _trace(backend: str, *, fused_loss: bool = True, **levers) -> MemoryTrace:
+def _trace(backend: str, *, fused_loss: bool = True, **memory_options) -> MemoryTrace:
     settings = StepSettings(
-        length=LENGTH, document_lengths=DOCUMENTS, sp=SP, sp_backend=backend, fused_loss=fused_loss, levers=levers
+        length=LENGTH,
+        document_lengths=DOCUMENTS,
+        sp=SP,
+        sp_backend=backend,
+        fused_loss=fused_loss,
+        memory_options=memory_options,
     )
     return trace_training_step(_config(), settings, rank=1)
 
@@ -82,14 +87,14 @@ STEPS = {
     "hybrid": ("hybrid", {"ring_size": 2}, 0),
     "ulysses in chunks": ("ulysses", {"sequence_chunk_size": 4096}, WIDTH // SP),
 }
-"""(backend, levers, numbers a token of the whole row that attention may hold): Ulysses has a few heads of all tokens
+"""(backend, memory options, numbers a token of the row that attention may hold): Ulysses has a few heads of all tokens
 in the place of all heads of a few."""
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_no_tensor_of_a_packed_step_is_larger_than_a_ranks_tokens(step) -> None:
-    backend, levers, full_width = STEPS[step]
-    trace = _trace(backend, **levers)
+    backend, memory_options, full_width = STEPS[step]
+    trace = _trace(backend, **memory_options)
     assert not _too_large(trace), "\n".join(map(str, _too_large(trace)))
     wider = [x for x in _full_length(trace) if math.prod(x.shape) > LENGTH * full_width]
     assert not wider, "\n".join(map(str, wider))
@@ -100,7 +105,9 @@ def test_a_chunked_step_takes_the_same_of_the_device_at_any_length() -> None:
     """But for ids, labels, positions, losses and the like: 114 bytes a token, whatever the model's width."""
     peaks = []
     for length in (4 * 4096 * SP, 8 * 4096 * SP):
-        settings = StepSettings(length=length, sp=SP, sp_backend="ulysses", levers={"sequence_chunk_size": 4096})
+        settings = StepSettings(
+            length=length, sp=SP, sp_backend="ulysses", memory_options={"sequence_chunk_size": 4096}
+        )
         trace = trace_training_step(_config(), settings)
         peaks.append(trace.peak_bytes)
         assert trace.host_peak_bytes > 2 * length // SP * HIDDEN * 2  # a hidden state of each layer, in bf16
@@ -111,7 +118,7 @@ def test_tiles_of_an_offloaded_step_stay_on_the_device() -> None:
     """What an MLP saves tile by tile, in the backward pass, is not what offloading is for."""
     settings = StepSettings(length=4096, sp=SP, sp_backend="ulysses", activation_offloading=True)
     whole = trace_training_step(_config(), settings)
-    tiled = trace_training_step(_config(), replace(settings, levers={"tiled_mlp_num_shards": 4}))
+    tiled = trace_training_step(_config(), replace(settings, memory_options={"tiled_mlp_num_shards": 4}))
     assert 0 < tiled.host_peak_bytes <= whole.host_peak_bytes
 
 
@@ -206,15 +213,15 @@ def _real_config() -> Qwen3Config:
     return config
 
 
-def _real_settings(backend: str, levers: dict) -> StepSettings:
+def _real_settings(backend: str, memory_options: dict) -> StepSettings:
     lengths = {"length": REAL_LENGTH, "document_lengths": REAL_DOCUMENTS}
-    return StepSettings(**lengths, sp=SP, sp_backend=backend, levers=levers)
+    return StepSettings(**lengths, sp=SP, sp_backend=backend, memory_options=memory_options)
 
 
-def real_step(backend: str, levers: dict) -> int:
+def real_step(backend: str, memory_options: dict) -> int:
     """On this rank of a gloo group: bytes at the peak of a real step, the first one over."""
-    settings = _real_settings(backend, levers)
-    model, sequence = parallelize(Qwen3ForCausalLM(_real_config()), SP, sp_backend=backend, **levers)
+    settings = _real_settings(backend, memory_options)
+    model, sequence = parallelize(Qwen3ForCausalLM(_real_config()), SP, sp_backend=backend, **memory_options)
     model.activation_checkpointing_enable()
     model.train()
     model = fsdp2(settings)(model)
@@ -244,7 +251,7 @@ REAL_STEPS = {
 
 
 def real_steps() -> dict[str, int]:
-    return {name: real_step(backend, levers) for name, (backend, levers) in REAL_STEPS.items()}
+    return {name: real_step(backend, memory_options) for name, (backend, memory_options) in REAL_STEPS.items()}
 
 
 @pytest.mark.long
@@ -253,9 +260,9 @@ def test_fake_steps_of_a_rank_take_what_real_ones_over_gloo_do(monkeypatch) -> N
     measured = run_ranks(SP, "tests.forecast.test_memory_trace:real_steps", timeout=900)
     monkeypatch.setattr(step, "flash_kernel", contextlib.nullcontext)
     monkeypatch.setattr(trace_module, "FLASH_WORKSPACE", {})
-    for name, (backend, levers) in REAL_STEPS.items():
+    for name, (backend, memory_options) in REAL_STEPS.items():
         for rank, real in enumerate(measured):
-            traced = trace_training_step(_real_config(), _real_settings(backend, levers), rank=rank).peak_bytes
+            traced = trace_training_step(_real_config(), _real_settings(backend, memory_options), rank=rank).peak_bytes
             assert traced == pytest.approx(real[name], rel=0.05), (name, rank)
 
 

@@ -117,7 +117,7 @@ def test_every_kernel_equals_fp64(kind, length, gpu):
 # Steps
 
 
-LEVERS = {
+MEMORY_OPTIONS = {
     "plain": {},
     "chunks": {"sequence_chunk_size": 8},
     "tiles": {"tiled_mlp_num_shards": 4},
@@ -139,12 +139,12 @@ def step_of(model, batch, *, bf16, device, sp=1, **settings):
     return float(loss), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("memory_option", MEMORY_OPTIONS)
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss, sinks and windows", "gemma3_text, windows", "qwen3_moe"])
-def test_a_step_equals_stock_transformers_in_fp32(family, lever, gpu):
+def test_a_step_equals_stock_transformers_in_fp32(family, memory_option, gpu):
     batch = make_batch()
     _, expected_loss, expected = stock_step(make_model(family))
-    loss, gradients = step_of(make_model(family), batch, bf16=False, device=gpu, **LEVERS[lever])
+    loss, gradients = step_of(make_model(family), batch, bf16=False, device=gpu, **MEMORY_OPTIONS[memory_option])
     assert loss == pytest.approx(float(expected_loss), rel=1e-5)
     for name, gradient in expected.items():
         assert float((gradients[name] - gradient).norm() / expected_norm(expected)) <= 1e-5, name
@@ -215,7 +215,7 @@ def run_flags(models, tmp_path):
     return documents, [*flags, "--output_dir", str(tmp_path / "out")]
 
 
-RUN_LEVERS = {
+RUN_MEMORY_OPTIONS = {
     "plain": [],
     "activations on the host": ["--activation_offloading", "True"],
     "chunks": ["--sequence_chunk_size", "50"],
@@ -223,11 +223,13 @@ RUN_LEVERS = {
 }
 
 
-@pytest.mark.parametrize("lever", RUN_LEVERS)
-def test_a_run_equals_one_process_on_the_cpu(lever, models, run_flags):
+@pytest.mark.parametrize("memory_option", RUN_MEMORY_OPTIONS)
+def test_a_run_equals_one_process_on_the_cpu(memory_option, models, run_flags):
     documents, flags = run_flags
     losses, norms = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
-    entries = [entry for entry in log_of([*flags, "--bf16", "False", *RUN_LEVERS[lever]]) if "loss" in entry]
+    entries = [
+        entry for entry in log_of([*flags, "--bf16", "False", *RUN_MEMORY_OPTIONS[memory_option]]) if "loss" in entry
+    ]
     assert relative([entry["loss"] for entry in entries], losses) <= 1e-4
     assert relative([entry["grad_norm"] for entry in entries][:1], norms[:1]) <= 1e-4
 
@@ -250,8 +252,8 @@ OF_A_PEAK = 0.25
 """Of the measured peak, by which the closed form may be off: five of 39 published runs are off by more than 20 %."""
 
 
-@pytest.mark.parametrize("lever", PREDICTED)
-def test_the_peak_of_memory_is_the_one_predicted(lever, tmp_path):
+@pytest.mark.parametrize("memory_option", PREDICTED)
+def test_the_peak_of_memory_is_the_one_predicted(memory_option, tmp_path):
     config = Qwen3Config(
         vocab_size=4096,
         hidden_size=512,
@@ -273,7 +275,7 @@ def test_the_peak_of_memory_is_the_one_predicted(lever, tmp_path):
         "2",
         "--output_dir",
         str(tmp_path / "out"),
-        *PREDICTED[lever],
+        *PREDICTED[memory_option],
     ]
     torch.cuda.reset_peak_memory_stats()
     log_of(flags)

@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import longctx
 from longctx.attention.operator import LocalSchedule
-from longctx.forecast.levers import RunTraits, check_together
-from longctx.forecast.memory_options import asked_levers, lever_flags, resolve_levers
+from longctx.forecast.memory_options import RunTraits, check_combinations
+from longctx.forecast.memory_presets import asked_memory_options, memory_flags, resolve_memory_options
 from longctx.model.tiny import tiny_config, tiny_model
 
 LAYERS = 4
@@ -26,11 +26,11 @@ def a_batch():
     return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
 
 
-def step(monkeypatch, *, checkpointing=True, every_n_layers=1, **levers):
+def step(monkeypatch, *, checkpointing=True, every_n_layers=1, **memory_options):
     """Return the gradients, the runs of attention, and the numbers of layers whose tensors were offloaded."""
     config = tiny_config()
     config.num_hidden_layers, config.layer_types = LAYERS, ["full_attention"] * LAYERS
-    model, sequence = longctx.parallelize(tiny_model(torch.float64, config), sp=1, **levers)
+    model, sequence = longctx.parallelize(tiny_model(torch.float64, config), sp=1, **memory_options)
     model.train()
     if checkpointing:
         model.activation_checkpointing_enable(every_n_layers=every_n_layers)
@@ -62,7 +62,7 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("levers", "attended_again", "offloaded"),
+    ("memory_options", "attended_again", "offloaded"),
     [
         ({"selective_checkpointing": False}, {0, 1, 2, 3}, {0, 1, 2, 3}),
         ({"selective_checkpointing": True, "offloaded_layers": 3}, set(), {0, 1, 2}),
@@ -73,8 +73,8 @@ def run(monkeypatch):
     ],
     ids=str,
 )
-def test_each_layer_keeps_what_it_is_told(run, levers, attended_again, offloaded):
-    gradients, again, gone = run(**levers)
+def test_each_layer_keeps_what_it_is_told(run, memory_options, attended_again, offloaded):
+    gradients, again, gone = run(**memory_options)
     expected = run(checkpointing=False)[0]
     assert again == len(attended_again)
     assert gone == offloaded
@@ -87,7 +87,7 @@ def test_layers_that_are_not_checkpointed_stay_on_the_device(run):
 
 
 @pytest.mark.parametrize(
-    ("levers", "message"),
+    ("memory_options", "message"),
     [
         ({"whole_layers": 5}, "whole_layers 5 is not a number of this model's layers: it has 4. Use 0 to 4."),
         ({"whole_layers": 1, "selective_checkpointing": 4}, "it has 4, of which 3 are checkpointed. Use 0 to 3."),
@@ -95,9 +95,9 @@ def test_layers_that_are_not_checkpointed_stay_on_the_device(run):
     ],
     ids=str,
 )
-def test_a_model_has_only_so_many_layers(run, levers, message):
+def test_a_model_has_only_so_many_layers(run, memory_options, message):
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        run(**levers)
+        run(**memory_options)
 
 
 PLACE = RunTraits(
@@ -114,7 +114,7 @@ PLACE = RunTraits(
 
 
 def of_kwargs(kwargs):
-    return asked_levers({"activation_checkpointing_kwargs": kwargs}, {"activation_checkpointing_kwargs"})
+    return asked_memory_options({"activation_checkpointing_kwargs": kwargs}, {"activation_checkpointing_kwargs"})
 
 
 @pytest.mark.parametrize(
@@ -130,23 +130,25 @@ def of_kwargs(kwargs):
 )
 def test_numbers_of_layers_that_cannot_be_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        resolve_levers("balanced", of_kwargs(kwargs), PLACE, checkpoints_by_default=True)
+        resolve_memory_options("balanced", of_kwargs(kwargs), PLACE, checkpoints_by_default=True)
 
 
 def test_numbers_of_layers_need_checkpoints_and_whole_layers():
     asked = of_kwargs('{"whole_layers": 1}')
     with pytest.raises(ValueError, match="sets whole_layers, and activation checkpointing is off"):
-        resolve_levers("balanced", {**asked, "activation_checkpointing": False}, PLACE, checkpoints_by_default=True)
+        resolve_memory_options(
+            "balanced", {**asked, "activation_checkpointing": False}, PLACE, checkpoints_by_default=True
+        )
     with pytest.raises(ValueError, match="leaves no whole layer that whole_layers could act on"):
-        resolve_levers("balanced", {**asked, "sequence_chunk_size": 64}, PLACE, checkpoints_by_default=True)
-    assert not resolve_levers("fastest", asked, PLACE, checkpoints_by_default=True).set_by_preset
-    check_together(resolve_levers("balanced", asked, PLACE, checkpoints_by_default=True), PLACE)
+        resolve_memory_options("balanced", {**asked, "sequence_chunk_size": 64}, PLACE, checkpoints_by_default=True)
+    assert not resolve_memory_options("fastest", asked, PLACE, checkpoints_by_default=True).set_by_preset
+    check_combinations(resolve_memory_options("balanced", asked, PLACE, checkpoints_by_default=True), PLACE)
 
 
 def test_chunks_need_a_backend_that_has_them():
     place = PLACE._replace(backend_can_chunk=False)
     with pytest.raises(ValueError, match="--sequence_chunk_size 64 is not supported by this run's attention backend"):
-        resolve_levers("balanced", {"sequence_chunk_size": 64}, place, checkpoints_by_default=True)
+        resolve_memory_options("balanced", {"sequence_chunk_size": 64}, place, checkpoints_by_default=True)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +163,9 @@ def test_chunks_need_a_backend_that_has_them():
         ('{"selective": true}', "balanced; activation checkpointing, attention's output kept"),
     ],
 )
-def test_levers_by_layer_are_described_and_their_flags_ask_for_them(kwargs, text):
+def test_memory_options_by_layer_are_described_and_their_flags_ask_for_them(kwargs, text):
     asked = of_kwargs(kwargs)
-    levers = resolve_levers("balanced", asked, PLACE, checkpoints_by_default=True)
-    assert levers.describe() == text
-    flags = lever_flags(asked)
-    assert asked_levers(flags, set(flags)) == asked
+    memory_options = resolve_memory_options("balanced", asked, PLACE, checkpoints_by_default=True)
+    assert memory_options.describe() == text
+    flags = memory_flags(asked)
+    assert asked_memory_options(flags, set(flags)) == asked

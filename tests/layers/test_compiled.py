@@ -102,8 +102,8 @@ def test_what_compiled_layers_are_not_verified_with_is_refused(case):
 @pytest.mark.parametrize("memory", ["longest", "auto"])
 def test_presets_leave_compiled_layers_whole(memory):
     flags = ["--sp", "2", "--sp_backend", "ring", "--torch_compile", "True", "--memory", memory]
-    levers = resolve(parse_flags(flags), read_profile({}), {}).levers
-    assert (levers.sequence_chunk_size, levers.tiled_mlp_num_shards) == (None, None)
+    memory_options = resolve(parse_flags(flags), read_profile({}), {}).memory_options
+    assert (memory_options.sequence_chunk_size, memory_options.tiled_mlp_num_shards) == (None, None)
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

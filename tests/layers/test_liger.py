@@ -97,7 +97,7 @@ def test_models_equal_stock_transformers(name):
     check_families(run_ranks(1, f"{CASES}:families", [name], ["auto"], backend=None)[0], [name], ["auto"])
 
 
-LEVERS = {
+MEMORY_OPTIONS = {
     "checkpoints": {"checkpoints": True},
     "attention kept": {"checkpoints": True, "selective_checkpointing": True},
     "tiled MLP": {"tiled_mlp_num_shards": 3},
@@ -107,11 +107,15 @@ LEVERS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lever", LEVERS)
-def test_levers(lever):
+@pytest.mark.parametrize("memory_option", MEMORY_OPTIONS)
+def test_memory_options(memory_option):
     """Kernels that write a gradient or a rotated query in the place of their input, where inputs are used again."""
     names = [*DEFAULT, "olmo2"]
-    check_families(run_ranks(1, f"{CASES}:families", names, ["auto"], LEVERS[lever], backend=None)[0], names, ["auto"])
+    check_families(
+        run_ranks(1, f"{CASES}:families", names, ["auto"], MEMORY_OPTIONS[memory_option], backend=None)[0],
+        names,
+        ["auto"],
+    )
 
 
 # ------------------------------------------------------------------------------------------------

@@ -244,10 +244,10 @@ def test_only_learnt_tokens_are_projected(learnt):
     assert flops.get_total_flops() == int((targets != -100).sum()) * (2 * 2 * VOCABULARY * HIDDEN + entropy)
 
 
-def compare_with_stock(family, **levers):
+def compare_with_stock(family, **memory_options):
     model, batch = make_model(family), make_batch()
     _, expected_loss, expected_gradients = stock_step(model)
-    model, sequence = longctx.parallelize(model, 1, **levers)
+    model, sequence = longctx.parallelize(model, 1, **memory_options)
     shard = sequence.shard(batch)
     output = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
     loss = sequence.reduce(output.losses, sequence.count_label_tokens([batch]))

@@ -19,7 +19,7 @@ from tests.layers.test_chunked import chunked_errors
 from tests.model.test_models import TOLERANCE
 from tests.test_parallel import packed_batch
 
-LEVERS = {
+MEMORY_OPTIONS = {
     "MLPs in tiles": {"tiled_mlp_num_shards": 7},
     "chunks": {"sequence_chunk_size": 50},
     "chunks, attention kept": {"sequence_chunk_size": 50, "selective_checkpointing": True},
@@ -41,10 +41,10 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_autocast_is_the_same_in_both_passes(lever):
+@pytest.mark.parametrize("memory_option", MEMORY_OPTIONS)
+def test_autocast_is_the_same_in_both_passes(memory_option):
     """Weights are fp32; every product of the backward pass, which has no autocast itself, is in bf16."""
-    model, sequence = longctx.parallelize(tiny_model(), sp=1, **LEVERS[lever])
+    model, sequence = longctx.parallelize(tiny_model(), sp=1, **MEMORY_OPTIONS[memory_option])
     batch = packed_batch(8)
     shard = sequence.shard(batch)
     with torch.autocast("cpu", torch.bfloat16):

@@ -181,12 +181,12 @@ def test_an_adapter_equals_one_process(parameters, folder, tmp_path):
     assert saved == pytest.approx(right, rel=1e-4)
 
 
-@pytest.mark.parametrize("lever", ["tiled_mlp", "sequence_chunk_size"])
-def test_adapted_experts_with_levers_that_are_not_compared(lever, folder, capsys):
-    value = "True" if lever == "tiled_mlp" else "32"
-    arguments = [*ADAPTER, "--lora_target_parameters", *EXPERTS, f"--{lever}", value, "--use_cpu"]
+@pytest.mark.parametrize("memory_option", ["tiled_mlp", "sequence_chunk_size"])
+def test_adapted_experts_with_memory_options_that_are_not_compared(memory_option, folder, capsys):
+    value = "True" if memory_option == "tiled_mlp" else "32"
+    arguments = [*ADAPTER, "--lora_target_parameters", *EXPERTS, f"--{memory_option}", value, "--use_cpu"]
     assert main([*arguments, "--model_name_or_path", folder, "--dataset_name", "stdlib"]) == 2
-    assert f"--{lever} {value} with --lora_target_parameters is not verified" in capsys.readouterr().err
+    assert f"--{memory_option} {value} with --lora_target_parameters is not verified" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

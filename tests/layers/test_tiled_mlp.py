@@ -189,8 +189,10 @@ def run_tiled(cases):
             del os.environ[name]
         if stage is not None:
             os.environ.update(ZERO, ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage))
-        levers = {"tiled_mlp_num_shards": tiles, "heads_k_stride": 1}
-        longctx.run.model.parallelize = lambda *args, levers=levers, **kwargs: parallelize(*args, **(kwargs | levers))
+        memory_options = {"tiled_mlp_num_shards": tiles, "heads_k_stride": 1}
+        longctx.run.model.parallelize = lambda *args, memory_options=memory_options, **kwargs: parallelize(
+            *args, **(kwargs | memory_options)
+        )
         prepared = longctx.run.prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
         with Gathers() as gathers:
             log = longctx.run.fit(prepared, longctx.run.load(prepared)).state.log_history

@@ -24,7 +24,7 @@ from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.launch.terminal import token_label
 from longctx.model.tiny import tiny_config
-from longctx.report.memory_advice import LEVERS, out_of_memory_explained
+from longctx.report.memory_advice import MEMORY_OPTIONS, out_of_memory_explained
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
@@ -203,7 +203,7 @@ def advice(*flags: str) -> str:
 
 
 def added(note: str) -> dict[str, str]:
-    """{flags: length} of the levers that are proposed, in order."""
+    """{flags: length} of the memory options that are proposed, in order."""
     return dict(re.findall(r"add +(--.*?)(?:, on \d+ devices)?: about (\S+)$", note, re.M))
 
 
@@ -220,7 +220,7 @@ def test_what_would_have_helped_can_be_added_to_the_run() -> None:
         assert run.settings[flags.split()[0][2:]] is not None
 
 
-def test_levers_that_are_on_are_not_proposed() -> None:
+def test_memory_options_that_are_on_are_not_proposed() -> None:
     note = advice("--per_device_train_batch_size", "1", "--tiled_mlp", "True")
     assert not added(note).keys() & {
         "--gradient_checkpointing True",
@@ -229,9 +229,9 @@ def test_levers_that_are_on_are_not_proposed() -> None:
     }
 
 
-def test_every_lever_is_a_flag() -> None:
-    flags = parse_flags([word for flags in LEVERS for word in flags.split()])
-    assert {name for flags_ in LEVERS for name in [flags_.split()[0][2:]]} <= flags.explicit
+def test_every_memory_option_is_a_flag() -> None:
+    flags = parse_flags([word for flags in MEMORY_OPTIONS for word in flags.split()])
+    assert {name for flags_ in MEMORY_OPTIONS for name in [flags_.split()[0][2:]]} <= flags.explicit
 
 
 SHORT_OF_MEMORY = """

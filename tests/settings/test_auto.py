@@ -58,11 +58,11 @@ def by_hand(resolved, *flags: str, **machine):
     return runs
 
 
-def test_auto_finds_levers_that_go_with_compiled_layers(resolved):
+def test_auto_finds_memory_options_that_go_with_compiled_layers(resolved):
     flags = ("--max_length", str(1 << 20), "--sp", "8", "--memory", "auto", "--engine", "fsdp2")
     tiled, compiled = resolved(*flags), resolved(*flags, "--torch_compile", "True")
-    assert tiled.levers.tiled_mlp_num_shards is not None
-    assert (compiled.levers.sequence_chunk_size, compiled.levers.tiled_mlp_num_shards) == (None, None)
+    assert tiled.memory_options.tiled_mlp_num_shards is not None
+    assert (compiled.memory_options.sequence_chunk_size, compiled.memory_options.tiled_mlp_num_shards) == (None, None)
     assert compiled.forecast.fits
     assert compiled.forecast.tokens_per_second_per_device > tiled.forecast.tokens_per_second_per_device
 
@@ -206,13 +206,13 @@ def test_a_very_long_sequence_repeats_the_assumed_documents():
     assert min(lengths) > 0
 
 
-def test_advice_after_running_out_of_memory_has_the_fastest_levers_that_fit(resolved):
+def test_advice_after_running_out_of_memory_has_the_fastest_memory_options_that_fit(resolved):
     from longctx.forecast.closed_form import max_length, predict
-    from longctx.report.memory_advice import _levers, _setup
+    from longctx.report.memory_advice import _memory_options, _setup
 
     run = resolved("--max_length", "262144", "--sp", "4")
     setup = _setup(run)
-    offered = _levers(run, setup)
+    offered = _memory_options(run, setup)
     [flags] = [flags for flags in offered if flags.startswith("--memory auto, which is --")]
     gpu, host = run.hardware.gpu_bytes, run.hardware.host_bytes
     assert predict(offered[flags], 262144).device_bytes <= 0.9 * gpu

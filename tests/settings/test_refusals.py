@@ -187,7 +187,7 @@ def test_flags_that_contradict_each_other_or_their_limits(arguments, parts, refu
 
 
 RING, ULYSSES = ["--sp", "2", "--sp_backend", "ring"], ["--sp", "2", "--sp_backend", "ulysses"]
-LEVERS = {
+MEMORY_OPTIONS = {
     "unknown preset": (["--memory", "most"], ("most", "'balanced', 'longest', 'fastest'")),
     "no heads": ([*ULYSSES, "--heads_k_stride", "0"], ("--heads_k_stride 0", "below 1")),
     "overlap of no exchange": (
@@ -266,9 +266,9 @@ LEVERS = {
 }
 
 
-@pytest.mark.parametrize("case", LEVERS)
-def test_memory_levers_that_the_run_has_no_place_for(case, refused):
-    arguments, parts = LEVERS[case]
+@pytest.mark.parametrize("case", MEMORY_OPTIONS)
+def test_memory_memory_options_that_the_run_has_no_place_for(case, refused):
+    arguments, parts = MEMORY_OPTIONS[case]
     refused(*OWN, *arguments, parts=parts)
 
 

@@ -31,7 +31,7 @@ from longctx.settings.resolve import resolve
 from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
 from longctx.training.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
 from longctx.training.checkpoint.trainer import _OPTIMIZATION
-from longctx.training.dataset import _evaluation_settings, prepare_rows
+from longctx.training.dataset import _evaluation_settings, prepare_data_set
 from longctx.training.fingerprint import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
 
 TEXTS = ["one", "two and more", "three " * 5, "", "five, five, five", "six", "seven " * 9, "eight"]
@@ -120,7 +120,7 @@ MAY_CHANGE = {
         "sp sp_backend cp ring_size measure_links dp_replicate engine num_processes accelerate_config machine_rank "
         "main_process_ip main_process_port use_cpu ddp_timeout"
     ),
-    "a lever of memory changes no result": (
+    "a memory option changes no result": (
         "memory tiled_mlp tiled_mlp_num_shards heads_k_stride overlap_exchange sequence_chunk_size "
         "offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path "
         "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs "
@@ -180,7 +180,7 @@ def identity(data, flags):
     from longctx.run.preparation import read_tokenizer
 
     run = resolved(data, flags)
-    rows = prepare_rows(run.settings, read_tokenizer(run.settings, run.model_config), run.model_config)
+    rows = prepare_data_set(run.settings, read_tokenizer(run.settings, run.model_config), run.model_config)
     files = files_identity(run.settings, run.model_config, with_model=False)
     return json.loads(json.dumps(data_identity(rows, run.settings, run.model_config, files)))
 
@@ -276,11 +276,11 @@ def test_a_streamed_mixture_is_known_by_every_field_of_its_entries(data):
 
 
 def PackedStreamOf(documents):
-    """A stream of no documents, as `prepare_rows` gives one."""
+    """A stream of no documents, as `prepare_data_set` gives one."""
     from longctx.data import MixedStream
-    from longctx.training.dataset import StreamedRows
+    from longctx.training.dataset import StreamedData
 
-    return StreamedRows(documents=None, rows=PackedStream(MixedStream(documents, Mixture(names=())), 8))
+    return StreamedData(documents=None, rows=PackedStream(MixedStream(documents, Mixture(names=())), 8))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Manifest)])
@@ -350,12 +350,12 @@ def test_what_followed_from_settings_and_releases_has_to_agree(part, data, monke
 
 def rows_of(packing, documents, evaluation=None):
     from longctx.packing import PackedDataset, PackingReport
-    from longctx.training.dataset import TrainingRows
+    from longctx.training.dataset import TrainingData
 
     names = [field.name for field in fields(PackingReport) if field.type == "int"]
     report = PackingReport(strategy="bfd", overlong="split", **dict.fromkeys(names, 0))
     rows = PackedDataset(documents, packing)
-    return TrainingRows(documents=documents, rows=rows, report=report, costs=None, evaluation=evaluation)
+    return TrainingData(documents=documents, rows=rows, report=report, costs=None, evaluation=evaluation)
 
 
 def a_packing(**changed):

@@ -157,7 +157,7 @@ def test_prepare_only_prints_the_report_and_loads_no_weights(run_flags, tmp_path
 def test_prepare_only_on_other_local_ranks_is_over_at_once(run_flags, tmp_path, monkeypatch, capsys):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("longctx.training.dataset.prepare_rows", never)
+    monkeypatch.setattr("longctx.training.dataset.prepare_data_set", never)
     assert main([*run_flags, "--prepare_only"]) == 0
     assert capsys.readouterr().out == ""
 

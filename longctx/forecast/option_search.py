@@ -1,6 +1,6 @@
-"""The fastest memory levers that fit, found by forecast among all that a run supports.
+"""The fastest memory options that fit, found by forecast among all that a run supports.
 
-Some levers are set for the whole model: tiles of the MLP, heads at a time, states on the host, sequence chunks. For
+Some of them are set for the whole model: tiles of the MLP, heads at a time, states on the host, sequence chunks. For
 each combination of these, layers may differ in what they keep for the backward pass (`longctx.layers.checkpoints`), so
 that the memory that is left saves recomputation. Three numbers of layers describe that, and all of them are forecast at
 once, as arrays: first on a coarse grid, then around its best point.
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from longctx.attention.backends import BACKENDS
 from longctx.forecast.closed_form import peak_bytes
 from longctx.forecast.expected_step import FREE_PART
-from longctx.forecast.levers import CPU, NONE
-from longctx.forecast.memory_options import CHUNK_TOKENS
+from longctx.forecast.memory_options import CPU, NONE
+from longctx.forecast.memory_presets import CHUNK_TOKENS
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.step_time import Speeds, step_time
 
@@ -31,7 +31,7 @@ WORTH_MIXING = 0.99
 """Layers differ only if that takes less than this part of the seconds that the best step with equal layers takes."""
 
 BY_LAYER = {"activation_checkpointing", "every_n_layers", "whole_layers", "selective", "activation_offloading"}
-"""Levers that say what layers keep. If one of them is asked for, layers keep what is asked."""
+"""Options that say what layers keep. If one of them is asked for, layers keep what is asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +45,18 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundLevers:
-    """Levers by their flags, and what a step with them is predicted to take."""
+class FoundMemoryOptions:
+    """Memory options by their flags, and what a step with them is predicted to take."""
 
     asked: Mapping[str, Any]
-    """Values as `asked_levers` returns them, those that were asked for included."""
+    """Values as `asked_memory_options` returns them, those that were asked for included."""
     setup: MemorySetup
     seconds: float
     used: float
     """The used part of the device's memory or of the host's, whichever is larger."""
 
 
-def fastest_levers(
+def fastest_memory_options(
     setup_of: Callable[[Mapping[str, Any]], MemorySetup],
     asked: Mapping[str, Any],
     *,
@@ -64,17 +64,17 @@ def fastest_levers(
     documents: Sequence[int],
     speeds: Speeds,
     room: Room,
-) -> FoundLevers | None:
-    """Return the fastest levers that leave FREE_PART of the memory free, else the fastest that fit; None if none do.
+) -> FoundMemoryOptions | None:
+    """Return the fastest options that leave FREE_PART of the memory free, else the fastest that fit; None if none do.
 
     Args:
-        setup_of: returns the set-up of a run that asks for these levers, whose `memory` is balanced unless it is among
+        setup_of: returns the set-up of a run that asks for these options, whose `memory` is balanced unless it is among
             them; raises ValueError if it does not support them.
-        asked: levers that are fixed, by flag.
+        asked: memory options that are fixed, by flag.
         length: tokens of a padded sequence.
         documents: lengths of its documents, `length` in all.
     """
-    found: list[FoundLevers] = []
+    found: list[FoundMemoryOptions] = []
     for option in _uniform(asked):
         try:
             setup = setup_of(option)
@@ -89,7 +89,7 @@ def fastest_levers(
 
 
 def _uniform(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the levers of the whole model, each with those that are asked for; the simplest first."""
+    """Yield the memory options of the whole model, each with those that are asked for; the simplest first."""
     seen: list[dict[str, Any]] = []
     whole = itertools.product((NONE, CPU), (NONE, CPU), (None, True), (None, 1))
     for optimizer, param, tiled, stride in whole:
@@ -111,8 +111,10 @@ def _uniform(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             }
         )
     seen.append({"memory": "longest"})
-    for levers in seen:
-        yield {name: value for name, value in levers.items() if value is not None and value != NONE} | dict(asked)
+    for memory_options in seen:
+        yield {name: value for name, value in memory_options.items() if value is not None and value != NONE} | dict(
+            asked
+        )
 
 
 def _by_layer(
@@ -123,12 +125,16 @@ def _by_layer(
     documents: Sequence[int],
     speeds: Speeds,
     room: Room,
-) -> FoundLevers | None:
-    """Return the fastest numbers of layers for levers of the whole model; None if nothing fits."""
+) -> FoundMemoryOptions | None:
+    """Return the fastest numbers of layers for memory options of the whole model; None if nothing fits."""
     forecast = _Forecast(length, documents, speeds, room)
     if BY_LAYER & asked.keys() or option.get("memory") == "longest":
         seconds, used = forecast.of(setup)
-        return FoundLevers(asked=option, setup=setup, seconds=float(seconds), used=float(used)) if used <= 1 else None
+        return (
+            FoundMemoryOptions(asked=option, setup=setup, seconds=float(seconds), used=float(used))
+            if used <= 1
+            else None
+        )
     setup = replace(setup, gradient_checkpointing=True, selective_checkpointing=True, activation_offloading=True)
     layers = setup.model.num_layers
     step = max(1, -(-layers // GRID))
@@ -148,7 +154,9 @@ def _by_layer(
     if equal is not None and not equal.is_worse_than(mixed):
         mixed = equal
     kept = _flags(setup, *mixed.counts)
-    return FoundLevers(asked=option | kept, setup=_with(setup, *mixed.counts), seconds=mixed.seconds, used=mixed.used)
+    return FoundMemoryOptions(
+        asked=option | kept, setup=_with(setup, *mixed.counts), seconds=mixed.seconds, used=mixed.used
+    )
 
 
 @dataclass(frozen=True)
@@ -204,17 +212,17 @@ def _with(setup: MemorySetup, whole: Any, selective: Any, offloaded: Any) -> Mem
 
 
 def _flags(setup: MemorySetup, whole: int, selective: int, offloaded: int) -> dict[str, Any]:
-    """Return the numbers of layers as levers by flag, without those that are the default."""
+    """Return the numbers of layers as memory options by flag, without those that are the default."""
     checkpointed = setup.model.num_layers - whole
     if not checkpointed:
         return {"activation_checkpointing": False}
-    levers: dict[str, Any] = {}
+    memory_options: dict[str, Any] = {}
     if whole:
-        levers["whole_layers"] = whole
+        memory_options["whole_layers"] = whole
     if selective != checkpointed * BACKENDS[setup.backend].keeps_output:
-        levers["selective"] = selective if 0 < selective < checkpointed else bool(selective)
+        memory_options["selective"] = selective if 0 < selective < checkpointed else bool(selective)
     if offloaded and (setup.sequence_chunk_size is None or offloaded < checkpointed):
-        levers["activation_offloading"] = True
+        memory_options["activation_offloading"] = True
         if offloaded < checkpointed:
-            levers["offloaded_layers"] = offloaded
-    return levers
+            memory_options["offloaded_layers"] = offloaded
+    return memory_options

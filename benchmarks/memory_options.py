@@ -1,6 +1,6 @@
-"""Memory levers chosen by cost beside the presets: speed and memory over the length, predicted for eight H100s.
+"""Memory options chosen by cost beside the presets: speed and memory over the length, predicted for eight H100s.
 
-    python -m benchmarks.levers --output benchmarks/results/levers_h100_DATE.md
+    python -m benchmarks.memory_options --output benchmarks/results/levers_h100_DATE.md
 
 Predicted, never measured: memory by the closed form, time by `longctx.forecast.step_time`, one document a sequence,
 FlashAttention-3, 1.9 TB of host memory. *Presets* is the fastest of --memory balanced, longest and fastest over all
@@ -126,8 +126,8 @@ def page() -> str:
     """Return the page."""
     summary = [part.strip() for part in (__doc__ or "").split("\n\n")[2:]]
     parts = [
-        "# Memory levers chosen by cost",
-        f"`python -m benchmarks.levers`  \n{datetime.now(UTC):%Y-%m-%d}",
+        "# Memory options chosen by cost",
+        f"`python -m benchmarks.memory_options`  \n{datetime.now(UTC):%Y-%m-%d}",
         *summary,
     ]
     for name in MODELS:

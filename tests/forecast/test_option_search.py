@@ -1,4 +1,4 @@
-"""The levers that the forecast chooses, against every uniform choice, and against plain predictions."""
+"""The memory options that the forecast chooses, against every uniform choice, and against plain predictions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks.published import CONFIGS
 from longctx.forecast.calibrate import trace_parts
 from longctx.forecast.candidates import HOST_BYTES_PER_DEVICE, Machine, candidates, outlook, recommend
 from longctx.forecast.closed_form import peak_bytes, predict
-from longctx.forecast.lever_search import Room, fastest_levers
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.forecast.option_search import Room, fastest_memory_options
 from longctx.forecast.step_time import Speeds, step_time
 
 KERNEL = "flash-attn 3"
@@ -37,7 +37,7 @@ def found():
 
 
 def uniform_setups(candidate):
-    """Yield the set-up of every combination of levers with which all layers, or every n-th, keep the same."""
+    """Yield the set-up of every combination of memory options with which all layers, or every n-th, keep the same."""
     kinds = [
         {"activation_checkpointing": False},
         *(
@@ -58,8 +58,8 @@ def fastest_uniform(found, length):
     """Return the highest speed that leaves a tenth of the memory free, in tokens a second and device."""
     best = 0.0
     for candidate in (c for c in found if c.memory == "auto"):
-        for levers in uniform_setups(candidate):
-            asked = {name: value for name, value in levers.items() if value not in (None, "none")}
+        for memory_options in uniform_setups(candidate):
+            asked = {name: value for name, value in memory_options.items() if value not in (None, "none")}
             try:
                 setup = candidate.setup_of(asked)
             except ValueError:
@@ -87,7 +87,7 @@ def test_layers_that_differ_are_faster_where_memory_is_left(found, length, gain)
     """Between lengths at which every second layer would fit, and where attention's output fits in some layers only."""
     outlooks = [outlook(candidate, MACHINE, length) for candidate in found if candidate.memory == "auto"]
     best = max((one for one in outlooks if one.time is not None and one.has_room), key=lambda one: one.speed)
-    assert best.candidate.levers.keys() & {"whole_layers", "offloaded_layers"}
+    assert best.candidate.memory_options.keys() & {"whole_layers", "offloaded_layers"}
     assert best.speed > gain * fastest_uniform(found, length)
 
 
@@ -185,7 +185,7 @@ def test_what_is_asked_for_is_kept(found):
     room = Room(device_bytes=MACHINE.device_bytes, host_bytes=MACHINE.host_bytes)
 
     def fastest(asked, room=room):
-        return fastest_levers(
+        return fastest_memory_options(
             candidate.setup_of, asked, length=262144, documents=[262144], speeds=MACHINE.speeds, room=room
         )
 

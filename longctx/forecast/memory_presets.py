@@ -1,0 +1,219 @@
+"""Memory options, which let sequences be longer, resolved from `--memory` and the flag of each.
+
+An explicit flag, or a key of the launcher's profile, overrides the preset. PRESETS lists what each preset sets where
+the run supports it. Every memory option is exact; most cost time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Set
+from typing import Any
+
+from longctx.forecast.memory_options import (
+    CPU,
+    NONE,
+    OWN_FLAGS,
+    MemoryOptions,
+    RunTraits,
+    check_combinations,
+    check_support,
+)
+
+CHUNK_TOKENS = 8192
+"""Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
+FEWEST_CHUNKS = 4
+"""Chunks into which it cuts a short sequence."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "balanced": {},
+    "fastest": {"activation_checkpointing": False},
+    "longest": {
+        "activation_checkpointing": True,
+        "activation_offloading": True,
+        "selective": False,
+        "sequence_chunk_size": CHUNK_TOKENS,
+        "tiled_mlp": True,
+        "heads_k_stride": 1,
+        "offload_optimizer_device": CPU,
+        "offload_param_device": CPU,
+        "small_buckets": True,
+    },
+}
+"""What each value of --memory sets, by flag. `longest` leaves out what the run does not support, see `_possible`.
+`balanced` leaves everything at its default."""
+
+
+def asked_memory_options(settings: Mapping[str, Any], explicit: Set[str]) -> dict[str, Any]:
+    """Return the memory options that the user set: flags by their names, --activation_checkpointing_kwargs by its keys.
+
+    Args:
+        settings: every flag's value.
+        explicit: flags that the user set.
+
+    Raises:
+        ValueError: if --activation_checkpointing_kwargs is not a JSON object, or one of its values is wrong.
+    """
+    asked = {name: settings[name] for name in OWN_FLAGS if name in explicit and settings[name] is not None}
+    for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
+        older = name.replace("activation", "gradient")
+        given = next((settings[n] for n in (name, older) if n in explicit and settings[n] is not None), None)
+        if given is not None and name == "activation_checkpointing":
+            asked[name] = given
+        elif given is not None:
+            asked |= _of_checkpoints(given)
+    if "activation_offloading" in explicit:
+        asked["activation_offloading"] = settings["activation_offloading"]
+    return asked
+
+
+CHECKPOINT_KEYS = {
+    "every_n_layers": "every_n_layers",
+    "whole_layers": "whole_layers",
+    "selective": "selective",
+    "offloaded_layers": "offload",
+}
+"""Memory options that are keys of --activation_checkpointing_kwargs, and those keys."""
+
+
+def memory_flags(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of flags, by name, that ask for these memory options: the inverse of `asked_memory_options`."""
+    kwargs = {key: asked[name] for name, key in CHECKPOINT_KEYS.items() if name in asked}
+    if "offloaded_layers" in asked and not asked["offloaded_layers"]:
+        kwargs["offload"] = False
+    flags = {name: value for name, value in asked.items() if name not in (*CHECKPOINT_KEYS, "checkpoint_kwargs")}
+    if "offload" in kwargs:
+        flags.pop("activation_offloading", None)
+    if kwargs or "checkpoint_kwargs" in asked:
+        flags["activation_checkpointing_kwargs"] = json.dumps({**kwargs, **asked.get("checkpoint_kwargs", {})})
+    return flags
+
+
+def _of_checkpoints(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in --activation_checkpointing_kwargs; `checkpoint_kwargs` has what is left for torch."""
+    flag = f"--activation_checkpointing_kwargs {given}"
+    try:
+        kwargs = json.loads(given) if isinstance(given, str) else dict(given)
+    except ValueError as error:
+        raise ValueError(f"{flag} is not a JSON object: {error}. Example: '{{\"every_n_layers\": 2}}'.") from None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"{flag} is not a JSON object. Example: '{{\"every_n_layers\": 2}}'.")
+    every = kwargs.get("every_n_layers", 1)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"{flag}: every_n_layers {every!r} is not a whole number of at least 1.")
+    for name in ("offload", "selective"):
+        if not _is_number_of_layers(kwargs.get(name, 0)) and not isinstance(kwargs[name], bool):
+            raise ValueError(f"{flag}: {name} {kwargs[name]!r} is neither true, false nor a number of layers.")
+    if not _is_number_of_layers(kwargs.get("whole_layers", 0)):
+        raise ValueError(f"{flag}: whole_layers {kwargs['whole_layers']!r} is not a number of layers. Use at least 0.")
+    memory_options = {
+        name: kwargs.pop(name) for name in ("every_n_layers", "selective", "whole_layers") if name in kwargs
+    }
+    if "offload" in kwargs:
+        given = kwargs.pop("offload")
+        memory_options["activation_offloading"] = bool(given)
+        if given and not isinstance(given, bool):
+            memory_options["offloaded_layers"] = given
+    return memory_options | ({"checkpoint_kwargs": kwargs} if kwargs else {})
+
+
+def _is_number_of_layers(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def prefers_ulysses(memory: str, asked: Mapping[str, Any]) -> bool:
+    """Whether the sequence-chunked step is asked for, which has less on the device without a ring."""
+    by_preset = memory == "longest" and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
+    return by_preset or asked.get("sequence_chunk_size") is not None
+
+
+def resolve_memory_options(
+    memory: str, asked: Mapping[str, Any], place: RunTraits, *, checkpoints_by_default: bool
+) -> MemoryOptions:
+    """Resolve every memory option.
+
+    Args:
+        memory: a name of PRESETS.
+        asked: what the user or a profile set, by flag, as `asked_memory_options` returns it.
+        checkpoints_by_default: whether activations are checkpointed if neither sets it.
+
+    Raises:
+        ValueError: for a memory option that the run does not support, with its value, the limit and the remedy.
+    """
+    check_support(asked, place)
+    preset = _possible(memory, asked, place)
+    values = {**preset, **asked}
+    chunk = values.get("sequence_chunk_size")
+    offloaded = values.get("offloaded_layers")
+    memory_options = MemoryOptions(
+        memory=memory,
+        set_by_preset=tuple(preset),
+        activation_checkpointing=bool(values.get("activation_checkpointing", checkpoints_by_default or chunk)),
+        every_n_layers=values.get("every_n_layers", 1),
+        whole_layers=values.get("whole_layers", 0),
+        activation_offloading=bool(values.get("activation_offloading")) and (chunk is None or offloaded is None),
+        offloaded_layers=offloaded,
+        selective=values.get("selective"),
+        checkpoint_kwargs=values.get("checkpoint_kwargs", {}),
+        tiled_mlp_num_shards=_num_shards(values),
+        heads_k_stride=values.get("heads_k_stride"),
+        overlap_exchange=values.get("overlap_exchange"),
+        sequence_chunk_size=chunk,
+        offload_optimizer_device=values.get("offload_optimizer_device", NONE),
+        offload_param_device=values.get("offload_param_device", NONE),
+        offload_optimizer_nvme_path=values.get("offload_optimizer_nvme_path"),
+        offload_param_nvme_path=values.get("offload_param_nvme_path"),
+        communication_data_type=values.get("communication_data_type", "auto"),
+        small_buckets=bool(values.get("small_buckets")),
+    )
+    check_combinations(memory_options, place)
+    return memory_options
+
+
+def _possible(memory: str, asked: Mapping[str, Any], place: RunTraits) -> dict[str, Any]:
+    """Return what the preset sets in this run and nobody else has set.
+
+    `longest` sets the sequence-chunked step if the run supports it, which holds no whole layer and offloads what it
+    keeps; else the memory options that make whole layers smaller.
+    """
+    preset = dict(PRESETS[memory])
+    if memory != "longest":
+        return {name: value for name, value in preset.items() if name not in asked and not _needs(asked)}
+    never_whole = ("activation_offloading", "tiled_mlp", "heads_k_stride")
+    chunks = place.can_chunk and asked.get("activation_checkpointing") is not False and not _whole_layers(asked)
+    left_out = {*never_whole} if chunks or "sequence_chunk_size" in asked else {"sequence_chunk_size"}
+    if asked.get("activation_checkpointing") is False:
+        left_out |= {"selective"}
+    if place.engine == "fsdp1" or place.is_compiled or "tiled_mlp_num_shards" in asked:
+        left_out.add("tiled_mlp")
+    if place.engine != "deepspeed":
+        left_out |= {"offload_optimizer_device", "small_buckets"}
+    if place.engine != "fsdp2":
+        left_out.add("offload_param_device")  # ZeRO-3's takes much time and frees little memory
+    chunk = max(1, min(CHUNK_TOKENS, math.ceil(place.local_tokens / FEWEST_CHUNKS)))
+    preset["sequence_chunk_size"] = chunk
+    return {name: value for name, value in preset.items() if name not in left_out and name not in asked}
+
+
+def _whole_layers(asked: Mapping[str, Any]) -> bool:
+    """Whether a memory option is asked for that only a step with whole layers has."""
+    return bool({"tiled_mlp", "tiled_mlp_num_shards", "heads_k_stride"} & asked.keys()) or (
+        asked.get("every_n_layers", 1) > 1 or bool(asked.get("overlap_exchange")) or _by_layer(asked)
+    )
+
+
+def _by_layer(asked: Mapping[str, Any]) -> bool:
+    """Whether layers are asked to keep different things."""
+    return bool(asked.get("whole_layers")) or "offloaded_layers" in asked or type(asked.get("selective")) is int
+
+
+def _needs(asked: Mapping[str, Any]) -> bool:
+    """Whether a memory option is asked for that needs activation checkpointing."""
+    return asked.get("sequence_chunk_size") is not None or asked.get("every_n_layers", 1) > 1 or _by_layer(asked)
+
+
+def _num_shards(values: Mapping[str, Any]) -> int | None:
+    if values.get("tiled_mlp") is False:
+        return None
+    return values.get("tiled_mlp_num_shards", 0 if values.get("tiled_mlp") else None)
