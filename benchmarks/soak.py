@@ -36,7 +36,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from .elsewhere import make_documents, write_model
+from .elsewhere.steps import make_documents, write_model
 from .packing import device, line
 from .ranks import Ending, run_group, start_server
 

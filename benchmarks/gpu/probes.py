@@ -26,7 +26,8 @@ from longctx.model.tiny import tiny_tokenizer
 from longctx.ring import plan_ring
 from longctx.training.callbacks import PROFILE_FOLDER
 
-from ..attention import CASES, Heads, clock_of, forward_backward, virtual_seconds
+from ..attention.timing import clock_of, forward_backward, virtual_seconds
+from ..attention.ways import CASES, Heads
 from ..max_length.rank import Task, run_task
 
 REPETITIONS = 5
@@ -39,7 +40,7 @@ class Attention(NamedTuple):
     length: int
     """Tokens of the pack."""
     documents: str
-    """A name of benchmarks.attention.CASES, or `window`: one document whose tokens see the last sixteenth of it."""
+    """A name of attention.ways.CASES, or `window`: one document whose tokens see the last sixteenth of it."""
     heads: tuple[int, int, int]
     """Query heads, key/value heads, and the size of each."""
     num_ranks: int = 1

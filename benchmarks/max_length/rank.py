@@ -31,7 +31,7 @@ from longctx.training.metrics import StepMetrics
 from longctx.training.peak_memory import PeakMemory
 from longctx.upstream.accelerate_internals import promote
 
-from ..elsewhere import start_stock
+from ..elsewhere.steps import start_stock
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import attention
+from benchmarks.attention import ways as attention
+from benchmarks.attention.__main__ import main
+from benchmarks.attention.timing import VIRTUAL_WAYS, measure
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +35,7 @@ def zigzag_errors():
         tensors = heads.tensors(sum(lengths), torch.float64, torch.device("cpu"))
         ways = ("one process", attention.ZIGZAG)
         parts = {way: attention.WAYS[way](cu_seqlens, group) for way in ways}
-        errors[name] = attention.measure(parts, tensors, repeats=0)[2][1]
+        errors[name] = measure(parts, tensors, repeats=0)[2][1]
     return errors
 
 
@@ -57,7 +59,7 @@ def wrong_way():
     parts = {"one process": attention.one_process(cu_seqlens, group), "late": attention.Part(right.rows, wrong)}
     tensors = attention.Heads(query=4, key_value=2, dim=8).tensors(64, torch.float32, torch.device("cpu"))
     try:
-        attention.measure(parts, tensors, repeats=1)
+        measure(parts, tensors, repeats=1)
     except RuntimeError as error:
         return str(error)
 
@@ -76,7 +78,7 @@ def test_wrong_result_is_not_timed() -> None:
             len(attention.CASES) * 2 * len(attention.WAYS),
             marks=pytest.mark.long,
         ),
-        (["--dtype", "float32", "--virtual_ranks", "2", "4"], len(attention.CASES) * 2 * len(attention.VIRTUAL_WAYS)),
+        (["--dtype", "float32", "--virtual_ranks", "2", "4"], len(attention.CASES) * 2 * len(VIRTUAL_WAYS)),
     ],
 )
 def test_command_prints_and_keeps_the_table(flags, rows, tmp_path) -> None:
@@ -104,7 +106,7 @@ def test_command_prints_and_keeps_the_table(flags, rows, tmp_path) -> None:
 )
 def test_options_that_cannot_run_are_refused(flags, said, capsys) -> None:
     with pytest.raises(SystemExit):
-        attention.main(flags.split())
+        main(flags.split())
     assert said in capsys.readouterr().err
 
 

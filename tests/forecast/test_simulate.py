@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import scaling
 from benchmarks.published import CONFIGS
+from benchmarks.scaling import simulation
+from benchmarks.scaling.pictures import LOOKS
+from benchmarks.scaling.simulation import Run, pays_up_to
 from longctx.attention.choice import assumed_documents
 from longctx.attention.cost import Link, RingWork
 from longctx.forecast.memory_setup import MemorySetup
@@ -124,15 +126,15 @@ def test_rows_that_do_not_suit_the_devices_are_refused() -> None:
 
 
 def test_rows_of_the_benchmark_are_full_and_spread_as_far_as_heads_and_rows_allow() -> None:
-    of = scaling.rows(1 << 15, scaling.PACKED, 4)
+    of = simulation.rows(1 << 15, simulation.PACKED, 4)
     assert [int(row.sum()) for row in of.documents] == [1 << 15] * 4
-    case = scaling.Case(scaling.LLAMA, scaling.PACKED, 400)
-    step = scaling.middle_step(case, of, 4)
-    made = scaling.run(case, "ulysses", 32, 8, of, step)
+    case = simulation.Case(simulation.LLAMA, simulation.PACKED, 400)
+    step = simulation.middle_step(case, of, 4)
+    made = simulation.run(case, "ulysses", 32, 8, of, step)
     assert made is not None
-    assert sum(made.share(part) for part in scaling.LOOKS) == pytest.approx(1)
-    assert scaling.run(case, "ulysses", 64, 64, of, step) is None  # 32 heads
-    assert scaling.run(case, "ulysses", 64, 8, of, step) is None  # 4 rows
+    assert sum(made.share(part) for part in LOOKS) == pytest.approx(1)
+    assert simulation.run(case, "ulysses", 64, 64, of, step) is None  # 32 heads
+    assert simulation.run(case, "ulysses", 64, 8, of, step) is None  # 4 rows
 
 
 @pytest.mark.parametrize(
@@ -141,9 +143,7 @@ def test_rows_of_the_benchmark_are_full_and_spread_as_far_as_heads_and_rows_allo
 def test_a_doubling_pays_if_it_makes_half_as_much_again(seconds, last) -> None:
     zero = np.zeros(1)
     runs = [
-        scaling.Run(
-            "ring", 8 << at, 8, [SimulatedStep(compute=zero + s, exchange=zero, wait=zero, least=8 / 2**at, tokens=1)]
-        )
+        Run("ring", 8 << at, 8, [SimulatedStep(compute=zero + s, exchange=zero, wait=zero, least=8 / 2**at, tokens=1)])
         for at, s in enumerate(seconds)
     ]
-    assert scaling.pays_up_to(runs).devices == last
+    assert pays_up_to(runs).devices == last

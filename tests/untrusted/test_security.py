@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.fuzz import main as fuzz
+from benchmarks.fuzz.__main__ import main as fuzz
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.model.load import load_config, load_model, load_tokenizer
 from longctx.model.tiny import tiny_tokenizer

@@ -1,50 +1,19 @@
-"""Damaged files of every kind that is read: what was read is right, or an error names the file.
-
-    python -m benchmarks.fuzz                            # 10,000 files, 5 to 15 minutes on two cores
-    python -m benchmarks.fuzz --files 200 --kinds jsonl parquet --seed 1
-
-A whole file of each kind is made, then damaged by a few random changes: bits flipped, bytes cut off, doubled or moved,
-strings put in that parsers stumble over, and in JSON values, keys and nesting. It is read by the code that a run reads
-it with, in a process with bounds on memory and time. Data is prepared to the last row; a file that is accepted has to
-give as many tokens, or documents, as an independent reader finds in it, and a checkpoint's manifest what was written.
-
-`refused` is the typed error (ValueError) with the name of the file or its folder, `unnamed` the same without; the
-columns from there on are failures.
-"""
+"""Kinds of files: how each is written, and read again."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import os
 import random
-import resource
 import shutil
-import signal
-import sys
 import tempfile
-import traceback
-import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable
 from functools import cache, partial
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from .packing import device, line
-
-SECONDS = 600
-"""For one file, however busy the machine."""
-MEMORY_BYTES = 8 << 30
-"""Of one process, for any number of files."""
-OUTCOMES = ("read", "refused", "unnamed", "wrong", "other error", "crash", "time-out")
-FAILURES = OUTCOMES[2:]
 
 
 class Kind(NamedTuple):
@@ -54,165 +23,6 @@ class Kind(NamedTuple):
     """Makes a whole one in a folder, and returns the file to damage."""
     read: Callable[[Path, Path], str | None]
     """Reads (file, folder), and returns what is wrong with that, if it did not raise a ValueError."""
-
-
-# Damage
-
-
-def damage(data: bytes, draw: random.Random) -> bytes:
-    """A few changes to a file's contents."""
-    for _ in range(draw.choice((1, 1, 1, 2, 4))):
-        in_json = _change_json if data[:1] in (b"{", b"[") else _flip
-        data = draw.choice((_flip, _cut, _splice, _insert, _insert, *[in_json] * 5))(data, draw)
-    return data
-
-
-def _flip(data: bytes, draw: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(draw.choice((1, 1, 3, 10)) if changed else 0):
-        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-    return bytes(changed)
-
-
-def _cut(data: bytes, draw: random.Random) -> bytes:
-    return data[: draw.randint(0, len(data))]
-
-
-def _splice(data: bytes, draw: random.Random) -> bytes:
-    """A part left out, doubled, or moved."""
-    start, stop = sorted(draw.randint(0, len(data)) for _ in range(2))
-    at = draw.randint(0, len(data))
-    part = data[start:stop]
-    return draw.choice((data[:start] + data[stop:], data[:at] + part + data[at:], data[:stop] + part + data[stop:]))
-
-
-def _insert(data: bytes, draw: random.Random) -> bytes:
-    at = draw.randint(0, len(data))
-    return data[:at] + draw.choice(_STUMBLING_BLOCKS) + data[at + draw.choice((0, 0, 1, 8)) :]
-
-
-_STUMBLING_BLOCKS = [
-    b"\x00",
-    b"\xff",
-    b"\xed\xa0\x80",
-    b"\xef\xbb\xbf",
-    b"\xff\xfe",
-    b"\r\n",
-    b"\n\n",
-    b"\xff" * 8,
-    b"\x00" * 64,
-    b"\xff\xff\xff\x7f",
-    b'"',
-    b"}",
-    b"]",
-    b"[",
-    b"\\ud800",
-    b"\\u0000",
-    b"NaN",
-    b"-Infinity",
-    b"1e999",
-    b"-1",
-    b"9" * 30,
-    b"9" * 5000,
-    b"[" * 100_000,
-    b'{"a":' * 10_000,
-    b"null",
-    b"true",
-    b"{{",
-    b"{%",
-    b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    b"{{ 'a' * 99999999999 }}",
-    b"{{ ''.__class__.__mro__ }}",
-    b"!!python/object/apply:os.getpid []",
-    b"&a [*a, *a]",
-    b"../../x",
-]
-
-
-def _change_json(data: bytes, draw: random.Random) -> bytes:
-    """In JSON, or in one of its lines, another value, key or nesting somewhere; other data as it is."""
-    lines = data.split(b"\n")
-    number = draw.randrange(len(lines))
-    for at, source in ((None, data), (number, lines[number])):
-        try:
-            document = json.loads(source)
-        except (ValueError, RecursionError):
-            continue
-        text = json.dumps(_changed(document, draw), ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")
-        if draw.random() < 0.1:
-            text = text.replace(b'":', b'":' + b" " * 10, 1)
-        return text if at is None else b"\n".join([*lines[:at], text, *lines[at + 1 :]])
-    return data
-
-
-def _changed(node: Any, draw: random.Random) -> Any:
-    """With one change below."""
-    if isinstance(node, dict) and node and draw.random() < 0.9:
-        key = draw.choice(sorted(node))
-        change = draw.random()
-        if change < 0.1:
-            return {name: value for name, value in node.items() if name != key}
-        if change < 0.2:
-            return {draw.choice(_NAMES) if name == key else name: value for name, value in node.items()}
-        if change < 0.3:
-            return node | {draw.choice(_NAMES): _value(draw)}
-        return node | {key: _changed(node[key], draw)}
-    if isinstance(node, list) and node and draw.random() < 0.9:
-        at = draw.randrange(len(node))
-        return [*node[:at], *draw.choice(([], [_changed(node[at], draw)], [node[at]] * 2)), *node[at + 1 :]]
-    return _value(draw)
-
-
-_NAMES = [
-    "",
-    "text",
-    "messages",
-    "input_ids",
-    "labels",
-    "position_ids",
-    "attention_mask",
-    "auto_map",
-    "\ud800",
-    "_type",
-]
-
-
-def _value(draw: random.Random) -> Any:
-    return draw.choice(
-        [
-            None,
-            True,
-            0,
-            -1,
-            1,
-            -100,
-            300,
-            2**31,
-            -(2**63),
-            10**30,
-            10**400,
-            0.5,
-            -1e300,
-            float("nan"),
-            float("inf"),
-            "",
-            "x",
-            "\ud800",
-            "\x00",
-            "../../x",
-            "/dev/zero",
-            "x" * 10_000,
-            [],
-            {},
-            [[]],
-            [1, "a", None],
-            {"": 0},
-            json.loads("[" * 500 + "]" * 500),
-        ]
-    )
-
-
-# Data
 
 
 _WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "naïve", "🐈", "“quotes”", "\\", "\t", "漢字"]
@@ -277,7 +87,7 @@ def _write_saved(folder: Path, draw: random.Random) -> Path:
 
 
 @cache
-def _settings(**flags: str) -> dict[str, Any]:
+def usual_settings(**flags: str) -> dict[str, Any]:
     """Of a run on the built-in model."""
     from longctx.settings.flags import parse_flags
     from longctx.settings.profile import read_profile
@@ -291,7 +101,7 @@ def _settings(**flags: str) -> dict[str, Any]:
 
 
 @cache
-def _tiny() -> tuple[Any, Any]:
+def tiny() -> tuple[Any, Any]:
     from longctx.model.tiny import tiny_config, tiny_tokenizer
 
     return tiny_tokenizer(), tiny_config()
@@ -301,10 +111,10 @@ def _read_data(path: Path, folder: Path, *, template: str | None = None) -> str 
     """Prepare rows as a run does: of a stream, or by way of the cache."""
     from longctx.training.dataset import StreamedData, prepare_data_set
 
-    tokenizer, config = _tiny()
+    tokenizer, config = tiny()
     name = folder / "data" if (folder / "data").is_dir() else path
     streaming = path.stat().st_size % 4 > 0
-    settings = {**_settings(), "dataset_name": str(name), "chat_template_path": template}
+    settings = {**usual_settings(), "dataset_name": str(name), "chat_template_path": template}
     if streaming:
         settings |= {"dataset_streaming": True, "balance_packs": False}
     data = prepare_data_set(settings, tokenizer, config)
@@ -324,7 +134,7 @@ def _compare(path: Path, tokens: int) -> str | None:
 
 def _expected_tokens(path: Path) -> int | None:
     """Of the byte-level tokenizer; None for what it cannot tell."""
-    tokenizer, _ = _tiny()
+    tokenizer, _ = tiny()
     if path.suffix == ".txt":
         return len(tokenizer(path.read_bytes().decode("utf-8-sig") + tokenizer.eos_token)["input_ids"])
     if path.suffix == ".parquet":
@@ -365,7 +175,7 @@ def _open_arrow(path: Path) -> pa.Table:
 def _write_template(folder: Path, draw: random.Random) -> Path:
     _write_json(folder, draw, kind="chat").rename(folder / "chat.jsonl")
     path = folder / "template.jinja"
-    path.write_text(_tiny()[0].chat_template)
+    path.write_text(tiny()[0].chat_template)
     return path
 
 
@@ -377,7 +187,7 @@ def _read_template(path: Path, folder: Path) -> str | None:
 
 
 @cache
-def _model_folder() -> Path:
+def model_folder() -> Path:
     """A whole one, with an index, beside which nothing is written."""
     from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -391,7 +201,7 @@ def _model_folder() -> Path:
 
 
 def _write_model(folder: Path, draw: random.Random, *, pattern: str) -> Path:
-    shutil.copytree(_model_folder(), folder / "model")
+    shutil.copytree(model_folder(), folder / "model")
     return draw.choice(sorted((folder / "model").glob(pattern)))
 
 
@@ -601,136 +411,3 @@ KINDS: dict[str, Kind] = {
     "--config": Kind(_write_run, _read_run),
     "deepspeed config": Kind(_write_deepspeed, _read_deepspeed),
 }
-
-
-# Running
-
-
-def try_file(name: str, number: int, seed: int) -> tuple[str, str]:
-    """Make, damage and read one file; returns the outcome and what there is to say of it."""
-    kind, draw = KINDS[name], random.Random(f"{seed} {name} {number}")
-    with tempfile.TemporaryDirectory(dir=os.environ["FUZZ_FOLDER"]) as folder:
-        import datasets
-
-        datasets.config.HF_DATASETS_CACHE = Path(folder, "cache")
-        path = kind.write(Path(folder), draw)
-        path.write_bytes(damage(path.read_bytes(), draw))
-        if keep := os.environ.get("FUZZ_KEEP"):
-            shutil.copy(path, keep)
-        try:
-            complaint = kind.read(path, Path(folder))
-        except ValueError as error:
-            message = str(error)
-            return ("refused" if folder in message else "unnamed"), f"{type(error).__name__}: {message}"
-        except Exception as error:
-            return "other error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        return ("wrong", complaint) if complaint else ("read", "")
-
-
-def _work(names: Sequence[str], numbers: Sequence[int], seed: int, output: int) -> None:
-    """In a process of its own: a line for each file, before and after."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-    for name, number in zip(names, numbers, strict=True):
-        signal.alarm(SECONDS)
-        outcome, message = try_file(name, number, seed)
-        os.write(output, (json.dumps([outcome, ascii(message[:600])]) + "\n").encode())
-    signal.alarm(0)
-
-
-def run(names: Sequence[str], numbers: Sequence[int], seed: int, processes: int) -> Iterator[tuple[str, int, str, str]]:
-    """(kind, number, outcome, message) of each file; a process that ends is replaced, and its last file noted."""
-    running: dict[int, tuple[int, deque[int]]] = {}
-
-    def start(share: deque[int]) -> None:
-        reading, writing = os.pipe()
-        process = os.fork()
-        if process == 0:
-            try:
-                _work([names[at] for at in share], [numbers[at] for at in share], seed, writing)
-            finally:
-                os._exit(0)
-        os.close(writing)
-        running[reading] = process, share
-
-    for share in (deque(range(first, len(names), processes)) for first in range(processes)):
-        if share:
-            start(share)
-    while running:
-        for reading in cast(list[int], wait(list(running))):
-            process, share = running[reading]
-            if lines := os.read(reading, 1 << 20).splitlines():  # whole ones, as they are short
-                for text in lines:
-                    at = share.popleft()
-                    yield names[at], numbers[at], *json.loads(text)
-                continue
-            os.close(reading)
-            del running[reading]
-            status = os.waitpid(process, 0)[1]
-            if share:
-                timed_out = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
-                at = share.popleft()
-                yield names[at], numbers[at], "time-out" if timed_out else "crash", f"exit status {status}"
-            if share:
-                start(share)
-
-
-def report(kinds: Sequence[str], files: int, seed: int, processes: int) -> Iterator[str]:
-    """The table; each failure goes to stderr."""
-    share, rest = divmod(files, len(kinds))
-    names = [kind for at, kind in enumerate(kinds) for _ in range(share + (at < rest))]
-    numbers = [number for at in range(len(kinds)) for number in range(share + (at < rest))]
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
-    for name, number, outcome, message in run(names, numbers, seed, processes):
-        counts[name][outcome] += 1
-        if outcome in FAILURES:
-            print(f"{outcome}: {name} {number}: {message}", file=sys.stderr, flush=True)
-    yield line(["kind", "files", *OUTCOMES])
-    yield line(["---"] * (len(OUTCOMES) + 2))
-    for kind, found in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
-        yield line([kind, f"{found.total():,}", *(f"{found[outcome]:,}" for outcome in OUTCOMES)])
-
-
-def _warm_up() -> None:
-    """What every process needs, imported once."""
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    import datasets
-
-    from longctx.model import load  # noqa: F401
-    from longctx.training import dataset  # noqa: F401
-    from longctx.training.checkpoint import read_manifest  # noqa: F401
-
-    datasets.disable_progress_bars()
-    _settings()
-    _tiny()
-    _model_folder()
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code 1 if a file did neither: give the right tokens, or the typed error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--files", type=int, default=10_000, help="Over all kinds. Default: 10000.")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--seed", type=int, default=0, help="Of the damage. Default: 0.")
-    parser.add_argument("--processes", type=int, default=2, help="At a time. Default: 2.")
-    parser.add_argument("--output", type=Path, help="Also write the table here.")
-    options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    head = ["# Damaged files", "", f"`{' '.join(['python -m benchmarks.fuzz', *given])}`  "]
-    head += [f"{datetime.now(UTC):%Y-%m-%d}, {device()}", "", *(__doc__ or "").split("\n\n", 2)[2].split("\n")]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(FUZZ_FOLDER=folder, HF_HUB_OFFLINE="1")
-        _warm_up()
-        lines = [*head, *report(options.kinds, options.files, options.seed, options.processes)]
-    print("\n".join(lines), flush=True)
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
-    total = lines[-1].split("|")[1:-1]
-    return int(any(cell.strip() != "0" for cell in total[4:]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
