@@ -46,6 +46,7 @@ from longctx.parallel import _documents, parallelize
 from longctx.ring.attention import ring_schedule
 from longctx.ring.planner import plan_ring
 from longctx.ring.transport import check_shard
+from longctx.sequence.batch import AttentionKind
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
@@ -146,7 +147,9 @@ CALLS = {
     "mask": (lambda: attend(attention_mask=Q), "asks for a mask"),
     "dropout": (lambda: attend(dropout=0.1), "asks for dropout=0.1"),
     "not causal": (lambda: attend(module=SimpleNamespace(is_causal=False)), "asks for is_causal=False"),
-    "soft cap": (lambda: attend(softcap=30.0), "asks for softcap"),
+    "bias": (lambda: attend(position_bias=Q), "asks for position_bias"),
+    "window": (lambda: AttentionKind(window=0), "window 0 must be at least 1"),
+    "soft cap": (lambda: AttentionKind(softcap=0.0), "softcap 0.0 must be above 0"),
     "state's name": (lambda: _parts("states", "weight|x|name"), "expected 'kind.start.name'"),
     "state's parts": (lambda: _parts("states", "weight"), "expected 'kind.start.name'"),
     "chunks of none": (
@@ -247,7 +250,6 @@ OF_TWO_RANKS = {
         "heads_k_stride 0 must be at least 1",
     ),
     "stride in a ring": (lambda group: ring_schedule(PLAN, group, heads_k_stride=1), "goes with transport='gather'"),
-    "window": (lambda group: ring_schedule(PLAN, group, window=0), "window 0 must be at least 1"),
     "length": (lambda group: check_shard(PLAN, Q[:, :, :4], Q, Q), r"q has shape \(1, 4, 4, 4\)"),
     "rows": (lambda group: check_shard(PLAN, Q, Q.repeat(2, 1, 1, 1), Q), r"k has shape \(2, 4, 8, 4\)"),
     "dimensions": (lambda group: check_shard(PLAN, Q, Q, Q[0]), r"v has shape \(4, 8, 4\)"),

@@ -37,14 +37,15 @@ class _GatherTokens(torch.autograd.Function):
         return grad.chunk(ctx.group.size(), dim=2)[ctx.group.rank()], None
 
 
-def _attention_of(layout, groups, window, heads_k_stride=None, overlap_exchange=False):
+def _attention_of(layout, groups, kind, heads_k_stride=None, overlap_exchange=False):
     order = layout.plan.permutation
     document = np.searchsorted(layout.cu_seqlens, order, side="right")
     own = np.split(np.arange(len(order)), groups.ring.size())[groups.ring.rank()]
     back = order[own][:, None] - order[None]
     allowed = (document[own][:, None] == document[None]) & (back >= 0)
-    if window is not None:
-        allowed &= back < window
+    assert kind.softcap is None, "the toy has no soft cap"
+    if kind.window is not None:
+        allowed &= back < kind.window
     mask = torch.from_numpy(allowed)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, sinks: Tensor | None = None) -> Tensor:

@@ -15,20 +15,20 @@ from typing import Literal
 
 from longctx.attention.cost import Arrangement, AttentionTime, RingWork, Setup
 from longctx.attention.operator import Schedule
-from longctx.sequence.batch import Attend, BatchLayout
+from longctx.sequence.batch import Attend, AttentionKind, BatchLayout
 from longctx.sequence.mesh import SequenceGroups
 
 AttentionOfBatch = Callable[..., Attend]
-"""(layout: BatchLayout, groups: SequenceGroups, window: int | None, heads_k_stride: int | None = None,
+"""(layout: BatchLayout, groups: SequenceGroups, kind: AttentionKind, heads_k_stride: int | None = None,
 overlap_exchange: bool = False) -> attention.
 
-It serves all layers of the batch that have this window; None means full attention. `heads_k_stride` is how many
+It serves all layers of the batch whose attention is of this kind. `heads_k_stride` is how many
 key/value heads of a rank travel and are attended at a time; None means the backend's default. `overlap_exchange` asks a
 backend that exchanges tokens for heads to exchange some heads while it attends to others.
 """
 
-ScheduleOfBatch = Callable[[BatchLayout, SequenceGroups, int | None], Schedule]
-"""(layout, groups, window) -> schedule, for all layers of the batch that have this window."""
+ScheduleOfBatch = Callable[[BatchLayout, SequenceGroups, AttentionKind], Schedule]
+"""(layout, groups, kind) -> schedule, for all layers of the batch whose attention is of this kind."""
 
 
 @dataclass(frozen=True, kw_only=True)

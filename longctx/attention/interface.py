@@ -8,14 +8,14 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from longctx.recurrent.layers import PrefersHeads, install_recurrent
-from longctx.sequence.batch import AttentionContext, refuse_uncut
+from longctx.sequence.batch import AttentionContext, AttentionKind, refuse_uncut
 from longctx.upstream.transformers_internals import leave_only_present_layers
 
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
 
-REFUSED_KEYWORDS = ("softcap", "position_bias")
-"""Keywords that layers pass if their scores are not plain products of queries and keys."""
+REFUSED_KEYWORDS = ("position_bias",)
+"""Keywords that layers pass if their scores are not products of queries and keys alone."""
 
 
 @torch.compiler.disable  # its messages and plans cannot be compiled; torch.compile takes the rest of the layer
@@ -29,6 +29,7 @@ def longctx_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     sequence: AttentionContext | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
@@ -39,6 +40,7 @@ def longctx_attention(
     Args:
         sliding_window: tokens that each query sees, itself included.
         s_aux: [H], attention sinks.
+        softcap: c of scores c·tanh(s/c).
         sequence: context that comes with every batch of `SequenceParallel.shard`.
 
     Raises:
@@ -66,7 +68,8 @@ def longctx_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale, size = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
     query, key, value = _of_one_size(query, key, value)
-    out = sequence.attend(sliding_window)(query, key, value, scale=scale, sinks=s_aux)
+    kind = AttentionKind(window=sliding_window, softcap=softcap)
+    out = sequence.attend(kind)(query, key, value, scale=scale, sinks=s_aux)
     return out[..., :size].transpose(1, 2).contiguous(), None
 
 

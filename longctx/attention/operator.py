@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention.kernels import Entries, block_backward, block_forward
 from longctx.regions import region
+from longctx.sequence.batch import PLAIN, AttentionKind
 
 
 class Schedule(Protocol):
@@ -40,12 +41,12 @@ class LocalSchedule:
 
     Args:
         cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
-        window: tokens of its document that each query sees, itself included; None means all tokens before it.
+        kind: the window and the soft cap of the layers.
     """
 
-    def __init__(self, cu_seqlens: np.ndarray, window: int | None = None):
+    def __init__(self, cu_seqlens: np.ndarray, kind: AttentionKind = PLAIN):
         cu_seqlens = np.asarray(cu_seqlens)
-        self.entries = Entries.of_documents(cu_seqlens, binding_window(window, cu_seqlens))
+        self.entries = Entries.of_documents(cu_seqlens, binding_window(kind.window, cu_seqlens), kind.softcap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return block_forward(q, k, v, self.entries, scale)
@@ -105,14 +106,14 @@ def varlen_attention(
     cu_seqlens: np.ndarray,
     scale: float | None = None,
     *,
-    window: int | None = None,
+    kind: AttentionKind = PLAIN,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention within each document on one device.
 
     q [1, H, S, D], k and v [1, K, S, D] -> [1, H, S, D]. See `LocalSchedule` and `attend` for the other arguments.
     """
-    return attend(LocalSchedule(cu_seqlens, window), q, k, v, scale, sinks)
+    return attend(LocalSchedule(cu_seqlens, kind), q, k, v, scale, sinks)
 
 
 _schedules: WeakValueDictionary[int, Schedule] = WeakValueDictionary()

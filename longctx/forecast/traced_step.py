@@ -183,11 +183,17 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class _TracedKernel(AtenFlashKernel):
+    """It stands for a FlashAttention-2 with soft caps, too, which allocates the same."""
+
+    caps_scores = True
+
+
 @contextlib.contextmanager
 def flash_kernel() -> Iterator[None]:
     """Compute blocks of attention by FlashAttention's varlen calls, on fake tensors of any device."""
     original = choose.choose_kernel
-    choose.choose_kernel = lambda *args: AtenFlashKernel()  # type: ignore[assignment]
+    choose.choose_kernel = lambda *args: _TracedKernel()  # type: ignore[assignment]
     try:
         yield
     finally:

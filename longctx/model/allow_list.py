@@ -33,6 +33,7 @@ DECODER_MODELS = (
     "bitnet",
     "exaone",
     "flint",
+    "gemma2",
     "gemma4_text",
     "hyperclovax",
     "internlm3",
@@ -43,6 +44,7 @@ DECODER_MODELS = (
     "ministral3",
     "nanochat",
     "persimmon",
+    "vaultgemma",
 )
 """Those of CAUSAL_MODELS whose families stand in tests/model/more_families.py."""
 
@@ -117,6 +119,7 @@ WINDOW_MODELS = (
     "cohere2",
     "cwm",
     "exaone4",
+    "gemma2",
     "gemma3_text",
     "gemma4_text",
     "gpt_oss",
@@ -127,8 +130,12 @@ WINDOW_MODELS = (
     "qwen3",
     "smollm3",
     "starcoder2",
+    "vaultgemma",
 )
 """Those of them that are compared with sliding windows too, in all layers or in some."""
+
+SOFTCAP_MODELS = ("gemma2", "vaultgemma")
+"""Those of them that are compared with soft-capped attention scores; others ignore the setting, or need a mask."""
 
 GATED_DELTA_MODELS = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Those of them whose layers of type linear_attention are gated delta rules (longctx.recurrent.gated_delta)."""
@@ -282,6 +289,11 @@ def has_windows(config: PretrainedConfig) -> bool:
     return getattr(text, "sliding_window", None) is not None
 
 
+def has_softcap(config: PretrainedConfig) -> bool:
+    """Return whether the scores of attention are soft-capped."""
+    return bool(getattr(_text_of(config), "attn_logit_softcapping", None))
+
+
 def has_experts(config: PretrainedConfig) -> bool:
     """Whether it is a mixture of experts, of which a token uses some."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -321,7 +333,10 @@ def _kind_of_code(config: PretrainedConfig) -> str:
 
 
 def _layers(config: PretrainedConfig) -> Iterator[str]:
-    exact = RECURRENT_SETTINGS if config.model_type in RECURRENT_MODELS else ()
+    exact = (
+        *(RECURRENT_SETTINGS if config.model_type in RECURRENT_MODELS else ()),
+        *(("attn_logit_softcapping",) if config.model_type in SOFTCAP_MODELS else ()),
+    )
     for name, kind in REFUSED_SETTINGS.items():
         value = getattr(config, name, None)
         if value and name not in exact and (config.model_type, value) != ("gemma4_text", "vision"):  # text is causal
@@ -391,5 +406,5 @@ def kernel_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
     """The kernel that computes every attention layer, where its queries have this dtype."""
     heads, key_value_heads = num_heads(config)
     return choose_kernel(
-        device, dtype, head_size(config), queries_per_key=heads // key_value_heads, windowed=has_windows(config)
+        device, dtype, head_size(config), heads // key_value_heads, has_windows(config), has_softcap(config)
     )

@@ -23,6 +23,7 @@ from longctx.regions import region
 from longctx.ring.plan import RingPlan
 from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split
 from longctx.ring.window import WindowSchedule
+from longctx.sequence.batch import PLAIN, AttentionKind
 
 
 def ring_attention(
@@ -35,7 +36,7 @@ def ring_attention(
     *,
     transport: str = "p2p",
     heads_k_stride: int | None = None,
-    window: int | None = None,
+    kind: AttentionKind = PLAIN,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention within each document, for tokens that `plan` distributes over the ranks.
@@ -49,8 +50,8 @@ def ring_attention(
             which takes more memory and fewer messages.
         heads_k_stride: key/value heads that "gather" collects at a time, while it computes the ones before; a quarter
             of them if None.
-        window: tokens of its document that each query sees, itself included; None means all tokens before it. With a
-            window, only the tokens that windows on other ranks reach travel, whatever the transport.
+        kind: the window and the soft cap of the layers. With a window, only the tokens that windows on other ranks
+            reach travel, whatever the transport.
         sinks: [H], attention sinks: for each head a logit that takes part in every softmax and adds nothing to the
             output.
 
@@ -60,7 +61,7 @@ def ring_attention(
     Raises:
         ValueError: if the plan, the tensors and the group do not fit each other, or an option is not valid.
     """
-    schedule = ring_schedule(plan, group, transport=transport, heads_k_stride=heads_k_stride, window=window)
+    schedule = ring_schedule(plan, group, transport=transport, heads_k_stride=heads_k_stride, kind=kind)
     return attend(schedule, q, k, v, scale, sinks)
 
 
@@ -70,7 +71,7 @@ def ring_schedule(
     *,
     transport: str = "p2p",
     heads_k_stride: int | None = None,
-    window: int | None = None,
+    kind: AttentionKind = PLAIN,
 ) -> Schedule:
     """Return the schedule that `ring_attention` runs with these arguments. All layers of a batch can share it."""
     world_size = dist.get_world_size(group)
@@ -83,24 +84,30 @@ def ring_schedule(
         raise ValueError(f"transport {transport!r} is unknown, use one of {', '.join(TRANSPORTS)}")
     if heads_k_stride is not None and (transport != "gather" or heads_k_stride < 1):
         raise ValueError(f"heads_k_stride {heads_k_stride} must be at least 1, and goes with transport='gather'.")
-    if window is not None and window < 1:
-        raise ValueError(f"window {window} must be at least 1: every token sees itself.")
-    window = binding_window(window, plan.cu_seqlens)
+    window = binding_window(kind.window, plan.cu_seqlens)
     if window is None:
-        return RingSchedule(plan, group, TRANSPORTS[transport], heads_k_stride)
-    return WindowSchedule(plan, group, window)
+        return RingSchedule(plan, group, TRANSPORTS[transport], heads_k_stride, kind.softcap)
+    return WindowSchedule(plan, group, window, kind.softcap)
 
 
 class RingSchedule:
     """Full causal attention: first within the rank's shard, then hop by hop with the keys of other ranks' shards."""
 
     def __init__(
-        self, plan: RingPlan, group: dist.ProcessGroup, transport: type[Transport], heads_k_stride: int | None = None
+        self,
+        plan: RingPlan,
+        group: dist.ProcessGroup,
+        transport: type[Transport],
+        heads_k_stride: int | None = None,
+        softcap: float | None = None,
     ):
         self.plan, self.heads_k_stride = plan, heads_k_stride
         shard = plan.shard(dist.get_rank(group))
-        self.causal = Entries.of_documents(shard.cu_seqlens)
-        self.steps = [(step, Entries(step.entries[:, :2], step.entries[:, 2:], causal=False)) for step in shard.steps]
+        self.causal = Entries.of_documents(shard.cu_seqlens, softcap=softcap)
+        self.steps = [
+            (step, Entries(step.entries[:, :2], step.entries[:, 2:], causal=False, softcap=softcap))
+            for step in shard.steps
+        ]
         prefixes = np.append(plan.prefix_tokens, np.zeros((plan.world_size, 1), np.int64), axis=1)
         self.in_head_groups = transport.in_head_groups
         self.send = partial(transport, group, shard.rank, prefixes)

@@ -10,7 +10,7 @@ from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import Schedule, attend
 from longctx.ring.attention import ring_schedule
 from longctx.ring.cost import gather_passes, ring_passes
-from longctx.sequence.batch import Attend, BatchLayout
+from longctx.sequence.batch import Attend, AttentionKind, BatchLayout
 from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses import scheduled_attention
 
@@ -18,7 +18,7 @@ from longctx.ulysses import scheduled_attention
 def ring_schedule_of(
     layout: BatchLayout,
     groups: SequenceGroups,
-    window: int | None,
+    kind: AttentionKind,
     *,
     transport: str = "p2p",
     heads_k_stride: int | None = None,
@@ -26,7 +26,7 @@ def ring_schedule_of(
     """Return the schedule of a batch's ring; a stride of None is the transport's default."""
     assert layout.plan is not None, "a ring has a plan"
     assert groups.ring is not None, "a ring has a group"
-    return ring_schedule(layout.plan, groups.ring, transport=transport, heads_k_stride=heads_k_stride, window=window)
+    return ring_schedule(layout.plan, groups.ring, transport=transport, heads_k_stride=heads_k_stride, kind=kind)
 
 
 gather_schedule_of = partial(ring_schedule_of, transport="gather")
@@ -35,14 +35,14 @@ gather_schedule_of = partial(ring_schedule_of, transport="gather")
 def ring_attention_of(
     layout: BatchLayout,
     groups: SequenceGroups,
-    window: int | None,
+    kind: AttentionKind,
     heads_k_stride: int | None = None,
     overlap_exchange: bool = False,
     *,
     exchanges: bool = False,
 ) -> Attend:
     """Return the ring attention of a batch; with `exchanges`, Ulysses ranks first exchange tokens for heads."""
-    schedule = ring_schedule_of(layout, groups, window)
+    schedule = ring_schedule_of(layout, groups, kind)
     group = groups.ulysses if exchanges else None
     return scheduled_attention(schedule, group, heads_k_stride, split_queries=False, overlap_exchange=overlap_exchange)
 
@@ -50,11 +50,11 @@ def ring_attention_of(
 def _gather_attention_of(
     layout: BatchLayout,
     groups: SequenceGroups,
-    window: int | None,
+    kind: AttentionKind,
     heads_k_stride: int | None = None,
     overlap_exchange: bool = False,
 ) -> Attend:
-    return partial(attend, gather_schedule_of(layout, groups, window, heads_k_stride=heads_k_stride))
+    return partial(attend, gather_schedule_of(layout, groups, kind, heads_k_stride=heads_k_stride))
 
 
 def ring_held(kv: KeyValues) -> tuple[float, float]:

@@ -83,11 +83,11 @@ def plan_window(plan: RingPlan, window: int, rank: int) -> WindowPlan:
 class WindowSchedule:
     """Attention over the last `window` tokens of each query's document."""
 
-    def __init__(self, plan: RingPlan, group: dist.ProcessGroup, window: int):
+    def __init__(self, plan: RingPlan, group: dist.ProcessGroup, window: int, softcap: float | None = None):
         self.plan, self.group = plan, group
         self.mine = mine = plan_window(plan, window, dist.get_rank(group))
         q_ranges, kv_ranges = (np.stack((x[:-1], x[1:]), axis=1) for x in (mine.q_bounds, mine.kv_bounds))
-        self.entries = Entries(q_ranges, kv_ranges, causal=True, window=window)
+        self.entries = Entries(q_ranges, kv_ranges, causal=True, window=window, softcap=softcap)
         self.rows: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -40,10 +40,33 @@ class BatchLayout:
         return self.num_tokens // self.sp
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind:
+    """How a layer's attention differs from plain causal attention within each document. Layers that agree in it share a
+    schedule.
+
+    Raises:
+        ValueError: for a window below 1, or a cap that is not above 0.
+    """
+
+    window: int | None = None
+    """Tokens of its document that each query sees, itself included; None means all tokens before it."""
+    softcap: float | None = None
+    """c: the softmax is over c·tanh(s/c) instead of the scores s (Gemma 2, arXiv 2408.00118); None for plain scores."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window {self.window} must be at least 1: every token sees itself.")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap {self.softcap} must be above 0. Use None for scores without a cap.")
+
+
+PLAIN = AttentionKind()
+
 T = TypeVar("T")
 
 Attend = Callable[..., Tensor]
-"""(q [1, H, T/P, D], k and v [1, K, T/P, D], scale=, sinks= [H]) -> [1, H, T/P, D], for one batch and one window."""
+"""(q [1, H, T/P, D], k and v [1, K, T/P, D], scale=, sinks= [H]) -> [1, H, T/P, D], for one batch and one kind."""
 
 
 class AttentionContext:
@@ -54,7 +77,7 @@ class AttentionContext:
     Args:
         layout: where the batch's documents and tokens lie.
         group: the ranks that exchange tokens for heads; None for one device, and for a ring without Ulysses.
-        make: attention for a window, or for None: full attention. Called once for each window that layers have.
+        make: attention of a kind. Called once for each kind that layers have.
         schedule: the same for a rank's heads after an exchange, as a `longctx.attention.operator.Schedule`; None if the
             backend has none for the sequence-chunked step.
         ranks: all ranks that share the batch; None for one device.
@@ -64,14 +87,14 @@ class AttentionContext:
         self,
         layout: BatchLayout,
         group: dist.ProcessGroup | None,
-        make: Callable[[int | None], Attend],
-        schedule: Callable[[int | None], Any] | None = None,
+        make: Callable[[AttentionKind], Attend],
+        schedule: Callable[[AttentionKind], Any] | None = None,
         ranks: dist.ProcessGroup | None = None,
     ):
         self.layout, self.local_length, self.cu_seqlens = layout, layout.local_length, layout.cu_seqlens
         self.group, self.ranks = group, ranks
         self._make, self.schedule = make, schedule
-        self._by_window: dict[int | None, Attend] = {}
+        self._by_kind: dict[AttentionKind, Attend] = {}
         self._shared: dict[Hashable, Any] = {}
         self.calls = 0
         """Attention layers, linear ones too, that have run on this batch, recomputation included."""
@@ -84,11 +107,11 @@ class AttentionContext:
         """Which shard of the batch this rank holds."""
         return 0 if self.ranks is None else dist.get_rank(self.ranks)
 
-    def attend(self, window: int | None) -> Attend:
-        """Return the attention of the layers with this window."""
-        if window not in self._by_window:
-            self._by_window[window] = self._make(window)
-        return self._by_window[window]
+    def attend(self, kind: AttentionKind) -> Attend:
+        """Return the attention of the layers of this kind."""
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._make(kind)
+        return self._by_kind[kind]
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object that all layers of the batch share under this key, made when the first one asks for it."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.operator import LocalSchedule, Schedule, attend
-from longctx.sequence.batch import Attend
+from longctx.sequence.batch import PLAIN, Attend, AttentionKind
 from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import HeadChunks
 
@@ -24,7 +24,7 @@ def ulysses_attention(
     *,
     heads_k_stride: int | None = None,
     overlap_exchange: bool = False,
-    window: int | None = None,
+    kind: AttentionKind = PLAIN,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention within each document, for a sequence cut into contiguous slices over `group`.
@@ -37,7 +37,7 @@ def ulysses_attention(
         heads_k_stride: key/value heads of a rank that are exchanged and attended to at a time, see `HeadChunks`; all of
             them if None, or a few large groups with `overlap_exchange`.
         overlap_exchange: whether some heads are exchanged while others are attended to.
-        window: tokens of its document that each query sees, itself included; None means all tokens before it.
+        kind: the window and the soft cap of the layers.
         sinks: [H], for each head a logit that takes part in every softmax and adds nothing to the output.
 
     Returns:
@@ -53,7 +53,7 @@ def ulysses_attention(
             f"q has shape {tuple(q.shape)} on each of {world_size} ranks, but cu_seqlens ends at {total}: "
             f"expected [1, H, {total / world_size:g}, D]. Flatten several sequences into one and pad the total."
         )
-    schedule = LocalSchedule(cu_seqlens, window)
+    schedule = LocalSchedule(cu_seqlens, kind)
     run = scheduled_attention(schedule, group, heads_k_stride, split_queries=True, overlap_exchange=overlap_exchange)
     return run(q, k, v, scale=scale, sinks=sinks)
 

@@ -9,7 +9,7 @@ from longctx.attention.backend import Backend, KeyValues
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import LocalSchedule
 from longctx.ring.cost import ring_passes
-from longctx.sequence.batch import Attend, BatchLayout
+from longctx.sequence.batch import Attend, AttentionKind, BatchLayout
 from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses.attention import scheduled_attention
 from longctx.ulysses.exchange import heads_message
@@ -18,19 +18,19 @@ from longctx.ulysses.exchange import heads_message
 def _attention_of(
     layout: BatchLayout,
     groups: SequenceGroups,
-    window: int | None,
+    kind: AttentionKind,
     heads_k_stride: int | None = None,
     overlap_exchange: bool = False,
     *,
     exchanges: bool,
 ) -> Attend:
-    schedule = _schedule_of(layout, groups, window)
+    schedule = _schedule_of(layout, groups, kind)
     group = groups.ulysses if exchanges else None
     return scheduled_attention(schedule, group, heads_k_stride, split_queries=True, overlap_exchange=overlap_exchange)
 
 
-def _schedule_of(layout: BatchLayout, groups: SequenceGroups, window: int | None) -> LocalSchedule:
-    return LocalSchedule(layout.cu_seqlens, window)
+def _schedule_of(layout: BatchLayout, groups: SequenceGroups, kind: AttentionKind) -> LocalSchedule:
+    return LocalSchedule(layout.cu_seqlens, kind)
 
 
 def _nothing_held(kv: KeyValues) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from longctx.ring import plan_ring, ring_attention
 from longctx.ring.attention import ring_schedule
+from longctx.sequence.batch import PLAIN, AttentionKind
 from longctx.ulysses import scheduled_attention, ulysses_attention
 from tests.workers import run_ranks
 
@@ -23,27 +24,31 @@ PACKS = {
     "odd lengths": [101, 3, 211, 5, 97, 63],
     "long and ones": [401] + [1] * 79,
 }
-# (window, whether there are sinks); None is full attention.
+# (in what it differs from plain attention, whether there are sinks)
 KINDS = {
-    "full": (None, False),
-    "full, sinks": (None, True),
-    "window 1": (1, False),
-    "window 50, sinks": (50, True),
-    "window 137": (137, False),
-    "window beyond all": (5000, False),
+    "full": (PLAIN, False),
+    "full, sinks": (PLAIN, True),
+    "window 1": (AttentionKind(window=1), False),
+    "window 50, sinks": (AttentionKind(window=50), True),
+    "window 137": (AttentionKind(window=137), False),
+    "window beyond all": (AttentionKind(window=5000), False),
+    "soft cap": (AttentionKind(softcap=1.5), False),  # of scores whose standard deviation is 1
+    "soft cap, window 50, sinks": (AttentionKind(window=50, softcap=1.5), True),
 }
 # fp64 sums of a few hundred terms in another order; fp32 accordingly. Both are the bounds users are promised.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def dense_attention(q, k, v, lengths, window=None, sinks=None):
+def dense_attention(q, k, v, lengths, kind=PLAIN, sinks=None):
     """The reference, written on its own: softmax over each document's lower triangle; q [H, S, D], sinks [H]."""
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
     parts = []
     for q_doc, k_doc, v_doc in zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True):
         scores = q_doc @ k_doc.transpose(1, 2) / q.shape[-1] ** 0.5
         age = torch.arange(scores.shape[-1])[:, None] - torch.arange(scores.shape[-1])
-        visible = (age >= 0) & (age < (window or scores.shape[-1]))
+        visible = (age >= 0) & (age < (kind.window or scores.shape[-1]))
+        if kind.softcap is not None:
+            scores = kind.softcap * torch.tanh(scores / kind.softcap)
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
@@ -77,19 +82,19 @@ def subgroups(ring, ulysses):
     return mesh["ring"].get_group(), mesh["ulysses"].get_group()
 
 
-def attend(backend, groups, cu_seqlens, window=None, stride=None, overlap_exchange=False):
+def attend(backend, groups, cu_seqlens, kind=PLAIN, stride=None, overlap_exchange=False):
     """(order of the tokens over the ranks, attention function) of "p2p", "gather", "ulysses" or "hybrid"."""
     ring_group, ulysses_group = groups
     plan = plan_ring(cu_seqlens, dist.get_world_size(ring_group))
     if backend == "ulysses":
-        chunks = {"heads_k_stride": stride, "window": window, "overlap_exchange": overlap_exchange}
+        chunks = {"heads_k_stride": stride, "kind": kind, "overlap_exchange": overlap_exchange}
         return np.arange(cu_seqlens[-1]), partial(
             ulysses_attention, cu_seqlens=cu_seqlens, group=ulysses_group, **chunks
         )
     if backend == "gather":
-        chunks = {"heads_k_stride": stride, "window": window}
+        chunks = {"heads_k_stride": stride, "kind": kind}
         return plan.permutation, partial(ring_attention, plan=plan, group=ring_group, transport="gather", **chunks)
-    schedule = ring_schedule(plan, ring_group, window=window)
+    schedule = ring_schedule(plan, ring_group, kind=kind)
     exchanged = ulysses_group if backend == "hybrid" else None
     return plan.permutation, scheduled_attention(
         schedule, exchanged, stride, split_queries=False, overlap_exchange=overlap_exchange
@@ -97,12 +102,12 @@ def attend(backend, groups, cu_seqlens, window=None, stride=None, overlap_exchan
 
 
 @lru_cache(maxsize=32)  # the cases of a plain pytest, which every backend has
-def dense_results(lengths, heads, dtype, window, has_sinks):
+def dense_results(lengths, heads, dtype, kind, has_sinks):
     """out, dq, dk, dv (and dsinks) of the dense reference on `make_inputs`."""
     *inputs, grad = make_inputs(lengths, heads, dtype)
     reference = [x.requires_grad_() for x in inputs]
     sinks = torch.linspace(-2, 3, heads[0], dtype=dtype).requires_grad_() if has_sinks else None
-    out = dense_attention(*reference, lengths, window, sinks)
+    out = dense_attention(*reference, lengths, kind, sinks)
     out.backward(grad)
     return [out.detach(), *(x.grad for x in reference), *([sinks.grad] if has_sinks else [])]
 
@@ -110,15 +115,15 @@ def dense_results(lengths, heads, dtype, window, has_sinks):
 def sharded_case(backend, groups, lengths, heads, dtype, kind="full", stride=None, overlap_exchange=False):
     """Errors of out, dq, dk, dv (and dsinks) on this rank, relative to the dense reference."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    window, has_sinks = KINDS[kind]
+    kind, has_sinks = KINDS[kind]
     *inputs, grad = make_inputs(lengths, heads, dtype)
-    order, attention = attend(backend, groups, np.cumsum([0, *lengths]), window, stride, overlap_exchange)
+    order, attention = attend(backend, groups, np.cumsum([0, *lengths]), kind, stride, overlap_exchange)
     mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
     local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
     sinks = torch.linspace(-2, 3, heads[0], dtype=dtype).requires_grad_() if has_sinks else None
     out = attention(*local, sinks=sinks)
     out.backward(grad[:, mine][None])
-    expected = dense_results(tuple(lengths), heads, dtype, window, has_sinks)
+    expected = dense_results(tuple(lengths), heads, dtype, kind, has_sinks)
     results = [out, *(x.grad for x in local)]
     errors = [relative_error(r[0], e[:, mine]) for r, e in zip(results, expected[:4], strict=True)]
     if has_sinks:
@@ -148,7 +153,7 @@ def all_cases(covering):
                 continue
             if world_size == 8 and (dtype != torch.float64 or pack == "one-token documents"):
                 continue  # adds nothing to 4 ranks but time
-            if world_size in (4, 8) and kind not in ("full", "window 50, sinks"):
+            if world_size in (4, 8) and kind not in ("full", "window 50, sinks", "soft cap"):
                 continue  # nor do these
             if kind != "full" and (world_size != 2 or heads == "MHA") and (heads, dtype) != ("GQA", torch.float64):
                 continue  # nor do heads and dtypes add anything to two ranks with windows and sinks
@@ -204,6 +209,9 @@ def test_sharded_attention_equals_dense(world_size, covering):
         assert not wrong
 
 
+LEAKS = ("full", "soft cap, window 50, sinks")
+
+
 def rerun_and_leak():
     """Whether a rerun is bitwise the same, and which documents' outputs change with one key of one document."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -215,32 +223,32 @@ def rerun_and_leak():
     for x in changed:
         x[:, cu_seqlens[2] + 1] += 1.0  # in document 2
     results = {}
-    for backend, degrees in factorisations(world_size):
-        order, attention = attend(backend, subgroups(*degrees), cu_seqlens)
+    for (backend, degrees), kind in itertools.product(factorisations(world_size), LEAKS):
+        order, attention = attend(backend, subgroups(*degrees), cu_seqlens, KINDS[kind][0])
         mine = order.reshape(world_size, -1)[rank].copy()
         first, again, other = (
             attention(*(x[:, torch.from_numpy(mine)][None] for x in given)) for given in (inputs, inputs, changed)
         )
         document = np.searchsorted(cu_seqlens, mine, side="right") - 1
-        repeated = zip(*(results_of(backend, degrees, lengths, tensors) for _ in range(2)), strict=True)
+        repeated = zip(*(results_of(backend, degrees, lengths, tensors, kind) for _ in range(2)), strict=True)
         touched = (first != other).any(-1).any(1)[0].numpy()
         is_same = torch.equal(first, again) and all(torch.equal(*pair) for pair in repeated)
-        results[backend] = is_same, sorted(set(document[touched].tolist()))
+        results[backend, kind] = is_same, sorted(set(document[touched].tolist()))
     return results
 
 
 def test_rerun_is_bitwise_equal_and_documents_do_not_leak():
     results = run_ranks(4, f"{__name__}:rerun_and_leak")
-    for backend in ("p2p", "gather", "ulysses", "hybrid"):
-        assert all(result[backend][0] for result in results)
-        assert {doc for result in results for doc in result[backend][1]} == {2}
+    for case in itertools.product(("p2p", "gather", "ulysses", "hybrid"), LEAKS):
+        assert all(result[case][0] for result in results)
+        assert {doc for result in results for doc in result[case][1]} == {2}
 
 
-def results_of(backend, degrees, lengths, tensors):
+def results_of(backend, degrees, lengths, tensors, kind="full"):
     """out, dq, dk, dv [H or K, T, D] of the whole row, gathered from all ranks, in the order of the tokens."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     *inputs, grad = tensors
-    order, attention = attend(backend, subgroups(*degrees), np.cumsum([0, *lengths]))
+    order, attention = attend(backend, subgroups(*degrees), np.cumsum([0, *lengths]), KINDS[kind][0])
     mine = torch.from_numpy(order.reshape(world_size, -1)[rank].copy())
     local = [x[:, mine][None].clone().requires_grad_() for x in inputs]
     out = attention(*local)
@@ -350,7 +358,8 @@ def wrong_calls():
         "head groups": lambda: ring_attention(q, q, q, fits, group, heads_k_stride=2),
         "no heads": lambda: ulysses_attention(q[:, :2], q[:, :2], q[:, :2], np.array([0, 16]), group, heads_k_stride=0),
         "heads, a few at a time": lambda: ulysses_attention(q, q, q, np.array([0, 16]), group, heads_k_stride=1),
-        "window": lambda: ring_attention(q, q, q, fits, group, window=0),
+        "window": lambda: ring_attention(q, q, q, fits, group, kind=AttentionKind(window=0)),
+        "soft cap": lambda: ring_attention(q, q, q, fits, group, kind=AttentionKind(softcap=0.0)),
         "transport": lambda: ring_attention(q, q, q, fits, group, transport="pigeon"),
         "mixed dtypes": lambda: ring_attention(q, q.double(), q, fits, group),
         "integers": lambda: ring_attention(q.int(), q.int(), q.int(), fits, group),
@@ -377,6 +386,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank():
         assert "heads_k_stride 0 must be at least 1" in messages["no heads"]
         assert "--sp 1, 3" in messages["heads, a few at a time"]
         assert "window 0 must be at least 1" in messages["window"]
+        assert "softcap 0.0 must be above 0" in messages["soft cap"]
         assert "use one of p2p, gather" in messages["transport"]
         assert "Cast them" in messages["mixed dtypes"]
         assert "torch.int32" in messages["integers"]

@@ -15,7 +15,7 @@ from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
 from longctx.model.tiny import tiny_config
 from longctx.packing.lookahead import LookAhead
-from longctx.sequence.batch import AttentionContext, BatchLayout
+from longctx.sequence.batch import AttentionContext, AttentionKind, BatchLayout
 from longctx.sequence.mesh import ParallelDims
 from longctx.sequence.shard import check_shard_length, complete_position_ids
 from longctx.settings.machine_checks import LARGEST_INT32, check_row_length
@@ -43,24 +43,24 @@ def test_windows_of_documents_that_are_about_as_long(pack, window):
     lengths = PACKS[pack]
     *inputs, grad = make_inputs(lengths, (4, 2), torch.float64)
     actual, expected = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
-    out = varlen_attention(*(x[None] for x in actual), np.cumsum([0, *lengths]), window=window)
-    wanted = dense_attention(*expected, lengths, window)
+    out = varlen_attention(*(x[None] for x in actual), np.cumsum([0, *lengths]), kind=AttentionKind(window=window))
+    wanted = dense_attention(*expected, lengths, AttentionKind(window=window))
     for result in (out[0], wanted):
         result.backward(grad)
     assert relative_error(out[0].detach(), wanted.detach()) <= TOLERANCE
     assert max(relative_error(a.grad, e.grad) for a, e in zip(actual, expected, strict=True)) <= TOLERANCE
 
 
-def test_kernels_are_chosen_by_whether_there_is_a_window(monkeypatch):
-    """Those that are wrong with windows are passed over only where windows are compared."""
+def test_kernels_are_chosen_by_whether_there_is_a_window_or_a_cap(monkeypatch):
+    """Those that are wrong with windows or soft caps are passed over only where these are compared."""
     asked, real = [], choose.choose_kernel
-    monkeypatch.setattr(choose, "choose_kernel", lambda *args: (asked.append(args[-1]), real(*args))[1])
+    monkeypatch.setattr(choose, "choose_kernel", lambda *args: (asked.append(args[-2:]), real(*args))[1])
     q = torch.randn(1, 2, 6, 8)
-    for window in (None, 2):
-        entries = Entries.of_documents(np.array([0, 6]), window)
+    for window, softcap in ((None, None), (2, None), (None, 1.0)):
+        entries = Entries.of_documents(np.array([0, 6]), window, softcap)
         out, lse = block_forward(q, q, q, entries, 1.0)
         block_backward(q, q, q, q, out, lse, entries, 1.0)
-    assert asked == [False, False, True, True]
+    assert asked == [(False, False)] * 2 + [(True, False)] * 2 + [(False, True)] * 2
 
 
 SHARE = 12
@@ -79,7 +79,7 @@ RING_WINDOWS = (None, 1, SHARE - 1, SHARE, SHARE + 1)
 def ring_errors():
     groups, errors = subgroups(4, 1), {}
     for window in RING_WINDOWS:
-        KINDS[f"window {window}"] = (window, False)
+        KINDS[f"window {window}"] = (AttentionKind(window=window), False)
     for pack, window in itertools.product(RING_PACKS, RING_WINDOWS):
         for backend, stride in (("p2p", None), ("gather", None), ("gather", 1)):
             if window is None or stride is None:
@@ -133,7 +133,7 @@ def test_positions_that_do_not_count_up_are_refused(positions):
 def a_context(length):
     layout = BatchLayout(shape=(1, length), cu_seqlens=np.array([0, length]), sp=1, plan=None)
 
-    def make(window):
+    def make(kind):
         return lambda q, k, v, *, scale, sinks: varlen_attention(q, k, v, layout.cu_seqlens, scale, sinks=sinks)
 
     return AttentionContext(layout, None, make)
@@ -143,7 +143,6 @@ def a_context(length):
     ("keywords", "named"),
     [
         ({"dropout": 0.1}, "dropout=0.1"),
-        ({"softcap": 30.0}, "softcap"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "a mask"),
         ({"is_causal": False}, "is_causal=False"),

@@ -49,21 +49,23 @@ def sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, caus
         yield slice(q_start, q_stop), slice(k_start, k_stop), hidden
 
 
-def scores_of(q, k, hidden, scale):
-    """[N, H, D], [M, K, D] -> [H, N, M] in fp32."""
+def scores_of(q, k, hidden, scale, softcap):
+    """[N, H, D], [M, K, D] -> [H, N, M] in fp32, and their derivative by the scores before a cap."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("nhd,mhd->hnm", q.float(), k.float()) * scale
-    return scores.masked_fill(hidden, -torch.inf)
+    capped = softcap * torch.tanh(scores / softcap) if softcap else scores
+    slope = 1 - (capped / softcap) ** 2 if softcap else 1.0
+    return capped.masked_fill(hidden, -torch.inf), slope
 
 
-def flash_forward(q, k, v, scale, *which):
+def flash_forward(q, k, v, scale, *which, softcap=0.0):
     """out [N, H, D], lse [H, N]; weights are rounded before they meet the values, as the kernels do."""
     out, lse = (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         q.new_empty(q.shape[1::-1], dtype=torch.float32),
     )
     for at, keys, hidden in sequences(q, k, *which):
-        scores = scores_of(q[at], k[keys], hidden, scale)
+        scores, _ = scores_of(q[at], k[keys], hidden, scale, softcap)
         lse[:, at] = scores.logsumexp(-1)
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
         values = v[keys].repeat_interleave(q.shape[1] // v.shape[1], dim=1).float()
@@ -72,7 +74,7 @@ def flash_forward(q, k, v, scale, *which):
     return out, lse
 
 
-def flash_backward(grad_out, q, k, v, out, lse, scale, *which):
+def flash_backward(grad_out, q, k, v, out, lse, scale, *which, softcap=0.0):
     """dq, dk, dv in the layout of q, k, v."""
     assert lse.dtype == torch.float32
     assert lse.shape == (q.shape[1], len(q))
@@ -80,10 +82,11 @@ def flash_backward(grad_out, q, k, v, out, lse, scale, *which):
     grads = [torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (q, k, v)]
     group = q.shape[1] // k.shape[1]
     for at, keys, hidden in sequences(q, k, *which):
-        weights = (scores_of(q[at], k[keys], hidden, scale) - lse[:, at, None]).exp()
+        scores, slope = scores_of(q[at], k[keys], hidden, scale, softcap)
+        weights = (scores - lse[:, at, None]).exp()
         values, grad = v[keys].repeat_interleave(group, dim=1).float(), grad_out[at].float()
         delta = (grad * out[at].float()).sum(-1).T[..., None]
-        grad_scores = weights * (torch.einsum("nhd,mhd->hnm", grad, values) - delta) * scale
+        grad_scores = weights * (torch.einsum("nhd,mhd->hnm", grad, values) - delta) * slope * scale
         weights, grad_scores = weights.to(q.dtype).float(), grad_scores.to(q.dtype).float()
         keys_of_heads = k[keys].repeat_interleave(group, dim=1).float()
         grads[0][at] = torch.einsum("hnm,mhd->nhd", grad_scores, keys_of_heads).to(q.dtype)
@@ -102,8 +105,8 @@ def _flash_attn_varlen_forward(
     leftpad_k=None, seqused_k=None, zero_tensors=False,
 ):  # fmt: skip
     which = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right
-    assert dropout_p == softcap == 0.0
-    return *flash_forward(q, k, v, softmax_scale, *which), None, None
+    assert dropout_p == 0.0
+    return *flash_forward(q, k, v, softmax_scale, *which, softcap=softcap), None, None
 
 
 def _flash_attn_varlen_backward(
@@ -112,10 +115,9 @@ def _flash_attn_varlen_backward(
     zero_tensors=False,
 ):  # fmt: skip
     which = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right
-    assert dropout_p == softcap == 0.0
-    for given, grad in zip(
-        (dq, dk, dv), flash_backward(dout, q, k, v, out, softmax_lse, softmax_scale, *which), strict=True
-    ):
+    assert dropout_p == 0.0
+    grads = flash_backward(dout, q, k, v, out, softmax_lse, softmax_scale, *which, softcap=softcap)
+    for given, grad in zip((dq, dk, dv), grads, strict=True):
         given.copy_(grad)
     return torch.empty(0)  # softmax_d
 
@@ -131,7 +133,7 @@ def _flash_attn_forward(
     softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     which = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right
-    return *flash_forward(q, k, v, softmax_scale, *which), None, None
+    return *flash_forward(q, k, v, softmax_scale, *which, softcap=softcap), None, None
 
 
 def _flash_attn_backward(
@@ -140,9 +142,8 @@ def _flash_attn_backward(
     window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
 ):  # fmt: skip
     which = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window_size_left, window_size_right
-    for given, grad in zip(
-        (dq, dk, dv), flash_backward(dout, q, k, v, out, softmax_lse, softmax_scale, *which), strict=True
-    ):
+    grads = flash_backward(dout, q, k, v, out, softmax_lse, softmax_scale, *which, softcap=softcap)
+    for given, grad in zip((dq, dk, dv), grads, strict=True):
         given.copy_(grad)
     return torch.empty(0)  # softmax_d
 
@@ -161,7 +162,7 @@ def _flash_attn_fwd(
 ):  # fmt: skip
     window = without_none(window_size_left, window_size_right)
     which = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, *window
-    out, lse = flash_forward(q, k, v, softmax_scale, *which)
+    out, lse = flash_forward(q, k, v, softmax_scale, *which, softcap=softcap or 0.0)
     return out, lse if return_lse else None, None, None, None
 
 
@@ -176,7 +177,7 @@ def _flash_attn_bwd(
 ):  # fmt: skip
     window = without_none(window_size_left, window_size_right)
     which = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, *window
-    return tuple(flash_backward(dout, q, k, v, out, lse, softmax_scale, *which))
+    return tuple(flash_backward(dout, q, k, v, out, lse, softmax_scale, *which, softcap=softcap))
 
 
 def without_none(*window):
@@ -206,10 +207,11 @@ STAND_INS = {
     ],
     ids=str,
 )
+@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("kernel", STAND_INS)
-def test_flash_attention_adapters_are_exact(kernel, queries_per_key, dtype):
+def test_flash_attention_adapters_are_exact(kernel, queries_per_key, dtype, capped):
     adapter = kernel("stand-in", STAND_INS[kernel])
-    assert disagreement(adapter, CPU, dtype, 64, queries_per_key, windowed=True) is None
+    assert disagreement(adapter, CPU, dtype, 64, queries_per_key, windowed=True, capped=capped) is None
 
 
 def test_other_signatures_are_passed_over(caplog):

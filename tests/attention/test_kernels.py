@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from longctx.attention.kernels import (
+    CappedDenseKernel,
     CpuFlashKernel,
     DenseKernel,
     Entries,
@@ -40,6 +41,8 @@ CASES = {
     "led, window 1": (LED, True, 1),
     "full": ([(30, 7), (1, 90), (200, 1), (64, 64)], False, None),
 }
+SOFTCAP = 0.8
+"""It changes most scores of these cases, whose standard deviation is 1.2."""
 
 
 def visible_pairs(sizes, causal, window):
@@ -53,10 +56,12 @@ def visible_pairs(sizes, causal, window):
     return visible
 
 
-def masked_attention(q, k, v, visible, scale):
+def masked_attention(q, k, v, visible, scale, softcap=None):
     """The reference, written on its own: one softmax over all keys, differentiable."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q @ k.transpose(2, 3) * scale).masked_fill(~visible, float("-inf"))
+    scores = q @ k.transpose(2, 3) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
@@ -66,16 +71,28 @@ def relative_error(actual, expected):
     return float((actual - expected).norm() / (expected.norm() or expected.numel() ** 0.5))
 
 
+class SmallCallsKernel(CappedDenseKernel):
+    """With fewer queries in a call than most entries of CASES have."""
+
+    name = "dense, small calls"
+    max_scores = 4 * 700 * 7
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_equal_masked_attention(case, heads):
+@pytest.mark.parametrize("softcap", [None, SOFTCAP])
+def test_kernels_equal_masked_attention(case, heads, softcap):
     sizes, _, _ = CASES[case]
-    entries, visible = make_entries(*CASES[case]), visible_pairs(*CASES[case])
+    entries, visible = make_entries(*CASES[case], softcap), visible_pairs(*CASES[case])
     reference = [x.requires_grad_() for x in make_inputs(sizes, HEADS[heads], 16, torch.float64)]
-    expected, expected_lse = masked_attention(*reference[:3], visible, 0.3)
+    expected, expected_lse = masked_attention(*reference[:3], visible, 0.3, softcap)
     expected.backward(reference[3].detach())
     wanted = (expected, expected_lse, *(x.grad for x in reference[:3]))
-    for kernel, (dtype, tolerance) in itertools.product((CpuFlashKernel(), DenseKernel()), TOLERANCE.items()):
+    kernels = [
+        kernel for kernel in (CpuFlashKernel(), DenseKernel(), SmallCallsKernel()) if kernel.caps_scores or not softcap
+    ]
+    assert len(kernels) > 1
+    for kernel, (dtype, tolerance) in itertools.product(kernels, TOLERANCE.items()):
         *inputs, grad = make_inputs(sizes, HEADS[heads], 16, dtype)
         out, lse = kernel.forward(*inputs, entries, 0.3)
         actual = (out, lse, *kernel.backward(grad, *inputs, out, lse, entries, 0.3))

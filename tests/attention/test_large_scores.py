@@ -41,7 +41,7 @@ def whole_numbers(offset, *, heads=(4, 2), size=4):
 def reference(tensors, sinks=None):
     """out, and the gradients of q, k, v and the sinks, in fp64."""
     leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *([] if sinks is None else [sinks]))]
-    out = dense_attention(*leaves[:3], LENGTHS, None, None if sinks is None else leaves[3])
+    out = dense_attention(*leaves[:3], LENGTHS, sinks=None if sinks is None else leaves[3])
     return out.detach(), torch.autograd.grad(out, leaves, tensors[3])
 
 

@@ -27,7 +27,7 @@ from longctx.model.tiny import tiny_model
 from longctx.recurrent.layers import delta_rule_layers
 from longctx.ring import plan_ring, ring_attention
 from longctx.ring.attention import ring_schedule
-from longctx.sequence.batch import BatchLayout
+from longctx.sequence.batch import PLAIN, AttentionKind, BatchLayout
 from longctx.training.metrics import StepMetrics
 from longctx.ulysses.head_chunks import HeadChunks, _Heads
 from longctx.ulysses.stages import head_stages
@@ -106,7 +106,7 @@ def arithmetic_of(schedule, q, k, v, grad):
 
 
 LENGTHS = [300, 52, 40]
-RINGS = {"p2p": {}, "gather": {"transport": "gather"}, "window": {"window": 130}}
+RINGS = {"p2p": {}, "gather": {"transport": "gather"}, "window": {"kind": AttentionKind(window=130)}}
 RANKS = 4
 
 
@@ -135,7 +135,7 @@ def test_sums_over_hops_are_kept_in_fp32():
     for name, options in RINGS.items():
         parts = zip(*(found[name] for _, found in ranks), strict=True)
         whole = [torch.cat(part, dim=1)[:, order] for part in parts]
-        check_rounded_once(whole, inputs, grad, LENGTHS, options.get("window"))
+        check_rounded_once(whole, inputs, grad, LENGTHS, options.get("kind", PLAIN).window)
 
 
 def test_stages_and_blocks_compute_nothing_in_bf16():
@@ -182,9 +182,7 @@ def test_the_dense_kernel_rounds_its_results_alone():
 
 def host_attention(q, k, v, cu_seqlens, block, grad, sinks=None):
     """out, dq, dk, dv [1, heads, S, D], the log-sum-exp [S, H] and the sinks' gradient, of attention in blocks."""
-    attention = HostAttention(
-        cu_seqlens, block=block, window=None, scale=q.shape[-1] ** -0.5, copies=Copies(torch.device("cpu"))
-    )
+    attention = HostAttention(cu_seqlens, block=block, scale=q.shape[-1] ** -0.5, copies=Copies(torch.device("cpu")))
     q_host = q.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     kv_host = torch.cat((k, v), dim=1).transpose(1, 2).contiguous()
     out, lse = attention.forward(q_host, kv_host, sinks)

@@ -21,6 +21,7 @@ from longctx.layers.chunked.copies import Copies
 from longctx.layers.chunked.tiles import check_one_thread
 from longctx.model.allow_list import RECURRENT_MODELS
 from longctx.model.tiny import tiny_config, tiny_model
+from longctx.sequence.batch import PLAIN, AttentionKind
 from tests.model.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
 from tests.workers import run_ranks
 
@@ -30,19 +31,31 @@ DEFAULT_FAMILIES = ("llama", "gpt_oss, sinks and windows", "olmo", "qwen3_moe")
 
 @pytest.mark.parametrize("block", [1, 5, 16, 64, 100])
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (1, False), (6, False), (6, True), (None, True)])
-def test_attention_in_blocks_equals_attention_at_once(block, groups, window, has_sinks):
+@pytest.mark.parametrize(
+    ("kind", "has_sinks"),
+    [
+        (PLAIN, False),
+        (AttentionKind(window=1), False),
+        (AttentionKind(window=6), False),
+        (AttentionKind(window=6), True),
+        (PLAIN, True),
+        (AttentionKind(softcap=0.5), False),
+        (AttentionKind(window=6, softcap=0.5), True),
+    ],
+    ids=str,
+)
+def test_attention_in_blocks_equals_attention_at_once(block, groups, kind, has_sinks):
     """fp64 to 1e-12: sums over keys in another order, nothing else."""
     torch.manual_seed(0)
     q = torch.randn(1, 8, 64, 8, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(1, 4, 64, 8, dtype=torch.float64, requires_grad=True) for _ in "kv")
     sinks = torch.randn(8, dtype=torch.float64, requires_grad=True) if has_sinks else None
     inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
-    expected = varlen_attention(q, k, v, CU_SEQLENS, 0.3, window=window, sinks=sinks)
+    expected = varlen_attention(q, k, v, CU_SEQLENS, 0.3, kind=kind, sinks=sinks)
     grad = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, inputs, grad)
 
-    attention = HostAttention(CU_SEQLENS, block=block, window=window, scale=0.3, copies=Copies(torch.device("cpu")))
+    attention = HostAttention(CU_SEQLENS, block=block, kind=kind, scale=0.3, copies=Copies(torch.device("cpu")))
     q_host, kv_host = on_host(q, groups), torch.cat([on_host(x, groups) for x in (k, v)], dim=2)
     given_sinks = None if sinks is None else sinks.detach()
     out, lse = attention.forward(q_host, kv_host, given_sinks)
@@ -76,7 +89,7 @@ def test_gradients_of_keys_cross_the_link_once(monkeypatch):
 
     copy = Copies._copy
     monkeypatch.setattr(Copies, "_copy", counted)
-    attention = HostAttention(np.array([0, 100]), block=10, window=None, scale=1.0, copies=Copies(torch.device("cpu")))
+    attention = HostAttention(np.array([0, 100]), block=10, scale=1.0, copies=Copies(torch.device("cpu")))
     q, kv, grad_out = (torch.randn(2, 100, 2, 8, dtype=torch.bfloat16) for _ in range(3))
     a_tensor, pairs, lse_bytes = 2 * 100 * 16 * 2, 2 * 55 * 10 * 16 * 2, 2 * 100 * 2 * 4
     out, lse = attention.forward(q, kv)

@@ -20,6 +20,12 @@ SMALL: dict[str, Any] = {
 EXPERTS = SMALL | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "head_dim": 8}
 ALL_HEADS = SMALL | {"num_key_value_heads": 4}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+CAPPED = (
+    SMALL
+    | WINDOW
+    | {"head_dim": 16, "query_pre_attn_scalar": 16}
+    | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}
+)
 GEMMA4 = SMALL | {
     "head_dim": 4,
     "global_head_dim": 8,
@@ -43,6 +49,7 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("bitnet", SMALL),
     "exaone": ("exaone", SMALL | {"attention_bias": True, "mlp_bias": True}),
     "flint, sinks and windows": ("flint", EXPERTS | WINDOW | {"mlp_only_layers": [0]}),
+    "gemma2, windows, capped scores": ("gemma2", CAPPED),
     "gemma4_text, windows, shared keys": (
         "gemma4_text",
         GEMMA4 | {"num_hidden_layers": 4, "layer_types": WINDOW["layer_types"] * 2, "num_kv_shared_layers": 2},
@@ -78,5 +85,6 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nanochat, capped logits": ("nanochat", SMALL | {"final_logit_softcapping": 1.0}),
     "persimmon": ("persimmon", ALL_HEADS),
+    "vaultgemma, windows, capped scores": ("vaultgemma", CAPPED),
 }
 """Name -> (model_type, settings). A name with "window" in it has windows."""

@@ -395,7 +395,11 @@ MODELS = {
         {"layer_types": ["chunked_attention", "full_attention"]},
         ("layer_types holds chunked_attention", "sliding_attention are supported"),
     ),
-    "soft-capping": ("gemma2", {}, ("attn_logit_softcapping is 50.0", "soft-capped", "llama")),
+    "soft-capping": (
+        "gemma3_text",
+        {"attn_logit_softcapping": 50.0},
+        ("attn_logit_softcapping is 50.0", "soft-capped attention scores"),
+    ),
     "mamba": ("mamba", {"state_size": 4}, ("'mamba'", "state_size is 4", "state-space", "llama")),
     "mamba and attention": ("jamba", {}, ("'jamba'", "mamba_d_state")),
     "linear attention": ("minimax", {}, ("layer_types holds linear_attention",)),

@@ -5,11 +5,12 @@ In full entries every query sees every key. In causal entries the queries belong
 each sees the keys up to its own.
 """
 
-from longctx.attention.kernels.blockwise import CpuFlashKernel, DenseKernel
+from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKernel, DenseKernel
 from longctx.attention.kernels.choose import block_backward, block_forward, choose_kernel
 from longctx.attention.kernels.entries import Entries, Kernel, Rows, add, merge, put, take, upload
 
 __all__ = [
+    "CappedDenseKernel",
     "CpuFlashKernel",
     "DenseKernel",
     "Entries",

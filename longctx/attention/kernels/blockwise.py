@@ -23,15 +23,18 @@ class BlockwiseKernel(Kernel):
     """A kernel that computes one entry per call, or a block of its queries if the entry needs a mask.
 
     A call has a causal flag, for as many keys as queries, or an additive mask [queries, keys], or neither. Subclasses
-    implement it in `_forward` and `_backward`.
+    implement it in `_forward` and `_backward`, which are given the entries' soft cap, too.
     """
+
+    max_scores: int | None = None
+    """Most scores of all heads in one call, which then has fewer queries; None for as many queries as an entry has."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, scale: float) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=_wide(q))
-        for at_q, at_kv, causal, mask in _calls(entries, q):
+        for at_q, at_kv, causal, mask in _calls(entries, q, self.max_scores):
             rows = q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv]
-            out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, causal, mask, scale)
+            out[:, :, at_q], lse[:, :, at_q] = self._forward(*rows, causal, mask, scale, entries.softcap)
         return out, lse
 
     def backward(
@@ -47,15 +50,22 @@ class BlockwiseKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
-        for at_q, at_kv, causal, mask in _calls(entries, q):
+        for at_q, at_kv, causal, mask in _calls(entries, q, self.max_scores):
             rows = grad_out[:, :, at_q], q[:, :, at_q], k[:, :, at_kv], v[:, :, at_kv], out[:, :, at_q], lse[:, :, at_q]
-            dq[:, :, at_q], *grads = self._backward(*rows, causal, mask, scale)
+            dq[:, :, at_q], *grads = self._backward(*rows, causal, mask, scale, entries.softcap)
             for total, grad in zip((dk, dv), grads, strict=True):
                 total[:, :, at_kv] += grad  # blocks of one entry share keys
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
@@ -70,6 +80,7 @@ class BlockwiseKernel(Kernel):
         causal: bool,
         mask: Tensor | None,
         scale: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
@@ -79,11 +90,11 @@ class CpuFlashKernel(BlockwiseKernel):
 
     name = "aten flash for CPU"
 
-    def _forward(self, q, k, v, causal, mask, scale):
+    def _forward(self, q, k, v, causal, mask, scale, softcap):
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
-    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale):
+    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale, softcap):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
 
@@ -92,31 +103,52 @@ class DenseKernel(BlockwiseKernel):
     """The reference in plain torch, with one score matrix per call: any device and dtype, O(L²) memory."""
 
     name = "dense"
+    caps_scores = True
 
-    def _forward(self, q, k, v, causal, mask, scale):
+    def _forward(self, q, k, v, causal, mask, scale, softcap):
         with torch.autocast(q.device.type, enabled=False):
-            scores = self._scores(q, k, causal, mask, scale)
+            scores, _ = self._scores(q, k, causal, mask, scale, softcap)
             lse = scores.logsumexp(-1)
             weights = (scores - lse[..., None]).exp()
             return (weights @ repeat_heads(v, q).to(weights)).to(q.dtype), lse
 
-    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale):
+    def _backward(self, grad_out, q, k, v, out, lse, causal, mask, scale, softcap):
         with torch.autocast(q.device.type, enabled=False):
-            weights = (self._scores(q, k, causal, mask, scale) - lse[..., None]).exp()
+            scores, slope = self._scores(q, k, causal, mask, scale, softcap)
+            weights = (scores - lse[..., None]).exp()
             grad_out, out = grad_out.to(weights), out.to(weights)
             grad_weights = grad_out @ repeat_heads(v, q).to(weights).transpose(-1, -2)
             grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True)) * scale
+            if slope is not None:
+                grad_scores *= slope
             dq = grad_scores @ repeat_heads(k, q).to(weights)
             dk = sum_heads(grad_scores.transpose(-1, -2) @ q.to(weights), k)
             dv = sum_heads(weights.transpose(-1, -2) @ grad_out, v)
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @staticmethod
-    def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+    def _scores(
+        q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return scores [1, H, N, M], and where they are capped, their derivative by the scores before the cap."""
         scores = q.to(_wide(q)) @ repeat_heads(k, q).to(_wide(q)).transpose(-1, -2) * scale
+        slope = None
+        if softcap is not None:
+            part = torch.tanh(scores / softcap)
+            scores, slope = part * softcap, 1 - part.square()
         if causal:
             mask = _mask(q.shape[2], k.shape[2], k.shape[2], q)
-        return scores if mask is None else scores + mask
+        return scores if mask is None else scores + mask, slope
+
+
+class CappedDenseKernel(DenseKernel):
+    """The dense kernel with few queries in a call, for soft-capped scores where no other kernel has them.
+
+    Its memory does not grow with the square of the tokens.
+    """
+
+    name = "dense, a few queries at a time"
+    max_scores = 1 << 25
 
 
 class ShortDenseKernel(DenseKernel):
@@ -125,10 +157,10 @@ class ShortDenseKernel(DenseKernel):
     name = f"dense, up to {DENSE_TOKENS:,} tokens"
 
     @staticmethod
-    def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+    def _scores(q, k, causal, mask, scale, softcap):
         if q.shape[2] * k.shape[2] > DENSE_TOKENS**2:
             raise ValueError(dense_refusal(max(q.shape[2], k.shape[2])))
-        return DenseKernel._scores(q, k, causal, mask, scale)
+        return DenseKernel._scores(q, k, causal, mask, scale, softcap)
 
 
 def dense_refusal(tokens: int) -> str:
@@ -141,16 +173,23 @@ def dense_refusal(tokens: int) -> str:
     )
 
 
-def _calls(entries: Entries, q: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+def _calls(entries: Entries, q: Tensor, max_scores: int | None) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
     """Yield queries, keys, causal flag and additive mask of each call; every query sees a key."""
     longest = int(entries.num_keys.max(initial=1))
     window = min(entries.window or longest, longest)
     block = min(max(window, 64), MAX_QUERY_BLOCK, int(entries.num_queries.max(initial=1)))
+    if max_scores is not None:
+        block = min(block, max(1, max_scores // (longest * q.shape[1])))
     mask = None
     for at_q, at_kv in entries.compact():
         num_queries, num_keys = at_q.stop - at_q.start, at_kv.stop - at_kv.start
-        if not entries.causal or num_queries == num_keys <= window:
+        fits = max_scores is None or num_queries * num_keys * q.shape[1] <= max_scores
+        if fits and (not entries.causal or num_queries == num_keys <= window):
             yield at_q, at_kv, entries.causal, None
+            continue
+        if not entries.causal:
+            for start in range(at_q.start, at_q.stop, block):
+                yield slice(start, min(start + block, at_q.stop)), at_kv, False, None
             continue
         if mask is None:
             mask = _mask(block, block + window - 1, window, q)

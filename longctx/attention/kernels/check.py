@@ -62,18 +62,28 @@ KINDS: dict[str, tuple[Sizes, bool, int | None]] = {
 }
 """Name of a problem -> (queries, keys) of each entry, whether it is causal, and its window."""
 
+SOFTCAP = 2.0
+"""A soft cap that changes most scores of these problems, whose standard deviation is 1."""
+
 
 def disagreement(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, queries_per_key: int, windowed: bool
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    queries_per_key: int,
+    windowed: bool,
+    capped: bool = False,
 ) -> str | None:
     """Return where the kernel is wrong or fails, with value and bound; None if it is exact.
 
     Args:
         queries_per_key: query heads that share a key/value head.
         windowed: whether sliding windows are compared too.
+        capped: whether scores have a soft cap.
     """
     for kind, (sizes, causal, window) in KINDS.items():
-        entries = make_entries(sizes, causal, window)
+        entries = make_entries(sizes, causal, window, SOFTCAP if capped else None)
         if (window is not None and not windowed) or not kernel.takes(entries):
             continue
         tensors = make_inputs(sizes, (2 * queries_per_key, 2), head_dim, dtype)
@@ -87,11 +97,11 @@ def disagreement(
     return None
 
 
-def make_entries(sizes: Sizes, causal: bool, window: int | None = None) -> Entries:
+def make_entries(sizes: Sizes, causal: bool, window: int | None = None, softcap: float | None = None) -> Entries:
     """Return entries of these (queries, keys) sizes, one after the other."""
     ends = np.cumsum(sizes, axis=0)
     q_ranges, kv_ranges = np.stack((ends - sizes, ends), axis=-1).transpose(1, 0, 2)
-    return Entries(q_ranges, kv_ranges, causal, window)
+    return Entries(q_ranges, kv_ranges, causal, window, softcap)
 
 
 def make_inputs(sizes: Sizes, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -167,9 +177,11 @@ def disagreement_elsewhere(
     head_dim: int,
     queries_per_key: int,
     windowed: bool,
+    capped: bool = False,
 ) -> str | None:
     """Return `disagreement` from a separate process, or how that process ended if it gave no result."""
-    what = [type(kernel).__name__, kernel.release, str(device), str(dtype), head_dim, queries_per_key, windowed]
+    problem = head_dim, queries_per_key, windowed, capped
+    what = [type(kernel).__name__, kernel.release, str(device), str(dtype), *problem]
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CODE, json.dumps(what)],
@@ -191,12 +203,10 @@ def disagreement_elsewhere(
 
 def main() -> None:
     """Check the kernel that the last argument describes, and print the result as JSON."""
-    kind, release, device, dtype, head_dim, queries_per_key, windowed = json.loads(sys.argv[-1])
+    kind, release, device, dtype, *problem = json.loads(sys.argv[-1])
     where = torch.device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     kernel = getattr(flash_attn, kind)(release)
-    wrong = disagreement(
-        kernel, where, getattr(torch, dtype.removeprefix("torch.")), head_dim, queries_per_key, windowed
-    )
+    wrong = disagreement(kernel, where, getattr(torch, dtype.removeprefix("torch.")), *problem)
     print(json.dumps([wrong]), flush=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.kernels import flash_attn
-from longctx.attention.kernels.blockwise import CpuFlashKernel, ShortDenseKernel
+from longctx.attention.kernels.blockwise import CappedDenseKernel, CpuFlashKernel, ShortDenseKernel
 from longctx.attention.kernels.check import BOUNDS, disagreement, disagreement_elsewhere
 from longctx.attention.kernels.cudnn import CudnnKernel
 from longctx.attention.kernels.efficient import MemoryEfficientKernel
@@ -46,7 +46,12 @@ def candidates() -> Iterator[Kernel]:
 
 @functools.cache
 def choose_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, queries_per_key: int = 1, windowed: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    queries_per_key: int = 1,
+    windowed: bool = False,
+    capped: bool = False,
 ) -> Kernel:
     """Return the fastest kernel that is exact on such tensors.
 
@@ -55,6 +60,7 @@ def choose_kernel(
     Args:
         queries_per_key: query heads that share a key/value head.
         windowed: whether it has to compute sliding windows.
+        capped: whether it has to compute soft-capped scores.
 
     Raises:
         ValueError: for a dtype that no kernel computes in.
@@ -62,8 +68,8 @@ def choose_kernel(
     if dtype not in BOUNDS:
         raise ValueError(f"No attention kernel computes in {dtype}. Use one of {', '.join(map(str, BOUNDS))}.")
     if device.type == "cpu":
-        return CpuFlashKernel()
-    return first_exact(candidates(), device, dtype, head_dim, queries_per_key, windowed)
+        return CappedDenseKernel() if capped else CpuFlashKernel()
+    return first_exact(candidates(), device, dtype, head_dim, queries_per_key, windowed, capped)
 
 
 def first_exact(
@@ -73,16 +79,17 @@ def first_exact(
     head_dim: int,
     queries_per_key: int,
     windowed: bool,
+    capped: bool = False,
 ) -> Kernel:
-    """Return the first kernel that fits and is exact, else the dense one, which takes short sequences only.
+    """Return the first kernel that fits and is exact, else a dense one; without a cap it takes short sequences only.
 
     An exact cuDNN kernel takes long documents, and the next exact kernel all else. Each that is not exact is logged.
     """
     long_document = None
     for kernel in kernels:
-        if not kernel.fits(device, dtype, head_dim):
+        if not kernel.fits(device, dtype, head_dim) or (capped and not kernel.caps_scores):
             continue
-        wrong = _disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed)
+        wrong = _disagreement(kernel, device, dtype, head_dim, queries_per_key, windowed, capped)
         if wrong is not None:
             logger.warning(
                 "longctx: the attention kernel %s is passed over for %s, head size %d, on %s: %s",
@@ -92,7 +99,7 @@ def first_exact(
             long_document = kernel
         else:
             return kernel if long_document is None else _LongDocuments(long_document, kernel)
-    return ShortDenseKernel()
+    return CappedDenseKernel() if capped else ShortDenseKernel()
 
 
 def _disagreement(kernel: Kernel, *where: Any) -> str | None:
@@ -194,4 +201,7 @@ def _kernel_for(q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> Kernel:
             "be equal. Use a model whose attention heads all have one size; multi-head latent attention is not "
             "supported."
         )
-    return choose_kernel(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], entries.window is not None)
+    windowed, capped = entries.window is not None, entries.softcap is not None
+    kernel = choose_kernel(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], windowed, capped)
+    assert kernel.caps_scores or not capped, f"the kernel {kernel.name} would leave out the soft cap of scores"
+    return kernel

@@ -58,6 +58,8 @@ class Varlen:
     """Keys before its own that a query sees; -1 means all."""
     window_size_right: int
     """Keys after its own that a query sees; -1 means all."""
+    softcap: float
+    """c of scores c·tanh(s/c); 0 for plain scores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,8 @@ class Entries:
     """Whether a query sees only the keys up to its own: query i of n sees key j of m >= n if j <= i + m - n."""
     window: int | None = None
     """How many of those keys a query sees, its own included (a model's sliding_window); None means all. Causal only."""
+    softcap: float | None = None
+    """c, if the softmax is over c·tanh(s/c) instead of the scaled scores s; None for plain scores."""
 
     def __post_init__(self) -> None:
         for name, ranges in (("q_ranges", self.q_ranges), ("kv_ranges", self.kv_ranges)):
@@ -87,10 +91,10 @@ class Entries:
             raise ValueError(f"A sliding window of {self.window} over {kind} entries: use 1 or more, over causal ones.")
 
     @classmethod
-    def of_documents(cls, cu_seqlens: np.ndarray, window: int | None = None) -> Entries:
+    def of_documents(cls, cu_seqlens: np.ndarray, window: int | None = None, softcap: float | None = None) -> Entries:
         """Return causal entries of whole documents from their boundaries, int [n + 1]."""
         ranges = np.stack((cu_seqlens[:-1], cu_seqlens[1:]), axis=1).astype(np.int64)
-        return cls(ranges, ranges, causal=True, window=window)
+        return cls(ranges, ranges, causal=True, window=window, softcap=softcap)
 
     def __len__(self) -> int:
         return len(self.q_ranges)
@@ -132,6 +136,7 @@ class Entries:
                 causal=self.causal,
                 window_size_left=-1 if self.window is None else self.window - 1,
                 window_size_right=0 if self.causal else -1,
+                softcap=self.softcap or 0.0,
             )
         return self._varlen[device]
 
@@ -203,6 +208,8 @@ class Kernel:
     """
 
     name: str
+    caps_scores = False
+    """Whether it computes entries with a soft cap."""
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether the kernel supports such tensors; `check` finds out whether it is exact on them."""

@@ -28,6 +28,7 @@ class FlashAttentionKernel(VarlenKernel):
 
     distribution: str
     module_name: str
+    caps_scores = True
 
     def __init__(self, release: str, module: ModuleType | None = None):
         self.name = f"{self.distribution} {release}"
@@ -72,7 +73,6 @@ class FlashAttention2(FlashAttentionKernel):
             dv=dv,
             dropout_p=0.0,
             softmax_scale=scale,
-            softcap=0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **vars(varlen),
@@ -117,7 +117,8 @@ class FlashAttention3(FlashAttentionKernel):
 class FlashAttention4(FlashAttentionKernel):
     """FlashAttention-4, written for Blackwell, for Hopper and newer.
 
-    It returns the gradients, and takes None for a window without an end.
+    It returns the gradients, and takes None for a window without an end. Some releases have no soft cap backward: the
+    check finds it out.
     """
 
     distribution = "flash-attn-4"
@@ -147,7 +148,11 @@ class FlashAttention4(FlashAttentionKernel):
     @staticmethod
     def _arguments(varlen: Varlen) -> dict[str, Any]:
         sides = ("window_size_left", "window_size_right")
-        return vars(varlen) | {side: size if (size := getattr(varlen, side)) >= 0 else None for side in sides}
+        ends = {side: size if (size := getattr(varlen, side)) >= 0 else None for side in sides}
+        arguments = vars(varlen) | ends
+        if not varlen.softcap:  # one pass has None for it, the other 0
+            del arguments["softcap"]
+        return arguments
 
 
 def installed() -> Iterator[FlashAttentionKernel]:

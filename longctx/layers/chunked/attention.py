@@ -20,6 +20,7 @@ from torch import Tensor
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
 from longctx.attention.operator import Schedule, binding_window, sinks_gradient, with_sinks
 from longctx.layers.chunked.copies import Copies
+from longctx.sequence.batch import PLAIN, AttentionKind
 from longctx.sequence.host_tensors import host_empty
 
 
@@ -49,14 +50,16 @@ class HostAttention:
     Args:
         cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
         block: B.
-        window: each query sees this many tokens of its document, itself included; all before it where None.
+        kind: the window and the soft cap of the layer.
         scale: of the scores before the softmax.
         copies: to and from the device that computes.
     """
 
-    def __init__(self, cu_seqlens: np.ndarray, *, block: int, window: int | None, scale: float, copies: Copies):
+    def __init__(
+        self, cu_seqlens: np.ndarray, *, block: int, kind: AttentionKind = PLAIN, scale: float, copies: Copies
+    ):
         self.cu_seqlens, self.block = np.asarray(cu_seqlens), block
-        self.window = binding_window(window, self.cu_seqlens)
+        self.window, self.softcap = binding_window(kind.window, self.cu_seqlens), kind.softcap
         self.scale, self.copies = scale, copies
         self._entries: dict[tuple[bytes, bytes, bool], Entries] = {}
 
@@ -92,7 +95,7 @@ class HostAttention:
 
     def _shared(self, queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> Entries:
         window = self.window if causal else None
-        found = Entries(queries, keys, causal=causal, window=window)
+        found = Entries(queries, keys, causal=causal, window=window, softcap=self.softcap)
         return self._entries.setdefault((queries.tobytes(), keys.tobytes(), causal), found)
 
     def forward(

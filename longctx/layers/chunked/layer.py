@@ -34,7 +34,7 @@ from longctx.layers.chunked.tiles import (
 )
 from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import region
-from longctx.sequence.batch import AttentionContext
+from longctx.sequence.batch import PLAIN, AttentionContext, AttentionKind
 from longctx.sequence.host_tensors import host_empty
 from longctx.ulysses.exchange import all_to_all, key_value_copies
 from longctx.upstream.deepspeed_internals import gather_once
@@ -81,8 +81,8 @@ class _AtAttention:
         self.local_length, self.calls = length, 0
         self._answer = answer
 
-    def attend(self, window: int | None) -> Callable[..., Tensor]:
-        return lambda q, k, v, scale, sinks: self._answer(q, k, v, window, scale, sinks)
+    def attend(self, kind: AttentionKind) -> Callable[..., Tensor]:
+        return lambda q, k, v, scale, sinks: self._answer(q, k, v, kind, scale, sinks)
 
 
 class ChunkedLayer:
@@ -112,7 +112,7 @@ class ChunkedLayer:
         self.world_size = 1 if sequence.group is None else dist.get_world_size(sequence.group)
         self.chunks = chunks_of(sequence.local_length, size)
         self.autocast = Autocast(copies.device)
-        self._heads, self._window, self._scale = (0, 0), None, 0.0  # known from the first chunk on
+        self._heads, self._kind, self._scale = (0, 0), PLAIN, 0.0  # known from the first chunk on
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -198,18 +198,18 @@ class ChunkedLayer:
 
     @property
     def _attention(self) -> HostAttention | ScheduledAttention:
-        key = HostAttention, self._heads, self._window, self._scale, self.size
+        key = HostAttention, self._heads, self._kind, self._scale, self.size
         return self.sequence.shared(key, self._make_attention)
 
     def _make_attention(self) -> HostAttention | ScheduledAttention:
         assert self.sequence.schedule is not None, "the backend supports the sequence-chunked step"
-        schedule = self.sequence.schedule(self._window)
+        schedule = self.sequence.schedule(self._kind)
         if not isinstance(schedule, LocalSchedule):  # whose keys are on other ranks
             return ScheduledAttention(schedule, scale=self._scale, copies=self.copies)
         return HostAttention(
             self.sequence.cu_seqlens,
             block=self.size * self.world_size * self._num_groups,  # as many bytes as a chunk of all heads
-            window=self._window,
+            kind=self._kind,
             scale=self._scale,
             copies=self.copies,
         )
@@ -221,8 +221,8 @@ class ChunkedLayer:
     def _project(self, x: Tensor, at: slice) -> Projection:
         """Run the layer up to its attention, for one chunk."""
 
-        def leave(q, k, v, window, scale, sinks):
-            raise _Leave(self._split_heads(q, k, v, window, scale, sinks))
+        def leave(q, k, v, kind, scale, sinks):
+            raise _Leave(self._split_heads(q, k, v, kind, scale, sinks))
 
         try:
             self._call(x, at, leave)
@@ -247,13 +247,13 @@ class ChunkedLayer:
         keywords = {name: _chunk_of(value, at, name) for name, value in self.keywords.items()}
         return self.run(x, **keywords, sequence=_AtAttention(x.shape[1], answer))
 
-    def _split_heads(self, q, k, v, window, scale, sinks) -> Projection:
+    def _split_heads(self, q, k, v, kind, scale, sinks) -> Projection:
         """Split q [1, H, c, D], k and v [1, K, c, D] by the rank that attends with each head."""
         copies = key_value_copies(q.shape[1], k.shape[1], self.world_size)
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
         self._heads = q.shape[1] // self.world_size, k.shape[1] // self.world_size
-        self._window, self._scale = window, q.shape[-1] ** -0.5 if scale is None else scale
+        self._kind, self._scale = kind, q.shape[-1] ** -0.5 if scale is None else scale
         qkv = torch.cat([self._by_rank(x) for x in (q, k, v)], dim=2)
         if sinks is not None and self.sequence.group is not None:
             sinks = sinks.chunk(self.world_size)[dist.get_rank(self.sequence.group)]
