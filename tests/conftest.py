@@ -1,7 +1,7 @@
 """The parity table, printed at the end of every pytest run that compared training with one device.
 
 `--support-matrix PATH` writes docs/support-matrix.md from what the run has shown. `--parity-page PATH` enters the rows
-that soft GPUs have in the parity table into a page of benchmarks/results.
+that soft GPUs have in the parity table, or those of DPO, into a page of benchmarks/results.
 
 The tests run on the CPU, on machines with GPUs too: these are hidden from every process, unless `-m gpu` asks for the
 tests that need one.
@@ -213,7 +213,9 @@ def pytest_sessionfinish(session):
 def pytest_addoption(parser):
     parser.addoption("--record-refusals", action="store_true", help="enter into tests/refusals.tsv what this run met")
     parser.addoption("--support-matrix", type=Path, help="write what this run has shown into the support matrix")
-    parser.addoption("--parity-page", type=Path, help="enter the errors of training on soft GPUs into this page")
+    parser.addoption(
+        "--parity-page", type=Path, help="enter the errors of training on soft GPUs, or of DPO, into this page"
+    )
 
 
 def pytest_runtest_logreport(report):
@@ -236,7 +238,9 @@ def pytest_terminal_summary(terminalreporter, config):
     for case, start, loss, grad, run in sorted(_rows):
         terminalreporter.write_line(f"{case:58} {start:18} {loss:8.0e} {grad:8.0e} {run:8.0e}")
     if path := config.getoption("--parity-page"):
-        path.write_text(parity_page.page(path.read_text() if path.exists() else "", _rows))
+        ways = {way for _, way, *_ in _rows}
+        started_by = parity_page.DPO if parity_page.STARTED_BY not in ways else parity_page.STARTED_BY
+        path.write_text(parity_page.page(path.read_text() if path.exists() else "", _rows, started_by))
 
 
 def _write_support_matrix(terminalreporter, path):

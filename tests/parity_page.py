@@ -1,20 +1,25 @@
-"""`pytest … --parity-page PATH`: what a run has found of training on soft GPUs beside one process, as a page."""
+"""`pytest … --parity-page PATH`: what a run has found of training beside one process, as a page.
+
+There are two pages, of training on soft GPUs and of `longctx dpo`: each has the rows that were started in its way.
+"""
 
 from __future__ import annotations
 
 import platform
 import re
 from collections.abc import Iterable
+from datetime import date
 from importlib.metadata import version
 
 Row = tuple[str, str, float, float, float]
 """The case, how it was started, and the relative errors: of the first step's loss, of its gradient's norm, and the
 largest of all losses."""
 
-STARTED_BY = "soft GPUs"
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl")
+STARTED_BY, DPO = "soft GPUs", "torchrun, DPO"
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft")
 
-_HEAD = """# Training on soft GPUs beside one process
+_HEADS = {
+    STARTED_BY: """# Training on soft GPUs beside one process
 
 `pytest tests/gpu/test_soft_training.py --parity-page PATH` enters what it has found into this page, and so does
 the same command with `-m long`. Soft GPUs are CUDA devices in host memory (`tests/softcuda`): training has the
@@ -22,23 +27,41 @@ branches, kernels and threads that it has on CUDA, and its processes talk throug
 process on the CPU, in fp32, with dense attention. Each run takes five AdamW steps on packed documents, with `--sp 2`
 where its name does not say otherwise. Errors are relative to the reference's numbers. Rows named bf16 show what
 rounding costs, and the others are in fp32. Nothing here was measured on a GPU.
+""",
+    DPO: """# DPO beside TRL's DPOTrainer
 
-Last written with Python {python}, {packages}.
+`pytest tests/training/test_dpo.py --parity-page PATH` enters what it has found into this page, and so does the same
+command with `-m long`. The reference is `trl.DPOTrainer` on one process of the CPU, in fp32, with one padded batch of
+all pairs. Each run of `longctx dpo` takes three AdamW steps on the same pairs. Ulysses runs on DeepSpeed ZeRO-3, and
+the others on FSDP2. Errors are relative to TRL's numbers. The test also compares every metric of the log, and an
+evaluation after each step. Rows named bf16 show what rounding costs, and the others are in fp32. Losses that are
+named with a suffix have another option: `-ld` is `--ld_alpha`, and the others are f-divergences.
+
+Nothing here was measured on a GPU.
+""",
+}
+
+_TABLE = """
+Last written on {date} with Python {python}, {packages}.
 
 | case | loss of step 1 | gradient norm of step 1 | largest of all losses |
 | --- | --- | --- | --- |
 """
 
 
-def page(before: str, rows: Iterable[Row]) -> str:
-    """Return the page with these rows; the other cases of the page `before` stay as they are."""
+def page(before: str, rows: Iterable[Row], started_by: str = STARTED_BY) -> str:
+    """Return the page with these rows; the other cases of the page `before` stay as they are.
+
+    Args:
+        started_by: whose rows the page has: STARTED_BY or DPO.
+    """
     lines = {line.split(" | ")[0]: line for line in before.splitlines() if re.match(r"\| .*\de[-+]\d", line)}
-    for case, started_by, *errors in rows:
-        if started_by == STARTED_BY:
+    for case, way, *errors in rows:
+        if way == started_by:
             lines[f"| {case}"] = f"| {case} | {' | '.join(f'{error:.0e}' for error in errors)} |"
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    head = _HEAD.format(python=platform.python_version(), packages=packages)
-    return head + "".join(f"{lines[case]}\n" for case in sorted(lines))
+    table = _TABLE.format(date=date.today(), python=platform.python_version(), packages=packages)
+    return _HEADS[started_by] + table + "".join(f"{lines[case]}\n" for case in sorted(lines))
 
 
 def read(text: str) -> dict[str, list[float]]:

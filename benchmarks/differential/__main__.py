@@ -123,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, help="how many to run, instead of --minutes")
     parser.add_argument("--default_set", action="store_true", help="the covering set instead of random cases")
     parser.add_argument("--replay", metavar="CASE", help="a case as JSON, or a file that holds it")
+    parser.add_argument(
+        "--where", nargs="+", metavar="NAME=VALUE", default=[], help="random cases with these values: method=dpo"
+    )
     parser.add_argument("--keep", metavar="FOLDER", help="leave models, data and outputs there")
     parser.add_argument("--lanes", type=int, default=LANES, help="cases that run side by side")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a case")
@@ -138,10 +141,13 @@ def _cases(args: argparse.Namespace, started: float) -> Iterator[Case]:
     elif args.default_set:
         yield from covering_set(args.seed)
     else:
-        for number in itertools.count() if args.cases is None else range(args.cases):
-            if args.cases is None and time.monotonic() - started > 60 * args.minutes:
+        drawn = (draw(args.seed * 1_000_000 + number) for number in itertools.count())
+        wanted = [condition.split("=", 1) for condition in args.where]
+        cases = (case for case in drawn if all(str(getattr(case, name)).startswith(value) for name, value in wanted))
+        for number, case in enumerate(cases):
+            if number == args.cases or (args.cases is None and time.monotonic() - started > 60 * args.minutes):
                 return
-            yield draw(args.seed * 1_000_000 + number)
+            yield case
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
 from .data import SEED, Data, Steps, make_data, steps_of
 from .models import name_of
 from .reference import MOST_SEARCHED
-from .space import LAUNCHERS, Case
+from .space import LAUNCHERS, PREFERENCES, Case
 
 ZERO = {
     "ACCELERATE_USE_DEEPSPEED": "true",
@@ -70,9 +70,10 @@ RESUMED_ON: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One run of longctx.train."""
+    """One run of longctx."""
 
     processes: int
+    module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     launcher: tuple[str, ...] = ()
@@ -80,7 +81,7 @@ class Command:
 
     def pasted(self) -> str:
         """What a user types."""
-        words = self.launcher or ("torchrun", "--nproc_per_node", str(self.processes), "-m", "longctx.train")
+        words = self.launcher or ("torchrun", "--nproc_per_node", str(self.processes), "-m", self.module)
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return " ".join([*variables, *map(_quoted, (*words, *self.arguments))])
 
@@ -159,7 +160,7 @@ def _flags(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) -
         "lr_scheduler_kwargs": schedule_kwargs,
         "warmup_steps": case.warmup,
         "weight_decay": case.weight_decay,
-        "label_smoothing_factor": case.smoothing,
+        "label_smoothing" if case.reads_pairs else "label_smoothing_factor": case.smoothing,
         "dataloader_drop_last": case.drop_last,
         "rope_scaling": case.rope_scaling,
         "model_init_kwargs": case.model_init_kwargs,
@@ -171,6 +172,7 @@ def _flags(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) -
     flags |= {name: value for name, value in optional.items() if value}
     if case.model in AUXILIARY_LOSS_MODELS:  # whose own coefficient is above 0
         flags["router_aux_loss_coef"] = case.aux_loss
+    flags |= PREFERENCES.get(case.method, {})
     if case.adapter:
         flags |= {"use_peft": True} | ADAPTERS[case.adapter][0]
     flags |= _evaluation(case)
@@ -245,7 +247,7 @@ def _command(case: Case, flags: Mapping[str, Any], folder: Path) -> Command:
         environment = ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": case.engine.removeprefix("zero")}
     launcher: tuple[str, ...] = ()
     if case.spelling in LAUNCHERS:
-        launcher = _launcher(case.spelling, case.processes)
+        launcher = _launcher(case.spelling, case.processes, _module(case))
         if case.spelling != "torchrun":
             given.setdefault("num_processes", case.processes)
         if case.spelling == "--accelerate_config":
@@ -253,19 +255,24 @@ def _command(case: Case, flags: Mapping[str, Any], folder: Path) -> Command:
             given.pop("engine", None)
     return Command(
         processes=case.processes,
+        module=_module(case),
         arguments=tuple(_spelled(case.spelling, given, folder)),
         environment=environment,
         launcher=launcher,
     )
 
 
-def _launcher(spelling: str, processes: int) -> tuple[str, ...]:
+def _module(case: Case) -> str:
+    return "longctx.dpo" if case.reads_pairs else "longctx.train"
+
+
+def _launcher(spelling: str, processes: int, module: str) -> tuple[str, ...]:
     scripts = Path(sys.executable).parent
     return {
-        "accelerate launch": (str(scripts / "accelerate"), "launch", "-m", "longctx.train"),
-        "torchrun": (str(scripts / "torchrun"), "--nproc_per_node", str(processes), "-m", "longctx.train"),
-        "longctx train": (str(scripts / "longctx"), "train"),
-    }.get(spelling, (sys.executable, "-m", "longctx.train"))
+        "accelerate launch": (str(scripts / "accelerate"), "launch", "-m", module),
+        "torchrun": (str(scripts / "torchrun"), "--nproc_per_node", str(processes), "-m", module),
+        "longctx train": (str(scripts / "longctx"), module.rpartition(".")[2]),
+    }.get(spelling, (sys.executable, "-m", module))
 
 
 def _spelled(spelling: str, flags: Mapping[str, Any], folder: Path) -> list[str]:
@@ -318,6 +325,7 @@ def _plan(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) ->
         "documents": data.documents,
         "evaluation": data.evaluation,
         "evaluate_at": [],
+        "preference": _preference(case) if case.reads_pairs else None,
         "order": case.order,
         "rows": steps.rows,
         "drop_last": case.drop_last,
@@ -338,6 +346,10 @@ def _plan(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) ->
         "warmup": case.warmup,
         "saved": str(output),
     }
+
+
+def _preference(case: Case) -> dict[str, Any]:
+    return {"loss_type": ["sigmoid"], **PREFERENCES[case.method], "label_smoothing": case.smoothing}
 
 
 def _rope(spelled: str) -> dict[str, Any] | None:

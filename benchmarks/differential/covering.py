@@ -16,12 +16,15 @@ from typing import Any
 
 from longctx.attention.backends import BACKENDS
 
-from .space import Case, make_consistent
+from .space import PREFERENCES, Case, make_consistent
 
 Value = Mapping[str, Any]
 
 OTHER_ENGINE = {"fsdp2": "deepspeed", "deepspeed": "fsdp2"}
 """Each engine's other one. Of a backend, every second case runs on the engine that is not its default."""
+
+KINDS = itertools.cycle(("prompt", "messages"))
+"""Of records of pairs: text and conversations."""
 
 AXES: dict[str, dict[str, Sequence[Value]]] = {
     "layout": {
@@ -70,6 +73,9 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
         "text": [{"records": "text"}, {"records": "text", "file": "folder"}],
         "chats": [{"records": "messages", "file": "json"}, {"records": "assistant", "file": "saved"}],
         "prompts": [{"records": "prompt", "file": "parquet"}, {"records": "prompt, all learnt"}],
+        "pairs of answers": [
+            *({"method": method, "records": kind} for method, kind in zip(PREFERENCES, KINDS, strict=False)),
+        ],
         "mixture": [{"reading": "weighted", "documents": 3}, {"reading": "mixture", "documents": 3, "file": "arrow"}],
     },
     "lengths": {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .models import EOS, PAD, make_tokenizer
+from .preferences import sides
 from .space import TEXT_RECORDS, Case
 
 Document = tuple[list[int], list[int]]
@@ -106,6 +107,8 @@ def _lengths(case: Case, random: np.random.Generator, count: int) -> list[int]:
 def _records(case: Case, random: np.random.Generator, count: int) -> list[tuple[dict[str, Any], Document]]:
     """Records and the documents that they are."""
     lengths = _lengths(case, random, count)
+    if case.reads_pairs:
+        return [_pair_record(case, length, random) for length in lengths]
     if case.records in ("messages", "assistant"):
         lengths = [max(1, length - FRAME) for length in lengths]
     if case.records in TEXT_RECORDS:
@@ -172,12 +175,53 @@ def _text_record(kind: str, text: str, random: np.random.Generator) -> tuple[dic
     return {"prompt": text[:middle], "completion": text[middle:]}, (prompt + completion, hidden + completion)
 
 
+def _pair_record(case: Case, length: int, random: np.random.Generator) -> tuple[dict[str, Any], Document]:
+    """A pair of answers of `length` tokens in all, by TRL's rules, as one document with masked prompts.
+
+    The answers differ from their first token on, so that the gradient of a pair is not rounding alone.
+    """
+    is_chat = case.records == "messages"
+    tokenizer, left = make_tokenizer(), max(length - 2 * (FRAME * is_chat + 1), 4)
+    prompt = int(random.integers(1, (left - 2) // 2 + 1))
+    chosen = int(random.integers(1, left - 2 * prompt))
+    texts = [
+        _text(random, prompt + 1),
+        *(
+            f"{first}{_text(random, size)[1:]}"
+            for first, size in zip("ab", (chosen + 1, left - 2 * prompt - chosen + 1), strict=True)
+        ),
+    ]
+    record: dict[str, Any] = dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
+    if is_chat:
+        roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+        record = {name: [{"role": roles[name], "content": text}] for name, text in record.items()}
+        template = tokenizer.apply_chat_template
+        shared = template(record["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        sides = [template(record["prompt"] + record[n], return_dict=True)["input_ids"] for n in ("chosen", "rejected")]
+    else:
+        shared = tokenizer(texts[0])["input_ids"]
+        sides = [[*tokenizer(texts[0] + answer)["input_ids"], EOS] for answer in texts[1:]]
+    labels = [[IGNORED] * len(shared) + side[len(shared) :] for side in sides]
+    return record, (sides[0] + sides[1], labels[0] + labels[1])
+
+
+def _cut_pair(limit: int, document: Document) -> list[Document]:
+    """The pair with half of the limit for each side; nothing where the prompt leaves no room for an answer."""
+    half = limit // 2
+    cut = [(ids[:half], labels[:half]) for ids, labels in sides(document)]
+    if any(label != IGNORED for label in cut[0][1]):
+        return [(cut[0][0] + cut[1][0], cut[0][1] + cut[1][1])]
+    return []
+
+
 def _cut(case: Case, documents: Sequence[Document]) -> list[Document]:
     """What --overlong leaves of documents: pieces of a split one are documents of their own."""
     limit, kept = case.max_length, []
     for ids, labels in documents:
         if len(ids) <= limit:
             kept.append((ids, labels))
+        elif case.reads_pairs:
+            kept += _cut_pair(limit, (ids, labels)) if case.overlong == "truncate" else []
         elif case.overlong == "truncate":
             kept.append((ids[:limit], labels[:limit]))
         elif case.overlong == "split" or (case.overlong == "raise" and case.packing == "bfd_split"):

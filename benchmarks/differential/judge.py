@@ -279,7 +279,7 @@ def _followed(prepared: Prepared, logged: Sequence[Mapping[str, Any]]) -> dict[s
     if case.order == "random":
         totals = [0, *(entry["num_tokens"] for entry in logged)]
         plan["tokens"] = [after - before for before, after in itertools.pairwise(totals)]
-        plan["losses"] = [entry["loss"] for entry in logged]
+        plan["losses"] = [-entry["logps/chosen"] if case.reads_pairs else entry["loss"] for entry in logged]
         plan["epochs"] = [entry["epoch"] for entry in logged]
     return plan
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import re
@@ -53,6 +54,7 @@ def run_command(command: Command, *, folder: Path, timeout: float, plant: Callab
         return _run_launcher(command, folder, timeout * LAUNCHER_SECONDS)
     folder.mkdir(parents=True, exist_ok=True)
     argument = {"arguments": list(command.arguments), "folder": str(folder), "timeout": timeout, "plant": plant}
+    argument["module"] = command.module
     ending = run_group(
         command.processes,
         _train,
@@ -100,16 +102,15 @@ def _told(path: Path) -> str:
 
 
 def _train(argument: Mapping[str, Any]) -> dict[str, Any]:
-    """`python -m longctx.train` on one rank, and its exit code in a file."""
-    from longctx.train import main
-
+    """`python -m` of the command's module on one rank, and its exit code in a file."""
+    main = importlib.import_module(argument["module"]).main
     folder, rank = Path(argument["folder"]), os.environ["RANK"]
     faulthandler.dump_traceback_later(max(1.0, argument["timeout"] - STACKS_BEFORE_THE_END))
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.error.json")
     os.chdir(folder)
     if argument["plant"] is not None:
         argument["plant"]()
-    sys.argv = ["longctx.train", *argument["arguments"]]
+    sys.argv = [argument["module"], *argument["arguments"]]
     try:
         code = main(argument["arguments"])
     except SystemExit as error:

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .preferences import Preferences
+
 Document = tuple[list[int], list[int]]
 IGNORED = -100
 NOISE = 1e-3
@@ -49,18 +51,23 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     model = load(plan)
+    preferences = Preferences(model, plan) if plan.get("preference") else None
     _perturb(model, plan["perturbation"], plan["seed"])
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = _optimizer(model, plan)
     firm = {name: torch.ones_like(value, dtype=torch.bool) for name, value in _trained(model)}
     schedule = _schedule(optimizer, plan)
     steps: list[dict[str, Any]] = []
-    evaluations = [_evaluate(model, plan)] if 0 in plan["evaluate_at"] else []
+    evaluations = [_evaluate(model, plan, preferences)] if 0 in plan["evaluate_at"] else []
     num_tokens, rates = 0, 0.0
-    batches = _batches(model, plan)
+    batches = _batches(model, plan, preferences)
     for number in range(1, plan["num_steps"] + 1):
         documents = next(batches)
-        loss = _backward(model, documents, plan["smoothing"], plan["aux_loss"])
+        if preferences:
+            loss = preferences.backward(model, documents)
+        else:
+            loss = _backward(model, documents, plan["smoothing"], plan["aux_loss"])
+        _fill_gradients(model)
         loose = rates * _loose_gradient(model, firm)
         grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), plan["clipping"] or math.inf))
         _keep_firm(model, firm, grad_norm)
@@ -75,7 +82,7 @@ def train(plan: Mapping[str, Any]) -> dict[str, Any]:
             | {"loose": loose}
         )
         if number in plan["evaluate_at"]:
-            evaluations.append(_evaluate(model, plan))
+            evaluations.append(_evaluate(model, plan, preferences))
             if plan["stops_early"] and len(evaluations) > 1 and not evaluations[-1] > max(evaluations[:-1]):
                 break  # a larger loss counts as better there, so that a run that learns stops
     result: dict[str, Any] = {"steps": steps, "evaluations": evaluations}
@@ -166,10 +173,13 @@ def _backward(model: nn.Module, documents: Sequence[Document], smoothing: float,
             loss = _loss_sum(model, document, smoothing)
             (loss / count).backward()
             total += float(loss)
+    return total / count if count else 0.0
+
+
+def _fill_gradients(model: nn.Module) -> None:
     for _, parameter in _trained(model):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return total / count if count else 0.0
 
 
 def _with_aux_loss(model: Any, documents: Sequence[Document], smoothing: float, coefficient: float) -> torch.Tensor:
@@ -188,7 +198,9 @@ def _with_aux_loss(model: Any, documents: Sequence[Document], smoothing: float, 
 
 
 @torch.no_grad()
-def _evaluate(model: nn.Module, plan: Mapping[str, Any]) -> float:
+def _evaluate(model: nn.Module, plan: Mapping[str, Any], preferences: Preferences | None) -> float:
+    if preferences:
+        return preferences.evaluate(model, plan["evaluation"])
     model.eval()
     documents, count = plan["evaluation"], sum(map(_num_labels, plan["evaluation"]))
     if not count:
@@ -204,7 +216,9 @@ def _evaluate(model: nn.Module, plan: Mapping[str, Any]) -> float:
 # ------------------------------------------------------------------------------------------------
 
 
-def _batches(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[Sequence[Document]]:
+def _batches(
+    model: nn.Module, plan: Mapping[str, Any], preferences: Preferences | None
+) -> Iterator[Sequence[Document]]:
     documents, rows = plan["documents"], plan["rows"]
     if plan["order"] == "whole":
         return itertools.repeat(documents)
@@ -212,14 +226,17 @@ def _batches(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[Sequence[Doc
         stop = len(documents) // rows * rows if plan["drop_last"] else len(documents)
         epoch = [documents[start : min(start + rows, stop)] for start in range(0, stop, rows)]
         return itertools.cycle(epoch)
-    return _found(model, plan)
+    return _found(model, plan, preferences)
 
 
-def _found(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[Sequence[Document]]:
+def _found(
+    model: nn.Module, plan: Mapping[str, Any], preferences: Preferences | None = None
+) -> Iterator[Sequence[Document]]:
     """The documents of each step, found by its loss among those that are left in the epoch.
 
     Documents without labels change nothing but the number of tokens, and are not looked for; a step of them alone has
-    a loss of 0. With `drop_last`, an epoch ends where the log says so, and what is left then is not used.
+    a loss of 0. With `drop_last`, an epoch ends where the log says so, and what is left then is not used. Pairs, whose
+    losses are all equal in the first step, are found by the log-probabilities of their chosen answers.
     """
     left: list[Document] = []
     before = 0.0
@@ -230,21 +247,24 @@ def _found(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[Sequence[Docum
             continue
         if not left or (is_new and plan["drop_last"]):
             left = [document for document in plan["documents"] if _num_labels(document)]
-        step = _explain(model, left, tokens, loss, plan["smoothing"], number)
+        step = _explain(model, left, tokens, loss, preferences or plan["smoothing"], number)
         yield [left[place] for place in step]
         left = [document for place, document in enumerate(left) if place not in step]
 
 
 @torch.no_grad()
 def _explain(
-    model: nn.Module, left: Sequence[Document], tokens: int, loss: float, smoothing: float, number: int
+    model: nn.Module, left: Sequence[Document], tokens: int, loss: float, by: float | Preferences, number: int
 ) -> set[int]:
     """The places in `left` whose mean loss is nearest to the logged one, within the tokens of the step.
 
     Of equally near ones, those with the most tokens are taken: two equal documents have the mean loss of one.
     """
-    sums = np.array([float(_loss_sum(model, document, smoothing)) for document in left])
-    counts = np.array([_num_labels(document) for document in left])
+    if isinstance(by, Preferences):
+        sums, counts = np.array([by.chosen(model, pair) for pair in left]), np.ones(len(left))
+    else:
+        sums = np.array([float(_loss_sum(model, document, by)) for document in left])
+        counts = np.array([_num_labels(document) for document in left])
     lengths = np.array([len(ids) for ids, _ in left])
     subsets = (np.arange(1, 1 << len(left))[:, None] >> np.arange(len(left))) & 1
     possible = subsets[subsets @ lengths <= tokens]

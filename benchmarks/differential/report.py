@@ -36,9 +36,9 @@ def page(
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d}, {platform.machine()} with {os.cpu_count()} cores, no GPU, "
         f"{seconds / 60:.0f} minutes. {versions}.",
         "",
-        "Each case is a training run by `longctx.train`, compared with a reference on one process that imports nothing "
-        "of longctx: loss, gradient norm, learning rate and tokens of every step, evaluation losses, and the saved "
-        "weights.",
+        "Each case is a training run by `longctx.train` or `longctx.dpo`, compared with a reference on one process "
+        "that imports nothing of longctx: loss, gradient norm, learning rate and tokens of every step, evaluation "
+        "losses, and the saved weights.",
         "",
         *([note, ""] if note else []),
         *_counts(outcomes),

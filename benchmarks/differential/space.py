@@ -44,6 +44,8 @@ class Case:
     seed: int = 0
     """Of weights and documents."""
     # The model.
+    method: str = "sft"
+    """sft, or `longctx dpo` with one of PREFERENCES."""
     model: str = "qwen3"
     heads: str = "4:2"
     """Query heads : key/value heads."""
@@ -119,6 +121,10 @@ class Case:
     def processes(self) -> int:
         return self.sp * self.dp
 
+    @property
+    def reads_pairs(self) -> bool:
+        return self.method != "sft"
+
     def to_json(self) -> str:
         """The dimensions that are not plain."""
         return json.dumps(self.changed())
@@ -150,6 +156,19 @@ SCHEDULES = (
     'warmup_stable_decay {"num_decay_steps": 1, "num_stable_steps": 1}',
 )
 ADAPTERS = ("lora", "rslora all-linear", "dora", "norm", "embeddings", "head", "regular expression")
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "dpo sigmoid": {},
+    "dpo hinge": {"loss_type": ["hinge"]},
+    "dpo ipo": {"loss_type": ["ipo"], "beta": 0.3},
+    "dpo robust": {"loss_type": ["robust"]},
+    "dpo apo_zero": {"loss_type": ["apo_zero"]},
+    "dpo sppo_hard": {"loss_type": ["sppo_hard"], "beta": 1.0},
+    "dpo simpo": {"loss_type": ["simpo"], "beta": 2.0},
+    "dpo sigmoid, sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.5]},
+    "dpo sigmoid, long tails": {"ld_alpha": 0.3},
+    "dpo without a reference": {"reference_free": True},
+}
+"""Methods besides fine-tuning, with their flags. A case's `smoothing` is their --label_smoothing."""
 UNLUCKY = (
     "learning_rate nan",
     "learning_rate inf",
@@ -253,6 +272,7 @@ UNLUCKY = (
 )
 
 VALUES: dict[str, tuple[Any, ...]] = {
+    "method": tuple(PREFERENCES),
     "model": CAUSAL_MODELS,
     "heads": ("4:4", "4:1", "3:3", "5:1", "6:2", "7:7", "1:1", "8:2", "9:3"),
     "head_dim": (4, 6, 12, 16, 18, 32),
@@ -320,6 +340,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 """The values of each dimension besides the plain one."""
 
+NOT_OF_PAIRS = ("aux_loss", "loss_type", "masked", "tokens")
+"""Dimensions that pairs of answers do not have."""
+
 LAUNCHERS = ("python -m longctx.train", "accelerate launch", "torchrun", "--accelerate_config", "longctx train")
 """Spellings that go through the real command line. They take 15 to 30 seconds."""
 
@@ -339,7 +362,14 @@ def draw(seed: int, *, launchers: float = 0.02) -> Case:
     rates = {"model": 0.75, "sp": 0.65, "dp": 0.35, "backend": 0.8, "engine": 0.5, "unlucky": 0.12, "resume": 0.12}
     rates |= {"records": 0.5, "lengths": 0.6, "packing": 0.4, "adapter": 0.15, "evaluation": 0.15, "order": 0.5}
     rates |= {"model_init_kwargs": 0.05, "rope_scaling": 0.08, "window": 0.5, "memory": 0.08, "offload": 0.08}
-    rates |= {"aux_loss": 0.5, "heads_k_stride": 0.08, "overlong": 0.6, "drop_last": 0.06, "epochs": 0.12}
+    rates |= {
+        "method": 0.1,
+        "aux_loss": 0.5,
+        "heads_k_stride": 0.08,
+        "overlong": 0.6,
+        "drop_last": 0.06,
+        "epochs": 0.12,
+    }
     for name, values in VALUES.items():
         if random_.random() < rates.get(name, 0.15):
             case = replace(case, **{name: random_.choice(values)})
@@ -419,6 +449,8 @@ def make_consistent(case: Case) -> Case:
         change["heads"] = "4:2"
     if case.model == "olmo_hybrid" and case.layers == 1:
         change["layers"] = 2  # one of each kind
+    if case.reads_pairs:
+        change |= _of_pairs(case)
     if case.records in TEXT_RECORDS and case.max_length < 64:
         change["max_length"] = 96
     if case.records != "labels":
@@ -445,3 +477,20 @@ def make_consistent(case: Case) -> Case:
         change["records"] = "text"
     consistent = replace(case, **change)
     return case if consistent == case else make_consistent(consistent)
+
+
+def _of_pairs(case: Case) -> dict[str, Any]:
+    """What of a case has another meaning for pairs of answers, or none."""
+    plain = Case()
+    change: dict[str, Any] = {name: getattr(plain, name) for name in NOT_OF_PAIRS}
+    change["records"] = "messages" if case.records in ("messages", "assistant") else "prompt"
+    change["overlong"] = "truncate" if case.overlong == "split" else case.overlong
+    if case.file == "folder":
+        change["file"] = plain.file
+    if "stream" in case.reading:
+        change["reading"] = "mixture" if "mixture" in case.reading else "whole"
+    if case.packing == "bfd_split":
+        change["packing"] = "bfd"
+    if case.smoothing >= 0.5:
+        change["smoothing"] = 0.1  # more would call most preferences wrong
+    return change

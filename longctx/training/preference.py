@@ -180,6 +180,8 @@ class PairsOfBatch(NamedTuple):
     """float64 [n, 2]: log-probabilities of the answers under the reference model; None where they are not known."""
     lengths: Tensor
     """float64 [n, 2]: tokens of the answers."""
+    differ: Tensor
+    """float64 [n]: 0 for a pair of equal answers, of which rounding alone would prefer one; 1 for all others."""
     weights: Tensor | None
     """fp32 [B, S]: of every label's log-probability, at the token before it; None if all are 1."""
 
@@ -220,14 +222,14 @@ class PreferenceLoss(Objective):
     def collate(self, rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return `pairs`, a `PairsOfBatch`. The batch is one row, and its only padding follows the documents."""
         lengths = np.concatenate([row["seq_lengths"] for row in rows] or [np.zeros(0, dtype=np.int64)])
-        labels = batch["labels"][0, : int(lengths.sum())].numpy()
-        sides = np.split(labels != IGNORE_INDEX, np.cumsum(lengths)[:-1]) if len(lengths) else []
-        targets = np.array([np.count_nonzero(side) for side in sides], dtype=np.float64).reshape(-1, 2)
+        learnt, ids = _cut(batch["labels"] != IGNORE_INDEX, lengths), _cut(batch["input_ids"], lengths)
+        targets = np.array([np.count_nonzero(side) for side in learnt], dtype=np.float64).reshape(-1, 2)
+        equal = [np.array_equal(*pair) for pair in zip(ids[::2], ids[1::2], strict=True)]
         references = [row["reference"] for row in rows if "reference" in row]
-        weights = None if self.flags["ld_alpha"] is None else _tail_weights(sides, batch, self.flags["ld_alpha"])
+        weights = None if self.flags["ld_alpha"] is None else _tail_weights(learnt, batch, self.flags["ld_alpha"])
         reference = torch.from_numpy(np.concatenate([np.zeros((0, 2)), *references]))
         known = reference if len(references) == len(rows) else None
-        return {"pairs": PairsOfBatch(known, torch.from_numpy(targets), weights)}
+        return {"pairs": PairsOfBatch(known, torch.from_numpy(targets), 1 - torch.tensor(equal).double(), weights)}
 
     def count(self, batches: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
         """Return the step's pairs and the tokens of their chosen answers; None without pairs."""
@@ -271,7 +273,7 @@ class PreferenceLoss(Objective):
             chosen, rejected = (self.flags["beta"] * value for value in of_pairs)
             numbers = [
                 *(losses, nll, torch.ones_like(losses), *lengths.T, *sums[..., 0].T, chosen, rejected),
-                *((chosen > rejected).double(), *sums[..., 2].T, sums[:, 0, 3]),
+                *((chosen > rejected) * send(host.differ, sums.device), *sums[..., 2].T, sums[:, 0, 3]),
             ]
             # Every rank of a sequence group has the same numbers, and the log adds up those of all ranks.
             return terms, torch.stack([number.sum() for number in numbers]) / self.sequence.dims.sp
@@ -304,6 +306,11 @@ class PreferenceLoss(Objective):
 def _means(pairs: Pairs) -> tuple[Tensor, Tensor]:
     chosen, rejected = (value / length for value, length in zip(pairs.logps, pairs.lengths, strict=True))
     return chosen, rejected
+
+
+def _cut(values: Tensor, lengths: np.ndarray) -> list[np.ndarray]:
+    """Return the parts of [1, S] that have these lengths, one after the other from the front."""
+    return np.split(values[0].numpy(), np.cumsum(lengths))[:-1]
 
 
 def _tail_weights(sides: Sequence[np.ndarray], batch: Mapping[str, Any], alpha: float) -> Tensor:

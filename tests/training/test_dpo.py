@@ -7,17 +7,30 @@ between them: these are compared absolutely, in units of the sums.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import random
+import re
 import string
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch.distributed as dist
 
+import longctx
+from longctx.attention.backends import BACKENDS
+from longctx.collate import SequenceCollator
+from longctx.model.tiny import tiny_model
+from longctx.settings.flags import parse_flags
+from longctx.settings.methods import DPO
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
+from longctx.training.preference import LOSS_FLAGS, PreferenceLoss
+from tests.parity_page import DPO as STARTED_BY
 from tests.training.test_training import log_of
 from tests.workers import run_main, run_ranks
 
@@ -48,6 +61,7 @@ LOSSES = {
 EARLY = ("sigmoid", "ipo", "sigmoid sft", "sigmoid-ld")
 ONE, PACKED = ["--packing", "False"], ["--packing", "True", "--max_length", "512"]
 ULYSSES = ["--sp", "2", "--sp_backend", "ulysses"]
+GATHER, HYBRID = ["--sp", "2", "--sp_backend", "gather"], ["--sp", "4", "--sp_backend", "hybrid"]
 LAYOUTS = {  # (processes, flags)
     "ring sp 2, one pair at a time": (2, ["--cp", "2", *ONE, "--gradient_accumulation_steps", "8"]),
     "ring sp 2, packed": (2, ["--cp", "2", *PACKED, "--per_device_train_batch_size", "4"]),
@@ -66,7 +80,38 @@ LAYOUTS = {  # (processes, flags)
         [*ULYSSES, *PACKED, "--gradient_accumulation_steps", "4"],
     ),
     "no sp, packed": (1, [*PACKED, "--gradient_accumulation_steps", "9"]),
+    "dp 2, one pack for two ranks": (2, ["--packing", "True"]),
+    "gather sp 2, packed": (2, [*GATHER, *PACKED, "--per_device_train_batch_size", "9"]),
+    "gather sp 2, two pairs at a time": (
+        2,
+        [*GATHER, *ONE, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"],
+    ),
+    "hybrid sp 4, packed": (4, [*HYBRID, *PACKED, "--gradient_accumulation_steps", "9"]),
+    "hybrid sp 4, one pair at a time": (4, [*HYBRID, *ONE, "--gradient_accumulation_steps", "8"]),
 }
+OPTIONS = {
+    "no gradient checkpointing": ["--gradient_checkpointing", "False"],
+    "memory longest": ["--memory", "longest"],
+    "memory auto": ["--memory", "auto"],
+    "activations on the host": ["--activation_offloading", "True"],
+    "tiled MLP": ["--tiled_mlp", "True"],
+    "sequence chunks": ["--sequence_chunk_size", "50"],
+    "one head at a time": ["--heads_k_stride", "1"],
+    "optimizer on the host": ["--offload_optimizer_device", "cpu"],
+    "parameters on the host": ["--offload_param_device", "cpu"],
+    "compiled": ["--torch_compile", "True"],
+    "sp auto": ["--sp", "auto"],
+    "sp all": ["--sp", "all"],
+    "bf16": ["--bf16", "True"],
+}
+"""Flags that change how a step is computed, and nothing else. Without them, `--memory balanced` is in force."""
+NOT_TOGETHER = {
+    "optimizer on the host": ("ring sp 2, packed", "ring sp 4, packed", "gather sp 2, packed", "hybrid sp 4, packed"),
+    **dict.fromkeys(("compiled", "sp auto", "sp all"), ("ulysses sp 2, packed",)),
+}
+"""Layouts whose engine refuses an option; `sp auto` and `sp all` would run on the other one."""
+BF16 = 3e-3, 1e-2
+"""Relative errors of loss and gradient norm that are bf16's own, as in tests/test_support_matrix.py."""
 
 
 def make_pairs(conversational=False):
@@ -94,15 +139,13 @@ def flags_of(case, options, model, data, folder):
         *("--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(folder)),
         *("--max_steps", str(STEPS), "--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant"),
         *("--max_length", "2048", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True"),
-        *("--gradient_checkpointing", "False", "--max_grad_norm", "0"),
+        *("--max_grad_norm", "0"),
     ]
 
 
 def histories(cases):
     """{case: entries of the log} of runs of `longctx dpo` in this process group."""
     from accelerate.state import AcceleratorState
-
-    from longctx.settings.methods import DPO
 
     environment, results = dict(os.environ), {}
     for case, arguments in cases.items():
@@ -200,8 +243,8 @@ def compare(actual, expected, case, prefix="", norm=0.0):
         assert actual[prefix + name] == pytest.approx(expected[prefix + name], **bound), (case, name)
 
 
-def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational=False):
-    """{(layout, loss): entries of the log of rank 0}, one group of processes for each number of them and engine."""
+def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational=False, options=("",)):
+    """{"layout: loss, option": entries of the log of rank 0}, one group of processes for each number and engine."""
     records = make_pairs(conversational)
     data, held_out = tmp_path / "data" / "train.jsonl", tmp_path / "data" / "test.jsonl"
     data.parent.mkdir(exist_ok=True)
@@ -210,60 +253,134 @@ def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational
     groups = {}
     for layout in layouts:
         processes, flags = LAYOUTS[layout]
-        for loss in losses:
+        for loss, option in itertools.product(losses, options):
             case = flags_of(loss, LOSSES[loss], saved_model, data.parent, tmp_path / "out")
-            groups.setdefault((processes, "ulysses" in layout), {})[f"{layout}: {loss}"] = [*case, *flags, *extra]
+            case += [*flags, *extra, *OPTIONS.get(option, [])]
+            groups.setdefault((processes, "ulysses" in layout), {})[f"{layout}: {loss}, {option}".strip(", ")] = case
     found = {}
     for (processes, _), cases in groups.items():
         found |= run_ranks(processes, f"{__name__}:histories", cases, timeout=3000)[0]
     return found
 
 
-@pytest.mark.parametrize(
-    ("layouts", "losses"),
-    [
-        (["ring sp 2, one pair at a time", "ring sp 2, packed"], EARLY[:2]),
-        (["ulysses sp 2, packed"], EARLY[2:]),
-        pytest.param(["ring sp 2, packed"], list(LOSSES), marks=pytest.mark.long),
-        pytest.param(["ulysses sp 2, two pairs at a time"], list(LOSSES), marks=pytest.mark.long),
-        *(pytest.param([layout], EARLY, marks=pytest.mark.long) for layout in LAYOUTS if "dp 2" in layout),
-        *(
-            pytest.param([layout], EARLY[:2], marks=pytest.mark.long)
-            for layout in ("ring sp 4, packed", "no sp, packed")
-        ),
-    ],
-    ids=lambda names: " and ".join(names),
-)
-def test_steps_are_those_of_trl(layouts, losses, saved_model, trl, tmp_path, parity_table):
-    expected = trl(losses)
-    found = run_layouts(layouts, losses, saved_model, tmp_path, extra=["--eval_strategy", "steps", "--eval_steps", "1"])
+def check_logs(found, expected, parity_table, name="{}"):
+    """Compare every step and every evaluation of runs with those of TRL, and enter the errors into the parity table.
+
+    Args:
+        found: from `run_layouts`.
+        expected: {loss: entries of DPOTrainer's log}.
+    """
     for case, entries in found.items():
         layout, _, loss = case.partition(": ")
-        reference = expected[loss]
-        steps, right = ([e for e in log if "loss" in e] for log in (entries, reference))
-        evaluations, rated = ([e for e in log if "eval_loss" in e] for log in (entries, reference))
+        loss, _, option = loss.partition(", ")
+        kinds = "loss", "eval_loss"
+        steps, evaluations = ([e for e in entries if kind in e] for kind in kinds)
+        right, rated = ([e for e in expected[loss] if kind in e] for kind in kinds)
         assert len(steps) == STEPS == len(right)
+        errors = [abs(steps[0][number] / right[0][number] - 1) for number in ("loss", "grad_norm")]
+        run = max(abs(step["loss"] / (entry["loss"] or 1) - 1) for step, entry in zip(steps, right, strict=True))
+        row = name.format(", ".join(part for part in (loss, layout, option) if part))
+        parity_table.append((row, STARTED_BY, *errors, run if math.isfinite(run) else 0.0))
+        if option == "bf16":
+            assert all(error <= bound for error, bound in zip(errors, BF16, strict=True))
+            continue
         for step, entry in zip(steps, right, strict=True):
             compare(step, entry, case, norm=right[0]["grad_norm"])
         for evaluation, entry in zip(evaluations, rated, strict=True):
             compare(evaluation, entry, case, "eval_")
-        errors = [abs(steps[0][name] / right[0][name] - 1) for name in ("loss", "grad_norm")]
-        run = max(abs(step["loss"] / (entry["loss"] or 1) - 1) for step, entry in zip(steps, right, strict=True))
-        parity_table.append((f"DPO {loss}, {layout}", "torchrun", *errors, run if math.isfinite(run) else 0.0))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["ring sp 2, packed", "ulysses sp 2, two pairs at a time"])
-@pytest.mark.parametrize("options", [{"conversational": True}, {"lora": True}], ids=["chats", "LoRA"])
-def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, tmp_path):
+EVALUATES = ["--eval_strategy", "steps", "--eval_steps", "1"]
+PACKED_OR_NOT = [layout for layout in LAYOUTS if "dp 2" not in layout and layout.split(" sp ")[0] in BACKENDS.spread]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "losses"),
+    [
+        (["ring sp 2, one pair at a time", "ring sp 2, packed", "dp 2, one pack for two ranks"], EARLY[:2]),
+        (["ulysses sp 2, packed"], EARLY[2:]),
+        (["hybrid sp 4, packed"], EARLY[:1]),
+        *(pytest.param([layout], list(LOSSES), marks=pytest.mark.long) for layout in PACKED_OR_NOT),
+        *(pytest.param([layout], EARLY, marks=pytest.mark.long) for layout in LAYOUTS if "× dp 2" in layout),
+        pytest.param(["no sp, packed"], EARLY[:2], marks=pytest.mark.long),
+    ],
+    ids=lambda names: " and ".join(names) if len(names) < len(LOSSES) else "all losses",
+)
+def test_steps_are_those_of_trl(layouts, losses, saved_model, trl, tmp_path, parity_table):
+    check_logs(run_layouts(layouts, losses, saved_model, tmp_path, EVALUATES), trl(losses), parity_table)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("gather sp 2, packed", ["memory longest", "activations on the host"]),
+        *(
+            pytest.param(layout, [o for o in OPTIONS if layout not in NOT_TOGETHER.get(o, ())], marks=pytest.mark.long)
+            for layout in PACKED_OR_NOT
+            if layout.endswith("packed")
+        ),
+    ],
+    ids=lambda part: part if isinstance(part, str) else " and ".join(part[:2]),
+)
+def test_memory_options_change_nothing(layout, options, saved_model, trl, tmp_path, parity_table):
+    found = run_layouts([layout], EARLY[:1], saved_model, tmp_path, EVALUATES, options=options)
+    check_logs(found, trl(EARLY[:1]), parity_table)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "said"),
+    [
+        *(
+            (layout, OPTIONS[o], "--offload_optimizer_device cpu")
+            for o in list(NOT_TOGETHER)[:1]
+            for layout in NOT_TOGETHER[o]
+        ),
+        ("ulysses sp 2, packed", OPTIONS["compiled"], "--torch_compile True: the engine is deepspeed"),
+        ("ring sp 2, packed", ["--use_liger_kernel", "True"], "--use_liger_kernel True"),
+    ],
+)
+def test_options_without_an_exact_step_are_refused_by_name(layout, options, said, saved_model, tmp_path):
+    """Before data is read or processes start."""
+    processes, flags = LAYOUTS[layout]
+    given = flags_of("sigmoid", {}, saved_model, tmp_path / "nothing.jsonl", tmp_path / "out")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        resolve(parse_flags([*given, *flags, *options], DPO), read_profile({}), {"WORLD_SIZE": str(processes)})
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("gather sp 2, two pairs at a time", {"lora": True}),
+        *(pytest.param(layout, {"lora": True}, marks=pytest.mark.long) for layout in PACKED_OR_NOT),
+        *(pytest.param(layout, {"conversational": True}, marks=pytest.mark.long) for layout in PACKED_OR_NOT[1:3]),
+    ],
+    ids=lambda part: part if isinstance(part, str) else next(iter(part)),
+)
+def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, tmp_path, parity_table):
     adapter = ["--use_peft", "True", "--lora_target_modules", "all-linear"] if "lora" in options else []
-    chats = "conversational" in options
-    expected = trl(["sigmoid"], **options)["sigmoid"]
-    [entries] = run_layouts([layout], ["sigmoid"], saved_model, tmp_path, adapter, conversational=chats).values()
-    steps, right = ([e for e in log if "loss" in e] for log in (entries, expected))
-    for step, entry in zip(steps, right, strict=True):
-        compare(step, entry, layout, norm=right[0]["grad_norm"])
-    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
+    chats, losses = "conversational" in options, EARLY[:3] if "two" not in layout else EARLY[:1]
+    found = run_layouts([layout], losses, saved_model, tmp_path, adapter, conversational=chats)
+    expected = {loss: [e for e in log if "loss" in e] for loss, log in trl(losses, **options).items()}
+    check_logs(found, expected, parity_table, "{}, " + ("chats" if chats else "LoRA"))
+    first, *_, last = next(iter(found.values()))
+    assert last["loss"] < 0.9 * first["loss"]
+
+
+def test_a_pair_of_equal_answers_counts_as_not_accurate():
+    """Whatever rounding makes of its two sides, which lie in different places; and pairs with other answers do."""
+    model, sequence = longctx.parallelize(tiny_model(), sp=1)
+    flags = parse_flags([], DPO).values
+    loss = PreferenceLoss(sequence, {name: flags[name] for name in LOSS_FLAGS})
+    labels = [-100, 5, 6, -100, 5, 6, -100, 5, 6, -100, 5, 7]
+    ids = np.array([4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5, 7])
+    row = {"input_ids": ids, "labels": np.array(labels), "seq_lengths": np.full(4, 3)}
+    row["reference"] = np.array([[-999.0, 0.0], [-999.0, 0.0]])  # prefers every chosen answer
+    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=16, padding_free=True)([row])
+    batch |= loss.collate([row], batch)
+    shard = sequence.shard(batch)
+    outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, **loss.model_options)
+    sums = dict(zip(loss.sums, loss.measure(shard, outputs, batch)[1].tolist(), strict=True))
+    assert (sums["pairs"], sums["rewards/accuracies"]) == (2, 1)
 
 
 RESUMED = {"ring": ["--cp", "2", *PACKED], "ulysses with LoRA": [*ULYSSES, *ONE, "--use_peft", "True"]}
@@ -305,7 +422,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(case, saved_model, tm
 
 
 def test_a_reference_that_is_nan_ends_the_run(tmp_path):
-    from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+    from longctx.model.tiny import tiny_config, tiny_tokenizer
     from longctx.ranks.watchdog import FAILED
 
     model, data = tiny_model(config=tiny_config()), tmp_path / "pairs.jsonl"
