@@ -95,9 +95,10 @@ class SequenceParallel:
         context = AttentionContext(layout, exchanging, attention, schedule, self.groups.sequence)
         if self.routers is not None:
             context.real_tokens = send(cut(self._real_tokens(batch))[0], self.device)
+        context.position_ids = send(cut(position_ids), self.device)
         inputs = {
             "input_ids": send(cut(batch["input_ids"]), self.device),
-            "position_ids": send(cut(position_ids), self.device),
+            "position_ids": context.position_ids,
             "use_cache": False,
             "sequence": context,
         }

@@ -149,6 +149,7 @@ CALLS = {
     "not causal": (lambda: attend(module=SimpleNamespace(is_causal=False)), "asks for is_causal=False"),
     "bias": (lambda: attend(position_bias=Q), "asks for position_bias"),
     "window": (lambda: AttentionKind(window=0), "window 0 must be at least 1"),
+    "chunk": (lambda: AttentionKind(chunk_size=0), "chunk_size 0 must be at least 1"),
     "soft cap": (lambda: AttentionKind(softcap=0.0), "softcap 0.0 must be above 0"),
     "state's name": (lambda: _parts("states", "weight|x|name"), "expected 'kind.start.name'"),
     "state's parts": (lambda: _parts("states", "weight"), "expected 'kind.start.name'"),

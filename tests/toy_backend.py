@@ -43,7 +43,7 @@ def _attention_of(layout, groups, kind, heads_k_stride=None, overlap_exchange=Fa
     own = np.split(np.arange(len(order)), groups.ring.size())[groups.ring.rank()]
     back = order[own][:, None] - order[None]
     allowed = (document[own][:, None] == document[None]) & (back >= 0)
-    assert kind.softcap is None, "the toy has no soft cap"
+    assert kind.softcap is kind.chunk_size is None, "the toy has windows alone"
     if kind.window is not None:
         allowed &= back < kind.window
     mask = torch.from_numpy(allowed)

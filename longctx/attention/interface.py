@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from longctx.attention.temperature import has_temperature, install_temperature, with_temperature
 from longctx.recurrent.layers import PrefersHeads, install_recurrent
 from longctx.sequence.batch import AttentionContext, AttentionKind, refuse_uncut
 from longctx.upstream.transformers_internals import leave_only_present_layers
@@ -63,14 +66,24 @@ def longctx_attention(
         "the model was called with a batch that was not cut"
     )
     sequence.calls += 1
+    if has_temperature(module):
+        assert sequence.position_ids is not None, "known of a batch that was cut"
+        query = with_temperature(module, query, sequence.position_ids)
     if torch.is_autocast_enabled(query.device.type):  # norms and RoPE may have left fp32 queries beside bf16 values
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale, size = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
     query, key, value = _of_one_size(query, key, value)
-    kind = AttentionKind(window=sliding_window, softcap=softcap)
+    kind = AttentionKind(window=sliding_window, chunk_size=_chunk_size(module), softcap=softcap)
     out = sequence.attend(kind)(query, key, value, scale=scale, sinks=s_aux)
     return out[..., :size].transpose(1, 2).contiguous(), None
+
+
+def _chunk_size(module: Any) -> int | None:
+    """Return the tokens of a chunk, which transformers tells the mask and not the layer; None without chunks."""
+    types = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    is_chunked = "chunked_attention" in types and types[module.layer_idx] == "chunked_attention"
+    return module.config.attention_chunk_size if is_chunked else None
 
 
 def _of_one_size(*heads: Tensor) -> list[Tensor]:
@@ -90,5 +103,6 @@ def install(model: PreTrainedModel, prefers_heads: PrefersHeads) -> None:
     """
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
+    install_temperature(model)
     install_recurrent(model, NAME, prefers_heads)
     leave_only_present_layers(model)

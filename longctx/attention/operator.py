@@ -41,11 +41,11 @@ class LocalSchedule:
 
     Args:
         cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
-        kind: the window and the soft cap of the layers.
+        kind: the window, the chunks and the soft cap of the layers.
     """
 
     def __init__(self, cu_seqlens: np.ndarray, kind: AttentionKind = PLAIN):
-        cu_seqlens = np.asarray(cu_seqlens)
+        cu_seqlens = kind.boundaries(cu_seqlens)
         self.entries = Entries.of_documents(cu_seqlens, binding_window(kind.window, cu_seqlens), kind.softcap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from longctx.data import IGNORE_INDEX
 from longctx.layers.chunked.copies import synchronize, to_device, to_host
 from longctx.regions import region
 from longctx.sequence.host_tensors import host_empty
-from longctx.upstream.transformers_internals import replace_forward
+from longctx.upstream.transformers_internals import decoder_of, replace_forward
 
 TILE_BYTES = 2**28
 """Bytes of one tile's logits in fp32, for at least one token. A tile needs two to three times as much in all."""
@@ -100,7 +100,7 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
         if not token_outputs:
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return plain(self, *args, **kwargs, **given)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        hidden = decoder_of(self)(*args, **kwargs).last_hidden_state
         head, sequence = self.get_output_embeddings(), kwargs.get("sequence")
         positions = None if sequence is None else sequence.learnt_positions(shift_labels)
         return head(

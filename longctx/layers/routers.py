@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from longctx.regions import region
 from longctx.sequence.batch import AttentionContext
-from longctx.upstream.transformers_internals import replace_forward, router_class
+from longctx.upstream.transformers_internals import decoder_of, replace_forward, router_class
 
 RETURN_PROBABILITIES = ("Gemma4TextRouter",)
 """Routers whose first result is their probabilities, which are the softmax of their logarithms; they have no loss."""
@@ -180,11 +180,15 @@ class Routers:
         finally:
             self._is_counting = False
 
-    def _observe(self, number: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _observe(self, number: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> Any:
         batch = self._latest
         if batch is None:
             return None
-        logits, weights, indices = output
+        if len(output) == 2:  # Llama 4's scores of all experts, and logits
+            weights, logits = output
+            indices = logits.topk(self.top_k, dim=-1).indices
+        else:
+            logits, weights, indices = output
         if type(router).__name__ in RETURN_PROBABILITIES:
             logits = logits.log()
         real = batch.take(number, len(logits))
@@ -261,7 +265,8 @@ def install_routers(model: PreTrainedModel, coefficient: float) -> Routers | Non
     if not modules:
         return None
     routers = Routers(modules, coefficient, dist.get_world_size() if dist.is_initialized() else 1)
-    plain = model.base_model.forward
+    decoder = decoder_of(model)
+    plain = decoder.forward
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -272,5 +277,5 @@ def install_routers(model: PreTrainedModel, coefficient: float) -> Routers | Non
         with routers.passing(context):
             return plain(*args, **kwargs | {"output_router_logits": False})
 
-    replace_forward(model.base_model, forward)
+    replace_forward(decoder, forward)
     return routers

@@ -75,7 +75,9 @@ def _takes_one(part: nn.Module) -> bool:
 
 @torch.compiler.disable  # it differentiates while it is being differentiated
 def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, width: int, hidden_states: Tensor) -> Any:
-    """hidden_states [B, S, ...], or [T, h] -> what `run` gives, a tensor of this shape or a tuple that starts with one.
+    """hidden_states [B, S, ...], or [T, h] -> what `run` gives: a tensor of this shape, or a tuple that starts with it.
+
+    Llama 4's experts give [T, h] for any shape.
 
     A sequence that is a single tile goes the same way as others: ZeRO-1 and ZeRO-2 reduce gradients in the order in
     which they come, and data-parallel ranks have sequences of different lengths.
@@ -86,7 +88,9 @@ def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, widt
     size = -(-x.shape[1] // num_shards) if num_shards else width
     kept = _Keep.apply(x)
     out = _Tiles.apply(mlp, run, size, kept.grad_fn, kept, *trained(mlp))
-    return (out[0].view(hidden_states.shape), *out[1:]) if isinstance(out, tuple) else out.view(hidden_states.shape)
+    first, *others = out if isinstance(out, tuple) else (out,)
+    first = first.view(hidden_states.shape) if first.dim() == x.dim() else first
+    return (first, *others) if isinstance(out, tuple) else first
 
 
 class _Keep(torch.autograd.Function):

@@ -40,6 +40,7 @@ DECODER_MODELS = (
     "iquestcoder",
     "jais2",
     "kolibri1",
+    "llama4_text",
     "ministral",
     "ministral3",
     "nanochat",
@@ -137,6 +138,9 @@ WINDOW_MODELS = (
 SOFTCAP_MODELS = ("gemma2", "vaultgemma")
 """Those of them that are compared with soft-capped attention scores; others ignore the setting, or need a mask."""
 
+CHUNK_MODELS = ("llama4_text",)
+"""Those of them that are compared with chunked attention."""
+
 GATED_DELTA_MODELS = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Those of them whose layers of type linear_attention are gated delta rules (longctx.recurrent.gated_delta)."""
 
@@ -192,6 +196,7 @@ MULTIMODAL_MODELS = {
     "internvl": _PLAIN_TEXT,
     "janus": _PLAIN_TEXT,
     "lighton_ocr": _PLAIN_TEXT,
+    "llama4": ("llama4_text",),
     "llava": _PLAIN_TEXT,
     "llava_next": _PLAIN_TEXT,
     "llava_next_video": _PLAIN_TEXT,
@@ -336,6 +341,7 @@ def _layers(config: PretrainedConfig) -> Iterator[str]:
     exact = (
         *(RECURRENT_SETTINGS if config.model_type in RECURRENT_MODELS else ()),
         *(("attn_logit_softcapping",) if config.model_type in SOFTCAP_MODELS else ()),
+        *(("attention_chunk_size",) if config.model_type in CHUNK_MODELS else ()),
     )
     for name, kind in REFUSED_SETTINGS.items():
         value = getattr(config, name, None)
@@ -351,6 +357,8 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
     supported = {"full_attention", "sliding_attention"}
     if config.model_type in RECURRENT_MODELS:
         supported |= {*RECURRENT_KINDS, *CHANNEL_KINDS}
+    if config.model_type in CHUNK_MODELS and getattr(config, "attention_chunk_size", None):
+        supported |= {"chunked_attention"}
     if others := sorted(set(types or ()) - supported):
         kinds = dict.fromkeys(LAYER_KINDS.get(name, "unknown layers") for name in others)
         yield (

@@ -22,7 +22,12 @@ from transformers import (
 
 from longctx.model.allow_list import MULTIMODAL_MODELS
 from longctx.model.files import on_meta
-from longctx.upstream.transformers_internals import save_without_conversions, tied_weights, unpartitioned
+from longctx.upstream.transformers_internals import (
+    decoder_of,
+    save_without_conversions,
+    tied_weights,
+    unpartitioned,
+)
 
 CAUSAL_TYPES = {
     "glm4v_moe_text": "glm4_moe",
@@ -154,7 +159,7 @@ def names_in_whole(text: PreTrainedModel, whole: PreTrainedModel) -> dict[str, s
     """
     names: dict[str, str] = {}
     for part, counterpart in (
-        (text.get_decoder(), whole.get_decoder()),
+        (decoder_of(text), decoder_of(whole)),
         (text.get_output_embeddings(), whole.get_output_embeddings()),
     ):
         prefix, other = _name_of(text, part), _name_of(whole, counterpart)
@@ -182,7 +187,7 @@ def _load_whole(
         whole, found = AutoModelForImageTextToText.from_pretrained(
             name, config=config, dtype=dtype, revision=revision, output_loading_info=True
         )
-    text_prefixes = tuple(_name_of(whole, part) + "." for part in (whole.get_decoder(), whole.get_output_embeddings()))
+    text_prefixes = tuple(_name_of(whole, part) + "." for part in (decoder_of(whole), whole.get_output_embeddings()))
     if missing := sorted(key for key in found["missing_keys"] if needs_all or key.startswith(text_prefixes)):
         raise ValueError(
             f"{name} has no weights for {len(missing)} parameters of a {whole.config.model_type} model, such as "

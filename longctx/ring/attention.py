@@ -50,8 +50,8 @@ def ring_attention(
             which takes more memory and fewer messages.
         heads_k_stride: key/value heads that "gather" collects at a time, while it computes the ones before; a quarter
             of them if None.
-        kind: the window and the soft cap of the layers. With a window, only the tokens that windows on other ranks
-            reach travel, whatever the transport.
+        kind: the window, the chunks and the soft cap of the layers. With windows or chunks, only the tokens that these
+            reach on other ranks travel, whatever the transport.
         sinks: [H], attention sinks: for each head a logit that takes part in every softmax and adds nothing to the
             output.
 
@@ -84,10 +84,11 @@ def ring_schedule(
         raise ValueError(f"transport {transport!r} is unknown, use one of {', '.join(TRANSPORTS)}")
     if heads_k_stride is not None and (transport != "gather" or heads_k_stride < 1):
         raise ValueError(f"heads_k_stride {heads_k_stride} must be at least 1, and goes with transport='gather'.")
-    window = binding_window(kind.window, plan.cu_seqlens)
-    if window is None:
+    boundaries = kind.boundaries(plan.cu_seqlens)
+    window = binding_window(kind.window, boundaries)
+    if window is None and len(boundaries) == len(plan.cu_seqlens):
         return RingSchedule(plan, group, TRANSPORTS[transport], heads_k_stride, kind.softcap)
-    return WindowSchedule(plan, group, window, kind.softcap)
+    return WindowSchedule(plan, group, boundaries, window, kind.softcap)
 
 
 class RingSchedule:

@@ -1,8 +1,9 @@
-"""Sliding-window attention over a sequence cut by a `RingPlan`: only the tokens that windows reach travel.
+"""Attention in windows or chunks over a sequence cut by a `RingPlan`: only the tokens that these reach travel.
 
-Every rank computes its own pieces of documents, each with up to `window - 1` earlier tokens of its document. Those
-tokens that other ranks hold arrive in one all-to-all, which moves far less than a ring. The keys of a piece are then a
-contiguous range of its document that ends where the piece ends, so one varlen call computes all pieces.
+Every rank computes its own pieces of documents, each with up to `window - 1` earlier tokens of its document, or with
+those of its chunk: pieces are cut where chunks begin. Those tokens that other ranks hold arrive in one all-to-all,
+which moves far less than a ring. The keys of a piece are then a contiguous range of its document that ends where the
+piece ends, so one varlen call computes all pieces.
 
 Shape legend: P ranks, S tokens a rank, R tokens received, N key rows in piece order, K key/value heads, D head size.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from longctx.attention.kernels import Entries, block_backward, block_forward, upload
 from longctx.regions import region
-from longctx.ring.plan import IntArray, RingPlan
+from longctx.ring.plan import IntArray, RingPlan, _PlacedPieces
 from longctx.ring.transport import check_shard, fuse, split
 
 
@@ -40,12 +41,17 @@ class WindowPlan:
     """int64 [N]: row of every key, piece after piece, in the document's order; own rows are below S, others above."""
 
 
-def plan_window(plan: RingPlan, window: int, rank: int) -> WindowPlan:
-    """Return what `rank` sends, receives and computes for a window. Every rank derives it from the same plan."""
-    pieces = plan._pieces
-    begin = plan.cu_seqlens[pieces.document] + pieces.start  # in the whole sequence
+def plan_window(plan: RingPlan, boundaries: IntArray, window: int | None, rank: int) -> WindowPlan:
+    """Return what `rank` sends, receives and computes. Every rank derives it from the same plan.
+
+    Args:
+        boundaries: int64 [m + 1], of the documents, or of chunks of documents that do not see each other.
+        window: tokens of its chunk that each query sees, itself included; None means all tokens before it.
+    """
+    pieces, begin, of_chunk = _cut_at(plan, boundaries)
+    window = window or int(np.diff(boundaries).max())
+    first = np.maximum(of_chunk, begin - (window - 1))  # the first token a piece sees
     order = np.argsort(begin)
-    first = np.maximum(plan.cu_seqlens[pieces.document], begin - (window - 1))  # the first token a piece sees
     # The pieces cut the sequence into consecutive ranges, so what a piece sees is a range of pieces up to itself.
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -80,12 +86,34 @@ def plan_window(plan: RingPlan, window: int, rank: int) -> WindowPlan:
     )
 
 
-class WindowSchedule:
-    """Attention over the last `window` tokens of each query's document."""
+def _cut_at(plan: RingPlan, boundaries: IntArray) -> tuple[_PlacedPieces, IntArray, IntArray]:
+    """Return the plan's pieces, cut at boundaries, and where each of them and its chunk begin in the sequence."""
+    whole = plan._pieces
+    begin = plan.cu_seqlens[whole.document] + whole.start
+    chunk = np.searchsorted(boundaries, begin, side="right") - 1
+    count = np.searchsorted(boundaries, begin + whole.length) - chunk
+    piece = np.repeat(np.arange(len(count)), count)
+    chunk = _ranges(chunk, count)
+    cut = np.maximum(begin[piece], boundaries[chunk])
+    skipped = cut - begin[piece]
+    length = np.minimum((begin + whole.length)[piece], boundaries[chunk + 1]) - cut
+    document, start, rank, offset = (x[piece] for x in (whole.document, whole.start, whole.rank, whole.offset))
+    return _PlacedPieces(document, start + skipped, length, rank, offset + skipped), cut, boundaries[chunk]
 
-    def __init__(self, plan: RingPlan, group: dist.ProcessGroup, window: int, softcap: float | None = None):
+
+class WindowSchedule:
+    """Attention over the last tokens of each query's document that its window or its chunk has."""
+
+    def __init__(
+        self,
+        plan: RingPlan,
+        group: dist.ProcessGroup,
+        boundaries: IntArray,
+        window: int | None,
+        softcap: float | None = None,
+    ):
         self.plan, self.group = plan, group
-        self.mine = mine = plan_window(plan, window, dist.get_rank(group))
+        self.mine = mine = plan_window(plan, boundaries, window, dist.get_rank(group))
         q_ranges, kv_ranges = (np.stack((x[:-1], x[1:]), axis=1) for x in (mine.q_bounds, mine.kv_bounds))
         self.entries = Entries(q_ranges, kv_ranges, causal=True, window=window, softcap=softcap)
         self.rows: tuple[Tensor, Tensor] | None = None

@@ -46,19 +46,38 @@ class AttentionKind:
     schedule.
 
     Raises:
-        ValueError: for a window below 1, or a cap that is not above 0.
+        ValueError: for a window or chunks below 1, or a cap that is not above 0.
     """
 
     window: int | None = None
     """Tokens of its document that each query sees, itself included; None means all tokens before it."""
+    chunk_size: int | None = None
+    """Tokens of a chunk, if documents are cut into chunks that do not see each other (Llama 4); None for no chunks."""
     softcap: float | None = None
     """c: the softmax is over c·tanh(s/c) instead of the scores s (Gemma 2, arXiv 2408.00118); None for plain scores."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"window {self.window} must be at least 1: every token sees itself.")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"chunk_size {self.chunk_size} must be at least 1: every token sees itself.")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap {self.softcap} must be above 0. Use None for scores without a cap.")
+
+    def boundaries(self, cu_seqlens: np.ndarray) -> np.ndarray:
+        """Return the boundaries of what can see each other, int64 [m + 1]: of documents, or of their chunks.
+
+        [0, 5, 8], in chunks of 2 tokens -> [0, 2, 4, 5, 7, 8]
+
+        Args:
+            cu_seqlens: int [n + 1], boundaries of the documents.
+        """
+        cu_seqlens = np.asarray(cu_seqlens, np.int64)
+        if self.chunk_size is None:
+            return cu_seqlens
+        count = -(-np.diff(cu_seqlens) // self.chunk_size)
+        chunk = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        return np.append(np.repeat(cu_seqlens[:-1], count) + chunk * self.chunk_size, cu_seqlens[-1:])
 
 
 PLAIN = AttentionKind()
@@ -100,6 +119,8 @@ class AttentionContext:
         """Attention layers, linear ones too, that have run on this batch, recomputation included."""
         self.real_tokens: Tensor | None = None
         """bool [T/P]: this rank's tokens that are not padding, where routers of a mixture of experts count them."""
+        self.position_ids: Tensor | None = None
+        """int64 [1, T/P]: the positions of this rank's tokens in their documents, of a batch that was cut."""
         self._learnt: tuple[Tensor, int, Tensor] | None = None
 
     @property

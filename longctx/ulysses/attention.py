@@ -37,7 +37,7 @@ def ulysses_attention(
         heads_k_stride: key/value heads of a rank that are exchanged and attended to at a time, see `HeadChunks`; all of
             them if None, or a few large groups with `overlap_exchange`.
         overlap_exchange: whether some heads are exchanged while others are attended to.
-        kind: the window and the soft cap of the layers.
+        kind: the window, the chunks and the soft cap of the layers.
         sinks: [H], for each head a logit that takes part in every softmax and adds nothing to the output.
 
     Returns:

@@ -109,9 +109,15 @@ def save_without_conversions(model: PreTrainedModel) -> None:
     model._weight_conversions = None
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return what is below the head of a model. `get_decoder` returns a Llama 4 model itself, with its head."""
+    decoder = model.get_decoder()
+    return decoder.model if hasattr(decoder, "lm_head") else decoder
+
+
 def router_class(model: PreTrainedModel) -> type | None:
     """Return the class of the model's routers, which transformers names to record their logits."""
-    recorder = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    recorder = (getattr(decoder_of(model), "_can_record_outputs", None) or {}).get("router_logits")
     return getattr(recorder, "target_class", recorder)
 
 

@@ -32,6 +32,10 @@ KINDS = {
     "window 50, sinks": (AttentionKind(window=50), True),
     "window 137": (AttentionKind(window=137), False),
     "window beyond all": (AttentionKind(window=5000), False),
+    "chunks of 1": (AttentionKind(chunk_size=1), False),
+    "chunks of 40, sinks": (AttentionKind(chunk_size=40), True),
+    "chunks of 90, soft cap, window 50": (AttentionKind(chunk_size=90, softcap=1.5, window=50), False),
+    "chunks beyond all": (AttentionKind(chunk_size=5000), False),
     "soft cap": (AttentionKind(softcap=1.5), False),  # of scores whose standard deviation is 1
     "soft cap, window 50, sinks": (AttentionKind(window=50, softcap=1.5), True),
 }
@@ -47,6 +51,9 @@ def dense_attention(q, k, v, lengths, kind=PLAIN, sinks=None):
         scores = q_doc @ k_doc.transpose(1, 2) / q.shape[-1] ** 0.5
         age = torch.arange(scores.shape[-1])[:, None] - torch.arange(scores.shape[-1])
         visible = (age >= 0) & (age < (kind.window or scores.shape[-1]))
+        if kind.chunk_size is not None:
+            chunk = torch.arange(scores.shape[-1]) // kind.chunk_size
+            visible &= chunk[:, None] == chunk
         if kind.softcap is not None:
             scores = kind.softcap * torch.tanh(scores / kind.softcap)
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -153,7 +160,7 @@ def all_cases(covering):
                 continue
             if world_size == 8 and (dtype != torch.float64 or pack == "one-token documents"):
                 continue  # adds nothing to 4 ranks but time
-            if world_size in (4, 8) and kind not in ("full", "window 50, sinks", "soft cap"):
+            if world_size in (4, 8) and kind not in ("full", "window 50, sinks", "chunks of 40, sinks", "soft cap"):
                 continue  # nor do these
             if kind != "full" and (world_size != 2 or heads == "MHA") and (heads, dtype) != ("GQA", torch.float64):
                 continue  # nor do heads and dtypes add anything to two ranks with windows and sinks
@@ -209,7 +216,7 @@ def test_sharded_attention_equals_dense(world_size, covering):
         assert not wrong
 
 
-LEAKS = ("full", "soft cap, window 50, sinks")
+LEAKS = ("full", "chunks of 40, sinks", "soft cap, window 50, sinks")
 
 
 def rerun_and_leak():
@@ -359,6 +366,7 @@ def wrong_calls():
         "no heads": lambda: ulysses_attention(q[:, :2], q[:, :2], q[:, :2], np.array([0, 16]), group, heads_k_stride=0),
         "heads, a few at a time": lambda: ulysses_attention(q, q, q, np.array([0, 16]), group, heads_k_stride=1),
         "window": lambda: ring_attention(q, q, q, fits, group, kind=AttentionKind(window=0)),
+        "chunks": lambda: ring_attention(q, q, q, fits, group, kind=AttentionKind(chunk_size=0)),
         "soft cap": lambda: ring_attention(q, q, q, fits, group, kind=AttentionKind(softcap=0.0)),
         "transport": lambda: ring_attention(q, q, q, fits, group, transport="pigeon"),
         "mixed dtypes": lambda: ring_attention(q, q.double(), q, fits, group),
@@ -386,6 +394,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank():
         assert "heads_k_stride 0 must be at least 1" in messages["no heads"]
         assert "--sp 1, 3" in messages["heads, a few at a time"]
         assert "window 0 must be at least 1" in messages["window"]
+        assert "chunk_size 0 must be at least 1" in messages["chunks"]
         assert "softcap 0.0 must be above 0" in messages["soft cap"]
         assert "use one of p2p, gather" in messages["transport"]
         assert "Cast them" in messages["mixed dtypes"]

@@ -40,6 +40,7 @@ DEFAULT_FAMILIES = ("llama", "gpt_oss, sinks and windows", "olmo", "qwen3_moe")
         (AttentionKind(window=6), True),
         (PLAIN, True),
         (AttentionKind(softcap=0.5), False),
+        (AttentionKind(chunk_size=9), True),
         (AttentionKind(window=6, softcap=0.5), True),
     ],
     ids=str,

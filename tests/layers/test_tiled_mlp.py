@@ -51,6 +51,7 @@ def test_every_model_s_mlps_are_found_and_give_the_same(family):
     lengths = []
     for mlp in mlps:
         part = next(part for part in mlp.modules() if part is not mlp and list(part.parameters()))
+        part = mlp.router if family.startswith("llama4") and hasattr(mlp, "router") else part  # all experts take all
         part.register_forward_pre_hook(lambda _, args: lengths.append(args[0].numel() // x.shape[-1]))
     for mlp, references in zip(mlps, expected, strict=True):
         for actual, reference in zip(results(mlp, x), references, strict=True):

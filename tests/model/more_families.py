@@ -36,6 +36,18 @@ GEMMA4 = SMALL | {
     "use_bidirectional_attention": "vision",
     "use_double_wide_mlp": True,
 }
+LLAMA4 = SMALL | {
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_layers": [1, 2],
+    "no_rope_layers": [1, 1, 0],
+    "attention_chunk_size": 4,
+    "floor_scale": 3,
+    "attn_scale": 0.7,
+}
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 4.0,
@@ -66,6 +78,7 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "iquestcoder": ("iquestcoder", SMALL | {"attention_bias": True}),
     "jais2": ("jais2", SMALL | {"head_dim": 8}),
     "kolibri1, windows": ("kolibri1", EXPERTS | WINDOW | {"shared_expert_intermediate_size": 16}),
+    "llama4_text, chunks, temperatures": ("llama4_text", LLAMA4),
     "ministral, windows": ("ministral", SMALL | WINDOW | {"head_dim": 16}),
     "ministral3": (
         "ministral3",

@@ -364,6 +364,32 @@ def test_four_ranks_equal_stock_transformers(backend):
         assert list(results) == pairs
 
 
+LEAK_FAMILIES = [name for name in MORE_FAMILIES if name.startswith(("gemma2", "gemma4_text", "llama4"))]
+
+
+def leaks(families: list[str]) -> dict[tuple[str, str], list[int]]:
+    """For families and backends, the documents whose logits change, bit for bit, when a token of the third does."""
+    changed = {}
+    for family, backend in ((family, backend) for family in families for backend in ("ring", "ulysses")):
+        model, sequence = parallelize(make_model(family), dist.get_world_size(), sp_backend=backend)
+        results = []
+        for other in (0, 1):
+            batch = make_batch()
+            batch["input_ids"][0, 12] += other
+            shard = sequence.shard(batch)
+            with torch.no_grad():
+                results.append(sequence.unshard(model(**shard.inputs).logits, shard.layout)[0].split(LENGTHS))
+        pairs = zip(*results, strict=True)
+        changed[family, backend] = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
+    return changed
+
+
+def test_a_changed_token_changes_its_own_document_only():
+    for changed in run_ranks(2, f"{__name__}:leaks", LEAK_FAMILIES):
+        assert len(changed) == 2 * len(LEAK_FAMILIES) > 6
+        assert not {case: documents for case, documents in changed.items() if documents != [2]}
+
+
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
 @pytest.mark.parametrize(
     ("family", "kwargs"),

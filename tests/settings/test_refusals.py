@@ -404,7 +404,11 @@ MODELS = {
     "mamba and attention": ("jamba", {}, ("'jamba'", "mamba_d_state")),
     "linear attention": ("minimax", {}, ("layer_types holds linear_attention",)),
     "noise": ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "--model_init_kwargs")),
-    "chunks": ("llama4_text", {"attention_chunk_size": 16}, ("attention_chunk_size is 16", "chunked_attention")),
+    "chunks without a size": (
+        "llama4_text",
+        {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 2},
+        ("layer_types holds chunked_attention",),
+    ),
     "bidirectional": ("gemma", {"use_bidirectional_attention": True}, ("use_bidirectional_attention", "non-causal")),
     "encoder": ("bert", {}, ("'bert'", "not known to be exact", "llama")),
     "alibi": ("bloom", {}, ("'bloom'", "not known to be exact", "llama")),

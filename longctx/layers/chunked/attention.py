@@ -50,7 +50,7 @@ class HostAttention:
     Args:
         cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
         block: B.
-        kind: the window and the soft cap of the layer.
+        kind: the window, the chunks and the soft cap of the layer.
         scale: of the scores before the softmax.
         copies: to and from the device that computes.
     """
@@ -58,7 +58,7 @@ class HostAttention:
     def __init__(
         self, cu_seqlens: np.ndarray, *, block: int, kind: AttentionKind = PLAIN, scale: float, copies: Copies
     ):
-        self.cu_seqlens, self.block = np.asarray(cu_seqlens), block
+        self.cu_seqlens, self.block = kind.boundaries(cu_seqlens), block
         self.window, self.softcap = binding_window(kind.window, self.cu_seqlens), kind.softcap
         self.scale, self.copies = scale, copies
         self._entries: dict[tuple[bytes, bytes, bool], Entries] = {}

@@ -77,8 +77,8 @@ class _Leave(Exception):
 class _AtAttention:
     """Stands in for the batch's `AttentionContext` while one chunk goes through the layer."""
 
-    def __init__(self, length: int, answer: Callable[..., Tensor]):
-        self.local_length, self.calls = length, 0
+    def __init__(self, length: int, answer: Callable[..., Tensor], position_ids: Tensor | None):
+        self.local_length, self.calls, self.position_ids = length, 0, position_ids
         self._answer = answer
 
     def attend(self, kind: AttentionKind) -> Callable[..., Tensor]:
@@ -245,7 +245,9 @@ class ChunkedLayer:
 
     def _call(self, x: Tensor, at: slice, answer: Callable[..., Tensor]) -> Any:
         keywords = {name: _chunk_of(value, at, name) for name, value in self.keywords.items()}
-        return self.run(x, **keywords, sequence=_AtAttention(x.shape[1], answer))
+        positions = self.sequence.position_ids
+        of_chunk = None if positions is None else positions[:, at]
+        return self.run(x, **keywords, sequence=_AtAttention(x.shape[1], answer, of_chunk))
 
     def _split_heads(self, q, k, v, kind, scale, sinks) -> Projection:
         """Split q [1, H, c, D], k and v [1, K, c, D] by the rank that attends with each head."""
