@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -196,7 +197,9 @@ class SequenceParallel:
         shard = self.shard({**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)})
         model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
 
-    def log_probs(self, model: nn.Module, batch: Mapping[str, Any], *, gather: bool = True) -> Tensor:
+    def log_probs(
+        self, model: nn.Module, batch: Mapping[str, Any], *, gather: bool = True, temperature: float = 1.0
+    ) -> Tensor:
         """Return the log-probability of every label given the tokens before it in its document; 0 for labels of −100.
 
         The model is run on this rank's part of the batch, and its logits exist for a tile of tokens at a time. Under
@@ -212,6 +215,7 @@ class SequenceParallel:
             model: the first result of `parallelize`, wrapped or not.
             batch: as for `shard`.
             gather: whether every rank gets all tokens, not only its own.
+            temperature: what logits are divided by, as in sampling.
 
         Returns:
             fp32 or wider. If gathered, [B, S] at the labels' positions; otherwise [1, T/P] in the order of
@@ -219,15 +223,19 @@ class SequenceParallel:
             tokens; `reduce` scales such a part for the average over ranks.
 
         Raises:
-            ValueError: if the batch cannot be cut exactly, or the model is wrapped so that it returns half precision.
+            ValueError: if the batch cannot be cut exactly, the model is wrapped so that it returns half precision, or
+                the temperature is not above 0.
         """
         shard = self.shard(batch)
-        log_probs = -self.token_outputs(model, shard).losses
+        log_probs = -self.token_outputs(model, shard, temperature).losses
         return self.gather_at_labels(log_probs, shard.layout) if gather else log_probs
 
-    def token_outputs(self, model: nn.Module, shard: ShardedBatch) -> TokenOutputs:
+    def token_outputs(self, model: nn.Module, shard: ShardedBatch, temperature: float = 1.0) -> TokenOutputs:
         """Return those of this rank's tokens, whose losses may be weighted one by one."""
-        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, summed=False)
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature {temperature} is not above 0. Use the one that answers were sampled at.")
+        options = {"token_outputs": True, "summed": False, "temperature": temperature}
+        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, **options)
         if outputs.losses.dtype.itemsize < 4:
             raise ValueError(
                 f"the model's wrapper casts what it returns to {outputs.losses.dtype}, which would round "

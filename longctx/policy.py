@@ -61,6 +61,8 @@ class PolicyLoss:
     """The ratio is clipped above 1 + epsilon_high; if None, epsilon. For cispo it is the largest weight itself."""
     delta: float | None = None
     """The largest ratio in two-sided clipping, for the losses that clip as PPO does."""
+    temperature: float = 1.0
+    """What logits are divided by: the temperature at which the answers were sampled."""
     beta: float = 0.0
     """The factor of the KL divergence from the reference model."""
     use_bias_correction_kl: bool = True
@@ -264,7 +266,7 @@ def policy_loss(
 
     shard = sequence.shard(batch)
     held = {name: sequence.shard_at_labels(values, shard) for name, values in given.items()}
-    outputs = sequence.token_outputs(model, shard)
+    outputs = sequence.token_outputs(model, shard, policy.temperature)
     document = sequence.documents_of_tokens(shard.layout)
     label_tokens = documents.label_tokens.to(document.device)
     weights = counts.document_weights(documents.label_tokens, policy, expanded.get("groups"))

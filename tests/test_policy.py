@@ -34,7 +34,7 @@ OPTIONS = {
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
     "grpo": {"loss_type": "grpo", "beta": 0.04, "delta": 1.3},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-2, "epsilon_high": 4e-2},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "temperature": 0.7},
     "sapo": {"loss_type": "sapo", "beta": 0.1, "use_bias_correction_kl": False},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 70},
@@ -88,7 +88,7 @@ def step_of(sequence, model, records, options, packed, backward=torch.Tensor.bac
     loss, outputs = 0.0, []
     for numbers, batch, its_groups in zip(dealing, batches, groups, strict=True):
         with torch.no_grad():
-            now = sequence.log_probs(model, batch)
+            now = sequence.log_probs(model, batch, temperature=policy.temperature)
         mine = [records[number] for number in numbers]
         values = {name: placed(batch, [record[name] for record in mine]) for name in ("old", "ref", "ratio")}
         result = sequence.policy_loss(
@@ -123,10 +123,13 @@ def of_every_case():
     return results
 
 
-def dense_measures(model, record):
-    """Log-probabilities and entropies of an answer's document, [n − 1], from stock transformers."""
+def dense_measures(model, record, temperature=1.0):
+    """Log-probabilities and entropies of an answer's document, [n − 1], from stock transformers.
+
+    TRL divides the logits by the temperature in the method that this stands for.
+    """
     ids = torch.from_numpy(record["input_ids"])
-    every = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    every = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
     return every.gather(-1, ids[1:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
@@ -144,7 +147,8 @@ def loss_of_trl(model, records, options):
 
     from trl import GRPOConfig, GRPOTrainer
 
-    measures = [dense_measures(model, record) for record in records]
+    policy = PolicyLoss(**options)
+    measures = [dense_measures(model, record, policy.temperature) for record in records]
     width = max(len(record["labels"]) for record in records) - 1
 
     def padded(rows):
@@ -153,7 +157,6 @@ def loss_of_trl(model, records, options):
     logps, entropies = (padded(part) for part in zip(*measures, strict=True))
     mask = padded([(record["labels"][1:] != -100).astype(np.int64) for record in records])
     shift = {name: padded([record[name][1:] for record in records]) for name in ("old", "ref", "ratio")}
-    policy = PolicyLoss(**options)
     args = GRPOConfig(use_cpu=True, bf16=False, report_to="none", **options)
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     trainer = SimpleNamespace(
@@ -320,6 +323,7 @@ def shifted(log_probs):
         ({"policy": {"loss_type": "dr_grpo"}}, "divides by max_completion_length, which is None"),
         ({"policy": {"normalization": "tokens"}}, "normalization 'tokens' is not known"),
         ({"policy": {"importance_sampling_level": "word"}}, "use token or sequence"),
+        ({"policy": {"temperature": 0.0}}, "temperature 0.0 is not above 0"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -49,6 +49,8 @@ class LogitScaling(NamedTuple):
     factor: float = 1.0
     softcap: float | None = None
     """c · tanh(logit / c)."""
+    temperature: float = 1.0
+    """What logits are divided by, as in sampling."""
 
     @classmethod
     def of_model(cls, config: PretrainedConfig) -> LogitScaling:
@@ -70,7 +72,7 @@ PLAIN = LogitScaling()
 def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
     """Let `model(..., shift_labels=..., token_outputs=True)` return `TokenOutputs`.
 
-    `label_smoothing`, `summed` and `mean_logits` are those of `fused_token_outputs`.
+    `label_smoothing`, `summed` and `mean_logits` are those of `fused_token_outputs`, and `temperature` divides logits.
     Without `token_outputs` the model is what it was. The head is called as the module that it is, once, so that
     FSDP2, ZeRO-3 and adapters treat its weight like any other layer's: gathered once for all tiles, one gradient.
 
@@ -95,6 +97,7 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
         label_smoothing=0.0,
         summed=True,
         mean_logits=False,
+        temperature=1.0,
         **kwargs,
     ):
         if not token_outputs:
@@ -110,6 +113,7 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
             label_smoothing=label_smoothing,
             summed=summed,
             mean_logits=mean_logits,
+            temperature=temperature,
         )
 
     replace_forward(model, MethodType(forward, model))
@@ -125,6 +129,7 @@ def _head_forward(
     label_smoothing: float = 0.0,
     summed: bool = True,
     mean_logits: bool = False,
+    temperature: float = 1.0,
 ) -> Tensor | TokenOutputs:
     if shift_labels is None:
         return F.linear(hidden.to(head.weight.device), head.weight, head.bias)
@@ -135,7 +140,7 @@ def _head_forward(
         shift_labels,
         positions=positions,
         label_smoothing=label_smoothing,
-        scaling=scaling,
+        scaling=scaling._replace(temperature=temperature),
         hidden_on_host=hidden_on_host,
         summed=summed,
         mean_logits=mean_logits,
@@ -333,7 +338,7 @@ def _scale(products: Tensor, scaling: LogitScaling) -> Tensor:
         products.mul_(scaling.factor)
     if scaling.softcap:
         products.div_(scaling.softcap).tanh_().mul_(scaling.softcap)
-    return products
+    return products if scaling.temperature == 1 else products.div_(scaling.temperature)
 
 
 def _measure(logits: Tensor, probabilities: Tensor, targets: Tensor, label_smoothing: float) -> TokenOutputs:
@@ -350,12 +355,13 @@ def _measure(logits: Tensor, probabilities: Tensor, targets: Tensor, label_smoot
 
 def _differentiate(logits: Tensor, probabilities: Tensor, targets: Tensor, head: _Head) -> Tensor:
     """Turn the probabilities into the losses' gradient with respect to the head's products [t, V], in place."""
-    grad, (factor, softcap) = probabilities, head.scaling
+    grad, (factor, softcap, temperature) = probabilities, head.scaling
     grad.scatter_add_(-1, targets[:, None], grad.new_full((len(targets), 1), head.label_smoothing - 1))
     if head.label_smoothing:
         grad.sub_(head.label_smoothing / grad.shape[-1])
     if softcap:  # tanh' = 1 − tanh²
-        grad.addcmul_(grad, logits.square_(), value=-1 / softcap**2)
+        grad.addcmul_(grad, logits.square_(), value=-((temperature / softcap) ** 2))
+    factor /= temperature
     return grad.mul_(factor) if factor != 1 else grad
 
 

@@ -180,8 +180,8 @@ class PairsOfBatch(NamedTuple):
     """float64 [n, 2]: log-probabilities of the answers under the reference model; None where they are not known."""
     lengths: Tensor
     """float64 [n, 2]: tokens of the answers."""
-    differ: Tensor
-    """float64 [n]: 0 for a pair of equal answers, of which rounding alone would prefer one; 1 for all others."""
+    equal: Tensor
+    """bool [n]: pairs of equal answers, of which rounding alone would prefer one."""
     weights: Tensor | None
     """fp32 [B, S]: of every label's log-probability, at the token before it; None if all are 1."""
 
@@ -229,7 +229,7 @@ class PreferenceLoss(Objective):
         weights = None if self.flags["ld_alpha"] is None else _tail_weights(learnt, batch, self.flags["ld_alpha"])
         reference = torch.from_numpy(np.concatenate([np.zeros((0, 2)), *references]))
         known = reference if len(references) == len(rows) else None
-        return {"pairs": PairsOfBatch(known, torch.from_numpy(targets), 1 - torch.tensor(equal).double(), weights)}
+        return {"pairs": PairsOfBatch(known, torch.from_numpy(targets), torch.tensor(equal, dtype=torch.bool), weights)}
 
     def count(self, batches: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
         """Return the step's pairs and the tokens of their chosen answers; None without pairs."""
@@ -261,7 +261,8 @@ class PreferenceLoss(Objective):
         if uses_reference(self.flags):
             assert host.reference is not None, "`prepare` gives every row the reference's log-probabilities"
             reference = send(host.reference, sums.device)
-        pairs = self._pairs(sums[..., 0], reference, lengths)
+        equal = send(host.equal, sums.device)
+        pairs = self._pairs(_as_one(sums[..., 0], equal), _as_one(reference, equal), lengths)
         losses = torch.zeros_like(pairs.logps[0])
         for name, weight in self.weights.items():
             if name != SFT:
@@ -273,7 +274,7 @@ class PreferenceLoss(Objective):
             chosen, rejected = (self.flags["beta"] * value for value in of_pairs)
             numbers = [
                 *(losses, nll, torch.ones_like(losses), *lengths.T, *sums[..., 0].T, chosen, rejected),
-                *((chosen > rejected) * send(host.differ, sums.device), *sums[..., 2].T, sums[:, 0, 3]),
+                *((chosen > rejected).double(), *sums[..., 2].T, sums[:, 0, 3]),
             ]
             # Every rank of a sequence group has the same numbers, and the log adds up those of all ranks.
             return terms, torch.stack([number.sum() for number in numbers]) / self.sequence.dims.sp
@@ -306,6 +307,11 @@ class PreferenceLoss(Objective):
 def _means(pairs: Pairs) -> tuple[Tensor, Tensor]:
     chosen, rejected = (value / length for value, length in zip(pairs.logps, pairs.lengths, strict=True))
     return chosen, rejected
+
+
+def _as_one(logps: Tensor, equal: Tensor) -> Tensor:
+    """Return log-probabilities [n, 2] in which those of equal answers, which lie in different places, are equal."""
+    return torch.where(equal[:, None], logps.mean(1, keepdim=True), logps)
 
 
 def _cut(values: Tensor, lengths: np.ndarray) -> list[np.ndarray]:

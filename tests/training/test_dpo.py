@@ -366,8 +366,8 @@ def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, 
     assert last["loss"] < 0.9 * first["loss"]
 
 
-def test_a_pair_of_equal_answers_counts_as_not_accurate():
-    """Whatever rounding makes of its two sides, which lie in different places; and pairs with other answers do."""
+def test_a_pair_of_equal_answers_prefers_neither():
+    """Whatever rounding makes of its two sides, which lie in different places; and a pair of other answers does."""
     model, sequence = longctx.parallelize(tiny_model(), sp=1)
     flags = parse_flags([], DPO).values
     loss = PreferenceLoss(sequence, {name: flags[name] for name in LOSS_FLAGS})
