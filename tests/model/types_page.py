@@ -71,7 +71,7 @@ def _specific_reasons(config: PretrainedConfig) -> list[str]:
     text = _text_of(config)
     general = {*_dropouts(text)}  # a flag sets it to 0
     found = [reason for reason in _reasons(config, text) if reason not in general]
-    return [r for r in found if not r.startswith(_GENERAL) and " is one part of it" not in r]
+    return [r for r in found if not r.startswith(_GENERAL) and not r.startswith("its text part, ")]
 
 
 def page() -> str:
