@@ -55,7 +55,7 @@ def key_numbers(
         tiles.append(("MFU", f"{_median(values):.0%}"))
     for name, key in (
         ("peak GPU memory", "peak_memory_gib_max"),
-        ("peak host memory/rank", "peak_host_memory_gib_max"),
+        ("host memory/rank", "peak_host_memory_gib_max"),
     ):
         if values := _values(steps, key):
             tiles.append((name, f"{max(values):.3g} GiB"))
