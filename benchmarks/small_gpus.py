@@ -11,6 +11,7 @@ leaves 10% of the device's and of the host's memory free. Rows that do not are l
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from longctx.forecast.candidates import DEVICE_BYTES, GIB, Machine, Outlook, candidates, outlook, recommend
 from longctx.forecast.memory_options import AUTO
 from longctx.forecast.step_time import Speeds, weights_seconds
-from longctx.report.plan_text import Commands, length_flags
+from longctx.report.plan_text import Commands
 
 from .published import CONFIGS
 
@@ -47,7 +48,8 @@ class Row(NamedTuple):
         if (exposed := self.best.time.parts.get("weights", 0.0)) >= 0.05:
             gather += f", {exposed:.1f} of it exposed"
         numbers = f"{self.best.speed:,.0f} | {self.best.time.seconds:,.1f} | {gather}"
-        return f"| {self.cards} | {self.best.length:,} | {numbers} | `{self.flags}` |"
+        flags = self.flags.replace(" --", "` `--")  # each in a span of its own, which is not broken over lines
+        return f"| {self.cards} | {self.best.length:,} | {numbers} | `{flags}` |"
 
 
 def rows(model: str, card: str, cards: int) -> Iterator[Row]:
@@ -70,7 +72,7 @@ def rows(model: str, card: str, cards: int) -> Iterator[Row]:
         best = recommend([outlook(candidate, machine, length) for candidate in found])
         if best is None or not best.has_room:
             return
-        flags = [length_flags(best.candidate, length), commands.rope_flags(length)]
+        flags = [shlex.join(best.candidate.flags()), commands.rope_flags(length)]
         seconds = weights_seconds(best.candidate.setup, machine.speeds.device)
         yield Row(cards, best, " ".join(filter(None, flags)), seconds)
 

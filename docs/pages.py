@@ -46,14 +46,21 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return text_of(f"docs/{page.file.src_uri}") if page.file.abs_src_path else markdown
 
 
+WIDE = ("support-matrix.md", "howto/small-gpus.md", "reference/flags.md")
+"""Pages whose tables take the width of the table of contents."""
+
+FLAG = re.compile(r"(?<![\w-])--\w+")
+INLINE_CODE = re.compile(r"<code>[^<]+</code>")
 MATRIX_CELL = re.compile(r"<td([^>]*)>(exact|refused|GPU|numbers|compiled|trained)\b")
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Name the cells of the support matrix by what they say, for stylesheets/site.css."""
+    """Mark flags and the cells of the support matrix for stylesheets/site.css, and give wide tables room."""
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
+    html = INLINE_CODE.sub(lambda code: FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
     if page.file.src_uri != "support-matrix.md":
         return html
-    page.meta["hide"] = ["toc"]  # the table takes the width
     return MATRIX_CELL.sub(lambda cell: f'<td{cell[1]} class="cell-{cell[2].lower()}">{cell[2]}', html)
 
 
@@ -104,6 +111,10 @@ def _target(document: str, link: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(document), link))
 
 
+DEFAULT = re.compile(r" Default: (.+)\.$")
+"""The end of a flag's help where the default depends on other settings."""
+
+
 def flags_page() -> str:
     """Every flag of `longctx train`, by what it does."""
     from longctx.attention.backends import BACKENDS
@@ -113,51 +124,63 @@ def flags_page() -> str:
     lines = [
         "# Flags",
         "",
-        "Of `longctx train` and, as far as they act on one step, `longctx verify`. Dashes may stand",
+        "These are the flags of `longctx train`. `longctx verify` also takes them, and uses those that affect a single",
+        "step. Dashes may stand for underscores. `--config run.yaml` sets any flag, and the command line overrides it.",
+        "`longctx plan` and `longctx bench` have flags of their own, which their `--help` lists.",
+        "",
+        "## Flags of longctx",
+        "",
     ]
-    lines += [
-        "for underscores, `--config run.yaml` sets any of them, and the command line wins over it. `longctx plan`"
-    ]
-    lines += ["and `longctx bench` have their own, which `--help` lists.", "", "## Our own", ""]
     rows = []
     for f in fields(SequenceArguments):
         choices = re.findall(r"['\"](\w+)['\"]", str(f.type))
         if f.name == "sp_backend":
             choices = ["auto", *BACKENDS.spread]
+        meaning = f.metadata["help"]
         default = "" if f.default is None else f"`{f.default}`"
-        rows.append([f"`--{f.name}`", " ".join(f"`{c}`" for c in choices), default, f.metadata["help"]])
+        if f.default is None and (found := DEFAULT.search(meaning)):
+            meaning, default = meaning[: found.start()], found[1]
+        meaning = FLAG.sub(r"`\g<0>`", meaning)
+        rows.append([f"`--{f.name}`", " ".join(f"`{c}`" for c in choices), default, meaning])
     lines += _table(["flag", "values", "default", "meaning"], rows)
     lines += [
         "",
-        "## Of TRL and transformers",
+        "## Flags of TRL and transformers",
         "",
-        "They have their own names, meanings and defaults, but for what the",
+        "These flags have the names, meanings and defaults of TRL and transformers. Where a default differs, the run",
+        "prints it when it starts. These flags always take effect:",
+        "",
     ]
-    lines += ["start-up text names. These act:", ""]
     acting = [
         [group, " ".join(f"`--{name}`" for name in names.split())] for group, names in trl_flags._ACTING_GROUPS.items()
     ]
     lines += _table(["", "flags"], acting)
-    lines += ["", "These act together with another:", ""]
+    lines += ["", "These flags take effect only together with the flag on the left:", ""]
     with_others: dict[str, list[str]] = {}
     for name, (switch, values) in trl_flags.ACTS_WITH.items():
         chosen = "" if values == (True,) else f" {' or '.join(values)}"
         with_others.setdefault(f"`--{switch}`{chosen}", []).append(f"`--{name}`")
     lines += _table(["with", "flags"], [[switch, " ".join(names)] for switch, names in with_others.items()])
-    lines += ["", "Of these the values named are built, any other is refused by name:", ""]
-    built = [
+    lines += ["", "For these flags, only the listed values are supported. Any other value is refused:", ""]
+    supported = [
         [
             f"`--{name}`",
             " ".join(f"`{v}`" for v in allowed if v not in (None, "", [])) or "unset",
-            trl_flags.REASONS.get(name, ""),
+            FLAG.sub(r"`\g<0>`", trl_flags.REASONS.get(name, "")),
         ]
         for name, allowed in trl_flags.NOT_BUILT.items()
     ]
-    lines += _table(["flag", "built", "why not others"], built)
-    lines += ["", "These would shard a second time, and are refused:", ""]
-    lines += _table(["flag", "instead"], [[f"`--{name}`", way] for name, way in trl_flags.GIVEN_ELSEWHERE.items()])
-    lines += ["", "These change nothing, and setting one earns a note:", ""]
-    idle = [[why, " ".join(f"`--{n}`" for n in names.split())] for why, names in trl_flags._IDLE_GROUPS.items()]
+    lines += _table(["flag", "supported values", "why others are not supported"], supported)
+    lines += ["", "These flags are refused, because they would shard the model a second time:", ""]
+    lines += _table(
+        ["flag", "instead"],
+        [[f"`--{name}`", FLAG.sub(r"`\g<0>`", way)] for name, way in trl_flags.GIVEN_ELSEWHERE.items()],
+    )
+    lines += ["", "These flags have no effect. If you set one of them, the run prints a note:", ""]
+    idle = [
+        [FLAG.sub(r"`\g<0>`", why), " ".join(f"`--{n}`" for n in names.split())]
+        for why, names in trl_flags._IDLE_GROUPS.items()
+    ]
     return "\n".join([*lines, *_table(["why", "flags"], idle), ""])
 
 
@@ -166,15 +189,13 @@ def profiles_page() -> str:
     lines = [
         "# Profiles",
         "",
-        "Accelerate profiles in `configs/`: `accelerate launch --config_file configs/NAME.yaml`, or by",
-    ]
-    lines += [
-        "name, also where longctx is installed without its repository: `longctx train --accelerate_config NAME`.",
+        "To use an Accelerate profile of `configs/`, run `accelerate launch --config_file configs/NAME.yaml`.",
+        "`longctx train --accelerate_config NAME` works too, also where longctx is installed without its repository.",
         "",
     ]
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         lines += [f"## {path.stem}", "", "```yaml", *path.read_text(encoding="utf-8").splitlines(), "```", ""]
-    lines += ["# Run files", "", "Flags for `--config`; paths are the repository's.", ""]
+    lines += ["# Run files", "", "These files set flags for `--config`. Paths are relative to the repository.", ""]
     for path in sorted((ROOT / "configs" / "run").glob("*.yaml")):
         lines += [f"## run/{path.stem}", "", "```yaml", *path.read_text(encoding="utf-8").splitlines(), "```", ""]
     return "\n".join(lines)

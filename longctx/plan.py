@@ -42,53 +42,73 @@ METHODS = ("train", "dpo")
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="longctx plan",
-        description="Predict, for every backend and degree, the longest sequence that fits, the seconds of a step and "
-        "the memory it takes; recommend one and print its launch command. Needs the model's config.json only.",
+        description="For every attention backend and every sp, predict the longest sequence that fits, the seconds per "
+        "step and the memory. Recommend the fastest setup and print its launch command. Only the model's "
+        "config.json is needed.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--model_name_or_path", required=True, help="Hub name, folder, config.json itself, or tiny; no weights needed."
+        "--model_name_or_path", required=True, help="Hub name, folder, or path of a config.json. tiny is built in."
     )
-    parser.add_argument("--model_revision", default="main")
+    parser.add_argument("--model_revision", default="main", help="Branch, tag or commit on the hub. Default: main.")
     parser.add_argument(
         "--method", choices=METHODS, default="train", help="The command to plan: longctx train or longctx dpo."
     )
-    parser.add_argument("--gpus", type=int, default=8, help="Devices of all nodes. Default: 8.")
-    parser.add_argument("--gpus_per_node", type=int, default=8)
+    parser.add_argument("--gpus", type=int, default=8, help="Number of GPUs on all nodes. Default: 8.")
+    parser.add_argument("--gpus_per_node", type=int, default=8, help="Number of GPUs on one node. Default: 8.")
     device = parser.add_mutually_exclusive_group()
-    device.add_argument("--gpu", choices=tuple(_KERNELS), help=f"Default: {GPU}.")
-    device.add_argument("--measure", action="store_true", help="Measure speeds and memory of the machine at hand.")
-    parser.add_argument("--gpu_memory_gib", type=float, help="Of one device. Default: that of --gpu (80 GB kinds).")
+    device.add_argument("--gpu", choices=tuple(_KERNELS), help=f"Kind of GPU. Default: {GPU}.")
+    device.add_argument("--measure", action="store_true", help="Measure the speeds and the memory of this machine.")
+    parser.add_argument("--gpu_memory_gib", type=float, help="Memory of one GPU. Default: that of --gpu.")
     parser.add_argument(
-        "--host_memory_gib", type=float, help="Of one node. Default: 221 GiB (1.9 TB / 8) for each of its devices."
-    )
-    parser.add_argument("--kernel", help="flash-attn 2, 3 or 4, or cuDNN. Default: what is common on --gpu.")
-    parser.add_argument(
-        "--memory", nargs="+", choices=(*PRESETS, AUTO), help="Default: all; balanced and auto with --load_in_4bit."
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="Rows to give step times for.")
-    parser.add_argument(
-        "--max_length", type=int, help="The row to recommend a set-up for. Default: the longest of --lengths that fits."
+        "--host_memory_gib", type=float, help="Host memory of one node. Default: 221 GiB for each of its GPUs."
     )
     parser.add_argument(
-        "--document_lengths", type=Path, help="CSV of low,high,documents: rows are packed with such documents."
+        "--kernel", help="Attention kernel: flash-attn 2, 3 or 4, or cuDNN. Default: the usual one for --gpu."
     )
-    parser.add_argument("--rope_scaling", help="Extend the model's context, as in longctx.train.")
+    parser.add_argument(
+        "--memory",
+        nargs="+",
+        choices=(*PRESETS, AUTO),
+        help="Presets to compare. Default: all; with --load_in_4bit, balanced and auto.",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=list(LENGTHS),
+        help="Sequence lengths for which to predict step times.",
+    )
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        help="Sequence length to recommend a setup for. Default: the longest of --lengths that fits.",
+    )
+    parser.add_argument(
+        "--document_lengths",
+        type=Path,
+        help="CSV file with the columns low,high,documents: the lengths of the packed documents.",
+    )
+    parser.add_argument("--rope_scaling", help="Extend the model's context, as in longctx train.")
     for name, meaning in {
         "use_peft": "Train an adapter (LoRA).",
-        "load_in_4bit": "Keep the weights of layers in 4 bits (QLoRA).",
-        "use_bnb_nested_quant": "And their scales in 8.",
+        "load_in_4bit": "Keep the base weights in 4 bits (QLoRA).",
+        "use_bnb_nested_quant": "Also quantise the scales of the 4-bit weights.",
     }.items():
         parser.add_argument(f"--{name}", type=_boolean, nargs="?", const=True, default=False, help=meaning)
-    parser.add_argument("--lora_r", type=int, default=16)
+    parser.add_argument("--lora_r", type=int, default=16, help="Rank of the adapter. Default: 16.")
     parser.add_argument(
-        "--no_calibration", action="store_true", help="Trust the closed form: no traces of the model, seconds less."
+        "--no_calibration",
+        action="store_true",
+        help="Do not correct the closed form with traces of the model; saves some seconds.",
     )
-    parser.add_argument("--trace", action="store_true", help="Trace the recommended step, too; takes a minute or so.")
+    parser.add_argument(
+        "--trace", action="store_true", help="Also trace a step of the recommended setup; takes about a minute."
+    )
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
     parser.add_argument("--output", type=Path, help="Folder for plan.json, plan.md, plan.html and pictures.")
     parser.add_argument(
-        "--html", type=Path, help="File for a page in which to choose devices, length and arrangement; fetches nothing."
+        "--html", type=Path, help="File for a page on which you choose devices, length and arrangement."
     )
     return parser
 
@@ -273,7 +293,7 @@ def _machine(options: argparse.Namespace) -> Any:
             raise ValueError(f"--{name} {getattr(options, name)} is below 1. Use at least 1.")
     for name in ("gpu_memory_gib", "host_memory_gib", "max_length"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
-            raise ValueError(f"--{name} {getattr(options, name)} is not above 0, or no number. Use a number above 0.")
+            raise ValueError(f"--{name} {getattr(options, name)} is not a number above 0. Correct it, or leave it out.")
     if min(options.lengths) < 2:
         raise ValueError(f"--lengths {min(options.lengths)} is below 2: a token needs one to predict. Use at least 2.")
     per_node = min(options.gpus, options.gpus_per_node)

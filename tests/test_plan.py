@@ -413,11 +413,11 @@ def test_documents_make_attention_cheap_and_the_length_the_same(tmp_path, capsys
     [
         (["--gpus", "0"], "--gpus 0 is below 1"),
         (["--gpus", "12"], "not a whole number of nodes"),
-        (["--gpu_memory_gib", "-1"], "is not above 0"),
+        (["--gpu_memory_gib", "-1"], "is not a number above 0"),
         (["--document_lengths", "/nowhere.csv"], "low,high,documents"),
         (["--kernel", "flash-attn 9"], "No speeds are known for the kernel"),
         (["--lengths", "1"], "below 2"),
-        (["--host_memory_gib", "nan"], "is not above 0, or no number"),
+        (["--host_memory_gib", "nan"], "is not a number above 0"),
     ],
 )
 def test_bad_input_is_refused(flags, message, capsys) -> None:
@@ -428,7 +428,7 @@ def test_bad_input_is_refused(flags, message, capsys) -> None:
 def test_what_fits_nowhere_ends_with_1(tmp_path, capsys) -> None:
     flags = ["--gpus", "1", "--max_length", str(10**9), "--lengths", str(10**9), "--output", str(tmp_path)]
     assert main([*TINY, *flags]) == 1
-    assert "No set-up takes that" in capsys.readouterr().out
+    assert "No setup fits sequences of this length" in capsys.readouterr().out
     assert (tmp_path / "plan.html").exists()
     assert not (tmp_path / "tokens_per_second.png").exists()
 

@@ -161,7 +161,7 @@ CALLS = {
     "no table": (lambda: arrow_table([1]), "expected a datasets.Dataset or a pyarrow.Table, got list"),
     "no tokens": (lambda: token_columns(pa.table({"a": ["x"]}), ["a"]), "column 'a' is not a list of numbers"),
     "no host": (lambda: first_host(""), "names no host. Set MASTER_ADDR"),
-    "no limit": (lambda: reach(MemorySetup(model=MODEL), float("inf"), float("inf")), "are not limits"),
+    "no limit": (lambda: reach(MemorySetup(model=MODEL), float("inf"), float("inf")), "limit no length"),
     "traced engine": (lambda: StepSettings(length=8, engine="zero3"), "DeepSpeed does not run on fake tensors"),
     "traced ranks": (lambda: StepSettings(length=8, engine="none", sp=2), "engine 'none' with 2 devices"),
     "traced documents": (lambda: StepSettings(length=8, document_lengths=[3]), "sum to 3, and length is 8"),
@@ -232,7 +232,7 @@ CALLS |= {
         "sequences to evaluate need input_ids, and these have .'text'.",
     ),
     "rows of another type": (lambda: rows_to_evaluate([1]), "the type list"),
-    "too few rows to verify": (lambda: probe_rows(a_prepared_run(1)), "gives 1 rows of up to 8 tokens"),
+    "too few rows to verify": (lambda: probe_rows(a_prepared_run(1)), "gives 1 sequences of up to 8 tokens"),
 }
 
 

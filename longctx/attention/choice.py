@@ -80,9 +80,9 @@ class BackendChoice:
     def describe(self) -> str:
         """Describe the choice and its numbers in one line.
 
-        `ulysses 4 (auto): modelled ms per layer: ulysses 4 0.8, ulysses 2 × ring 2 1.3, ring 4 1.5, gather 4 2`
+        `ulysses 4 (auto): modelled ms per layer: ulysses 4: 0.8, ulysses 2 × ring 2: 1.3, ring 4: 1.5, gather 4: 2`
         """
-        numbers = ", ".join(f"{arrangement} {seconds * 1e3:.3g}" for arrangement, seconds in self.modelled)
+        numbers = ", ".join(f"{arrangement}: {seconds * 1e3:.3g}" for arrangement, seconds in self.modelled)
         parts = [f"modelled ms per layer: {numbers}"] if numbers else []
         parts += _reasons(self.refused)
         parts += ["exchange overlaps with attention"] if self.overlaps_exchange else []
@@ -217,7 +217,7 @@ def _least(
     fastest, least = modelled[0]
     ratio = {arrangement: seconds / least for arrangement, seconds in modelled}
     if before is not None and ratio.get(before.arrangement, math.inf) <= WORTH_A_CHANGE:
-        chosen, why = before.arrangement, "chosen before the data was known"
+        chosen, why = before.arrangement, "chosen before the data was read"
     else:
         ties = [arrangement for arrangement, _ in modelled if ratio[arrangement] <= A_TIE]
         order = list(BACKENDS)
@@ -229,9 +229,8 @@ def _least(
                 order.index(arrangement.name),
             ),
         )
-        why = (
-            "in a node" if chosen.ring > fastest.ring else "less memory" if chosen.ring == fastest.ring else "less ring"
-        )
+        same_node = "less memory" if chosen.ring == fastest.ring else "smaller ring"
+        why = "stays in a node" if chosen.ring > fastest.ring else same_node
     if chosen == fastest:
         return chosen, "auto"
     return chosen, f"auto: within {ratio[chosen] - 1:.1%} of {fastest}, {why}"

@@ -136,7 +136,7 @@ class TextEncoder(Encoder):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: str, masks_prompt: bool) -> None:
         if tokenizer.eos_token is None:
-            raise DataError("the tokenizer has no EOS token, which has to end every document. Set tokenizer.eos_token.")
+            raise DataError("the tokenizer has no EOS token, which must end every document. Name one with --eos_token.")
         self.tokenizer = tokenizer
         self.kind = kind
         self.masked = masks_prompt

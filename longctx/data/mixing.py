@@ -54,7 +54,7 @@ class SourceReport:
         return asdict(self) | {"epochs": self.epochs}
 
     def __str__(self) -> str:
-        asked = f" ({self.share_asked:.1%} asked)" if self.share_asked is not None else ""
+        asked = f" ({self.share_asked:.1%} requested)" if self.share_asked is not None else ""
         parts = [
             f"{self.name}: {self.documents:,} documents with {self.tokens:,} tokens, "
             f"{self.share_of_documents:.1%}{asked} of the documents and {self.share_of_tokens:.1%} of the tokens"
@@ -100,7 +100,7 @@ def _order(lengths: Sequence[int], mixture: Mixture) -> NDArray[np.int64]:
     if mixture.stopping_strategy == "all_exhausted" and expected > _MOST_DOCUMENTS:
         raise DataError(
             f"--dataset_weights with --dataset_stopping_strategy all_exhausted would draw {expected:,.0f} documents, "
-            f"more than {_MOST_DOCUMENTS:,}, until the data set of the smallest weight ends. Give it a larger one."
+            f"more than {_MOST_DOCUMENTS:,}, until the data set of the smallest weight ends. Raise that weight."
         )
     return _column(
         datasets.interleave_datasets(

@@ -90,8 +90,8 @@ def stream_records(
         records = splits[split].stream()
     elif any(split.startswith(f"{part}[") for part in splits) or "+" in split:
         raise DataError(
-            f"{dataset_name}: split {split!r} takes a part of a split or several, and a stream is read as a whole. "
-            f"Name one of {', '.join(sorted(splits))}, or leave out --dataset_streaming."
+            f"{dataset_name}: split {split!r} is a part of a split, or several splits, and a stream reads one "
+            f"whole split. Name one of {', '.join(sorted(splits))}, or leave out --dataset_streaming."
         )
     else:
         raise _no_split(dataset_name, split, splits)

@@ -130,7 +130,10 @@ def reach(
     while (binds := full(too_long)) is None:
         fits, too_long = too_long, 2 * too_long
         if too_long > 2**48:
-            raise ValueError(f"limits of {device_bytes:.3g} device and {host_bytes:.3g} host bytes are not limits")
+            raise ValueError(
+                f"{device_bytes:.3g} bytes of the device and {host_bytes:.3g} of the host limit no length. Use "
+                "finite numbers."
+            )
     while too_long - fits > max(setup.sp, fits // 4096):
         middle = (fits + too_long) // 2
         found = full(middle)

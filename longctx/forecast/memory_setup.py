@@ -94,8 +94,8 @@ class MemorySetup:
     def __post_init__(self) -> None:
         if self.sp % self.ring or self.model.num_heads % self.ulysses:
             raise ValueError(
-                f"sp {self.sp} with ring {self.ring} has {self.sp / self.ring:g} ranks share {self.model.num_heads} "
-                "heads. Use a ring that divides sp and leaves a divisor of the heads."
+                f"sp {self.sp} with ring {self.ring} leaves {self.sp / self.ring:g} Ulysses ranks for "
+                f"{self.model.num_heads} heads. Use a ring that divides sp, so that the Ulysses ranks divide the heads."
             )
 
     @classmethod

@@ -80,7 +80,7 @@ def _set_by_layer(
     if enable and shares_keys and given.get("use_reentrant") is True:
         raise ValueError(
             "use_reentrant is True, and layers of this model share keys and values, whose gradients reentrant "
-            "checkpointing loses. Set use_reentrant to False in gradient_checkpointing_kwargs."
+            "checkpointing loses. Set use_reentrant to False in activation_checkpointing_kwargs."
         )
     set_checkpointing(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
     if not enable:

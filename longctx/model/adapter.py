@@ -69,7 +69,9 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
     if not settings["use_peft"]:
         raise ValueError("--load_in_4bit True keeps weights that cannot be trained. Add --use_peft, or leave it out.")
     if settings["model_name_or_path"] == TINY:
-        raise ValueError("--load_in_4bit True with the built-in tiny, which is made in fp32. Name a model in a folder.")
+        raise ValueError(
+            "--load_in_4bit True needs a model with files, and the built-in tiny has none. Name another model."
+        )
     if engine not in ("fsdp2", "none"):
         raise ValueError(
             f"--load_in_4bit True on {engine} is not verified against one process. Use --engine fsdp2, or leave it out."
@@ -87,7 +89,7 @@ def check_quantization(settings: Mapping[str, Any], model_config: PretrainedConf
     if settings["offload_param_device"] != "none":
         raise ValueError(
             f"--offload_param_device {settings['offload_param_device']} with --load_in_4bit True: 4-bit weights stay "
-            "where they are. Leave it out."
+            "on the GPU. Leave it out."
         )
     if use_cpu:
         _check_blocks(model_config)

@@ -315,8 +315,8 @@ def auxiliary_loss_coefficient(config: PretrainedConfig) -> float:
 def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
     if text is not config:
         yield (
-            f"{text.model_type!r} is one part of it, and was not compared with the whole. Text parts are trained of "
-            f"{', '.join(MULTIMODAL_MODELS)}."
+            f"its text part, {text.model_type!r}, has not been compared with the whole model. longctx trains "
+            f"the text parts of {', '.join(MULTIMODAL_MODELS)}."
         )
     yield from _layers(text)
     yield from _windows(text)

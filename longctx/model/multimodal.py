@@ -191,12 +191,12 @@ def _load_whole(
     if missing := sorted(key for key in found["missing_keys"] if needs_all or key.startswith(text_prefixes)):
         raise ValueError(
             f"{name} has no weights for {len(missing)} parameters of a {whole.config.model_type} model, such as "
-            f"{missing[0]}; they would be initialised at random."
+            f"{missing[0]}; they would be initialised at random. Complete the folder, or download it again."
         )
     if unexpected := sorted(key for key in found["unexpected_keys"] if key.startswith(text_prefixes)):
         raise ValueError(
             f"{name} has {len(unexpected)} weights that the text part of a {whole.config.model_type} model does not "
-            f"have, such as {unexpected[0]}."
+            f"have, such as {unexpected[0]}. Correct config.json, or download the folder again."
         )
     return whole
 

@@ -53,7 +53,10 @@ def key_numbers(
         tiles.append(("tokens/s/device, predicted", number(forecast.tokens_per_second_per_device)))
     if values := _values(after_first, "mfu"):
         tiles.append(("MFU", f"{_median(values):.0%}"))
-    for name, key in (("peak GPU memory", "peak_memory_gib_max"), ("peak host memory", "peak_host_memory_gib_max")):
+    for name, key in (
+        ("peak GPU memory", "peak_memory_gib_max"),
+        ("host memory/rank", "peak_host_memory_gib_max"),
+    ):
         if values := _values(steps, key):
             tiles.append((name, f"{max(values):.3g} GiB"))
     if forecast is not None and forecast.gpu_bytes:

@@ -56,7 +56,7 @@ PAGE = """<!DOCTYPE html>
 leave {free:.0%} of memory free. Arrangements that leave less, or do not fit, are grey and come last. Click one to see
 its memory and its command.</p>
 <div class="wide" tabindex="0"><table class="numbers choices"><thead><tr><th>arrangement</th><th>tokens/s a device</th>
-<th>seconds a step</th><th>GiB of a device</th><th>used</th><th>longest that fits</th></tr></thead>
+<th>seconds a step</th><th>GiB per device</th><th>used</th><th>longest that fits</th></tr></thead>
 <tbody id="choices"></tbody></table></div></section>
 </main>
 <script type="application/json" id="data">{data}</script>

@@ -101,7 +101,7 @@ def as_text(result: dict[str, Any], *, markdown: bool = False) -> str:
 
 def first_answer(result: dict[str, Any]) -> str:
     """Return the recommendation alone, before traces of the model correct it."""
-    note = "This is by the closed form. Traces of the model follow, which correct it; --no_calibration leaves them out."
+    note = "Traces of the model now correct this prediction of the closed form. --no_calibration skips them."
     return _wrapped([*_answer(result, False), note, "-" * WIDTH], False, kept=())
 
 
@@ -123,14 +123,14 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
     )
     if best is None:
         longest = max(c["max_length"] for c in result["candidates"])
-        return [head, f"No set-up takes that; the longest is {longest:,} tokens."]
+        return [head, f"No setup fits sequences of this length. The longest that fits has {longest:,} tokens."]
     lines = [head, *_about(best), beyond_context(result["context"]), _command(best, markdown)]
     if result["reference_seconds"] is not None:
         lines.insert(-1, _reference(result))
     if result["documents"] is None:
-        packed = "Packed documents of your lengths take less time: --document_lengths reads them."
+        packed = "Packed documents take less time: --document_lengths reads the lengths of yours."
         filled = "one document that fills" if result["method"] == "train" else "two sides of one pair that fill"
-        lines.insert(-1, f"Seconds are those of {filled} a sequence. {packed}")
+        lines.insert(-1, f"Times are for {filled} a whole sequence. {packed}")
     if second is not None:
         at = second["at"][0]
         lines += [
@@ -139,7 +139,9 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
             _command(second, markdown),
         ]
     if "RANK" in best["command"]:
-        lines.append("Start the command on every node, with RANK 0 on the first and HOST the first one's address.")
+        lines.append(
+            "Run the command on every node. RANK is 0 on the first node, and HOST is the address of that node."
+        )
     return lines
 
 
@@ -201,22 +203,23 @@ def _by_degrees(candidates: Sequence[dict[str, Any]]) -> list[dict[str, dict[str
 
 def _legend(result: dict[str, Any]) -> str:
     marked = ", ".join(f"{MARKS[p]} --memory {p}" for p in result["presets"] if MARKS[p])
-    return "hybrid: Ulysses x ring. h: host memory is full first. s: of the fastest --memory that fits" + (
-        f"; {marked}." if marked else "."
+    return (
+        "hybrid: Ulysses x ring. h: limited by host memory. s: seconds per step with the fastest --memory that fits"
+        + (f"; {marked}." if marked else ".")
     )
 
 
 def _calibrated(result: dict[str, Any]) -> str:
     if not (calibrations := result["calibration"]):
-        return "Layers by the closed form alone."
+        return "The memory of layers is that of the closed form, without traces of this model."
     factors: dict[str, list[str]] = {}
     for c in calibrations:
         name = f"{c['backend']} {c['ulysses']} x" if c["ulysses"] else c["backend"]
         factors.setdefault(name, []).append("-" if c["problem"] else f"{c['factor']:.2f}")
-    text = "Layers as traces of this model have them, of the closed form's bytes: "
+    text = "Memory of layers in traces of this model, divided by that of the closed form: "
     text += ", ".join(f"{backend} {' '.join(of)}" for backend, of in factors.items()) + "."
     if problem := next((c["problem"] for c in calibrations if c["problem"]), ""):
-        text += f" Untraced (-), since {problem}."
+        text += f" Not traced (-): {problem}."
     return text
 
 
@@ -236,7 +239,7 @@ def _about(best: dict[str, Any]) -> list[str]:
         f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.{_gathers(best, at)}",
         *(
             f"{what}: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in at[key].items() if size >= 2**26)
-            for what, key in (("GiB of a device", "device_bytes"), ("GiB of a node's host memory", "host_bytes"))
+            for what, key in (("GiB per device", "device_bytes"), ("GiB of host memory per node", "host_bytes"))
             if at[key]
         ),
     ]
@@ -246,8 +249,8 @@ def _gathers(best: dict[str, Any], at: dict[str, Any]) -> str:
     """Return a sentence on the exchange of weights and gradients; empty where it is below 1% of a step."""
     if best["weights_seconds"] < 0.01 * at["seconds_per_step"]:
         return ""
-    exposed = _seconds(at["seconds"].get("weights", 0.0))
-    return f" Gathers of weights and sums of gradients take {_seconds(best['weights_seconds'])} s, {exposed} s exposed."
+    weights, exposed = _seconds(best["weights_seconds"]), _seconds(at["seconds"].get("weights", 0.0))
+    return f" Gathering weights and reducing gradients takes {weights} s, {exposed} s of it exposed."
 
 
 def _seconds(value: float) -> str:
@@ -257,13 +260,13 @@ def _seconds(value: float) -> str:
 def _traced(result: dict[str, Any]) -> str:
     if not (trace := result["trace"]):
         return ""
-    stands_in = " of its twin on FSDP2 (DeepSpeed runs on no fake tensors; ZeRO's states by formula)"
+    stands_in = " with FSDP2 in place of DeepSpeed, which does not run on fake tensors (ZeRO's states by formula)"
     traced, predicted = trace["traced_bytes"] / 2**30, trace["predicted_bytes"] / 2**30
     length, binds = trace["longest"]
     return (
-        f"Traced{stands_in if trace['stands_in'] else ''}: {traced:.2f} GiB allocated at the device's peak, by the "
-        f"closed form {predicted:.2f} ({predicted / traced - 1:+.1%}). The longest row with that: {length:,} tokens, "
-        f"then the {binds} is full."
+        f"Traced{stands_in if trace['stands_in'] else ''}: {traced:.2f} GiB allocated at the device's peak, and "
+        f"the closed form predicts {predicted:.2f} ({predicted / traced - 1:+.1%}). With the traced value, the longest "
+        f"sequence has {length:,} tokens, limited by the memory of the {binds}."
     )
 
 

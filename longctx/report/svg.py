@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -257,8 +258,13 @@ def words(command: Sequence[str]) -> str:
     return " ".join(f"<span>{escaped(shlex.quote(word))}</span>" for word in command)
 
 
+_FLAG = re.compile(r"(?<![\w-])--\w+")
+
+
 def table(rows: Iterable[tuple[str, Any]]) -> str:
-    body = "".join(f'<tr><th scope="row">{escaped(n)}</th><td>{escaped(str(v).strip())}</td></tr>' for n, v in rows)
+    """Return a table of names and values. Lines do not break within `--flag`."""
+    shown = [(escaped(n), _FLAG.sub(r"<span class=flag>\g<0></span>", escaped(str(v).strip()))) for n, v in rows]
+    body = "".join(f'<tr><th scope="row">{name}</th><td>{value}</td></tr>' for name, value in shown)
     return f"<table><tbody>{body}</tbody></table>" if body else "<p>none</p>"
 
 

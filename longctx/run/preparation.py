@@ -135,7 +135,7 @@ def _sampled(data: TrainingData, args: SFTConfig) -> Documents:
     lengths = [data.rows[int(pack)]["seq_lengths"] for pack in packs]
     rows = [np.concatenate(lengths[i::num_rows]) for i in range(num_rows)]
     mean = np.concatenate(rows).mean()
-    return Documents(rows=rows, source=f"{num_rows} sampled rows, documents of {mean:,.0f} tokens on average")
+    return Documents(rows=rows, source=f"{num_rows} sampled sequences, documents of {mean:,.0f} tokens on average")
 
 
 def prepare_data(run: Run) -> TrainingData:

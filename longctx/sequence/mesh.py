@@ -29,7 +29,9 @@ class ParallelDims:
     def __post_init__(self) -> None:
         degrees = (self.dp_replicate, self.dp_shard, self.ring, self.ulysses)
         if min(degrees) < 1 or self.dp_replicate * self.dp_shard * self.sp != self.world_size:
-            raise ValueError(f"{self.world_size} processes cannot be arranged as {self}: the product must match.")
+            raise ValueError(
+                f"{self.world_size} processes cannot be arranged as {self}. Choose degrees whose product is that."
+            )
 
     @classmethod
     def arrange(cls, world_size: int, *, ring: int = 1, ulysses: int = 1, dp_replicate: int = 1) -> ParallelDims:

@@ -105,7 +105,9 @@ def _check_shares(settings: Mapping[str, Any], sources: list[DatasetConfig]) -> 
     weights, fractions = settings["dataset_weights"], [source.fraction for source in sources]
     if weights is not None:
         if not isinstance(weights, list) or len(weights) != len(sources):
-            raise ValueError(f"--dataset_weights {weights} are not one for each of {len(sources)} --datasets.")
+            raise ValueError(
+                f"--dataset_weights {weights} for {len(sources)} --datasets: give one weight for each data set."
+            )
         _check_positive("--dataset_weights", weights)
         if any(fraction is not None for fraction in fractions):
             raise ValueError("--dataset_weights and a fraction in datasets are both given. Keep one of the two.")

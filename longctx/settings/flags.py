@@ -112,8 +112,8 @@ class SequenceArguments:
     memory: Literal["balanced", "longest", "fastest", "auto"] = field(
         default="balanced",
         metadata={
-            "help": "Preset of the memory options (docs/howto/length.md): balanced, longest, fastest, or auto, the "
-            "predicted fastest that fits."
+            "help": "Preset of memory options: balanced, longest, fastest, or auto, which takes the predicted fastest "
+            "options that fit."
         },
     )
     tiled_mlp: bool | None = field(default=None, metadata={"help": "Run each MLP on a few tokens at a time."})
@@ -152,7 +152,8 @@ class SequenceArguments:
     communication_data_type: Literal["auto", "fp32", "bf16"] = field(
         default="auto",
         metadata={
-            "help": "Data type in which gradients are reduced; auto is fp32 on FSDP2, and DeepSpeed's choice there."
+            "help": "Data type in which gradients are reduced; auto is fp32 on FSDP2, and "
+            "DeepSpeed's own default on DeepSpeed."
         },
     )
     on_nonfinite: Literal["stop", "skip"] = field(

@@ -138,17 +138,18 @@ def _notes(values: Values, config: PretrainedConfig, whole: PretrainedConfig | N
     return notes
 
 
+_EXAMPLE = "Example: '{\"attention_dropout\": 0.0}'."
+
+
 @check("model_init_kwargs")
 def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Check that --model_init_kwargs is a JSON object of configuration keys."""
     try:
         kwargs = json.loads(given) if isinstance(given, str) else dict(given or {})
     except ValueError as error:
-        raise ValueError(f"--model_init_kwargs {given} is not a JSON object: {error}") from None
+        raise ValueError(f"--model_init_kwargs {given} is not a JSON object ({error}). {_EXAMPLE}") from None
     if not isinstance(kwargs, dict):
-        raise ValueError(
-            f"--model_init_kwargs {given} is not a JSON object. Example: '{{\"attention_dropout\": 0.0}}'."
-        )
+        raise ValueError(f"--model_init_kwargs {given} is not a JSON object. {_EXAMPLE}")
     for name in sorted(kwargs.keys() & _PARALLELISM):
         raise ValueError(
             f"--model_init_kwargs sets {name}, and the expert and tensor parallelism of transformers are not "

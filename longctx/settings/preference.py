@@ -54,8 +54,8 @@ class PreferenceConfig(SFTConfig):
         metadata={"help": "Number of sequences of that computation at a time. Default: per_device_train_batch_size."},
     )
     disable_dropout: bool = field(default=True, metadata={"help": "Dropout is 0 in any case."})
-    use_weighting: bool = field(default=False, metadata={"help": "Weigh pairs as WPO does; not built."})
-    sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference during training; not built."})
+    use_weighting: bool = field(default=False, metadata={"help": "Weigh pairs as WPO does; not supported."})
+    sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference during training; not supported."})
     ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "For --sync_ref_model."})
     ref_model_sync_steps: int = field(default=512, metadata={"help": "For --sync_ref_model."})
 
@@ -111,7 +111,9 @@ def check_losses(settings: Mapping[str, Any]) -> list[str]:
     if weights is not None and len(weights) != len(losses):
         raise ValueError(f"--loss_weights has {len(weights)} values, and --loss_type {len(losses)}. Give one for each.")
     if "simpo" in losses and len(set(losses)) > 1:
-        raise ValueError("--loss_type simpo takes means over tokens as rewards, others sums. Use it alone.")
+        raise ValueError(
+            "--loss_type simpo has means over tokens as rewards, and the others have sums. Use simpo alone."
+        )
     if settings["f_divergence_type"] != "reverse_kl" and (wrong := set(losses) - WITH_F_DIVERGENCES):
         raise ValueError(
             f"--f_divergence_type {settings['f_divergence_type']} with --loss_type {min(wrong)}: it has a meaning only "
@@ -149,7 +151,7 @@ def check_model_of_pairs(config: PretrainedConfig) -> None:
     if coefficient := auxiliary_loss_coefficient(config):
         raise ValueError(
             f"The routers of {config.model_type} have an auxiliary loss with the coefficient {coefficient:g}, which is "
-            "not built for pairs of answers. Add --router_aux_loss_coef 0."
+            "not supported for pairs of answers. Add --router_aux_loss_coef 0."
         )
 
 

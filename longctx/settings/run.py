@@ -220,7 +220,7 @@ class Run:
             backend=backend,
             dims=dims,
             settings={**self.settings, "pad_to_multiple_of": pad_multiple(given_multiple(self.flags), dims)},
-            engine_reason=f"chosen before the data was known, for {self.backend.arrangement}",
+            engine_reason=f"chosen before the data was read, for {self.backend.arrangement}",
         ).with_memory_options()
 
     def summary(self) -> list[Line]:

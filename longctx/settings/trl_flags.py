@@ -97,7 +97,7 @@ Float16 weights need a scaled loss.
 """
 
 REASONS: Mapping[str, str] = {
-    "dtype": "float16 gradients underflow without a scaled loss, which is not built",
+    "dtype": "float16 gradients underflow without a scaled loss, which is not supported",
     "fp16": (
         "float16 needs a scaled loss and skips the steps that overflow, which is not compared with one device. "
         "Use --bf16 True, or leave both out for fp32"
@@ -216,7 +216,7 @@ def _early_stopping_notes(flags: Flags, settings: Mapping[str, Any]) -> list[str
 def _reason(name: str, allowed: tuple[Any, ...], of_pairs: bool) -> str:
     """Return why the flag's other values are refused, and the remedy."""
     reasons = {**REASONS, **preference.REASONS} if of_pairs else REASONS
-    reason = reasons.get(name, "its exact meaning under sequence parallelism is not built yet")
+    reason = reasons.get(name, "it has not been compared with one device under sequence parallelism")
     if choices := " or ".join(str(choice) for choice in allowed if choice not in (None, "", [], False)):
         return f"{reason}. Use {choices}"
     return reason if name in reasons else f"{reason}. Leave it out"

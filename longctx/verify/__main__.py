@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="longctx verify",
+        usage="longctx verify [--sp N] [--FLAG VALUE ...] [--json] [--num_layers N]",
         description="Compare one optimizer step at --sp N with one device, on your model, data and machine. The exit "
         "code is 0 if they agree, 1 if they do not, and 2 if the comparison cannot run. Findings about the machine are "
         "advice.",

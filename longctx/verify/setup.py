@@ -193,7 +193,7 @@ def probe_rows(prepared: PreparedRun) -> PreparedRun:
     needed = args.per_device_train_batch_size * prepared.run.dims.dp * args.gradient_accumulation_steps
     if len(rows) < needed:
         raise ValueError(
-            f"{name_data(prepared.run.settings)} gives {len(rows)} rows of up to "
+            f"{name_data(prepared.run.settings)} gives {len(rows)} sequences of up to "
             f"{prepared.run.settings['max_length']:,} tokens, and the step to compare needs {needed}. Use more data, a "
             "smaller --max_length, or --gradient_accumulation_steps 1."
         )

@@ -116,7 +116,7 @@ def test_a_tie_goes_to_less_ring_but_not_across_nodes():
     assert str(choice.modelled[0][0]) == "ring 2"
     assert choice.modelled[1][1] < A_TIE * choice.modelled[0][1]
     assert str(choice.arrangement) == "ulysses 2"
-    assert re.fullmatch(r"auto: within \d\.\d% of ring 2, less ring", choice.reason)
+    assert re.fullmatch(r"auto: within \d\.\d% of ring 2, smaller ring", choice.reason)
     million = auto(a_setup(16, *QWEN3_8B), one(1 << 20))
     assert {str(how): s for how, s in million.modelled}["ulysses 16"] < A_TIE * million.modelled[0][1]
     assert str(million.arrangement) == "ulysses 8 × ring 2"
@@ -130,7 +130,7 @@ def test_an_earlier_choice_stays_unless_another_is_much_better():
     assert str(short.arrangement) == "ring 8"
     back = auto(setup, one(), before=short)  # within 10%
     assert str(back.arrangement) == "ring 8"
-    assert "chosen before the data was known" in back.reason
+    assert "chosen before the data was read" in back.reason
     assert str(auto(a_setup(8, 32, 32, device="GPU"), one(16_384), before=short).arrangement) == "ulysses 8"
 
 
@@ -169,8 +169,8 @@ def test_line_names_choice_numbers_and_what_cannot_run():
     line = auto(a_setup(8, 12, 4), one()).describe()
     number = r"\d[\d.e+]*"
     assert re.fullmatch(
-        rf"ulysses 4 × ring 2 \(auto\): modelled ms per layer: ulysses 4 × ring 2 {number}, "
-        rf"ulysses 2 × ring 4 {number}, ring 8 {number}, gather 8 {number}; "
+        rf"ulysses 4 × ring 2 \(auto\): modelled ms per layer: ulysses 4 × ring 2: {number}, "
+        rf"ulysses 2 × ring 4: {number}, ring 8: {number}, gather 8: {number}; "
         r"ulysses 8 cannot: 12 heads; "
         r"for one document",
         line,
@@ -354,8 +354,8 @@ def test_a_run_prints_its_choice_with_the_data_it_has(tmp_path):
     printed, _ = train(tmp_path, "--sp", "2")
     line = re.search(r"backend   (.*)", printed)
     assert line, printed
-    assert re.match(r"ulysses 2 \(auto.*\): modelled ms per layer: .*ulysses 2 \d", line[1])
-    assert re.search(r"for 8 sampled rows, documents of [\d,]+ tokens on average$", line[1])
+    assert re.match(r"ulysses 2 \(auto.*\): modelled ms per layer: .*ulysses 2: \d", line[1])
+    assert re.search(r"for 8 sampled sequences, documents of [\d,]+ tokens on average$", line[1])
     assert "step 1 matched one device" in printed
 
 
@@ -368,8 +368,8 @@ def test_a_run_changes_to_what_its_documents_make_much_better(tmp_path):
     flags += ["--per_device_train_batch_size", "1", "--logging_steps", "1", "--learning_rate", "1e-3"]
     printed, losses = train(tmp_path, *flags, "--sp", "2", "--measure_links", "True")
     assert re.search(r"mesh .* sp 2 \(ring 2 × ulysses 1\)", printed), printed
-    assert re.search(r"backend   ring 2 \(auto\): modelled ms per layer: ring 2 \d.* ulysses 2 \d", printed), printed
-    assert "engine    deepspeed ZeRO-3 (chosen before the data was known, for ulysses 2)" in printed
+    assert re.search(r"backend   ring 2 \(auto\): modelled ms per layer: ring 2: \d.* ulysses 2: \d", printed), printed
+    assert "engine    deepspeed ZeRO-3 (chosen before the data was read, for ulysses 2)" in printed
     assert "padded to a multiple of 4" in printed
     _, one_device = train(tmp_path, *flags)
     assert losses == pytest.approx(one_device, rel=1e-5)

@@ -354,7 +354,7 @@ REPEATS = ["--dataset_stopping_strategy", "all_exhausted"]
     ("flags", "words"),
     [
         ([*TWO, "--dataset_name", "c"], "--dataset_name c beside --datasets a.jsonl b.jsonl: keep one"),
-        ([*TWO, "--dataset_weights", "1"], "--dataset_weights [1.0] are not one for each of 2 --datasets"),
+        ([*TWO, "--dataset_weights", "1"], "--dataset_weights [1.0] for 2 --datasets: give one weight"),
         ([*TWO, "--dataset_weights", "1", "0"], "--dataset_weights [1.0, 0.0]: each has to be a number above 0"),
         ([*TWO, "--dataset_weights", "1", "nan"], "--dataset_weights [1.0, nan]"),
         ([*TWO, "--test_split_size", "2"], "--test_split_size 2.0 is not a share"),

@@ -148,7 +148,7 @@ NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
         ([*NAMED, "--loss_type", "aot"], "--loss_type aot is refused: it sorts"),
         ([*NAMED, "--loss_type", "sigmoid", "dpo"], "--loss_type dpo is refused: Use any of"),
         ([*NAMED, "--loss_weights", "1", "2"], "--loss_weights has 2 values"),
-        ([*NAMED, "--loss_type", "simpo", "sft"], "Use it alone"),
+        ([*NAMED, "--loss_type", "simpo", "sft"], "Use simpo alone"),
         ([*NAMED, "--loss_type", "apo_zero", "--f_divergence_type", "js_divergence"], "differences of rewards"),
         ([*NAMED, "--beta", "0"], "--beta 0.0 is not above 0"),
         ([*NAMED, "--loss_type", "robust", "--label_smoothing", "0.5"], "from 0 to below 0.5"),

@@ -280,7 +280,7 @@ REFUSED = {
     "storage": (["--use_peft", "--bnb_4bit_quant_storage", "bfloat16"], ("--bnb_4bit_quant_storage bfloat16",)),
     "offload": (
         ["--use_peft", "--offload_param_device", "cpu", "--sp", "2"],
-        ("--offload_param_device cpu", "stay where they are"),
+        ("--offload_param_device cpu", "stay on the GPU"),
     ),
 }
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -38,8 +39,8 @@ def status(model_type: str) -> Status:
     """Return what is known of a model type, with transformers' default configuration of it and without dropout."""
     try:
         config = CONFIG_MAPPING[model_type]()
-    except Exception as error:  # a type without defaults, for which a config.json has to say more
-        return Status(UNKNOWN, f"has no default configuration ({type(error).__name__})")
+    except Exception:  # a type without defaults, for which a config.json has to say more
+        return Status(UNKNOWN)
     if config.model_type in CAUSAL_MODELS:
         return Status(EXACT, _how_exact(config))
     if (part := _exact_part(config)) is not None:
@@ -70,14 +71,15 @@ def _specific_reasons(config: PretrainedConfig) -> list[str]:
     text = _text_of(config)
     general = {*_dropouts(text)}  # a flag sets it to 0
     found = [reason for reason in _reasons(config, text) if reason not in general]
-    return [r for r in found if not r.startswith(_GENERAL) and " is one part of it" not in r]
+    return [r for r in found if not r.startswith(_GENERAL) and not r.startswith("its text part, ")]
 
 
 def page() -> str:
     """Return the page in Markdown."""
     of_type = {model_type: status(model_type) for model_type in model_types()}
     counts = {kind: sum(found.kind == kind for found in of_type.values()) for kind in (EXACT, REFUSED, UNKNOWN)}
-    rows = [f"| `{name}` | {found.kind} | {found.detail} |" for name, found in of_type.items()]
+    rows = [f"| `{name}` | {f.kind} | {f.detail} |" for name, f in of_type.items() if f.kind != UNKNOWN]
+    unknown = ", ".join(f"`{name}`" for name, found in of_type.items() if found.kind == UNKNOWN)
     return "\n".join(
         [
             "# Model types",
@@ -87,13 +89,17 @@ def page() -> str:
             "",
             f"- **{counts[EXACT]} {EXACT}**: `tests/model/test_models.py` compares logits, loss and every gradient of",
             "  small models with those of stock transformers, which sees one document at a time, at sp 1, 2 and 4.",
-            f"- **{counts[REFUSED]} {REFUSED}**, with the reason for transformers' default configuration of the type.",
-            f"- **{counts[UNKNOWN]} {UNKNOWN}**. They are refused as well. A type that a later release of transformers",
-            "  adds belongs here until it has been compared.",
+            f"- **{counts[REFUSED]} {REFUSED}**. The reasons are those for the default configuration of the type.",
+            f"- **{counts[UNKNOWN]} [{UNKNOWN}](#not-yet-compared)**. They are refused as well, like types that",
+            "  later releases of transformers add.",
             "",
-            "| Type | | |",
+            "| type | status | details |",
             "| --- | --- | --- |",
             *rows,
+            "",
+            "## Not yet compared",
+            "",
+            *textwrap.wrap(f"{unknown}.", 120, break_on_hyphens=False),
             "",
         ]
     )

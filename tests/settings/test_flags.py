@@ -285,7 +285,7 @@ def test_a_reason_of_ones_own_takes_the_place_of_the_general_one(name, tmp_path)
     with pytest.raises(ValueError, match=f"--{name} .* is refused: ") as refusal:
         resolved("--config", write(tmp_path, yaml.safe_dump({name: value})))
     assert REASONS[name] in str(refusal.value)
-    assert "not built yet" not in str(refusal.value)
+    assert "has not been compared with one device" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("factor", ["-0.1", "1.5"])

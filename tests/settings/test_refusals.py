@@ -267,7 +267,7 @@ MEMORY_OPTIONS = {
 
 
 @pytest.mark.parametrize("case", MEMORY_OPTIONS)
-def test_memory_memory_options_that_the_run_has_no_place_for(case, refused):
+def test_memory_options_that_the_run_has_no_place_for(case, refused):
     arguments, parts = MEMORY_OPTIONS[case]
     refused(*OWN, *arguments, parts=parts)
 
@@ -412,7 +412,7 @@ MODELS = {
     "bidirectional": ("gemma", {"use_bidirectional_attention": True}, ("use_bidirectional_attention", "non-causal")),
     "encoder": ("bert", {}, ("'bert'", "not known to be exact", "llama")),
     "alibi": ("bloom", {}, ("'bloom'", "not known to be exact", "llama")),
-    "part of a larger model": ("paligemma", {}, ("'gemma' is one part of it",)),
+    "part of a larger model": ("paligemma", {}, ("its text part, 'gemma',",)),
     "attention dropout": ("llama", {"attention_dropout": 0.1}, ("attention_dropout is 0.1", "--model_init_kwargs")),
     "other dropout": ("phi", {"resid_pdrop": 0.2}, ("resid_pdrop is 0.2", "--model_init_kwargs")),
     "dynamic rope": (

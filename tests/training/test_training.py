@@ -219,7 +219,7 @@ def test_ulysses_says_why_heads_do_not_fit(models, capsys, without_preflight):
     assert "--sp 1, 3" in message
     assert main([*flags, "--sp", "2", "--dry_run", "--explain"]) == 0
     printed = capsys.readouterr().out
-    assert "backend   ring 2 (auto): modelled ms per layer: ring 2 " in printed
+    assert "backend   ring 2 (auto): modelled ms per layer: ring 2: " in printed
     assert "; ulysses 2 cannot: 3 heads; " in printed
 
 

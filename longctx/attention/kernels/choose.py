@@ -198,8 +198,7 @@ def _kernel_for(q: Tensor, k: Tensor, v: Tensor, entries: Entries) -> Kernel:
     if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         raise ValueError(
             f"Heads of queries, keys and values have sizes {q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}, which must "
-            "be equal. Use a model whose attention heads all have one size; multi-head latent attention is not "
-            "supported."
+            "be equal. Pad the values with zeros to the size of the queries and keys."
         )
     windowed, capped = entries.window is not None, entries.softcap is not None
     kernel = choose_kernel(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], windowed, capped)

@@ -88,7 +88,10 @@ class Entries:
             assert (self.num_keys >= self.num_queries).all(), "a causal entry has fewer keys than queries"
         if self.window is not None and (self.window < 1 or not self.causal):
             kind = "causal" if self.causal else "full"
-            raise ValueError(f"A sliding window of {self.window} over {kind} entries: use 1 or more, over causal ones.")
+            raise ValueError(
+                f"A sliding window of {self.window} over {kind} entries is not supported. Use a window of at "
+                "least 1, and causal entries."
+            )
 
     @classmethod
     def of_documents(cls, cu_seqlens: np.ndarray, window: int | None = None, softcap: float | None = None) -> Entries:

@@ -229,7 +229,7 @@ class ChunkedLayer:
         except _Leave as found:
             return found.args[0]
         raise ValueError(
-            "a layer came to its end without attention, and the sequence-chunked step splits layers there. "
+            "a layer ran without attention, and the sequence-chunked step splits layers at their attention. "
             "Leave out sequence_chunk_size for this model."
         )
 

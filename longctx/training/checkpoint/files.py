@@ -188,7 +188,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         values = json.loads(path.read_text())
         if values["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {values['format']}, and this version of longctx reads {FORMAT}.")
+            raise CheckpointError(
+                f"{path} has format {values['format']}, and this version of longctx reads {FORMAT}. "
+                f"Resume with the version "
+                "that wrote it."
+            )
         if values.pop("xxh3") != _digest_of(values):
             raise ValueError("its contents have changed")
         manifest = Manifest(**values)
@@ -196,8 +200,8 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is not a checkpoint that longctx can resume: it has no {MANIFEST}. Weights alone are given with "
-            "--model_name_or_path."
+            f"{folder} is not a checkpoint that longctx can resume: it has no {MANIFEST}. To start from its "
+            "weights alone, use --model_name_or_path."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):

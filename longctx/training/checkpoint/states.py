@@ -321,5 +321,5 @@ class StateReader:
             try:
                 self._open[path] = safe_open(path, framework="pt").__enter__()
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from None
+                raise CheckpointError(f"{path} cannot be read ({error}). Resume from an earlier checkpoint.") from None
         return self._open[path]
