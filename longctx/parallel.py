@@ -40,7 +40,7 @@ from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
 from longctx.sequence.shard import (
     complete_position_ids,
-    count_label_tokens,
+    count_labels,
     is_padding_document,
     plan_batch,
     real_tokens,
@@ -92,8 +92,7 @@ class SequenceParallel:
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
         schedule = self._schedule and partial(self._schedule, layout, self.groups)
         attention = partial(self._attention, layout, self.groups)
-        exchanging = self.groups.ulysses if self.dims.ulysses > 1 else None
-        context = AttentionContext(layout, exchanging, attention, schedule, self.groups.sequence)
+        context = AttentionContext(layout, self.groups.ulysses, attention, schedule, self.groups.sequence)
         if self.routers is not None:
             context.real_tokens = send(cut(self._real_tokens(batch))[0], self.device)
         context.position_ids = send(cut(position_ids), self.device)
@@ -131,10 +130,10 @@ class SequenceParallel:
         """
         if self.routers is not None:
             self.routers.expect(len(batches))
-        return self.count_over_ranks(sum(map(count_label_tokens, batches)))[0]
+        return self.count_over_ranks(sum(map(count_labels, batches)))[0]
 
     def count_over_ranks(self, *counts: int) -> list[int]:
-        """Return the sums over all data-parallel ranks of what each rank has counted in its own batches."""
+        """Return the sums over all sequence groups, each of which counts once, of what its ranks find in their batches."""
         total = torch.stack([torch.full((), count, device=self.device) for count in counts])
         if dist.is_initialized():
             with region("wait", "communication"):
@@ -324,8 +323,8 @@ def parallelize(
     Args:
         model: a causal language model of an allowed type; wrap it (FSDP2, DeepSpeed, DDP) afterwards.
         sp: devices that share one sequence, of consecutive ranks. Above 1 it needs an initialised process group.
-        sp_backend: auto, ulysses, ring, gather or hybrid. `auto` takes the one with the least modelled time, see
-            `longctx.attention.cost`.
+        sp_backend: auto, or the name of a backend in `longctx.attention.backends`. `auto` takes the one with the least
+            modelled time, see `longctx.attention.choice`.
         ring_size: ring ranks of `hybrid`; the rest are Ulysses ranks.
         dp_replicate: copies of the sharded model.
         device: device of batches. If None, this rank's GPU if the process group runs on GPUs, else the model's. A GPU

@@ -55,7 +55,7 @@ How to read the tables:
 - *Efficiency* is an ideal time divided by the time of the step. The ideal time is that of layers and attention at the
   speed of the kernels, spread evenly over the devices. The rest of the step is spent on exchanges, on waiting, and on
   merging small blocks.
-- A backend *pays* as long as doubling the number of devices increases the work per second by a factor of {PAYS} or
+- A backend *pays off* as long as doubling the number of devices increases the work per second by a factor of {PAYS} or
   more.
 - The hybrid is Ulysses over the {NODE} devices of a node, and a ring over nodes.
 - Rings are planned as in training. Where this is needed for balance, the plan distributes documents over all ranks.
@@ -101,8 +101,8 @@ def page(folder: Path | None) -> str:
             "",
             *(f"- {sentence}" for sentence in conclusions(fixed, more, shuffled)),
             "",
-            "The table gives the number of devices up to which each backend pays. († marks a limit by heads, sequences "
-            "or memory.)",
+            "The table gives the number of devices up to which each backend pays off. († marks a limit by heads, "
+            "sequences or memory.)",
             "",
             *paying_table(studies),
             "",
@@ -157,7 +157,7 @@ def page(folder: Path | None) -> str:
             "longest documents. `--sp all` makes one group of all devices, which takes the sequences of all groups at "
             "once. Each document is then spread over as many devices as it needs. The table compares steps of shuffled "
             f"packs of {WEAK_TOKENS * NODE:,} tokens, with one pack for every {NODE} devices. The packs are the same "
-            "for groups and for one group. *Goal* is the efficiency that one group is meant to reach. The documents "
+            "for groups and for one group. *Goal* is the target for one group. The documents "
             "called agent sessions have log-normal lengths with a median of 38k tokens.",
             "",
             *together_table(one_group),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Link, RingWork
 from longctx.forecast.candidates import DEVICE_BYTES
 from longctx.forecast.closed_form import predict
@@ -163,15 +164,19 @@ def _filled(row: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 
 def memory_setup(model: str, backend: str, devices: int, sp: int) -> MemorySetup | None:
-    """The model on all these devices; None where the backend cannot spread a row over so many."""
-    heads = sizes(model).num_heads
-    if (backend == "ulysses" and heads % sp) or (backend == "hybrid" and sp <= NODE):
+    """The model on all these devices; None where the backend cannot spread a row over so many.
+
+    Where a backend has several arrangements, the Ulysses ranks are those of a node.
+    """
+    of_node = BACKENDS[backend].has_ring_size
+    possible = [a for a in BACKENDS[backend].arrangements(sp) if a.ulysses == NODE or not of_node]
+    if not possible or sizes(model).num_heads % possible[0].ulysses:
         return None
     return MemorySetup(
         model=sizes(model),
         world_size=devices,
         sp=sp,
-        ring={"ulysses": 1, "hybrid": sp // NODE}.get(backend, sp),
+        ring=possible[0].ring,
         sp_backend=backend,
         ranks_per_node=NODE,
         engine="fsdp2",
@@ -260,7 +265,7 @@ def together(case: Case, devices: int) -> dict[str, Run]:
         if apart is not None:
             found[f"{name} {NODE}"] = apart
         setup = memory_setup(case.model, name, devices, devices)
-        if setup is None or (name in ("ring", "gather") and devices > MOST_IN_A_RING):
+        if setup is None or (setup.ulysses == 1 and devices > MOST_IN_A_RING):
             continue
         setup = replace(setup, num_rows=groups)
         if predict(setup, of.length).device_bytes <= DEVICE_BYTES[DEVICE]:

@@ -1,4 +1,4 @@
-"""The registered attention backends. A new one is a package with a record and a line here."""
+"""The registered attention backends. A new one is a record in a package of its own, and is imported and listed here."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from longctx.attention.backend import Backend
 from longctx.attention.cost import Arrangement, Setup
@@ -44,7 +43,7 @@ def _split(setup: Setup, ring_size: int | None) -> Arrangement:
 
 HYBRID = Backend(
     name="hybrid",
-    attention=partial(ring_attention_of, exchanges=True),
+    attention=ring_attention_of,
     arrangements=_splits,
     arrange=_split,
     has_ring_size=True,

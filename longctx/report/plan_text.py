@@ -215,9 +215,9 @@ def _calibrated(result: dict[str, Any]) -> str:
     factors: dict[str, list[str]] = {}
     for c in calibrations:
         name = f"{c['backend']} {c['ulysses']} x" if c["ulysses"] else c["backend"]
-        factors.setdefault(name, []).append("-" if c["problem"] else f"{c['factor']:.2f}")
+        factors.setdefault(name, []).append(f"{c['memory']} {'-' if c['problem'] else format(c['factor'], '.2f')}")
     text = "Memory of layers in traces of this model, divided by that of the closed form: "
-    text += ", ".join(f"{backend} {' '.join(of)}" for backend, of in factors.items()) + "."
+    text += "; ".join(f"{backend}: {', '.join(of)}" for backend, of in factors.items()) + "."
     if problem := next((c["problem"] for c in calibrations if c["problem"]), ""):
         text += f" Not traced (-): {problem}."
     return text

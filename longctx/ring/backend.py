@@ -38,13 +38,15 @@ def ring_attention_of(
     kind: AttentionKind,
     heads_k_stride: int | None = None,
     overlap_exchange: bool = False,
-    *,
-    exchanges: bool = False,
 ) -> Attend:
-    """Return the ring attention of a batch; with `exchanges`, Ulysses ranks first exchange tokens for heads."""
-    schedule = ring_schedule_of(layout, groups, kind)
-    group = groups.ulysses if exchanges else None
-    return scheduled_attention(schedule, group, heads_k_stride, split_queries=False, overlap_exchange=overlap_exchange)
+    """Return the ring attention of a batch. Ulysses ranks, where there are any, first exchange tokens for heads."""
+    return scheduled_attention(
+        ring_schedule_of(layout, groups, kind),
+        groups.ulysses,
+        heads_k_stride,
+        split_queries=False,
+        overlap_exchange=overlap_exchange,
+    )
 
 
 def _gather_attention_of(

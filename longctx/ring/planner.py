@@ -42,7 +42,7 @@ class PlanTime(NamedTuple):
 
 
 TimeOfPlan = Callable[[RingPlan], PlanTime]
-"""A model of a plan's time, which agrees on all ranks to four digits."""
+"""A model of a plan's time. Ranks may differ by the rounding errors of their processors, and by nothing else."""
 
 
 def plan_ring(
@@ -108,7 +108,7 @@ def plan_ring(
 
 
 def _rounded(time: PlanTime) -> PlanTime:
-    """Return the time with three digits, which all ranks have in common, whatever processors they have."""
+    """Return the time with three digits, so that rounding errors of different processors decide nothing."""
     return PlanTime(*(float(f"{value:.2e}") for value in time))
 
 

@@ -93,7 +93,7 @@ class ParallelDims:
 
 @dataclass(frozen=True)
 class SequenceGroups:
-    """The process groups this rank shares a sequence with; all three None for sp 1."""
+    """The process groups that this rank shares a sequence with. A group of one rank is None."""
 
     sequence: dist.ProcessGroup | None
     """All sp ranks."""
@@ -115,7 +115,7 @@ def sequence_groups(dims: ParallelDims, device: torch.device) -> SequenceGroups:
     if 1 in (dims.ring, dims.ulysses):
         group = whole["sp"].get_group()
         _meet(device, group)
-        return SequenceGroups(group, group, group)
+        return SequenceGroups(group, group if dims.ring > 1 else None, group if dims.ulysses > 1 else None)
     parts = _mesh(device, {"dp": dims.dp, "ring": dims.ring, "ulysses": dims.ulysses})
     groups = [whole["sp"].get_group(), parts["ring"].get_group(), parts["ulysses"].get_group()]
     _meet(device, *groups)

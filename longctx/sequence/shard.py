@@ -68,7 +68,7 @@ def is_padding_document(batch: Mapping[str, Any]) -> Tensor:
     return ~mask.bool().flatten()[starts] if mask is not None else torch.zeros_like(starts[starts])
 
 
-def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
+def count_labels(batch: Mapping[str, Tensor]) -> int:
     """Count the targets of the batch: labels that are not −100 and not a document's first token."""
     labels = batch["labels"].masked_fill(complete_position_ids(batch) == 0, IGNORE_INDEX)
     return int((labels != IGNORE_INDEX).sum())

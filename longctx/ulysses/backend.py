@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from longctx.attention.backend import Backend, KeyValues
 from longctx.attention.cost import Arrangement, Setup
@@ -21,12 +20,14 @@ def _attention_of(
     kind: AttentionKind,
     heads_k_stride: int | None = None,
     overlap_exchange: bool = False,
-    *,
-    exchanges: bool,
 ) -> Attend:
-    schedule = _schedule_of(layout, groups, kind)
-    group = groups.ulysses if exchanges else None
-    return scheduled_attention(schedule, group, heads_k_stride, split_queries=True, overlap_exchange=overlap_exchange)
+    return scheduled_attention(
+        _schedule_of(layout, groups, kind),
+        groups.ulysses,
+        heads_k_stride,
+        split_queries=True,
+        overlap_exchange=overlap_exchange,
+    )
 
 
 def _schedule_of(layout: BatchLayout, groups: SequenceGroups, kind: AttentionKind) -> LocalSchedule:
@@ -58,7 +59,7 @@ def _alone(setup: Setup, ring_size: int | None) -> Arrangement:
 
 ULYSSES = Backend(
     name="ulysses",
-    attention=partial(_attention_of, exchanges=True),
+    attention=_attention_of,
     arrangements=_exchange_over,
     arrange=_whole_heads,
     has_ring_size=False,
@@ -75,7 +76,7 @@ ULYSSES = Backend(
 
 LOCAL = Backend(
     name="local",
-    attention=partial(_attention_of, exchanges=False),
+    attention=_attention_of,
     arrangements=_nowhere,
     arrange=_alone,
     has_ring_size=False,
