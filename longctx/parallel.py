@@ -133,7 +133,7 @@ class SequenceParallel:
         return self.count_over_ranks(sum(map(count_labels, batches)))[0]
 
     def count_over_ranks(self, *counts: int) -> list[int]:
-        """Return the sums over all sequence groups, each of which counts once, of what its ranks find in their batches."""
+        """Return the sums over all sequence groups of what each has counted in its batches, which its ranks share."""
         total = torch.stack([torch.full((), count, device=self.device) for count in counts])
         if dist.is_initialized():
             with region("wait", "communication"):
