@@ -66,7 +66,7 @@ class LogitScaling(NamedTuple):
         return cls(factor, getattr(text, "final_logit_softcapping", None))
 
 
-PLAIN = LogitScaling()
+UNSCALED = LogitScaling()
 
 
 def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
@@ -155,7 +155,7 @@ def fused_token_outputs(
     *,
     positions: Tensor | None = None,
     label_smoothing: float = 0.0,
-    scaling: LogitScaling = PLAIN,
+    scaling: LogitScaling = UNSCALED,
     hidden_on_host: bool = False,
     summed: bool = True,
     mean_logits: bool = False,
@@ -226,7 +226,7 @@ class _FusedHead(torch.autograd.Function):
     def forward(ctx, head: _Head, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None):
         wanted = ctx.needs_input_grad[2:] if head.grads_ahead else (False, False, False)
         with region("loss"):
-            outputs, grads = _sweep(head, labels, hidden, weight, bias, wanted)
+            outputs, grads = _tile_by_tile(head, labels, hidden, weight, bias, wanted)
         ctx.grads = grads if head.grads_ahead else None
         ctx.head = head
         ctx.save_for_backward(labels, hidden, weight, bias)
@@ -239,7 +239,7 @@ class _FusedHead(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None or not _is_one_number(grad_losses):
             grads = None  # frees them
-            grads = _sweep(ctx.head, labels, hidden, weight, bias, ctx.needs_input_grad[2:], grad_losses)[1]
+            grads = _tile_by_tile(ctx.head, labels, hidden, weight, bias, ctx.needs_input_grad[2:], grad_losses)[1]
         else:
             _multiply(grads, grad_losses[0, 0], ctx.head.tile)
         if ctx.head.hidden_on_host:
@@ -253,7 +253,7 @@ def _is_one_number(x: Tensor) -> bool:
     return all(stride == 0 or size == 1 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _sweep(
+def _tile_by_tile(
     head: _Head,
     labels: Tensor,
     hidden: Tensor,

@@ -125,8 +125,10 @@ def unshard_tokens(shards: Tensor, layout: BatchLayout) -> Tensor:
     return flat.reshape(*layout.shape, *shards.shape[2:])
 
 
-def check_shard_length(shard: ShardedBatch, log_probs: Tensor, num_layers: int) -> None:
-    """Check, after a forward pass, that every layer worked on S/sp tokens: a cut that did not happen is silent.
+def check_outputs(shard: ShardedBatch, log_probs: Tensor, num_layers: int) -> None:
+    """Check, after a forward pass, that every layer worked on S/sp tokens, and that log-probabilities are not rounded.
+
+    Without the check, a cut that did not happen would go unnoticed.
 
     Args:
         log_probs: of the model's output, [1, T/P] where the cut did happen.

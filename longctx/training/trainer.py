@@ -45,7 +45,7 @@ from longctx.parallel import SequenceParallel
 from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
-from longctx.sequence.shard import check_shard_length
+from longctx.sequence.shard import check_outputs
 from longctx.training.callbacks import (
     EpochByRows,
     EpochEndsWithItsStep,
@@ -370,7 +370,7 @@ class SequenceTrainer(EvaluatingTrainer):
             **self.objective.model_options,
         )
         if not self._layers_checked:
-            check_shard_length(shard, outputs.log_probs, num_mixing_layers(self.model.config))
+            check_outputs(shard, outputs.log_probs, num_mixing_layers(self.model.config))
             self._layers_checked = True
         return shard, outputs
 

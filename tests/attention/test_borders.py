@@ -17,7 +17,7 @@ from longctx.model.tiny import tiny_config
 from longctx.packing.lookahead import LookAhead
 from longctx.sequence.batch import AttentionContext, AttentionKind, BatchLayout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import check_shard_length, complete_position_ids
+from longctx.sequence.shard import check_outputs, complete_position_ids
 from longctx.settings.machine_checks import LARGEST_INT32, check_row_length
 from longctx.training.metrics import StepMetrics, attention_work
 from longctx.training.trainer import SequenceTrainer
@@ -165,9 +165,9 @@ def test_layers_that_bypass_our_attention_stop_the_first_step(missing):
     shard = SimpleNamespace(context=context, layout=layout)
     context.calls = config.num_hidden_layers - missing
     with pytest.raises(AssertionError, match=f"{context.calls} of {config.num_hidden_layers} attention layers"):
-        check_shard_length(shard, torch.zeros(1, 8), config.num_hidden_layers)
+        check_outputs(shard, torch.zeros(1, 8), config.num_hidden_layers)
     context.calls = config.num_hidden_layers
-    check_shard_length(shard, torch.zeros(1, 8), config.num_hidden_layers)
+    check_outputs(shard, torch.zeros(1, 8), config.num_hidden_layers)
 
 
 def test_no_more_tokens_wait_than_asked_for():
