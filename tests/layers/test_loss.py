@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 import longctx.layers.loss
-from longctx.layers.loss import PLAIN, TILE_BYTES, LogitScaling, TokenOutputs, fuse_head, fused_token_outputs
+from longctx.layers.loss import TILE_BYTES, UNSCALED, LogitScaling, TokenOutputs, fuse_head, fused_token_outputs
 from tests.model.test_models import (
     FAMILIES,
     LENGTHS,
@@ -36,7 +36,12 @@ from tests.workers import run_ranks
 HIDDEN, VOCABULARY, TOKENS = 6, 37, 23
 """37 and 23 are multiples of nothing."""
 
-SCALINGS = {"plain": PLAIN, "factor": LogitScaling(0.3), "cap": LogitScaling(1.0, 2.0), "both": LogitScaling(1.7, 3.0)}
+SCALINGS = {
+    "plain": UNSCALED,
+    "factor": LogitScaling(0.3),
+    "cap": LogitScaling(1.0, 2.0),
+    "both": LogitScaling(1.7, 3.0),
+}
 SCALINGS |= {"temperature": LogitScaling(1.7, 3.0, temperature=0.6)}
 LABELS = {
     "some learnt": lambda labels: labels[:, ::3].fill_(-100),
@@ -57,7 +62,7 @@ def make_inputs(dtype=torch.float64, *, bias=True, learnt="some learnt", tokens=
     return *leaves, *([] if bias else [None]), targets
 
 
-def dense(hidden, weight, bias, targets, *, label_smoothing=0.0, scaling=PLAIN, mean_logits=False):
+def dense(hidden, weight, bias, targets, *, label_smoothing=0.0, scaling=UNSCALED, mean_logits=False):
     """The same from all logits at once, in torch's own words."""
     logits = F.linear(hidden, weight, bias) * scaling.factor
     if scaling.softcap:
