@@ -2,6 +2,7 @@
 
     python -m benchmarks.closed_form                # the table
     python -m benchmarks.closed_form --traces       # and against traced steps of our own, minutes
+    python -m benchmarks.closed_form --pairs        # DPO's step against traced ones, and nothing else, minutes
     python -m benchmarks.closed_form --fit          # how its constants were found: the best of a grid
     python -m benchmarks.closed_form --output FILE
 
@@ -25,18 +26,22 @@ import argparse
 import copy
 import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from longctx.attention.backends import BACKENDS
 from longctx.forecast import coefficients
 from longctx.forecast.candidates import DEVICE_BYTES
 from longctx.forecast.closed_form import Reach, predict, reach
 from longctx.forecast.coefficients import GB
+from longctx.forecast.documents import one_document, one_pair
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 
@@ -230,25 +235,39 @@ TRACED: dict[str, dict[str, Any]] = {
     "ulysses, 8,192 tokens at a time": {"sp": 8, "sequence_chunk_size": 8192},
 }
 """Set-ups that `longctx.forecast.traced_step` traces too."""
+TILES: dict[str, Any] = {"tiled_mlp_num_shards": 0, "heads_k_stride": 1}
+VOCABULARY = "the whole vocabulary, MLP in tiles, 1 key/value head at a time"
 MEMORY_OPTIONS = ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size")
 
 
-def traces() -> str:
-    """Layers of Llama-8B, 65,536 tokens a rank, against `trace_training_step`."""
+def traces(*, pairs: bool = False) -> str:
+    """Layers of Llama-8B, 65,536 tokens a rank, against `trace_training_step`.
+
+    Args:
+        pairs: whether the step is that of DPO, on one pair of answers, and not that of fine-tuning on one document.
+    """
     from longctx.forecast.traced_step import StepSettings, trace_training_step
 
     config = copy.deepcopy(CONFIGS["meta-llama/Llama-3.1-8B"])
     config.update({"num_hidden_layers": TRACED_LAYERS, "vocab_size": 4096})
-    sizes = ModelSizes.of_config(config)
+    cases = [(name, config, changes, 65536, pairs) for name, changes in TRACED.items()]
+    if pairs:
+        whole_head = copy.deepcopy(config)
+        whole_head.update({"num_hidden_layers": 1, "vocab_size": CONFIGS["meta-llama/Llama-3.1-8B"].vocab_size})
+        name = f"ulysses, one layer, {VOCABULARY}"
+        cases.append((name, whole_head, {"sp": 8, **TILES}, 4096, True))
+        cases.append((f"{name}; fine-tuning", whole_head, {"sp": 8, **TILES}, 4096, False))
     lines = [
         "| set-up | traced GiB | predicted | error | host GiB, traced | predicted | moment |",
         "| --- " * 7 + "|",
     ]
-    for name, changes in TRACED.items():
-        setup = MemorySetup(model=sizes, engine="fsdp2" if "sp" in changes else "none", **changes)
+    for name, sizes, changes, tokens, is_of_pairs in cases:
+        setup = MemorySetup(model=ModelSizes.of_config(sizes), engine="fsdp2" if "sp" in changes else "none", **changes)
         setup = replace(setup, world_size=setup.sp, selective_checkpointing=setup.ring > 1)
+        length = tokens * setup.sp
         settings = StepSettings(
-            length=65536 * setup.sp,
+            length=length,
+            document_lengths=one_pair(length) if is_of_pairs else one_document(length),
             sp=setup.sp,
             engine=setup.engine,
             sp_backend=setup.backend,
@@ -258,13 +277,33 @@ def traces() -> str:
                 **{key: getattr(setup, key) for key in MEMORY_OPTIONS},
             },
         )
-        trace, peak = trace_training_step(config, settings), predict(setup, settings.length)
+        trace = trace_training_step(sizes, settings, loss_of=loss_of_pairs if is_of_pairs else None)
+        peak = predict(setup, settings.length)
         lines.append(
             f"| {name} | {trace.peak_bytes / 2**30:.2f} | {peak.allocated_bytes / 2**30:.2f} | "
             f"{peak.allocated_bytes / trace.peak_bytes - 1:+.0%} | {trace.host_peak_bytes / 2**30:.2f} | "
             f"{peak.host_bytes / 2**30:.2f} | {peak.moment} |"
         )
     return "\n".join(lines)
+
+
+def loss_of_pairs(sequence: Any, batch: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
+    """DPO's loss of a batch whose documents are the sides of pairs, for `trace_training_step`."""
+    from longctx.settings.flags import parse_flags
+    from longctx.settings.methods import DPO
+    from longctx.training.preference import PreferenceLoss
+
+    objective = PreferenceLoss(sequence, parse_flags([], DPO).values)
+    starts = np.flatnonzero(batch["position_ids"][0] == 0)
+    row = {"seq_lengths": np.diff(starts, append=batch["position_ids"].shape[1])}
+    fields = objective.collate([{**row, "reference": np.zeros((len(starts) // 2, 2))}], batch)
+    counts = objective.count([fields])
+
+    def loss(model: Any, shard: Any) -> Any:
+        outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, **objective.model_options)
+        return objective.loss(objective.measure(shard, outputs, fields)[0], counts)
+
+    return loss
 
 
 GRID: dict[str, list[float]] = {
@@ -329,17 +368,49 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.closed_form", description=__doc__.partition("\n")[0])
     parser.add_argument("--fit", action="store_true", help="print the best constants of a grid, and stop")
     parser.add_argument("--traces", action="store_true", help="compare with traced steps, too")
+    parser.add_argument("--pairs", action="store_true", help="compare DPO's step with traced ones, and nothing else")
     parser.add_argument("--output", type=Path, help="also write the table here")
     options = parser.parse_args(arguments)
     if options.fit:
         print(fit())
         return 0
+    page = _page_of_pairs() if options.pairs else _page(with_traces=options.traces)
+    print(page, end="")
+    if options.output:
+        options.output.write_text(page)
+    return 0
+
+
+def _page_of_pairs() -> str:
+    return "\n".join(
+        [
+            "# Memory of a DPO step: the closed form beside traced steps",
+            "",
+            "`python -m benchmarks.closed_form --pairs`  ",
+            f"{datetime.now(UTC):%Y-%m-%d}, torch {version('torch')}, transformers {version('transformers')}; all "
+            "predicted, nothing measured here",
+            "",
+            "`longctx plan --method dpo` gives a step of DPO the memory of fine-tuning's, since the reference model is "
+            "not there during training. The traces are of the step of `longctx dpo` on one pair of answers that fills "
+            f"the sequence: {TRACED_LAYERS} layers of Llama-3.1-8B's sizes with a vocabulary of 4,096, 65,536 tokens "
+            "a rank, bf16, FSDP2 over a fake process group (one device: without an engine). The last rows have one "
+            "layer, the whole vocabulary of 128,256 and 4,096 tokens a rank, so that the loss is the largest part; "
+            "there the closed form counts too much, for fine-tuning as for DPO. "
+            "Nothing is fitted on these traces.",
+            "",
+            traces(pairs=True),
+            "",
+        ]
+    )
+
+
+def _page(*, with_traces: bool) -> str:
     _, _, about = __doc__.partition("--output FILE\n\n")
-    page = "\n".join(
+    return "\n".join(
         [
             "# Closed form of a step's memory against published lengths",
             "",
-            f"`python -m benchmarks.closed_form{' --traces' if options.traces else ''}`  ",
+            f"`python -m benchmarks.closed_form{' --traces' if with_traces else ''}`  ",
             f"{datetime.now(UTC):%Y-%m-%d}; all predicted, nothing measured here",
             "",
             about.strip(),
@@ -359,13 +430,9 @@ def main(arguments: list[str] | None = None) -> int:
             "",
             constants(),
             "",
-            *(_about_traces() if options.traces else []),
+            *(_about_traces() if with_traces else []),
         ]
     )
-    print(page, end="")
-    if options.output:
-        options.output.write_text(page)
-    return 0
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ def pytest_runtest_makereport(item, call):
 SLOWEST_FIRST = [
     "training/test_training.py",
     "gpu/test_soft_training.py",
+    "training/test_dpo.py",
     "training/test_resume.py",
     "training/test_checkpoint.py",
     "attention/test_kernel_choice.py",

@@ -14,6 +14,7 @@ import torch
 
 from longctx.attention.backends import BACKENDS
 from longctx.sequence.shard import complete_position_ids
+from longctx.settings.methods import DPO, SFT, Method
 
 NUMBERS, COMPILED, SOFT_DEVICE = "numbers", "compiled", "soft device"
 
@@ -94,6 +95,7 @@ class TrainingRun:
 
     model: str = "GQA"
     """A folder of `models`."""
+    method: Method = SFT
     records: str = "documents"
     """What the data file holds, as test_support_matrix.RECORDS makes it."""
     flags: tuple[str, ...] = ("--packing", "True")
@@ -149,6 +151,11 @@ RUNS = {
     ),
     "YaRN": TrainingRun(flags=("--packing", "True", "--rope_scaling", YARN)),
     "streaming": TrainingRun(flags=("--packing", "True", "--dataset_streaming", "True")),
+    "DPO": TrainingRun(
+        method=DPO,
+        records="pairs of answers",
+        flags=("--packing", "True", "--loss_type", "sigmoid", "sft"),
+    ),
     "LoRA": TrainingRun(flags=("--packing", "True", "--use_peft", "True")),
     "gated delta": TrainingRun(model="gated delta"),
     "Mamba-2": TrainingRun(model="Falcon-H1"),
@@ -281,6 +288,7 @@ FEATURES = {
             Proof(COMPILED, "every kernel for sm_80, sm_90 and sm_100", "tests/layers/test_liger_compiled.py"),
         ),
     ),
+    "DPO": Feature(shown_by="DPO"),
     "LoRA": Feature(shown_by="LoRA"),
     "QLoRA": Feature(only_on_gpu=True, flags=("--use_peft", "True", "--load_in_4bit", "True")),
     "bf16 mixed precision": Feature(shown_by="bf16"),

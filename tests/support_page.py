@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from longctx.model.load import load_config
 from longctx.settings.flags import parse_flags
+from longctx.settings.methods import SFT, Method
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from tests.matrix import FEATURES, MODELS, RUNS, SETUPS, Feature, TrainingRun
@@ -68,7 +69,7 @@ def _refusal_of(once: Callable[..., str | None], setup: str, name: str) -> str |
     if feature.refused_by is not None:
         return feature.refused_by()
     run = RUNS.get(feature.shown_by or "", TrainingRun(model=feature.model))
-    return once(setup, run.model, run.flags_on(SETUPS[setup]) + feature.flags, feature.only_on_gpu)
+    return once(setup, run.model, run.flags_on(SETUPS[setup]) + feature.flags, feature.only_on_gpu, run.method)
 
 
 _version = cache(version)
@@ -84,7 +85,9 @@ def _load_config(name: str, **options: Any) -> PretrainedConfig:
     return copy.deepcopy(_config(name, json.dumps(options)))
 
 
-def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu: bool = False) -> str | None:
+def refusal(
+    models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu: bool = False, method: Method = SFT
+) -> str | None:
     """What resolving the flags says on a process of this set-up; nothing but the model's config.json is read."""
     row = SETUPS[setup]
     devices = _DEVICES_OF_A_NODE if on_gpu or row.only_on_gpu else 0
@@ -102,7 +105,7 @@ def refusal(models: Path, setup: str, model: str, flags: tuple[str, ...], on_gpu
         ),  # may be left behind on this machine
     ):
         try:
-            resolve(parse_flags([*given, *flags]), read_profile(env), env)
+            resolve(parse_flags([*given, *flags], method), read_profile(env), env)
         except ValueError as error:
             return str(error).replace(f" of {models / model}", "")
     return None
@@ -204,8 +207,9 @@ Do not edit this page. Edit tests/matrix.py instead. A test fails if the page do
 - **exact**: the run named under *shown by* was trained with this setup for five or six optimizer steps, on real engines
   and real processes, in fp32. It was compared with stock transformers on one process with dense attention. Loss and
   gradient norm of the first step agree to 1e-5, and the losses of all steps to 1e-4. (The run `bf16` is as close to
-  fp32 as one process in bf16.) The test is `tests/test_support_matrix.py::test_a_run_equals_one_process[setup: run]`. A
-  name with `::` under *shown by* is another test.
+  fp32 as one process in bf16, and `DPO` is compared with TRL's trainer.) The test is
+  `tests/test_support_matrix.py::test_a_run_equals_one_process[setup: run]`. A name with `::` under *shown by* is
+  another test.
 - **refused** n: the flags are refused before processes start and before weights are read. Reason n is below the table.
 - **GPU**: the setup is not refused, but only a machine with GPUs can run it, and no run has been made on one.
 - **numbers**, **compiled**: the same as **GPU**, but the kernels have been tested without a GPU. **numbers** means that

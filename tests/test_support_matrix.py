@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import string
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from datasets import Dataset, interleave_datasets
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from longctx.model.tiny import tiny_tokenizer
+from longctx.settings.methods import DPO, SFT
 from tests import support_page
 from tests.matrix import COMPILED, FEATURES, NUMBERS, RUNS, SETUPS, SOFT_DEVICE, TRAINED_MODELS, YARN
 from tests.reference import train_reference
@@ -125,6 +128,17 @@ def completions(folder, tokenizer):
     return Data(path=write_records(folder / "data.jsonl", records), batches=[documents] * 5)
 
 
+def pairs_of_answers(folder, tokenizer):
+    """As many pairs in every step; TRL makes their tokens itself."""
+    letters = random.Random(0)
+
+    def text(longest):
+        return "".join(letters.choices(string.ascii_lowercase + " ", k=letters.randint(3, longest)))
+
+    records = [{"prompt": text(20), "chosen": text(40), "rejected": text(40)} for _ in range(8)]
+    return Data(path=write_records(folder / "data.jsonl", records), batches=[records] * 5)
+
+
 ROLES = ("user", "assistant")
 RECORDS = {
     "documents": documents_of,
@@ -133,6 +147,7 @@ RECORDS = {
     "mixture": mixture,
     "chats": chats,
     "completions": completions,
+    "pairs of answers": pairs_of_answers,
 }
 
 
@@ -147,15 +162,15 @@ def write_records(path, records):
 
 
 def train_all(cases):
-    """{case: (log, predictions or None), or the error} of (arguments, environment) on this process group."""
+    """{case: (log, predictions or None), or the error} of (arguments, environment, command) on this group."""
     before, results = dict(os.environ), {}
-    for case, (arguments, environment) in cases.items():
+    for case, (arguments, environment, command) in cases.items():
         print(f"case {case}", flush=True)
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before | environment)
         try:
-            prepared, trainer = trained(arguments)
+            prepared, trainer = trained(arguments, DPO if command == DPO.command else SFT)
             evaluation = prepared.data.evaluation
             predictions = trainer.predict(evaluation.documents).predictions if evaluation else None
             results[case] = trainer.state.log_history, predictions
@@ -169,7 +184,12 @@ def run_of(request, models, tmp_path_factory):
     """`run_of(set-up, run)` -> (log, predictions, Data, output folder); selected runs are trained group by group."""
     folder, done = tmp_path_factory.mktemp("runs"), {}
     selected = [item.callspec.params["cell"] for item in request.session.items if is_a_run(item)]
-    refused = {cell: support_page.refusal(models, cell[0], RUNS[cell[1]].model, flags_of(*cell)) for cell in selected}
+    refused = {
+        (setup, run): support_page.refusal(
+            models, setup, RUNS[run].model, flags_of(setup, run), method=RUNS[run].method
+        )
+        for setup, run in selected
+    }
     data = {}
     for name in {RUNS[run].records for _, run in selected}:
         (folder / name).mkdir()
@@ -193,7 +213,7 @@ def run_of(request, models, tmp_path_factory):
         training, output = RUNS[run], folder / f"{setup} {run}"
         flags = [*COMMON, *data[training.records].flags, *flags_of(setup, run)]
         flags += ["--model_name_or_path", str(models / training.model), "--output_dir", str(output)]
-        return flags, dict(SETUPS[setup].env)
+        return flags, dict(SETUPS[setup].env), training.method.command
 
     return run_of
 
@@ -244,6 +264,8 @@ def test_a_run_equals_one_process(cell, run_of, models, parity_table, monkeypatc
 def reference_of(name, model, data, monkeypatch):
     """(losses, gradient norms) of one process."""
     given = {}
+    if name == "DPO":
+        return steps_of_trl(model, data)
     if name == "LoRA":
         from tests.model.test_peft import Adapt
 
@@ -258,6 +280,38 @@ def reference_of(name, model, data, monkeypatch):
         model = scaled(model)
     steps = len(data.batches)
     return train_reference(model, None, steps=steps, learning_rate=LEARNING_RATE, batches=data.batches, **given)
+
+
+def steps_of_trl(model, data):
+    """(losses, gradient norms) of TRL's DPOTrainer on one process."""
+    from trl import DPOConfig, DPOTrainer
+
+    args = DPOConfig(
+        output_dir=str(model.parent / "DPO"),
+        loss_type=["sigmoid", "sft"],
+        per_device_train_batch_size=len(data.batches[0]),
+        max_steps=len(data.batches),
+        learning_rate=LEARNING_RATE,
+        optim="adamw_torch",
+        max_length=None,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    trainer = DPOTrainer(
+        model=policy,
+        ref_model=reference,
+        args=args,
+        train_dataset=Dataset.from_list(data.batches[0]),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
 
 
 def scaled(model):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,8 @@ from longctx.attention.kernels import choose
 from longctx.attention.kernels.varlen import AtenFlashKernel
 from longctx.forecast.memory_trace import MemoryTrace, MemoryTracer
 from longctx.layers import loss
-from longctx.parallel import parallelize
+from longctx.parallel import SequenceParallel, parallelize
+from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.host_tensors import SavedOnHost, host_memory
 from longctx.upstream.trl_internals import offloading_on_cpu
 
@@ -76,13 +77,20 @@ class StepSettings:
         return [self.length] if self.document_lengths is None else self.document_lengths
 
 
-def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, rank: int = 0) -> MemoryTrace:
+LossOf = Callable[[SequenceParallel, Mapping[str, Any]], Callable[[nn.Module, ShardedBatch], Tensor]]
+"""(sequence, batch) -> (model, this rank's part of the batch) -> the loss, [], to call backward on."""
+
+
+def trace_training_step(
+    config: PretrainedConfig, settings: StepSettings, *, rank: int = 0, loss_of: LossOf | None = None
+) -> MemoryTrace:
     """Predict the memory of one optimizer step in the steady state, on the device of `rank`.
 
     Attention's kernel is FlashAttention-2, with what it allocates on a GPU.
 
     Args:
         config: the configuration of a causal language model that `longctx.parallelize` takes.
+        loss_of: the loss of another training method; if None, that of fine-tuning.
 
     Raises:
         ValueError: for settings that the real run would refuse, or inside a process group.
@@ -100,11 +108,15 @@ def trace_training_step(config: PretrainedConfig, settings: StepSettings, *, ran
         if settings.activation_checkpointing is not None:
             model.activation_checkpointing_enable(**settings.activation_checkpointing)
         model.train()
-        shard = sequence.shard(row_of(settings.documents))
+        batch = row_of(settings.documents)
+        shard = sequence.shard(batch)
+        other_loss = None if loss_of is None else loss_of(sequence, batch)
         prepare = fsdp2(settings) if settings.engine == "fsdp2" else _as_is
 
         def losses(model: nn.Module, inputs: dict[str, Any], shift_labels: Tensor) -> Tensor:
             with torch.autocast("cpu", settings.compute_dtype, enabled=settings.compute_dtype != torch.float32):
+                if other_loss is not None:
+                    return other_loss(model, replace(shard, inputs=inputs, shift_labels=shift_labels))
                 if settings.fused_loss:
                     token_losses = model(**inputs, shift_labels=shift_labels, token_outputs=True).losses
                     return sequence.reduce(token_losses, settings.length)

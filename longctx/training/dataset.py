@@ -144,10 +144,11 @@ def _check_targets(part: TrainingData, settings: Mapping[str, Any], split: str) 
         return
     left = "no token with a label" if len(part.rows) else "no sequence"
     name = settings[f"dataset_{split}_split"]
+    remedy = "" if settings["dataset_text_field"] == PAIRS else ", or --overlong split"  # which is refused for pairs
     raise DataError(
         f"--dataset_{split}_split {name} of {name_data(settings)}: --overlong {settings['overlong']} leaves {left} to "
-        f"{'train' if split == 'train' else 'evaluate'} on: {part.report}. Use a longer --max_length, or --overlong "
-        "split."
+        f"{'train' if split == 'train' else 'evaluate'} on: {part.report}. Use a longer --max_length"
+        f"{remedy}."
     )
 
 

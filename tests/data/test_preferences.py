@@ -17,6 +17,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.data.kinds import PAIRS
 from longctx.data.sides import sides_of_pairs
+from longctx.dpo import main
 from longctx.model.tiny import tiny_tokenizer
 from longctx.packing import PairedDataset, kept_of_sides, plan_pairs
 from longctx.settings.flags import parse_flags
@@ -106,6 +107,18 @@ def test_pairs_that_do_not_fit_are_refused(overlong, said):
     pairs = tokenize_records(Dataset.from_list(TEXT), tiny_tokenizer(), text_field=PAIRS)
     with pytest.raises(ValueError, match=said):
         plan_pairs(sides_of_pairs(pairs), 38, overlong=overlong)
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_data_of_which_no_pair_is_left_is_refused(overlong, tmp_path, capsys):
+    """With a way out that exists for pairs."""
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TEXT))
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "pairs.jsonl"), "--prepare_only", "True"]
+    assert main([*flags, "--max_length", "6", "--overlong", overlong, "--output_dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"--overlong {overlong} leaves no sequence to train on: 3 pairs" in error
+    assert "3 pairs dropped" in error
+    assert error.strip().endswith("Use a longer --max_length.")
 
 
 @pytest.mark.parametrize(

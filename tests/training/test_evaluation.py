@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from longctx.settings.methods import SFT
 from longctx.train import main
 from tests.reference import dense_logits
 from tests.small_model import save_small_model
@@ -121,7 +122,7 @@ def check_means(entry, expected, prefix):
         assert entry[f"{prefix}{name}"] == pytest.approx(value, rel=1e-5), name
 
 
-def trained(arguments):
+def trained(arguments, method=SFT):
     """A finished run on this process group."""
     from accelerate.state import AcceleratorState
 
@@ -131,7 +132,7 @@ def trained(arguments):
     from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state()
-    prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
+    prepared = prepare(resolve(parse_flags(arguments, method), read_profile(), os.environ))
     return prepared, fit(prepared, load(prepared))
 
 
