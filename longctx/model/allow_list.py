@@ -35,17 +35,22 @@ DECODER_MODELS = (
     "flint",
     "gemma2",
     "gemma4_text",
+    "gemma4_unified_text",
+    "granite_swa",
     "hyperclovax",
     "internlm3",
     "iquestcoder",
     "jais2",
     "kolibri1",
+    "lfm3",
     "llama4_text",
+    "mimo_v2_flash",
     "ministral",
     "ministral3",
     "nanochat",
     "persimmon",
     "vaultgemma",
+    "youtu",
 )
 """Those of CAUSAL_MODELS whose families stand in tests/model/more_families.py."""
 
@@ -123,7 +128,11 @@ WINDOW_MODELS = (
     "gemma2",
     "gemma3_text",
     "gemma4_text",
+    "gemma4_unified_text",
     "gpt_oss",
+    "granite_swa",
+    "lfm3",
+    "mimo_v2_flash",
     "mistral",
     "olmo3",
     "phi3",
@@ -169,7 +178,7 @@ EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 RECURRENT_MODELS = (
     *GATED_DELTA_MODELS,
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),  # longctx.recurrent.mamba2
-    *("lfm2", "lfm2_moe"),  # convolutions alone
+    *("lfm2", "lfm2_moe", "lfm3"),  # convolutions alone
 )
 """Those of them that have recurrent layers, which longctx.recurrent spreads over ranks."""
 
@@ -183,18 +192,25 @@ _PLAIN_TEXT = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Decoders below a head and nothing more, which many multimodal types take as their text part."""
 
 MULTIMODAL_MODELS = {
+    "aria": ("aria_text",),
     "deepseek_vl": _PLAIN_TEXT,
+    "deepseek_vl_hybrid": _PLAIN_TEXT,
     "exaone4_5": ("exaone4",),
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"),
     "glm4v": ("glm4v_text",),
     "glm4v_moe": ("glm4v_moe_text",),
     "got_ocr2": _PLAIN_TEXT,
+    "hyperclovax_vision_v2": ("hyperclovax",),
     "idefics2": _PLAIN_TEXT,
     "idefics3": _PLAIN_TEXT,
     "internvl": _PLAIN_TEXT,
     "janus": _PLAIN_TEXT,
+    "kimi_k25": ("deepseek_v3",),
+    "lfm2_vl": ("lfm2",),
+    "lfm3_vl": ("lfm3",),
     "lighton_ocr": _PLAIN_TEXT,
     "llama4": ("llama4_text",),
     "llava": _PLAIN_TEXT,
@@ -202,6 +218,7 @@ MULTIMODAL_MODELS = {
     "llava_next_video": _PLAIN_TEXT,
     "llava_onevision": _PLAIN_TEXT,
     "minicpmv4_6": ("qwen3_5_text",),
+    "minicpmv4_7": ("qwen3_5_text",),
     "mistral3": _PLAIN_TEXT,
     "ovis2": _PLAIN_TEXT,
     "qianfan_ocr": _PLAIN_TEXT,
@@ -345,7 +362,8 @@ def _layers(config: PretrainedConfig) -> Iterator[str]:
     )
     for name, kind in REFUSED_SETTINGS.items():
         value = getattr(config, name, None)
-        if value and name not in exact and (config.model_type, value) != ("gemma4_text", "vision"):  # text is causal
+        only_images = value == "vision" and config.model_type in ("gemma4_text", "gemma4_unified_text")
+        if value and name not in exact and not only_images:
             yield f"{name} is {value}: {kind}."
     if getattr(config, "is_causal", True) is False:
         yield "is_causal is False: non-causal attention."

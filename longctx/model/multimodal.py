@@ -45,7 +45,7 @@ Their rotary positions have an axis each for time, height and width. On text the
 _BUILT_IN = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 """What layers of a text part do always, as a setting of the causal language model."""
 
-_CAPS_LOGITS = ("gemma4",)
+_CAPS_LOGITS = ("gemma4", "gemma4_unified")
 """Multimodal types whose head applies final_logit_softcapping of the text part, as the causal language model does."""
 
 _OF_IMAGES = ("mrope_interleaved", "mrope_section")

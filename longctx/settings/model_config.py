@@ -153,9 +153,10 @@ def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     for name in sorted(kwargs.keys() & _PARALLELISM):
         raise ValueError(
             f"--model_init_kwargs sets {name}, and the expert and tensor parallelism of transformers are not "
-            "supported: they lay parameters out over device meshes of their own, while the engines, the gradient norm "
-            "and the checkpoints here shard every parameter over all devices. Leave it out; FSDP2 and ZeRO-3 shard "
-            "experts, too."
+            "supported here: they lay parameters out over device meshes of their own. torch's clip_grad_norm_ adds up "
+            "no norms over several meshes, and engines and checkpoints here shard every parameter over all devices. "
+            "Leave it out; FSDP2 and ZeRO-3 shard experts, too. In a loop of your own, longctx.parallelize takes a "
+            "model with expert parallelism: see docs/howto/loop.md."
         )
     for name in kwargs.keys() & _OWN_FLAGS.keys():
         raise ValueError(f"--model_init_kwargs sets {name} {kwargs[name]}. Give it as --{_OWN_FLAGS[name]}.")

@@ -187,7 +187,7 @@ def chunked_errors(
 
 
 def splittable() -> list[str]:
-    refused = (*RECURRENT_MODELS, "gemma4_text")
+    refused = (*RECURRENT_MODELS, "gemma4_text", "gemma4_unified_text")
     return [name for name, (model_type, _) in FAMILIES.items() if model_type not in refused]
 
 

@@ -36,6 +36,14 @@ GEMMA4 = SMALL | {
     "use_bidirectional_attention": "vision",
     "use_double_wide_mlp": True,
 }
+LFM3 = SMALL | {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "head_dim": 8,
+    "conv_bias": True,
+    "conv_L_cache": 5,
+}
 LLAMA4 = SMALL | {
     "num_hidden_layers": 3,
     "head_dim": 8,
@@ -73,12 +81,22 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     ),
+    "gemma4_unified_text, windows": ("gemma4_unified_text", GEMMA4 | WINDOW),
+    "granite_swa, windows": ("granite_swa", SMALL | WINDOW | MULTIPLIERS | {"layer_rope_theta": [1e4, 0]}),
     "hyperclovax": ("hyperclovax", SMALL | MULTIPLIERS),
     "internlm3": ("internlm3", SMALL | {"bias": True, "qkv_bias": True}),
     "iquestcoder": ("iquestcoder", SMALL | {"attention_bias": True}),
     "jais2": ("jais2", SMALL | {"head_dim": 8}),
     "kolibri1, windows": ("kolibri1", EXPERTS | WINDOW | {"shared_expert_intermediate_size": 16}),
+    "lfm3, windows": ("lfm3", LFM3),
     "llama4_text, chunks, temperatures": ("llama4_text", LLAMA4),
+    "mimo_v2_flash, windows, narrow values": (
+        "mimo_v2_flash",
+        SMALL
+        | WINDOW
+        | {"head_dim": 12, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "mlp_layer_types": ["sparse", "dense"]},
+    ),
     "ministral, windows": ("ministral", SMALL | WINDOW | {"head_dim": 16}),
     "ministral3": (
         "ministral3",
@@ -99,5 +117,11 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat, capped logits": ("nanochat", SMALL | {"final_logit_softcapping": 1.0}),
     "persimmon": ("persimmon", ALL_HEADS),
     "vaultgemma, windows, capped scores": ("vaultgemma", CAPPED),
+    "youtu": (
+        "youtu",
+        SMALL
+        | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    ),
 }
 """Name -> (model_type, settings). A name with "window" in it has windows."""

@@ -20,9 +20,20 @@ from longctx.model.load import load_config, load_model
 from longctx.model.multimodal import names_in_whole
 from longctx.model.rope import extended
 from longctx.model.tiny import tiny_tokenizer
-from tests.model.more_families import GEMMA4, LLAMA4
+from tests.model.more_families import GEMMA4, LFM3, LLAMA4
 from tests.model.test_families import documents_loss
-from tests.model.test_models import EXPERTS, LENGTHS, LINEAR, SMALL, TOLERANCE, WINDOW, largest_error, make_batch
+from tests.model.test_models import (
+    EXPERTS,
+    GROUPED_EXPERTS,
+    LATENT,
+    LENGTHS,
+    LINEAR,
+    SMALL,
+    TOLERANCE,
+    WINDOW,
+    largest_error,
+    make_batch,
+)
 from tests.reference import adamw_steps
 from tests.training.test_training import make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -34,6 +45,8 @@ AXES = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta":
 HALF_AXES = {"head_dim": 8, "rope_parameters": AXES["rope_parameters"] | {"partial_rotary_factor": 0.5}}
 HALF_AXES["rope_parameters"]["mrope_section"] = [1, 0, 1]
 PART = {  # settings of each type of text part
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "deepseek_v3": LATENT | GROUPED_EXPERTS,
     "exaone4": WINDOW,
     "gemma3_text": WINDOW | {"head_dim": 16},
     "gemma4_text": {key: value for key, value in GEMMA4.items() if key not in SMALL} | WINDOW,
@@ -41,6 +54,9 @@ PART = {  # settings of each type of text part
     | EXPERTS
     | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "glm4v_text": HALF_AXES,
+    "gemma4_unified_text": {key: value for key, value in GEMMA4.items() if key not in SMALL} | WINDOW,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {key: value for key, value in LFM3.items() if key not in SMALL or value != SMALL[key]},
     "llama4_text": {key: value for key, value in LLAMA4.items() if key not in SMALL or value != SMALL[key]},
     "mistral": {"sliding_window": None},
     "qwen2_5_vl_text": AXES,
