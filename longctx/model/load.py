@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pickle import UnpicklingError
 from typing import Any
@@ -38,7 +38,12 @@ from longctx.model.multimodal import load_text_part, takes_text_alone, text_part
 from longctx.model.quantized import parameter_sizes
 from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
-from longctx.upstream.transformers_internals import forget_implementations, tied_weights
+from longctx.upstream.transformers_internals import (
+    forget_implementations,
+    splits_weights,
+    tied_weights,
+    unpartitioned,
+)
 
 
 def load_config(
@@ -249,9 +254,10 @@ def load_model(
         if whole_config is not None:
             model, found = load_text_part(name, whole_config, config, dtype=dtype, revision=revision, **quantized)
         else:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **quantized
-            )
+            with unpartitioned() if splits_weights(config) else nullcontext():
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **quantized
+                )
     except UnpicklingError as error:
         raise ValueError(
             f"--model_name_or_path {name}: pytorch_model.bin is damaged or holds more than tensors, such as code, and "

@@ -126,6 +126,18 @@ def commit_of(config: PretrainedConfig) -> str:
     return getattr(config, "_commit_hash", None) or ""
 
 
+def splits_weights(config: PretrainedConfig) -> bool:
+    """Return whether a weight of the files becomes several parameters, as one matrix for queries, keys and values.
+
+    transformers splits it by the sizes of the parameters, which are 0 where ZeRO-3 has partitioned them.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    conversions = get_checkpoint_conversion_mapping(config.model_type) or []
+    steps = (step for conversion in conversions for step in getattr(conversion, "operations", ()))
+    return any(type(step).__name__ == "Split" for step in steps)  # which releases before 5.24 do not have
+
+
 @contextmanager
 def unpartitioned() -> Iterator[None]:
     """Keep models whole under ZeRO-3, which otherwise cuts each model that is made or loaded.

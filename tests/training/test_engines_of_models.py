@@ -44,6 +44,7 @@ FEW = [
     ("deepseek_v3", "ring on FSDP2"),
     ("glm4_moe", "dp on FSDP2"),
     ("glm4_moe", "ulysses on ZeRO-3"),
+    ("sarvam_moe", "ulysses on ZeRO-3"),
     (ODD, "ring on ZeRO-1"),
 ]
 
