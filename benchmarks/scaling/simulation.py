@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Link, RingWork
+from longctx.attention.modelled import planned_work
 from longctx.forecast.candidates import DEVICE_BYTES
 from longctx.forecast.closed_form import predict
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.simulate import SimulatedStep, simulate
-from longctx.forecast.step_time import Speeds, attention_setup, planned_work
+from longctx.forecast.step_time import Speeds, attention_setup
 from longctx.packing import balanced_order, pack, shuffled_order, spread_step
 from longctx.ring.planner import MAX_IMBALANCE
 from longctx.training.dataset import linear_cost

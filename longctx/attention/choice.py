@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup
-from longctx.attention.modelled import modelled_seconds, plan_time
+from longctx.attention.modelled import modelled_seconds, planned_work
 from longctx.recurrent.cost import recurrent_time
 from longctx.sequence.mesh import ParallelDims
 
@@ -248,8 +247,7 @@ def _modelled(setup: Setup, candidates: Sequence[Arrangement], documents: Docume
 
 def _work(setup: Setup, arrangement: Arrangement, documents: Documents) -> list[RingWork]:
     """Return the work of a ring for each sequence, planned as in training."""
-    time_of = partial(plan_time, setup, arrangement)
-    return [RingWork.of(_filled(row, 2 * setup.sp), arrangement.ring, time_of=time_of) for row in documents.rows]
+    return [planned_work(tuple(_filled(row, 2 * setup.sp).tolist()), setup, arrangement) for row in documents.rows]
 
 
 def _filled(row: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:

@@ -22,9 +22,12 @@ K·P/(H+K) forward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import EXCHANGE_COPIES, Arrangement, AttentionTime, RingWork, Setup, stages_of
@@ -47,6 +50,13 @@ def plan_time(setup: Setup, arrangement: Arrangement, plan: RingPlan) -> PlanTim
     forward, backward = BACKENDS[arrangement.name].passes(setup, arrangement, RingWork.of_plan(plan))
     time = forward + backward
     return PlanTime(seconds=time.seconds, waiting=time.seconds - float(time.compute.mean()))
+
+
+@functools.lru_cache(maxsize=512)
+def planned_work(documents: tuple[int, ...], setup: Setup, arrangement: Arrangement) -> RingWork:
+    """Return the work of a ring for documents of these lengths in tokens, planned as in training."""
+    time_of = functools.partial(plan_time, setup, arrangement)
+    return RingWork.of(np.asarray(documents), arrangement.ring, time_of=time_of)
 
 
 def attention_time(setup: Setup, arrangement: Arrangement, work: RingWork) -> AttentionTime:

@@ -22,12 +22,11 @@ from longctx.attention.cost import (
     FLOPS_FORWARD,
     Arrangement,
     Device,
-    RingWork,
     Setup,
     both_passes,
     devices_of,
 )
-from longctx.attention.modelled import modelled_seconds, plan_time
+from longctx.attention.modelled import modelled_seconds, planned_work
 from longctx.attention.speeds import SPEEDS, SpeedTable
 from longctx.forecast.coefficients import FP32, LOGIT_BYTES
 from longctx.forecast.layer_memory import Pass, passes, saved_by_layer
@@ -163,13 +162,6 @@ def forward_seconds(setup: MemorySetup, time: StepTime, speeds: Speeds) -> float
         "weights": 1 / 3,
     }
     return float(sum(share * parts.get(name, 0.0) for name, share in shares.items()))
-
-
-@functools.lru_cache(maxsize=64)
-def planned_work(documents: tuple[int, ...], attention: Setup, arrangement: Arrangement) -> RingWork:
-    """Return the ranks' work for documents of these lengths, planned as in training."""
-    time_of = functools.partial(plan_time, attention, arrangement)
-    return RingWork.of(np.asarray(documents), arrangement.ring, time_of=time_of)
 
 
 _attention_seconds = functools.lru_cache(maxsize=64)(modelled_seconds)
