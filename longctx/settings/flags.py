@@ -112,8 +112,8 @@ class SequenceArguments:
     memory: Literal["balanced", "longest", "fastest", "auto"] = field(
         default="balanced",
         metadata={
-            "help": "Preset of memory options: balanced, longest, fastest, or auto, which takes the predicted fastest "
-            "options that fit."
+            "help": "Preset of memory options (docs/howto/length.md): balanced, longest, fastest, or auto, which takes "
+            "the predicted fastest options that fit."
         },
     )
     tiled_mlp: bool | None = field(default=None, metadata={"help": "Run each MLP on a few tokens at a time."})

@@ -837,7 +837,7 @@ def test_text_files_and_splits_stream(tmp_path, tokenizer) -> None:
     assert _lists(_stream(folder, tokenizer, split="test")) == expected[1:2]
     assert "no split 'dev'; available: test, train" in _error(_stream, folder, tokenizer, split="dev")
     for split in ("train[:2]", "train+test"):
-        assert "a stream is read as a whole" in _error(_stream, folder, tokenizer, split=split)
+        assert "a stream reads one whole split" in _error(_stream, folder, tokenizer, split=split)
 
 
 def test_a_stream_reads_what_it_is_asked_for_and_writes_nothing(tmp_path, tokenizer) -> None:
