@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "--host_memory_gib", type=float, help="Host memory of one node. Default: 221 GiB for each of its GPUs."
     )
     parser.add_argument(
-        "--kernel", help="Attention kernel: flash-attn 2, 3 or 4, or cuDNN. Default: the usual one for --gpu."
+        "--kernel", help='Attention kernel: "flash-attn 2", 3 or 4, or cuDNN. Default: the usual one for --gpu.'
     )
     parser.add_argument(
         "--memory",

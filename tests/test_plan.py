@@ -154,12 +154,14 @@ def test_the_first_answer_comes_before_the_traces(traces, capsys, monkeypatch) -
     after = capsys.readouterr().out
     assert after.startswith("Traces of the model keep the recommendation of the closed form.")
     assert after.index("Recommended for") < after.index("Next best: ") < after.index("backend ")
+    first = re.search(r"--sp (\d)", after)
+    assert f"A step of {2 // int(first[1])} sequence" in after
 
 
 def test_thousand_devices_are_planned_in_a_page(capsys) -> None:
     assert main([*TINY, "--gpus", "1024", "--lengths", "1048576"]) == 0
     text = capsys.readouterr().out
-    assert len(text.splitlines()) < 60
+    assert len(text.splitlines()) <= 60
     tables = [line for line in text.splitlines() if not line.startswith("accelerate")]
     assert max(map(len, tables)) <= 120
     command = next(line for line in text.splitlines() if line.startswith("accelerate launch"))
@@ -300,7 +302,8 @@ def test_the_page_has_every_choice_with_the_plan_s_own_forecasts(tmp_path, capsy
 def name_of(candidate):
     both = min(candidate["ring"], candidate["ulysses"]) > 1
     ways = f"{candidate['ulysses']} x ring {candidate['ring']}" if both else str(candidate["sp"])
-    return f"{candidate['backend']} {ways}".replace("local 1", "one device") + f" --memory {candidate['memory']}"
+    name = f"{candidate['backend']} {ways}".replace("local 1", "sp 1")
+    return f"{name} --memory {candidate['memory']}"
 
 
 def test_the_page_fetches_nothing_and_shows_names_as_text(tmp_path, capsys) -> None:

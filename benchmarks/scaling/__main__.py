@@ -120,7 +120,7 @@ def page(folder: Path | None) -> str:
             "",
             "![compute, exchange and waiting](images/scaling_time.png)",
             "",
-            "The fastest backend and split into groups (dp), with at least eight devices per sequence:",
+            "The table gives the fastest backend and number of groups (dp), with at least eight devices per sequence:",
             "",
             *fastest_table(shown),
             "",
@@ -157,8 +157,8 @@ def page(folder: Path | None) -> str:
             "longest documents. `--sp all` makes one group of all devices, which takes the sequences of all groups at "
             "once. Each document is then spread over as many devices as it needs. The table compares steps of shuffled "
             f"packs of {WEAK_TOKENS * NODE:,} tokens, with one pack for every {NODE} devices. The packs are the same "
-            "for groups and for one group. *Goal* is the target for one group. The documents "
-            "called agent sessions have log-normal lengths with a median of 38k tokens.",
+            "for groups and for one group. *Goal* is the efficiency that the design of `--sp all` aims at. "
+            "The documents called agent sessions have log-normal lengths with a median of 38k tokens.",
             "",
             *together_table(one_group),
             "",

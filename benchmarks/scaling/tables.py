@@ -115,14 +115,14 @@ def conclusions(fixed: Results, more: Results, shuffled: Sequence[Run]) -> Itera
         f"{at(fixed, slow, 'ulysses', 32).share('exchange'):.0%} at 100 Gb/s."
     )
     yield (
-        "**Ring and gather** over nodes suit a few long documents. A sequence of one document hides their messages "
-        f"(on 128 devices per sequence: {kept(fixed, one, 128, ('ring', 'gather'))}). A packed sequence has less work "
-        f"to hide them behind ({kept(fixed, packed, 128, ('ring', 'gather'))}). The plan itself causes a part of this "
+        "**Ring and gather** over nodes hide their messages behind attention. One document has enough attention for "
+        f"both (on 128 devices per sequence: {kept(fixed, one, 128, ('ring', 'gather'))}). Packed documents have too "
+        f"little for gather ({kept(fixed, packed, 128, ('ring', 'gather'))}). The plan itself causes a part of the "
         "loss, see [The cost of balance](#the-cost-of-balance)."
     )
     yield (
         "**The hybrid** uses Ulysses inside a node and a ring between nodes. It is the best choice for sequences over "
-        "more than one node. On 256 devices per sequence, its efficiency is "
+        "many nodes. On 256 devices per sequence, its efficiency is "
         f"{at(fixed, packed, 'hybrid', 256).efficiency:.0%} with packed documents and "
         f"{at(fixed, one, 'hybrid', 256).efficiency:.0%} with one document. At 100 Gb/s, it is "
         f"{at(fixed, slow, 'hybrid', 256).efficiency:.0%} with packed documents."

@@ -120,7 +120,7 @@ class Candidate:
     def __str__(self) -> str:
         both = self.dims.ring > 1 and self.dims.ulysses > 1
         ways = f"{self.dims.ulysses} x ring {self.dims.ring}" if both else str(self.dims.sp)
-        return f"{self.backend} {ways}" if self.dims.sp > 1 else "one device"
+        return f"{self.backend} {ways}" if self.dims.sp > 1 else "sp 1"
 
 
 @dataclass(frozen=True, kw_only=True)

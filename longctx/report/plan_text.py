@@ -128,13 +128,13 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
     if result["reference_seconds"] is not None:
         lines.insert(-1, _reference(result))
     if result["documents"] is None:
-        packed = "Packed documents take less time: --document_lengths reads the lengths of yours."
-        filled = "one document that fills" if result["method"] == "train" else "two sides of one pair that fill"
-        lines.insert(-1, f"Times are for {filled} a whole sequence. {packed}")
+        packed = "Packed documents take less time: --document_lengths reads their lengths."
+        unit = "document" if result["method"] == "train" else "pair"
+        lines.insert(-1, f"Times are for one {unit} per sequence. {packed}")
     if second is not None:
         at = second["at"][0]
         lines += [
-            f"Next best: {second['name']}, {_seconds(at['seconds_per_step'])} s a step, "
+            f"Next best: {second['name']}, {_seconds(at['seconds_per_step'])} s a step of {_sequences(second)}, "
             f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.",
             _command(second, markdown),
         ]
@@ -204,8 +204,8 @@ def _by_degrees(candidates: Sequence[dict[str, Any]]) -> list[dict[str, dict[str
 def _legend(result: dict[str, Any]) -> str:
     marked = ", ".join(f"{MARKS[p]} --memory {p}" for p in result["presets"] if MARKS[p])
     return (
-        "hybrid: Ulysses x ring. h: limited by host memory. s: seconds per step with the fastest --memory that fits"
-        + (f"; {marked}." if marked else ".")
+        "hybrid: Ulysses x ring. h: limited by host memory. s: seconds per step (of dp sequences) with the fastest "
+        "--memory that fits" + (f"; {marked}." if marked else ".")
     )
 
 
@@ -230,12 +230,16 @@ def _refined(result: dict[str, Any]) -> str:
     return f"Traces of the model {'change' if result['changed'] else 'keep'} the recommendation of the closed form."
 
 
+def _sequences(plan: dict[str, Any]) -> str:
+    return f"{plan['dp']:,} sequence{'s' * (plan['dp'] > 1)}"
+
+
 def _about(best: dict[str, Any]) -> list[str]:
     at = best["at"][0]
     seconds = ", ".join(f"{name} {_seconds(value)}" for name, value in at["seconds"].items())
     return [
         f"Recommended for {at['length']:,} tokens: {best['name']}, on {best['engine']}: {best['why']}.",
-        f"A step takes {_seconds(at['seconds_per_step'])} s ({seconds}): "
+        f"A step of {_sequences(best)} takes {_seconds(at['seconds_per_step'])} s ({seconds}): "
         f"{at['tokens_per_second_per_device']:,.0f} tokens/s a device.{_gathers(best, at)}",
         *(
             f"{what}: " + ", ".join(f"{name} {size / 2**30:.1f}" for name, size in at[key].items() if size >= 2**26)

@@ -89,7 +89,7 @@ def _labels(document: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
 def _decoded(document: Mapping[str, NDArray[Any]], tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the document's text, with the parts that are not trained on in ⟦ ⟧, and long parts shortened."""
     labels = _labels(document).copy()
-    labels[:1] = labels[1:2]  # the first token is no target; it is shown with those that follow
+    labels[:1] = labels[1] if len(labels) > 1 else IGNORE_INDEX  # no target, and shown with those that follow
     parts: list[str] = []
     for is_learnt, group in groupby(zip(document["input_ids"], labels != IGNORE_INDEX, strict=True), lambda x: x[1]):
         if len(parts) == SHOWN_PARTS:

@@ -59,6 +59,11 @@ def test_the_first_records_are_read_and_their_mask_is_shown(chats):
     assert len(lines["sample"]) < 400
 
 
+def test_a_document_of_one_token_is_shown_as_not_trained_on(tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"text": ""}\n{"text": "hello"}\n')
+    assert found(str(tmp_path / "texts.jsonl"))["sample"] == "⟦<|endoftext|>⟧ (not trained on: ⟦ ⟧)"
+
+
 def test_text_is_trained_on_as_a_whole():
     lines = found("stdlib", "--overlong", "split", "--max_length", "4096")
     assert "⟦" not in lines["sample"]
