@@ -1,22 +1,25 @@
 """The gated delta rule (arXiv 2412.06464) over a sequence group, as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
-A head carries a state S [D, E] from token to token: S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ. So the state
-behind a piece of a document is B + A·S of the state before it. The rule itself gives both in one call: B from a state
-of 0, and the columns of A from the columns of the identity with values of 0, which are E + D columns together.
+A head carries a state S [D, E] from token to token: S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ. Kimi Delta
+Attention (arXiv 2510.26692) has a decay for each key channel: (I - β_t k_t k_tᵀ) Diag(α_t) S_{t-1} + β_t k_t v_tᵀ. In
+both, the state behind a piece of a document is B + A·S of the state before it. The rule itself gives both in one call:
+B from a state of 0, and the columns of A from the columns of the identity with values of 0, which are E + D columns
+together.
 
 There are two ways to spread it. **By states**, each rank computes its own tokens: the maps A and B of the pieces that
 another one continues, and then all pieces from the states before them. **By heads**, each rank takes all tokens of some
 heads, as Ulysses does; only numbers of key heads that the ranks divide allow it. `longctx.recurrent.cost` says which
 one is faster.
 
-transformers uses flash-linear-attention's kernel for the delta rule wherever that package can be imported. Here the
-kernel computes half precision on GPUs, after a comparison with transformers' own operators, which compute the rest.
+transformers uses flash-linear-attention's kernels wherever that package can be imported. Here its kernel of the gated
+delta rule computes half precision on GPUs, after a comparison with transformers' own operators, which compute the rest.
 Releases before 0.5 assume as many value heads as key heads and silently return wrong numbers if there are more. In
-fp32, Triton's products would be rounded to TF32.
+fp32, Triton's products would be rounded to TF32. Its kernel of Kimi Delta Attention is not used, because it has not
+been compared.
 
 Shape legend: P ranks, S tokens of a sequence, s of a rank, K key heads of size D, V value heads of size E, V a multiple
-of K. The inputs of the rule are q and k [1, s, K, D], v [1, s, V, E], the decays g = log α and the strengths β, both
-[1, s, V].
+of K. The inputs of the rule are q and k [1, s, K, D], v [1, s, V, E], the decays g = log α [1, s, V], or [1, s, V, D]
+of key channels, and the strengths β [1, s, V].
 """
 
 from __future__ import annotations
@@ -69,9 +72,9 @@ def delta_rule_by_heads(
     if group is None:
         return delta_rule(rule, inputs, lengths)[0]
     *qkv, g, beta = (x[0] for x in inputs)
-    exchanged = *_to_heads([*qkv, beta[..., None]], group), *_to_heads([g[..., None]], group)  # g is fp32
+    exchanged = *_to_heads([*qkv, beta[..., None]], group), *_to_heads([g.view(*g.shape[:2], -1)], group)  # g is fp32
     q, k, v, beta, g = (x[None] for x in _in_order(exchanged, layout, back=False))
-    mixed, _ = delta_rule(rule, (q, k, v, g[..., 0], beta[..., 0]), lengths)
+    mixed, _ = delta_rule(rule, (q, k, v, g.view(*g.shape[:3], *inputs[3].shape[3:]), beta[..., 0]), lengths)
     [mixed] = _in_order([mixed[0]], layout, back=True)
     return tokens_to_ranks(mixed.transpose(0, 1)[None], group).transpose(1, 2)
 
@@ -84,7 +87,8 @@ def delta_rule(
     Args:
         states: [n, V, D, E], the states before the pieces; None for 0.
     """
-    compute = _in_one_call if takes_kernel(inputs[0]) else _by_piece
+    of_channels = inputs[3].dim() == 4
+    compute = _by_piece if of_channels or not takes_kernel(inputs[0]) else _in_one_call
     return compute(rule, inputs, lengths, states, gives=gives)
 
 

@@ -31,6 +31,10 @@ def test_sizes_of_a_known_model():
     assert sizes.heads == 16
     assert sizes.exchanged == 2 * 2048 + 2 * 4096 + 2 * 32
     assert sizes.given == 32 * 128 * 256
+    kimi = CONFIG_MAPPING["kimi_linear"]()  # 32 heads of 128
+    assert recurrent_sizes(kimi).heads == 32
+    assert recurrent_sizes(kimi).exchanged == 6 * 4096 + 32  # q, k, v, the output, and decays of key channels in fp32
+    assert recurrent_sizes(kimi).given == 32 * 128 * 256
     assert num_mixing_layers(NEXT) == NEXT.num_hidden_layers
     assert num_mixing_layers(CONFIG_MAPPING["falcon_h1"](num_hidden_layers=3)) == 6
     assert recurrent_sizes(CONFIG_MAPPING["llama"]()) is None
