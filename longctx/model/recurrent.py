@@ -19,6 +19,9 @@ MIXES = {"hybrid": 2} | dict.fromkeys(CHANNEL_KINDS, 0)
 CHUNK = 64
 """Tokens that implementations of a scan compute at a time."""
 
+SEGMENT = 16 * CHUNK
+"""Tokens of which Kimi Delta Attention keeps what its backward pass needs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSizes:
@@ -34,6 +37,9 @@ class RecurrentSizes:
     """FLOPs of the scan for each token, forward."""
     given_flops: int = 0
     """FLOPs for each token of a piece that another one continues, forward: its map, besides the scan."""
+    written: int = 0
+    """fp32 elements that operators write for each token and key channel with those before it in a chunk; 0 if they
+    compute such pairs in products alone. These operators compute a segment again in the backward pass."""
 
 
 def recurrent_sizes(config: PretrainedConfig) -> RecurrentSizes | None:
@@ -84,6 +90,7 @@ def _kimi_delta(heads: int, size: int) -> RecurrentSizes:
         given=heads * size * 2 * size,
         flops=heads * _delta_flops(size, size),
         given_flops=heads * _delta_flops(size, 2 * size),
+        written=heads * size * CHUNK,
     )
 
 

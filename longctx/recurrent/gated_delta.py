@@ -15,7 +15,8 @@ transformers uses flash-linear-attention's kernels wherever that package can be 
 delta rule computes half precision on GPUs, after a comparison with transformers' own operators, which compute the rest.
 Releases before 0.5 assume as many value heads as key heads and silently return wrong numbers if there are more. In
 fp32, Triton's products would be rounded to TF32. Its kernel of Kimi Delta Attention is not used, because it has not
-been compared.
+been compared. transformers' operators write `CHUNK` numbers for every key channel of a token there, so they compute
+`SEGMENT` tokens at a time, and again in the backward pass.
 
 Shape legend: P ranks, S tokens of a sequence, s of a rank, K key heads of size D, V value heads of size E, V a multiple
 of K. The inputs of the rule are q and k [1, s, K, D], v [1, s, V, E], the decays g = log α [1, s, V], or [1, s, V, D]
@@ -34,9 +35,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from longctx.attention.kernels.entries import upload
+from longctx.model.recurrent import SEGMENT
 from longctx.recurrent.passing import by_piece, incoming_states, run_pieces, select
 from longctx.recurrent.pieces import Pieces
 from longctx.sequence.batch import BatchLayout
@@ -87,8 +90,7 @@ def delta_rule(
     Args:
         states: [n, V, D, E], the states before the pieces; None for 0.
     """
-    of_channels = inputs[3].dim() == 4
-    compute = _by_piece if of_channels or not takes_kernel(inputs[0]) else _in_one_call
+    compute = _in_one_call if takes_kernel(inputs[0]) and not _of_channels(inputs) else _by_piece
     return compute(rule, inputs, lengths, states, gives=gives)
 
 
@@ -114,12 +116,25 @@ def _by_piece(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the rule by transformers' own operators, one piece after the other."""
 
-    def run(piece: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def run(piece: Sequence[Tensor], state: Tensor | None, gives: bool = gives) -> tuple[Tensor, Tensor | None]:
         *qkv, g, beta = piece
         states = {"initial_state": state, "output_final_state": gives}
         return inspect.unwrap(rule)(*qkv, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **states)
 
-    return by_piece(run, inputs, lengths, states)
+    def in_segments(piece: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        segments, outputs = list(zip(*(x.split(SEGMENT, dim=1) for x in piece), strict=True)), []
+        for number, segment in enumerate(segments, start=1):
+            goes_on = gives or number < len(segments)
+            out, state = checkpoint(run, segment, state, goes_on, use_reentrant=False, preserve_rng_state=False)
+            outputs.append(out)
+        return torch.cat(outputs, dim=1), state
+
+    return by_piece(in_segments if _of_channels(inputs) else run, inputs, lengths, states)
+
+
+def _of_channels(inputs: Sequence[Tensor]) -> bool:
+    """Whether every key channel has a decay of its own."""
+    return inputs[3].dim() == 4
 
 
 def takes_kernel(q: Tensor) -> bool:
