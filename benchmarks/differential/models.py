@@ -70,6 +70,10 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16}
     | {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "kimi_linear": _LOCAL
+    | {"moe_intermediate_size": 16, "linear_num_heads": 4, "linear_head_dim": 8}
+    | {"layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 12}
+    | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS | _EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
     "mixtral": _EXPERTS | {"num_local_experts": 4},

@@ -39,7 +39,7 @@ from longctx.forecast.coefficients import (
 from longctx.forecast.layer_memory import Layer, chunked_layer_bytes, chunked_moments, layer_bytes
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.layers.loss import TILE_BYTES
-from longctx.recurrent.cost import given_bytes
+from longctx.recurrent.cost import given_bytes, written_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +195,7 @@ def _layer_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str,
             "hidden states": (layer.norm_before_attention + stream * model.hidden_size) * tokens,
             "attention": (layer.attention + layer.attention_backward) * tokens,
             "exchange": layer.exchange * tokens + _maps(setup),
+            "scan": 0.0 if model.recurrent is None else written_bytes(model.recurrent, tokens),
         },
         "norm": {
             "hidden states": (layer.norm_before_attention + 4 * model.hidden_size + layer.norm_backward) * tokens,

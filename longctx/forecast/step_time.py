@@ -32,7 +32,7 @@ from longctx.forecast.coefficients import FP32, LOGIT_BYTES
 from longctx.forecast.layer_memory import Pass, passes, saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
-from longctx.recurrent.cost import recurrent_time
+from longctx.recurrent.cost import recurrent_time, written_seconds
 
 KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = SPEEDS.kernels()
 """Parts of the peak on long documents with heads of 128: kernel -> device -> (forward, backward)."""
@@ -208,6 +208,7 @@ def recurrent_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> Any:
     assert spread is not None, "the model has recurrent layers"
     passes = 3 + setup.num_checkpointed / setup.model.num_layers  # backward counts as two
     scan = passes * sizes.flops * setup.local_tokens(length) / speeds.attention_forward_flops
+    scan += (passes + 1) * written_seconds(sizes, setup.local_tokens(length), speeds.device.memory_speed)
     return layers * (scan + setup.num_rows * spread.seconds)
 
 

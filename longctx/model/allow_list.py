@@ -41,6 +41,7 @@ DECODER_MODELS = (
     "internlm3",
     "iquestcoder",
     "jais2",
+    "kimi_linear",
     "kolibri1",
     "lfm3",
     "llama4_text",
@@ -177,6 +178,7 @@ EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
 RECURRENT_MODELS = (
     *GATED_DELTA_MODELS,
+    "kimi_linear",  # Kimi Delta Attention, in longctx.recurrent.gated_delta as well
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),  # longctx.recurrent.mamba2
     *("lfm2", "lfm2_moe", "lfm3"),  # convolutions alone
 )

@@ -19,13 +19,16 @@ MIXES = {"hybrid": 2} | dict.fromkeys(CHANNEL_KINDS, 0)
 CHUNK = 64
 """Tokens that implementations of a scan compute at a time."""
 
+SEGMENT = 16 * CHUNK
+"""Tokens of which Kimi Delta Attention keeps what its backward pass needs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSizes:
     """The sizes of one recurrent layer; all of a model are alike. Layers with a convolution alone have no scan."""
 
     heads: int | None = None
-    """Heads that ranks can exchange for tokens, key heads of a gated delta rule; None where only states pass."""
+    """Heads that ranks can exchange for tokens, key heads of a delta rule; None where only states pass."""
     exchanged: int = 0
     """Elements of a token that leave and come back if ranks exchange tokens for heads."""
     given: int = 0
@@ -34,6 +37,9 @@ class RecurrentSizes:
     """FLOPs of the scan for each token, forward."""
     given_flops: int = 0
     """FLOPs for each token of a piece that another one continues, forward: its map, besides the scan."""
+    written: int = 0
+    """fp32 elements that operators write for each token and key channel with those before it in a chunk; 0 if they
+    compute such pairs in products alone. These operators compute a segment again in the backward pass."""
 
 
 def recurrent_sizes(config: PretrainedConfig) -> RecurrentSizes | None:
@@ -43,6 +49,8 @@ def recurrent_sizes(config: PretrainedConfig) -> RecurrentSizes | None:
         return None
     if hasattr(text, "linear_num_key_heads"):
         return _gated_delta(text)
+    if hasattr(text, "linear_num_heads"):
+        return _kimi_delta(text.linear_num_heads, text.linear_head_dim)
     if hasattr(text, "mamba_d_state"):
         return _mamba2(text.mamba_n_heads, text.mamba_d_head, text.mamba_d_state)
     if hasattr(text, "ssm_state_size"):
@@ -71,6 +79,18 @@ def _gated_delta(text: Any) -> RecurrentSizes:
         given=values * size * (width + size),
         flops=values * _delta_flops(size, width),
         given_flops=values * _delta_flops(size, width + size),
+    )
+
+
+def _kimi_delta(heads: int, size: int) -> RecurrentSizes:
+    """A token's decays are as many as its keys, and fp32, so they take the bytes of two elements in half precision."""
+    return RecurrentSizes(
+        heads=heads,
+        exchanged=heads * (6 * size + 1),
+        given=heads * size * 2 * size,
+        flops=heads * _delta_flops(size, size),
+        given_flops=heads * _delta_flops(size, 2 * size),
+        written=heads * size * CHUNK,
     )
 
 

@@ -17,11 +17,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longctx.attention.cost import EXCHANGE_COPIES, Arrangement, Setup
-from longctx.model.recurrent import RecurrentSizes
+from longctx.model.recurrent import SEGMENT, RecurrentSizes
 from longctx.recurrent.pieces import Pieces
 from longctx.sequence.batch import BatchLayout
 
 FP32_SIZE = 4
+
+WRITTEN_TRAFFIC = 15 * FP32_SIZE
+"""Bytes read and written for each of `RecurrentSizes.written`, forward: for differences of decays, their mask and
+exponentials, and two products of keys or queries with keys, times these and summed."""
+
+WRITTEN_KEPT = 6 * FP32_SIZE
+"""Bytes on the device for each of `RecurrentSizes.written` at the peak of a segment's backward pass. Measured: 5.8
+fp32 elements."""
 
 MESSAGES_BY_HEADS = 3
 """In a pass: q, k, v and strengths together, decays in fp32, and the output."""
@@ -90,8 +98,19 @@ def _by_states(setup: Setup, sizes: RecurrentSizes, ranks: int, slots: int, give
     gathered = given_bytes(sizes, ranks, slots)
     send = setup.gather_seconds(gathered, ranks) + setup.gather_latency(ranks)
     maps = sizes.given_flops * given / setup.device.attention_flops
+    written = 4 * written_seconds(sizes, given, setup.device.memory_speed)  # computed again before the backward pass
     applied = gathered / setup.device.memory_speed + ranks * slots * setup.device.launch_seconds
-    return 2 * (send + applied) + 3 * maps
+    return 2 * (send + applied) + 3 * maps + written
+
+
+def written_seconds(sizes: RecurrentSizes, num_tokens: float, memory_speed: float) -> float:
+    """Return the seconds of a pass over these tokens, forward, for what operators write beside products."""
+    return WRITTEN_TRAFFIC * sizes.written * num_tokens / memory_speed
+
+
+def written_bytes(sizes: RecurrentSizes, num_tokens: float) -> float:
+    """Return the bytes of a rank's device that this takes."""
+    return WRITTEN_KEPT * sizes.written * min(num_tokens, SEGMENT)
 
 
 def given_bytes(sizes: RecurrentSizes, ranks: int, slots: int) -> float:

@@ -1,22 +1,26 @@
 """The gated delta rule (arXiv 2412.06464) over a sequence group, as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
-A head carries a state S [D, E] from token to token: S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ. So the state
-behind a piece of a document is B + A·S of the state before it. The rule itself gives both in one call: B from a state
-of 0, and the columns of A from the columns of the identity with values of 0, which are E + D columns together.
+A head carries a state S [D, E] from token to token: S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ. Kimi Delta
+Attention (arXiv 2510.26692) has a decay for each key channel: (I - β_t k_t k_tᵀ) Diag(α_t) S_{t-1} + β_t k_t v_tᵀ. In
+both, the state behind a piece of a document is B + A·S of the state before it. The rule itself gives both in one call:
+B from a state of 0, and the columns of A from the columns of the identity with values of 0, which are E + D columns
+together.
 
 There are two ways to spread it. **By states**, each rank computes its own tokens: the maps A and B of the pieces that
 another one continues, and then all pieces from the states before them. **By heads**, each rank takes all tokens of some
 heads, as Ulysses does; only numbers of key heads that the ranks divide allow it. `longctx.recurrent.cost` says which
 one is faster.
 
-transformers uses flash-linear-attention's kernel for the delta rule wherever that package can be imported. Here the
-kernel computes half precision on GPUs, after a comparison with transformers' own operators, which compute the rest.
+transformers uses flash-linear-attention's kernels wherever that package can be imported. Here its kernel of the gated
+delta rule computes half precision on GPUs, after a comparison with transformers' own operators, which compute the rest.
 Releases before 0.5 assume as many value heads as key heads and silently return wrong numbers if there are more. In
-fp32, Triton's products would be rounded to TF32.
+fp32, Triton's products would be rounded to TF32. Its kernel of Kimi Delta Attention is not used, because it has not
+been compared. transformers' operators write `CHUNK` numbers for every key channel of a token there, so they compute
+`SEGMENT` tokens at a time, and again in the backward pass.
 
 Shape legend: P ranks, S tokens of a sequence, s of a rank, K key heads of size D, V value heads of size E, V a multiple
-of K. The inputs of the rule are q and k [1, s, K, D], v [1, s, V, E], the decays g = log α and the strengths β, both
-[1, s, V].
+of K. The inputs of the rule are q and k [1, s, K, D], v [1, s, V, E], the decays g = log α [1, s, V], or [1, s, V, D]
+of key channels, and the strengths β [1, s, V].
 """
 
 from __future__ import annotations
@@ -31,9 +35,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from longctx.attention.kernels.entries import upload
+from longctx.model.recurrent import SEGMENT
 from longctx.recurrent.passing import by_piece, incoming_states, run_pieces, select
 from longctx.recurrent.pieces import Pieces
 from longctx.sequence.batch import BatchLayout
@@ -69,9 +75,9 @@ def delta_rule_by_heads(
     if group is None:
         return delta_rule(rule, inputs, lengths)[0]
     *qkv, g, beta = (x[0] for x in inputs)
-    exchanged = *_to_heads([*qkv, beta[..., None]], group), *_to_heads([g[..., None]], group)  # g is fp32
+    exchanged = *_to_heads([*qkv, beta[..., None]], group), *_to_heads([g.view(*g.shape[:2], -1)], group)  # g is fp32
     q, k, v, beta, g = (x[None] for x in _in_order(exchanged, layout, back=False))
-    mixed, _ = delta_rule(rule, (q, k, v, g[..., 0], beta[..., 0]), lengths)
+    mixed, _ = delta_rule(rule, (q, k, v, g.view(*g.shape[:3], *inputs[3].shape[3:]), beta[..., 0]), lengths)
     [mixed] = _in_order([mixed[0]], layout, back=True)
     return tokens_to_ranks(mixed.transpose(0, 1)[None], group).transpose(1, 2)
 
@@ -84,7 +90,7 @@ def delta_rule(
     Args:
         states: [n, V, D, E], the states before the pieces; None for 0.
     """
-    compute = _in_one_call if takes_kernel(inputs[0]) else _by_piece
+    compute = _in_one_call if takes_kernel(inputs[0]) and not _of_channels(inputs) else _by_piece
     return compute(rule, inputs, lengths, states, gives=gives)
 
 
@@ -110,12 +116,25 @@ def _by_piece(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the rule by transformers' own operators, one piece after the other."""
 
-    def run(piece: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def run(piece: Sequence[Tensor], state: Tensor | None, gives: bool = gives) -> tuple[Tensor, Tensor | None]:
         *qkv, g, beta = piece
         states = {"initial_state": state, "output_final_state": gives}
         return inspect.unwrap(rule)(*qkv, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **states)
 
-    return by_piece(run, inputs, lengths, states)
+    def in_segments(piece: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        segments, outputs = list(zip(*(x.split(SEGMENT, dim=1) for x in piece), strict=True)), []
+        for number, segment in enumerate(segments, start=1):
+            goes_on = gives or number < len(segments)
+            out, state = checkpoint(run, segment, state, goes_on, use_reentrant=False, preserve_rng_state=False)
+            outputs.append(out)
+        return torch.cat(outputs, dim=1), state
+
+    return by_piece(in_segments if _of_channels(inputs) else run, inputs, lengths, states)
+
+
+def _of_channels(inputs: Sequence[Tensor]) -> bool:
+    """Whether every key channel has a decay of its own."""
+    return inputs[3].dim() == 4
 
 
 def takes_kernel(q: Tensor) -> bool:

@@ -28,6 +28,7 @@ from longctx.upstream.transformers_internals import attention_implementation, re
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
+DELTA_ATTENTION = "chunk_kimi_delta_attention"
 MAMBA2_SCAN = "mamba2_chunk_scan"
 MAMBA2_IN_ONE = "mamba2_split_conv1d_scan_combined"
 """transformers' names of the functions that mix tokens, the same in the modules of all models."""
@@ -96,7 +97,10 @@ def _forward(
     by_heads = sequence.shared("recurrent by heads", lambda: prefers_heads(sequence.layout, pieces))
     own = {
         CONVOLUTION: partial(_convolve, functions_of(layer), pieces, sequence.ranks),
-        DELTA_RULE: partial(_delta_rule, functions_of(layer), pieces, sequence, by_heads),
+        **{
+            name: partial(_delta_rule, functions_of(layer), name, pieces, sequence, by_heads)
+            for name in (DELTA_RULE, DELTA_ATTENTION)
+        },
         MAMBA2_SCAN: partial(_mamba2_scan, functions_of(layer), pieces, sequence.ranks),
         MAMBA2_IN_ONE: _no_result,  # as where its kernel is not installed: the layer then calls the others
     }
@@ -138,6 +142,7 @@ def _convolve(
 
 def _delta_rule(
     functions: ModuleType,
+    name: str,
     pieces: Pieces,
     sequence: AttentionContext,
     by_heads: bool,
@@ -146,8 +151,8 @@ def _delta_rule(
     beta: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute in place of `torch_chunk_gated_delta_rule`, from a state of 0 in every document."""
-    rule, inputs = getattr(functions, DELTA_RULE), (*qkv, g, beta)
+    """Compute in place of the function of this name, from a state of 0 in every document."""
+    rule, inputs = getattr(functions, name), (*qkv, g, beta)
     if by_heads:
         return delta_rule_by_heads(rule, inputs, sequence.layout, sequence.ranks), None
     return delta_rule_by_states(rule, inputs, pieces, sequence.ranks), None

@@ -63,6 +63,22 @@ MULTIPLIERS = {
     "attention_multiplier": 0.2,
 }
 
+KIMI_LINEAR = SMALL | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "mlp_layer_types": ["sparse", "dense"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+}
+
 MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus1p5_text": ("apertus1p5_text", SMALL),
     "aria_text": ("aria_text", SMALL | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
@@ -88,6 +104,11 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "iquestcoder": ("iquestcoder", SMALL | {"attention_bias": True}),
     "jais2": ("jais2", SMALL | {"head_dim": 8}),
     "kolibri1, windows": ("kolibri1", EXPERTS | WINDOW | {"shared_expert_intermediate_size": 16}),
+    "kimi_linear": ("kimi_linear", KIMI_LINEAR),
+    "kimi_linear, no experts": (
+        "kimi_linear",
+        KIMI_LINEAR | {"q_lora_rank": 16, "mlp_layer_types": ["dense", "dense"]},
+    ),
     "lfm3, windows": ("lfm3", LFM3),
     "llama4_text, chunks, temperatures": ("llama4_text", LLAMA4),
     "mimo_v2_flash, windows, narrow values": (

@@ -26,6 +26,7 @@ from longctx.model.allow_list import (
 )
 from longctx.model.tiny import tiny_tokenizer
 from longctx.train import main
+from tests.model.more_families import KIMI_LINEAR
 from tests.model.test_models import LINEAR, SMALL
 from tests.reference import train_reference
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
@@ -58,10 +59,12 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["ring", "gather", "hybrid", "ulysses"])
-@pytest.mark.parametrize("model_type", GATED_DELTA_MODELS)
-def test_every_backend_runs_gated_delta_layers(model_type, backend):
+@pytest.mark.parametrize("model_type", [*GATED_DELTA_MODELS, "kimi_linear"])
+def test_every_backend_runs_delta_layers(model_type, backend):
     """Also with more ranks than linear key heads, between which states pass."""
-    assert choose_backend(backend, setup_of(hybrid_config(model_type), 4), ONE_DOCUMENT).arrangement.name == backend
+    of_kimi = KIMI_LINEAR | {"linear_num_heads": 2}
+    config = CONFIG_MAPPING[model_type](**of_kimi) if model_type == "kimi_linear" else hybrid_config(model_type)
+    assert choose_backend(backend, setup_of(config, 4), ONE_DOCUMENT).arrangement.name == backend
 
 
 @pytest.mark.parametrize(
@@ -88,17 +91,21 @@ def documents_loss(model, documents, label_smoothing=0.0):
 
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_training_gated_delta_layers_equals_one_process(engine, tmp_path, monkeypatch, parity_table):
+@pytest.mark.parametrize("kind", ["gated delta", "Kimi delta attention"])
+def test_training_delta_layers_equals_one_process(kind, engine, tmp_path, monkeypatch, parity_table):
     """Packed and padded rows, with and without checkpointing, five AdamW steps on ZeRO-3 and FSDP2."""
     monkeypatch.setattr("tests.reference.dense_loss", documents_loss)
-    config = hybrid_config("qwen3_5_text", vocab_size=260, hidden_size=48, rope_parameters=PARTIAL_ROPE, head_dim=16)
+    sizes = {"vocab_size": 260, "hidden_size": 48}
+    config = hybrid_config("qwen3_5_text", **sizes, rope_parameters=PARTIAL_ROPE, head_dim=16)
+    if kind == "Kimi delta attention":
+        config = CONFIG_MAPPING["kimi_linear"](**KIMI_LINEAR | sizes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     cases, references = {}, {}
     for shape, checkpointing in (("packed", "False"), ("packed", "True"), ("padded", "False")):
         lengths, flags = SHAPES[shape]
-        case = f"ulysses sp 2, {engine}, gated delta, {shape}, checkpointing {checkpointing}"
+        case = f"ulysses sp 2, {engine}, {kind}, {shape}, checkpointing {checkpointing}"
         documents = make_documents(lengths)
         data = write_jsonl(tmp_path / f"{shape}.jsonl", documents)
         cases[case] = [*COMMON, *flags, "--sp", "2", "--sp_backend", "ulysses", "--engine", engine]
@@ -110,9 +117,14 @@ def test_training_gated_delta_layers_equals_one_process(engine, tmp_path, monkey
 
 
 @pytest.mark.long
-def test_verification_of_gated_delta_layers(tmp_path):
+@pytest.mark.parametrize(
+    "config",
+    [hybrid_config("qwen3_next", num_experts=4, num_experts_per_tok=2), CONFIG_MAPPING["kimi_linear"](**KIMI_LINEAR)],
+    ids=["gated delta", "Kimi delta attention"],
+)
+def test_verification_of_delta_layers(config, tmp_path):
     """A config is enough; both kinds of layers are seen to work on their shard."""
-    hybrid_config("qwen3_next", num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
     command = [sys.executable, "-m", "longctx.verify", "--sp", "2", "--model_name_or_path", str(tmp_path), "--json"]
     command += ["--dataset_name", "stdlib", "--max_length", "128", "--overlong", "truncate", "--use_cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -395,10 +395,10 @@ def test_a_changed_token_changes_its_own_document_only():
     ("family", "kwargs"),
     [
         *(
-            (family, {"use_reentrant": True}) for family in ("llama", "qwen3_next")
+            (family, {"use_reentrant": True}) for family in ("llama", "qwen3_next", "kimi_linear")
         ),  # refused for shared keys, see below
-        *((family, {"use_reentrant": False}) for family in ("llama", "qwen3_next", SHARED_KEYS)),
-        *((family, {"selective": True}) for family in ("llama", "qwen3_next", SHARED_KEYS)),
+        *((family, {"use_reentrant": False}) for family in ("llama", "qwen3_next", "kimi_linear", SHARED_KEYS)),
+        *((family, {"selective": True}) for family in ("llama", "qwen3_next", "kimi_linear", SHARED_KEYS)),
     ],
     ids=str,
 )

@@ -40,23 +40,30 @@ def random_lengths(total: int, seed: int) -> list[int]:
 def recurrent_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state=None, output_final_state=False, **_
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule (arXiv 2412.06464, equation 10), one token after the other, in its inputs' precision."""
+    """The gated delta rule (arXiv 2412.06464, equation 10), one token after the other, in its inputs' precision.
+
+    With a decay for each key channel it is Kimi Delta Attention (arXiv 2510.26692, equation 1).
+    """
     shared = v.shape[2] // k.shape[2]
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(shared, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
     state = q.new_zeros(1, v.shape[2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
     out = []
     for t in range(q.shape[1]):
-        state = state * g[:, t].exp()[..., None, None]
+        decay = g[:, t].exp()
+        state = state * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
         written = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhd,bhde->bhe", k[:, t], state))
         state = state + k[:, t, :, :, None] * written[:, :, None, :]
         out.append(torch.einsum("bhd,bhde->bhe", q[:, t], state))
     return torch.stack(out, dim=1), state if output_final_state else None
 
 
-def delta_inputs(total: int) -> list[Tensor]:
-    """q, k, v, g and beta of 4 key heads of size 3 and 8 value heads of size 2; some decays forget nearly all."""
-    shapes = [(4, 3), (4, 3), (8, 2), (8,), (8,)]
+def delta_inputs(total: int, *, of_channels: bool = False) -> list[Tensor]:
+    """q, k, v, g and beta of 4 key heads of size 3 and 8 value heads of size 2; some decays forget nearly all.
+
+    Where decays are those of key channels, there are 8 key heads.
+    """
+    shapes = [(8, 3), (8, 3), (8, 2), (8, 3), (8,)] if of_channels else [(4, 3), (4, 3), (8, 2), (8,), (8,)]
     q, k, v, g, beta = (torch.randn(1, total, *shape, dtype=torch.float64) for shape in shapes)
     return [q, k, v, -(1.5 * g).exp(), beta.sigmoid()]
 
@@ -110,22 +117,21 @@ def operators(layout: BatchLayout, rank: int, group) -> dict[str, tuple]:
     shapes = [(4, 3), (4,), (2, 5), (2, 5)]  # 4 heads of size 3 in 2 groups, with states of 5
     scanned = [torch.randn(1, layout.num_tokens, *shape, dtype=torch.float64) for shape in shapes]
     rule = recurrent_delta_rule
-    delta = delta_inputs(layout.num_tokens)
+    deltas = {
+        "delta rule": delta_inputs(layout.num_tokens),
+        "Kimi delta attention": delta_inputs(layout.num_tokens, of_channels=True),
+    }
     return {
         "convolution": ([weight], [tokens], convolved, convolve),
         "Mamba-2 by states": ([-rates, bias], scanned, scan_alone, scan),
-        "delta rule by states": (
-            [],
-            delta,
-            lambda *inputs: rule(*inputs)[0],
-            lambda *inputs: delta_rule_by_states(rule, inputs, pieces, group),
-        ),
-        "delta rule by heads": (
-            [],
-            delta,
-            lambda *inputs: rule(*inputs)[0],
-            lambda *inputs: delta_rule_by_heads(rule, inputs, layout, group),
-        ),
+        **{
+            f"{name} by {way}": ([], inputs, lambda *given: rule(*given)[0], run)
+            for name, inputs in deltas.items()
+            for way, run in (
+                ("states", lambda *given: delta_rule_by_states(rule, given, pieces, group)),
+                ("heads", lambda *given: delta_rule_by_heads(rule, given, layout, group)),
+            )
+        },
     }
 
 

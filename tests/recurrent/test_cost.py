@@ -31,6 +31,10 @@ def test_sizes_of_a_known_model():
     assert sizes.heads == 16
     assert sizes.exchanged == 2 * 2048 + 2 * 4096 + 2 * 32
     assert sizes.given == 32 * 128 * 256
+    kimi = CONFIG_MAPPING["kimi_linear"]()  # 32 heads of 128
+    assert recurrent_sizes(kimi).heads == 32
+    assert recurrent_sizes(kimi).exchanged == 6 * 4096 + 32  # q, k, v, the output, and decays of key channels in fp32
+    assert recurrent_sizes(kimi).given == 32 * 128 * 256
     assert num_mixing_layers(NEXT) == NEXT.num_hidden_layers
     assert num_mixing_layers(CONFIG_MAPPING["falcon_h1"](num_hidden_layers=3)) == 6
     assert recurrent_sizes(CONFIG_MAPPING["llama"]()) is None
@@ -49,6 +53,26 @@ def test_a_ring_gives_two_maps_for_each_rank():
     less, more = (recurrent_time(setup_of(1), way, TOKENS).by_states for way in (ULYSSES, RING))
     gathered = 4 * recurrent_sizes(NEXT).given * 8
     assert more - less >= 2 * gathered * 7 / 8 / setup_of(1).device.across.exchange
+
+
+def test_forecasts_count_what_kimi_delta_attention_writes():
+    """Beside products: 64 numbers for each key channel, of at most a segment at a time, but over all tokens."""
+    sizes = recurrent_sizes(CONFIG_MAPPING["kimi_linear"]())
+    assert sizes.written == 64 * 4096
+    llama = replace(ModelSizes.of_config(CONFIG_MAPPING["llama"](num_hidden_layers=4)), num_recurrent_layers=3)
+    setups = [
+        MemorySetup(model=replace(llama, recurrent=of), world_size=1, sp=1, engine="none")
+        for of in (sizes, replace(sizes, written=0))
+    ]
+    scans = [[_moments(setup, tokens)["attention"]["scan"] for tokens in (512, 1024, TOKENS)] for setup in setups]
+    assert scans == [[6 * 4 * sizes.written * tokens for tokens in (512, 1024, 1024)], [0, 0, 0]]
+    speeds = Speeds.of("H100", "flash-attn 3")
+    more, none = (step_time(setup, TOKENS, speeds).parts["recurrent"] for setup in setups)
+    assert more - none >= 3 * 5 * 15 * 4 * sizes.written * TOKENS / speeds.device.memory_speed * 0.99
+    kimi = replace(setup_of(8), recurrent=sizes)
+    apart = replace(kimi, recurrent=setups[1].model.recurrent)
+    assert recurrent_time(kimi, RING, TOKENS).by_states > 2 * recurrent_time(apart, RING, TOKENS).by_states
+    assert recurrent_time(kimi, RING, TOKENS).prefers_heads
 
 
 def test_documents_that_no_rank_shares_pass_no_states():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from longctx import parallelize
 from longctx.model.allow_list import RECURRENT_MODELS
+from longctx.recurrent.gated_delta import delta_rule
 from longctx.recurrent.pieces import Pieces
 from tests.model import test_models
 from tests.model.test_models import make_batch, make_model, sharded_step
@@ -71,6 +72,35 @@ def test_documents_that_end_with_a_rank_need_no_messages():
     assert np.concatenate([Pieces.of(layout, rank).lengths for rank in range(4)]).tolist() == [8, 8, 3, 5, 8]
 
 
+def test_segments_of_kimi_delta_attention_equal_whole_documents(monkeypatch):
+    """Outputs, states and gradients; the backward pass keeps no more than the segments' inputs and states."""
+    monkeypatch.setattr("longctx.recurrent.gated_delta.SEGMENT", 5)
+    lengths, inputs = [13, 1, 5, 21], cases.delta_inputs(40, of_channels=True)
+    states = list(torch.randn(4, 8, 3, 2, dtype=torch.float64).split(1))
+    rule = cases.recurrent_delta_rule
+
+    def by_segments(*given):
+        before = torch.cat(given[5:])
+        return delta_rule(rule, given[:5], np.array(lengths), before, gives=True)
+
+    def alone(*given):
+        documents = zip(*(x.split(lengths, dim=1) for x in given[:5]), strict=True)
+        results = [rule(*document, state, True) for document, state in zip(documents, given[5:], strict=True)]
+        return torch.cat([out for out, _ in results], dim=1), torch.cat([state for _, state in results])
+
+    def step(compute):
+        given = [x.clone().requires_grad_() for x in (*inputs, *states)]
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            outputs = compute(*given)
+        upstream = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x) for x in outputs]
+        return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, given, upstream)], len(kept)
+
+    (found, few), (wanted, many) = step(by_segments), step(alone)
+    assert max(float((x - y).norm() / y.norm()) for x, y in zip(found, wanted, strict=True)) <= TOLERANCE
+    assert few < many / 5
+
+
 # ------------------------------------------------------------------------------------------------
 # Models
 # ------------------------------------------------------------------------------------------------
@@ -91,7 +121,10 @@ def model_errors(given: list[tuple[str, str, bool]]) -> dict[str, dict[str, floa
 
 
 BACKENDS = ("ulysses", "ring", "gather", "hybrid")
-BOTH_WAYS = [("qwen3_next", "ring", True), ("qwen3_next", "ring", False), ("qwen3_5_text", "ulysses", False)]
+BOTH_WAYS = [
+    *(("qwen3_next", "ring", True), ("qwen3_next", "ring", False), ("qwen3_5_text", "ulysses", False)),
+    *(("kimi_linear", "gather", True), ("kimi_linear", "ring", False)),
+]
 FAMILIES = [name for name in RECURRENT_MODELS if name not in ("qwen3_next", "qwen3_5_text")]
 
 
@@ -155,13 +188,19 @@ def changed_documents(family: str, backend: str, by_heads: bool) -> dict[int, li
                 (4, "qwen3_5_text", "ring", False),
                 (4, "bamba", "ring", False),
                 (4, "nemotron_h", "hybrid", False),
+                (2, "kimi_linear, no experts", "ulysses", True),
+                (4, "kimi_linear, no experts", "ring", False),
                 (4, "lfm2", "gather", False),
             ]
         ),
     ],
 )
 def test_a_token_changes_nothing_in_other_documents(ranks, family, backend, by_heads):
-    """Whichever rank they share, and whichever states are gathered together."""
+    """Whichever rank they share, and whichever states are gathered together.
+
+    Kimi Linear has no experts here. They take the tokens of all documents in one product, whose rounding depends on how
+    many there are, in models without recurrent layers too.
+    """
     for found in run_ranks(ranks, f"{__name__}:changed_documents", family, backend, by_heads):
         assert found == {document: [document] for document in range(len(test_models.LENGTHS))}
 
