@@ -5,6 +5,7 @@ const LOOKS = {
   "parameters": ["--c0", 100], "unsharded parameters": ["--c0", 70], "gradients": ["--c0", 50],
   "optimizer states": ["--c0", 30], "checkpoints": ["--c1", 100], "sequence chunks": ["--c1", 60], "tokens": ["--c1", 40],
   "hidden states": ["--c2", 100], "attention": ["--c2", 75], "MLP": ["--c2", 50], "exchange": ["--c2", 30],
+  "scan": ["--c2", 15],
   "logits and loss": ["--c3", 100], "buffers": ["--c4", 100], "copies in flight": ["--c4", 60],
   "fragmentation": ["--c5", 60], "fixed": ["--c5", 100],
 };
