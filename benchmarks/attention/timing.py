@@ -123,7 +123,7 @@ RANK_HEADER = ["documents", "in a pack", "dtype", "way", "seconds", "tokens/s", 
 
 
 def rank_rows(case: str, packs: list[Ints], dtype: torch.dtype, options: argparse.Namespace) -> Iterator[list[str]]:
-    """Table rows of one case, measured by all ranks together."""
+    """Return the table rows of one case, which all ranks measure together."""
     group = dist.group.WORLD
     assert group is not None, "no process group"
     tensors = heads_of(options).tensors(int(packs[0].sum()), dtype, torch.device("cpu"))

@@ -29,7 +29,10 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def draw_packs(num_tokens: int, longest: int, num_packs: int) -> list[Ints]:
-    """Document lengths of packs drawn from data/document_lengths.csv, none above `longest`; each sums to num_tokens."""
+    """Draw the document lengths of packs from data/document_lengths.csv, none above `longest`.
+
+    The lengths of each pack add up to `num_tokens`.
+    """
     rng = np.random.default_rng(0)
     lengths = histogram(rng, 1000 + 50 * num_packs * num_tokens // min(longest, num_tokens), num_tokens)
     lengths = lengths[lengths <= longest]
@@ -66,7 +69,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of a pack and does with it."""
+    """One rank's tokens of a pack, and the attention that it computes for them."""
 
     rows: Tensor
     """int64 [S]: the pack's tokens that lie on this rank, in its order; T stands for padding."""

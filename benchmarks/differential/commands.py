@@ -18,7 +18,8 @@ from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
 from .data import SEED, Data, Steps, make_data, steps_of
 from .models import name_of
 from .reference import MOST_SEARCHED
-from .space import LAUNCHERS, PREFERENCES, Case
+from .space import LAUNCHERS, Case
+from .values import PREFERENCES
 
 ZERO = {
     "ACCELERATE_USE_DEEPSPEED": "true",

@@ -16,7 +16,8 @@ from typing import Any
 
 from longctx.attention.backends import BACKENDS
 
-from .space import PREFERENCES, Case, make_consistent
+from .space import Case, make_consistent
+from .values import PREFERENCES
 
 Value = Mapping[str, Any]
 
@@ -24,7 +25,7 @@ OTHER_ENGINE = {"fsdp2": "deepspeed", "deepspeed": "fsdp2"}
 """Each engine's other one. Of a backend, every second case runs on the engine that is not its default."""
 
 KINDS = itertools.cycle(("prompt", "messages"))
-"""Of records of pairs: text and conversations."""
+"""Kinds of records that hold pairs: text and conversations."""
 
 AXES: dict[str, dict[str, Sequence[Value]]] = {
     "layout": {

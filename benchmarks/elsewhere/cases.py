@@ -52,7 +52,7 @@ class Training:
 
     situation: str
     rows: Sequence[Sequence[Document]]
-    """As the stock data loader hands them out; rank r of the first group reads row r."""
+    """The rows in the order of the stock data loader. Rank r of the first group reads row r."""
     trained: Sequence[int] = (0,)
     """Rows that take part in the step."""
     degrees: dict[str, int]
@@ -112,7 +112,7 @@ def show(outcome: Outcome, template: str) -> str:
 
 
 def packed_trainings() -> list[Training]:
-    """One packed row, its documents learnt whole; controls hold one document."""
+    """Return steps on one packed row, in which all tokens are trained on. Controls hold one document."""
     packed = make_documents(PACKED_LENGTHS)
     alone = make_documents([ROW_LENGTH])
     ulysses: dict[str, Any] = {"degrees": {"sp_size": 2}, "zero_stage": 3}

@@ -94,7 +94,7 @@ def _change_json(data: bytes, draw: random.Random) -> bytes:
 
 
 def _changed(node: Any, draw: random.Random) -> Any:
-    """With one change below."""
+    """Return the JSON value with one change somewhere inside it."""
     if isinstance(node, dict) and node and draw.random() < 0.9:
         key = draw.choice(sorted(node))
         change = draw.random()

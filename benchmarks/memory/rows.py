@@ -219,7 +219,7 @@ CHECK_TOKENS = 98304
 
 
 def run_task(task: Task) -> Fit | tuple[float, float] | str:
-    """The fit, or the check's (device, host) bytes, or why there is none."""
+    """Return the fit, the (device, host) bytes of a check, or the reason why there is no trace."""
     warnings.simplefilter("ignore")
     config, trace = MODELS[task.model], trace_of(task.row, task.sp)
     try:

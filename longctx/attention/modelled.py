@@ -52,7 +52,7 @@ def plan_time(setup: Setup, arrangement: Arrangement, plan: RingPlan) -> PlanTim
     return PlanTime(seconds=time.seconds, waiting=time.seconds - float(time.compute.mean()))
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=64)
 def planned_work(documents: tuple[int, ...], setup: Setup, arrangement: Arrangement) -> RingWork:
     """Return the work of a ring for documents of these lengths in tokens, planned as in training."""
     time_of = functools.partial(plan_time, setup, arrangement)

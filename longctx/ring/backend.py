@@ -12,7 +12,7 @@ from longctx.ring.attention import ring_schedule
 from longctx.ring.cost import gather_passes, ring_passes
 from longctx.sequence.batch import Attend, AttentionKind, BatchLayout
 from longctx.sequence.mesh import SequenceGroups
-from longctx.ulysses import scheduled_attention
+from longctx.ulysses import exchanged_attention
 
 
 def ring_schedule_of(
@@ -32,21 +32,8 @@ def ring_schedule_of(
 gather_schedule_of = partial(ring_schedule_of, transport="gather")
 
 
-def ring_attention_of(
-    layout: BatchLayout,
-    groups: SequenceGroups,
-    kind: AttentionKind,
-    heads_k_stride: int | None = None,
-    overlap_exchange: bool = False,
-) -> Attend:
-    """Return the ring attention of a batch. Ulysses ranks, where there are any, first exchange tokens for heads."""
-    return scheduled_attention(
-        ring_schedule_of(layout, groups, kind),
-        groups.ulysses,
-        heads_k_stride,
-        split_queries=False,
-        overlap_exchange=overlap_exchange,
-    )
+ring_attention_of = partial(exchanged_attention, ring_schedule_of)
+"""Ring attention of a batch. Ulysses ranks, where there are any, first exchange tokens for heads."""
 
 
 def _gather_attention_of(

@@ -67,7 +67,7 @@ class RankShard:
 
 
 @dataclass(frozen=True, eq=False)
-class _PlacedPieces:
+class PlacedPieces:
     """Pieces sorted by rank and by place in the shard; every array is int64 [m]."""
 
     document: IntArray
@@ -90,7 +90,7 @@ class RingPlan:
     """int64 [P]: legal (query, key) pairs of each rank's queries."""
     prefix_tokens: IntArray
     """int64 [P, P]: at [s, h], how many leading tokens of shard s travel at hop h; at [s, 0], T/P."""
-    _pieces: _PlacedPieces
+    _pieces: PlacedPieces
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +169,7 @@ class _SplitTable:
     last_end: IntArray
 
     @staticmethod
-    def of(pieces: _PlacedPieces, world_size: int) -> _SplitTable:
+    def of(pieces: PlacedPieces, world_size: int) -> _SplitTable:
         """Return the table of the documents that lie on more than one rank, in document order."""
         row, selected = _split_rows(pieces)
         rank, start, offset = pieces.rank[selected], pieces.start[selected], pieces.offset[selected]
@@ -185,7 +185,7 @@ class _SplitTable:
         return _SplitTable(*tables)
 
 
-def _split_rows(pieces: _PlacedPieces) -> tuple[IntArray, IntArray]:
+def _split_rows(pieces: PlacedPieces) -> tuple[IntArray, IntArray]:
     """Return the table row of each piece of a split document, and the indices of those pieces."""
     num_documents = int(pieces.document.max()) + 1
     low = np.full(num_documents, np.iinfo(np.int64).max)
@@ -302,7 +302,7 @@ def assemble(cu: IntArray, world_size: int, pieces: Pieces) -> RingPlan:
         cu_seqlens=cu,
         area_per_rank=summed_area(start, length, rank, world_size),
         prefix_tokens=prefix,
-        _pieces=_PlacedPieces(document, start, length, rank, offset),
+        _pieces=PlacedPieces(document, start, length, rank, offset),
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longctx.attention.kernels import Entries, block_backward, block_forward, upload
 from longctx.regions import region
-from longctx.ring.plan import IntArray, RingPlan, _PlacedPieces
+from longctx.ring.plan import IntArray, PlacedPieces, RingPlan
 from longctx.ring.transport import check_shard, fuse, split
 
 
@@ -86,7 +86,7 @@ def plan_window(plan: RingPlan, boundaries: IntArray, window: int | None, rank: 
     )
 
 
-def _cut_at(plan: RingPlan, boundaries: IntArray) -> tuple[_PlacedPieces, IntArray, IntArray]:
+def _cut_at(plan: RingPlan, boundaries: IntArray) -> tuple[PlacedPieces, IntArray, IntArray]:
     """Return the plan's pieces, cut at boundaries, and where each of them and its chunk begin in the sequence."""
     whole = plan._pieces
     begin = plan.cu_seqlens[whole.document] + whole.start
@@ -98,7 +98,7 @@ def _cut_at(plan: RingPlan, boundaries: IntArray) -> tuple[_PlacedPieces, IntArr
     skipped = cut - begin[piece]
     length = np.minimum((begin + whole.length)[piece], boundaries[chunk + 1]) - cut
     document, start, rank, offset = (x[piece] for x in (whole.document, whole.start, whole.rank, whole.offset))
-    return _PlacedPieces(document, start + skipped, length, rank, offset + skipped), cut, boundaries[chunk]
+    return PlacedPieces(document, start + skipped, length, rank, offset + skipped), cut, boundaries[chunk]
 
 
 class WindowSchedule:

@@ -42,8 +42,9 @@ class BatchLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKind:
-    """How a layer's attention differs from plain causal attention within each document. Layers that agree in it share a
-    schedule.
+    """How a layer's attention differs from plain causal attention within each document.
+
+    Layers of one kind share a schedule.
 
     Raises:
         ValueError: for a window or chunks below 1, or a cap that is not above 0.
@@ -65,7 +66,7 @@ class AttentionKind:
             raise ValueError(f"softcap {self.softcap} must be above 0. Use None for scores without a cap.")
 
     def boundaries(self, cu_seqlens: np.ndarray) -> np.ndarray:
-        """Return the boundaries of what can see each other, int64 [m + 1]: of documents, or of their chunks.
+        """Return the boundaries of documents, or of the chunks into which they are cut, int64 [m + 1].
 
         [0, 5, 8], in chunks of 2 tokens -> [0, 2, 4, 5, 7, 8]
 

@@ -57,7 +57,7 @@ class Run:
     asked_memory_options: Mapping[str, Any]
     """Memory options that the user or the profile set, by flag."""
     checkpoints_by_default: bool
-    """Whether activations are checkpointed where no memory option says so."""
+    """Whether activations are checkpointed if no memory option decides it."""
     use_cpu: bool
     launched: bool
     is_demo: bool

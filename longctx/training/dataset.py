@@ -147,8 +147,8 @@ def _check_targets(part: TrainingData, settings: Mapping[str, Any], split: str) 
     remedy = "" if settings["dataset_text_field"] == PAIRS else ", or --overlong split"  # which is refused for pairs
     raise DataError(
         f"--dataset_{split}_split {name} of {name_data(settings)}: --overlong {settings['overlong']} leaves {left} to "
-        f"{'train' if split == 'train' else 'evaluate'} on: {part.report}. Use a longer --max_length"
-        f"{remedy}."
+        f"{'train' if split == 'train' else 'evaluate'} on: {part.report}. Use a longer "
+        f"--max_length{remedy}."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.operator import LocalSchedule, Schedule, attend
-from longctx.sequence.batch import PLAIN, Attend, AttentionKind
+from longctx.sequence.batch import PLAIN, Attend, AttentionKind, BatchLayout
+from longctx.sequence.mesh import SequenceGroups
 from longctx.ulysses.exchange import exchange_attention
 from longctx.ulysses.head_chunks import HeadChunks
 
@@ -56,6 +58,27 @@ def ulysses_attention(
     schedule = LocalSchedule(cu_seqlens, kind)
     run = scheduled_attention(schedule, group, heads_k_stride, split_queries=True, overlap_exchange=overlap_exchange)
     return run(q, k, v, scale=scale, sinks=sinks)
+
+
+def exchanged_attention(
+    schedule_of: Callable[[BatchLayout, SequenceGroups, AttentionKind], Schedule],
+    layout: BatchLayout,
+    groups: SequenceGroups,
+    kind: AttentionKind,
+    heads_k_stride: int | None = None,
+    overlap_exchange: bool = False,
+) -> Attend:
+    """Return the attention of a batch by its schedule, after an exchange where there are Ulysses ranks.
+
+    Queries of a head are split only without a ring, whose keys and values would travel once for each part.
+    """
+    return scheduled_attention(
+        schedule_of(layout, groups, kind),
+        groups.ulysses,
+        heads_k_stride,
+        split_queries=groups.ring is None,
+        overlap_exchange=overlap_exchange,
+    )
 
 
 def scheduled_attention(

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from longctx.attention.backend import Backend, KeyValues
 from longctx.attention.cost import Arrangement, Setup
 from longctx.attention.operator import LocalSchedule
 from longctx.ring.cost import ring_passes
-from longctx.sequence.batch import Attend, AttentionKind, BatchLayout
+from longctx.sequence.batch import AttentionKind, BatchLayout
 from longctx.sequence.mesh import SequenceGroups
-from longctx.ulysses.attention import scheduled_attention
+from longctx.ulysses.attention import exchanged_attention
 from longctx.ulysses.exchange import heads_message
-
-
-def _attention_of(
-    layout: BatchLayout,
-    groups: SequenceGroups,
-    kind: AttentionKind,
-    heads_k_stride: int | None = None,
-    overlap_exchange: bool = False,
-) -> Attend:
-    return scheduled_attention(
-        _schedule_of(layout, groups, kind),
-        groups.ulysses,
-        heads_k_stride,
-        split_queries=True,
-        overlap_exchange=overlap_exchange,
-    )
 
 
 def _schedule_of(layout: BatchLayout, groups: SequenceGroups, kind: AttentionKind) -> LocalSchedule:
@@ -59,7 +44,7 @@ def _alone(setup: Setup, ring_size: int | None) -> Arrangement:
 
 ULYSSES = Backend(
     name="ulysses",
-    attention=_attention_of,
+    attention=partial(exchanged_attention, _schedule_of),
     arrangements=_exchange_over,
     arrange=_whole_heads,
     has_ring_size=False,
@@ -76,7 +61,7 @@ ULYSSES = Backend(
 
 LOCAL = Backend(
     name="local",
-    attention=_attention_of,
+    attention=partial(exchanged_attention, _schedule_of),
     arrangements=_nowhere,
     arrange=_alone,
     has_ring_size=False,

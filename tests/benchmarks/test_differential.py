@@ -17,7 +17,8 @@ from benchmarks.differential.judge import Judge, Outcome, _compared, error_of, l
 from benchmarks.differential.models import make_model, name_of
 from benchmarks.differential.processes import without_launcher
 from benchmarks.differential.shrink import shrink
-from benchmarks.differential.space import NOT_OF_PAIRS, PREFERENCES, VALUES, Case, draw
+from benchmarks.differential.space import NOT_OF_PAIRS, VALUES, Case, draw
+from benchmarks.differential.values import PREFERENCES
 from benchmarks.ranks import start_server
 from tests.planted_bug import divide_by_one_more, never_start
 

@@ -190,8 +190,7 @@ def read_manifest(folder: Path) -> Manifest:
         if values["format"] != FORMAT:
             raise CheckpointError(
                 f"{path} has format {values['format']}, and this version of longctx reads {FORMAT}. "
-                f"Resume with the version "
-                "that wrote it."
+                "Resume with the version that wrote it."
             )
         if values.pop("xxh3") != _digest_of(values):
             raise ValueError("its contents have changed")
