@@ -146,16 +146,17 @@ def _plan(options: argparse.Namespace) -> int:
         ["balanced", AUTO] if options.load_in_4bit else ["balanced", "longest", "fastest", AUTO]
     )
     found = candidates(config, machine, presets=presets, settings=_adapter(options))
-    plan = _planned(options, config, machine, presets, found, [])
-    if not options.no_calibration:
+    if options.no_calibration:
+        plan = _planned(options, config, machine, presets, found, [])
+    else:
+        first = _planned(options, config, machine, presets, found, [], with_table=False)
         if not options.json:
-            print(first_answer(plan.result), flush=True)
+            print(first_answer(first.result), flush=True)
         from longctx.forecast.calibrate import calibrate, corrected
 
-        first = plan.best
         calibrations = calibrate(config, found)
         plan = _planned(options, config, machine, presets, corrected(found, machine, calibrations), calibrations)
-        plan.result["changed"] = _label(first) != _label(plan.best)
+        plan.result["changed"] = _label(first.best) != _label(plan.best)
     if options.trace and plan.best is not None:
         plan.result["trace"] = _retraced(config, plan.best, machine)
     print(json.dumps(plan.result, indent=1) if options.json else as_text(plan.result))
@@ -195,8 +196,9 @@ def _planned(
     presets: Sequence[str],
     found: Sequence[Any],
     calibrations: Sequence[Any],
+    with_table: bool = True,
 ) -> _Planned:
-    """Return the plan for these candidates."""
+    """Return the plan for these candidates; without its table, for the length of the recommendation alone."""
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document, one_pair
     from longctx.report.plan_text import Commands
@@ -204,9 +206,11 @@ def _planned(
     fill = one_pair if options.method == "dpo" else one_document
     documents = fill if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
-    table = {c: [outlook(c, machine, length, documents) for length in lengths] for c in found}
     longest = max(candidate.max_length for candidate in found)
     wanted = options.max_length or max((n for n in lengths if n <= longest), default=min(lengths))
+    if not with_table:  # a quarter of the time
+        lengths = [wanted]
+    table = {c: [outlook(c, machine, length, documents) for length in lengths] for c in found}
     there = [outlooks[lengths.index(wanted)] for outlooks in table.values()]
     best = recommend(there)
     second = None if best is None else next_best(there)

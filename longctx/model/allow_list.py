@@ -337,6 +337,7 @@ def _reasons(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[str]:
             f"its text part, {text.model_type!r}, has not been compared with the whole model. longctx trains "
             f"the text parts of {', '.join(MULTIMODAL_MODELS)}."
         )
+    yield from _heads(text)
     yield from _layers(text)
     yield from _windows(text)
     yield from _dropouts(text)
@@ -354,6 +355,15 @@ def _is_stock(config: PretrainedConfig) -> bool:
 
 def _kind_of_code(config: PretrainedConfig) -> str:
     return "" if _is_stock(config) else f"Its config {type(config).__name__} is code of the model's own. "
+
+
+def _heads(config: PretrainedConfig) -> Iterator[str]:
+    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+        yield (
+            f"num_attention_heads is {heads}, which is not a multiple of num_key_value_heads, {shared}. "
+            "Correct its config.json, or download it again."
+        )
 
 
 def _layers(config: PretrainedConfig) -> Iterator[str]:

@@ -169,6 +169,11 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
             f"--model_name_or_path {name} has no tokenizer that can be loaded. Put the tokenizer's files "
             f"(tokenizer.json, tokenizer_config.json) beside its config.json: {error}"
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers' answer to a folder without its files
+        raise ValueError(
+            f"--model_name_or_path {name} has no tokenizer: transformers finds {len(tokenizer)} special tokens and no "
+            f"others there. Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside its config.json."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

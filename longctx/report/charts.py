@@ -92,8 +92,12 @@ def all_charts(history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str
         whole = figure(name, chart, note=_NOTES.get(name, ""))
         write: Any = options.get("tick", "{:.4g}".format)
         shown = {write(y) for _, y in points}
-        if len(points) > 1 and len(shown) == 1:
-            flat.append(folded(name, shown.pop(), whole))
+        if len(points) < 2:
+            charts.append(whole)
+        elif len(shown) == 1:
+            flat.append(folded(name, f"{shown.pop()} in all steps", whole))
+        elif max(y for _, y in points) <= _UNREMARKABLE.get(key, -math.inf):
+            flat.append(folded(name, f"at most {write(max(y for _, y in points))}", whole))
         else:
             charts.append(whole)
     return charts + flat
@@ -127,6 +131,9 @@ def _smoothed(name: str, points: Sequence[tuple[float, float]]) -> list[Series]:
         means.append((step, mean))
     return [Series(name, points, "c0 faded"), Series(f"{name}, moving mean", means, "c0")]
 
+
+_UNREMARKABLE = {"padding_fraction": 0.05, "attention_imbalance": 1.1}
+"""The largest values of charts that are folded because nothing in them needs attention."""
 
 _NOTES = {
     "Reward margins": "Mean over pairs of the chosen answer's reward minus the rejected one's.",

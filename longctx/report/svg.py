@@ -248,9 +248,9 @@ def figure(name: str, chart: str, legend: Sequence[Series] = (), note: str = "")
     return f"<figure><figcaption>{escaped(name)}</figcaption>{chart}{below}</figure>\n"
 
 
-def folded(name: str, value: str, inner: str) -> str:
+def folded(name: str, values: str, inner: str) -> str:
     """Return a figure that is shown on demand, under a line that says as much."""
-    return f"<details class=flat><summary>{escaped(name)}: {escaped(value)} in all steps</summary>{inner}</details>\n"
+    return f"<details class=flat><summary>{escaped(name)}: {escaped(values)}</summary>{inner}</details>\n"
 
 
 def words(command: Sequence[str]) -> str:

@@ -611,6 +611,18 @@ def test_values_are_under_the_mouse_a_long_line_has_a_moving_mean_and_flat_chart
     assert 50 < report(history=longer).html().count("<title>training, step ") <= 100
 
 
+def test_charts_of_padding_and_imbalance_are_folded_unless_they_need_attention():
+    low = [
+        {"step": step, "loss": 5.0, "padding_fraction": 0.001 * step, "attention_imbalance": 1 + step / 100}
+        for step in (1, 2)
+    ]
+    folded = re.findall(r"<details class=flat><summary>(.*?)</summary>", report(history=low).html())
+    assert folded == ["Padding: at most 0.2%", "Attention imbalance: at most 1.02"]
+    high = [entry | {"padding_fraction": 0.02 * entry["step"] ** 2, "attention_imbalance": 1.2} for entry in low]
+    folded = re.findall(r"<details class=flat><summary>(.*?)</summary>", report(history=high).html())
+    assert folded == ["Attention imbalance: 1.2 in all steps"]
+
+
 def test_a_page_without_a_step_says_so():
     assert Page(report().html()).tags.count("svg") == 9
     assert report().html().count(">not recorded</text>") == 9

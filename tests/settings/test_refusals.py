@@ -395,6 +395,11 @@ MODELS = {
         {"layer_types": ["chunked_attention", "full_attention"]},
         ("layer_types holds chunked_attention", "sliding_attention are supported"),
     ),
+    "uneven heads": (
+        "qwen3",
+        {"num_key_value_heads": 3},
+        ("num_attention_heads is 4, which is not a multiple of num_key_value_heads, 3",),
+    ),
     "soft-capping": (
         "gemma3_text",
         {"attn_logit_softcapping": 50.0},
@@ -453,12 +458,22 @@ def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
 
 
 def test_compiled_mixtures_of_experts(tmp_path, refused):
-    given = ["--model_name_or_path", save_config(tmp_path, "mixtral"), "--dataset_name", "stdlib"]
+    given = [
+        "--model_name_or_path",
+        save_config(tmp_path, "mixtral", num_key_value_heads=2),
+        "--dataset_name",
+        "stdlib",
+    ]
     refused(*given, "--torch_compile", "True", parts=("--torch_compile True with mixtral", "Leave out --torch_compile"))
 
 
 def test_expert_parallelism_is_refused_with_what_is_missing(tmp_path, refused):
-    given = ["--model_name_or_path", save_config(tmp_path, "mixtral"), "--dataset_name", "stdlib"]
+    given = [
+        "--model_name_or_path",
+        save_config(tmp_path, "mixtral", num_key_value_heads=2),
+        "--dataset_name",
+        "stdlib",
+    ]
     parts = ("sets ep_size", "device meshes of their own", "FSDP2 and ZeRO-3 shard experts, too")
     refused(*given, "--model_init_kwargs", '{"ep_size": 2}', parts=parts)
 
@@ -471,7 +486,12 @@ def test_expert_parallelism_is_refused_with_what_is_missing(tmp_path, refused):
     ],
 )
 def test_ways_to_compute_experts_that_are_not_compared(model_type, name, part, tmp_path, refused):
-    given = ["--model_name_or_path", save_config(tmp_path, model_type), "--dataset_name", "stdlib"]
+    given = [
+        "--model_name_or_path",
+        save_config(tmp_path, model_type, num_key_value_heads=2),
+        "--dataset_name",
+        "stdlib",
+    ]
     kwargs = ["--model_init_kwargs", json.dumps({"experts_implementation": name})]
     refused(*given, *kwargs, parts=(f"sets experts_implementation {name}", part))
 
@@ -522,6 +542,12 @@ def test_no_such_model(tmp_path, refused):
 def test_no_tokenizer(tmp_path, refused):
     folder = save_config(tmp_path, "llama")
     refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=(folder, "tokenizer", "tokenizer.json"))
+
+
+def test_no_tokenizer_where_transformers_makes_one_without_files(tmp_path, refused):
+    folder = save_config(tmp_path, "qwen3", num_key_value_heads=4)
+    parts = (folder, "finds 1 special tokens and no others", "tokenizer.json")
+    refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=parts)
 
 
 # ------------------------------------------------------------------------------------------------
