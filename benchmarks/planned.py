@@ -1,13 +1,14 @@
-"""How long rows can be and how long a step takes, planned for known models on H100s: tables and pictures.
+"""How long sequences can be and how long a step takes, planned for known models on H100s: tables and pictures.
 
     python -m benchmarks.planned --output benchmarks/results/planned_h100_DATE                    # all
     python -m benchmarks.planned --models Qwen/Qwen3-0.6B --gpus 1 2 --output DIR
 
 Predicted, never measured: memory by the closed form with layers as traces of each model have them
 (`longctx.forecast.calibrate`), time by `longctx.forecast.step_time`. Nodes have eight H100s of 80 GB and 1.9 TB of host
-memory. A row lies on all devices, so that steps are of one row; of hybrid, the split that does best. *balanced* and
-*longest* are presets of --memory; seconds are those of the fastest preset that fits. Everything is in planned.jsonl,
-with memory by category at the longest row.
+memory. All devices share one sequence, and a step trains on that sequence. Hybrid is the split that does best.
+*balanced* and *longest* are presets of --memory. Seconds are those of --memory auto, which leaves a tenth of the memory
+free, or of the faster preset where only a preset fits. Everything is in planned.jsonl, with memory by category at the
+longest sequence.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from longctx.attention.backends import BACKENDS
 from longctx.forecast.calibrate import Calibration, calibrate, corrected
 from longctx.forecast.candidates import DEVICE_BYTES, Candidate, Machine, Outlook, candidates, outlook
 from longctx.forecast.closed_form import predict
+from longctx.forecast.memory_options import AUTO
 from longctx.forecast.step_time import Speeds
 from longctx.launch.terminal import token_label
 from longctx.report.pictures import draw_lengths_and_seconds
@@ -58,8 +60,8 @@ def machine(gpus: int) -> Machine:
 
 
 def found_on(gpus: int, config: PretrainedConfig) -> list[Candidate]:
-    """All that puts a row on all devices."""
-    return [c for c in candidates(config, machine(gpus), presets=PRESETS) if c.dims.sp == gpus]
+    """Return the candidates of which all devices share one sequence."""
+    return [c for c in candidates(config, machine(gpus), presets=(*PRESETS, AUTO)) if c.dims.sp == gpus]
 
 
 def calibrations_of(config: PretrainedConfig, gpus: Sequence[int]) -> list[Calibration]:
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         about.strip(),
         "",
-        "Longest rows in tokens; then seconds of a step of one row of so many tokens.",
+        "The longest sequences in tokens; then the seconds of a step of one sequence of so many tokens.",
         "",
     ]
     found = []
@@ -156,14 +158,14 @@ def main(arguments: list[str] | None = None) -> int:
         name = model.split("/")[1]
         folder = options.output / name
         folder.mkdir(exist_ok=True)
-        note = f"predicted, {DEVICE} 80 GB, 8 a node; the better preset of --memory {' and '.join(PRESETS)}"
+        note = f"predicted, {DEVICE} 80 GB, 8 a node; --memory {', '.join(PRESETS)} or auto"
         draw_lengths_and_seconds(folder, table, devices=lambda c: c.dims.world_size, title=name, note=note)
         factors = ", ".join(
             f"{c.backend}{f' {c.ulysses} x' * (c.ulysses > 0)} {c.memory} {c.problem or f'{c.factor:.2f}'}"
             for c in calibrations
         )
         page += [f"## {name}", "", *lines_of(table), "", f"Factors of a layer's bytes by traces: {factors}.", ""]
-        page += [f"![longest rows]({name}/max_length.png)", f"![seconds]({name}/seconds_per_step.png)", ""]
+        page += [f"![longest sequences]({name}/max_length.png)", f"![seconds]({name}/seconds_per_step.png)", ""]
         found += records(model, table)
     (options.output / "table.md").write_text("\n".join(page))
     (options.output / "planned.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,37 +17,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.recurrent import gated_delta
-from longctx.recurrent.layers import delta_rule_layers, functions_of
+from longctx.recurrent.layers import DELTA_ATTENTION, DELTA_RULE, delta_rule_layers, functions_of
 from tests import triton_on_cpu
 from tests.model import test_models
 from tests.model.test_models import make_model
 
-MODELS = ("qwen3_next", "qwen3_5_text")
+MODELS = {"qwen3_next": DELTA_RULE, "qwen3_5_text": DELTA_RULE, "kimi_linear": DELTA_ATTENTION}
+"""Models, and the function of transformers that they call."""
 
 LENGTHS = {"several chunks": (70, 1, 59), "whole chunks": (64, 128), "one token each": (1, 1, 1), "one": (130,)}
 """Tokens of the documents of a row; the kernels work on 64 at a time."""
-HEADS = {"a key head of their own": (2, 2), "a key head for two": (1, 2), "a key head for four": (2, 8)}
-"""Key heads and value heads."""
+HEADS = {
+    "a key head of their own": (2, 2, False),
+    "a key head for two": (1, 2, False),
+    "a key head for four": (2, 8, False),
+    "a decay of every key channel": (2, 2, True),
+}
+"""Key heads, value heads, and whether every key channel has a decay."""
 SIZES = {"narrow": (16, 16), "other sizes": (24, 40), "more than a block": (80, 72)}
 """Of a head's keys and of its values; a kernel's blocks have 16, 32 or 64."""
 
 
-def load(folder: str) -> ModuleType:
-    """Return Qwen3-Next's module of transformers, which has taken the kernels by then."""
+def load(folder: str) -> None:
+    """Make the package one that transformers finds, before it imports the modules of models."""
     triton_on_cpu.install()
     sys.path.insert(0, folder)
-    from transformers.models.qwen3_next import modeling_qwen3_next
-
-    return modeling_qwen3_next
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """The gated delta rule (arXiv 2412.06464, equation 10), one token after the other, with a state for each head.
 
+    With decays of key channels, it is Kimi Delta Attention (arXiv 2510.26692, equation 1).
+
     Args:
         q, k: [1, S, K, D]
         v: [1, S, V, E]; V a multiple of K.
-        g, beta: [1, S, V], the logarithm of the decay and the strength of writing.
+        g, beta: [1, S, V], the logarithm of the decay and the strength of writing; g also [1, S, V, D].
 
     Returns:
         [1, S, V, E]
@@ -59,7 +64,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths
     for length in lengths:
         state = q.new_zeros(v.shape[2], k.shape[-1], v.shape[-1])
         for t in range(at, at + length):
-            state = state * g[0, t].exp()[:, None, None]
+            state = state * g[0, t].exp().reshape(v.shape[2], -1, 1)
             read = torch.einsum("hd,hde->he", k[t], state)
             written = beta[0, t][:, None] * (v[0, t] - read)
             state = state + k[t][:, :, None] * written[:, None, :]
@@ -71,16 +76,18 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths
 def _inputs(lengths, heads, sizes, dtype: torch.dtype) -> list[Tensor]:
     """q, k, v, g and beta; the decays are fp32 as in a layer, and some forget everything at once."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(heads[0], sizes[0]), (heads[0], sizes[0]), (heads[1], sizes[1]), (heads[1],), (heads[1],)]
+    decays = (heads[1], sizes[0]) if heads[2] else (heads[1],)
+    shapes = [(heads[0], sizes[0]), (heads[0], sizes[0]), (heads[1], sizes[1]), decays, (heads[1],)]
     q, k, v, g, beta = (torch.randn(1, sum(lengths), *shape, generator=generator) for shape in shapes)
     return [q.to(dtype), k.to(dtype), v.to(dtype), -(1.5 * g).exp(), beta.sigmoid().to(dtype)]
 
 
 def kernels(folder: str) -> dict[tuple[str, str, str, str], tuple[float, ...]]:
     """{(lengths, heads, sizes, dtype): relative errors of the output and of dq, dk, dv, dg and dbeta}."""
-    rule = load(folder).torch_chunk_gated_delta_rule
+    load(folder)
     found = {}
     for (of, lengths), (shared, heads), (wide, sizes) in _problems():
+        rule = _rule("kimi_linear" if heads[2] else "qwen3_next")
         for dtype in (torch.float32, torch.bfloat16):
             inputs = _inputs(lengths, heads, sizes, dtype)
             given = [x.clone().requires_grad_() for x in inputs]
@@ -94,14 +101,26 @@ def kernels(folder: str) -> dict[tuple[str, str, str, str], tuple[float, ...]]:
     return found
 
 
+def _rule(model: str) -> gated_delta.Rule:
+    """Return the rule of a model's module, which is the kernel by then."""
+    return getattr(functions_of(_layer(model)), MODELS[model])
+
+
+def _layer(model: str) -> torch.nn.Module:
+    return delta_rule_layers(make_model(model), MODELS[model])[0]
+
+
 def _problems():
-    """Every kind of documents, of heads and of sizes, each beside the first of the others."""
+    """Every kind of documents, of heads and of sizes, each beside the first of the others; all, with a channel's."""
     kinds = [list(kind.items()) for kind in (LENGTHS, HEADS, SIZES)]
-    first = [kind[0] for kind in kinds]
-    yield tuple(first)
-    for i, kind in enumerate(kinds):
-        for case in kind[1:]:
-            yield (*first[:i], case, *first[i + 1 :])
+    for heads in (kinds[1][0], kinds[1][-1]):
+        first = [kinds[0][0], heads, kinds[2][0]]
+        yield tuple(first)
+        for i in (0, 2):
+            for case in kinds[i][1:]:
+                yield (*first[:i], case, *first[i + 1 :])
+    for heads in kinds[1][1:-1]:
+        yield (kinds[0][0], heads, kinds[2][0])
 
 
 def _error(actual: Tensor, exact: Tensor) -> float:
@@ -110,14 +129,16 @@ def _error(actual: Tensor, exact: Tensor) -> float:
 
 
 def checked(folder: str) -> dict[str, Any]:
-    """What the check at the start of a run finds: the errors of each model's heads, and what ran."""
+    """What the check at the start of a run finds: the errors of each model's heads, and what ran.
+
+    Heads have the 128 channels of released models.
+    """
     load(folder)
     found: dict[str, Any] = {}
     for name in MODELS:
-        layer = delta_rule_layers(make_model(name))[0]
-        kernel = functions_of(layer).torch_chunk_gated_delta_rule
+        heads = replace(gated_delta.DeltaHeads.of(_layer(name)), key_size=128, value_size=128)
         triton_on_cpu.launched().clear()
-        found[name] = gated_delta.kernel_errors(kernel, layer, torch.device("cpu"), with_states=True)
+        found[name] = gated_delta.kernel_errors(_rule(name), heads, torch.device("cpu"), with_states=True)
         found[f"{name} ran"] = set(triton_on_cpu.launched())
     return found
 
@@ -127,12 +148,12 @@ def models(folder: str) -> dict[str, dict[str, float]]:
     load(folder)
     size = dist.get_world_size() if dist.is_initialized() else 1
     found = {}
-    for name in MODELS:
-        functions = functions_of(delta_rule_layers(make_model(name))[0])
-        own = inspect.unwrap(functions.torch_chunk_gated_delta_rule)
+    for name, rule in MODELS.items():
+        functions = functions_of(_layer(name))
+        own = inspect.unwrap(getattr(functions, rule))
 
-        def stock_step(model, functions=functions, own=own, step=test_models.stock_step):
-            with mock.patch.object(functions, "torch_chunk_gated_delta_rule", own):
+        def stock_step(model, functions=functions, rule=rule, own=own, step=test_models.stock_step):
+            with mock.patch.object(functions, rule, own):
                 return step(model)
 
         triton_on_cpu.launched().clear()

@@ -11,12 +11,11 @@ another one continues, and then all pieces from the states before them. **By hea
 heads, as Ulysses does; only numbers of key heads that the ranks divide allow it. `longctx.recurrent.cost` says which
 one is faster.
 
-transformers uses flash-linear-attention's kernels wherever that package can be imported. Here its kernel of the gated
-delta rule computes half precision on GPUs, after a comparison with transformers' own operators, which compute the rest.
-Releases before 0.5 assume as many value heads as key heads and silently return wrong numbers if there are more. In
-fp32, Triton's products would be rounded to TF32. Its kernel of Kimi Delta Attention is not used, because it has not
-been compared. transformers' operators write `CHUNK` numbers for every key channel of a token there, so they compute
-`SEGMENT` tokens at a time, and again in the backward pass.
+transformers uses flash-linear-attention's kernels wherever that package can be imported. Here they compute half
+precision on GPUs, after a comparison with transformers' own operators, which compute the rest. Releases before 0.5
+assume as many value heads as key heads and silently return wrong numbers if there are more. In fp32, Triton's products
+would be rounded to TF32. transformers' operators of Kimi Delta Attention write `CHUNK` numbers for every key channel of
+a token, so they compute `SEGMENT` tokens at a time, and again in the backward pass.
 
 Shape legend: P ranks, S tokens of a sequence, s of a rank, K key heads of size D, V value heads of size E, V a multiple
 of K. The inputs of the rule are q and k [1, s, K, D], v [1, s, V, E], the decays g = log α [1, s, V], or [1, s, V, D]
@@ -28,6 +27,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -90,7 +90,7 @@ def delta_rule(
     Args:
         states: [n, V, D, E], the states before the pieces; None for 0.
     """
-    compute = _in_one_call if takes_kernel(inputs[0]) and not _of_channels(inputs) else _by_piece
+    compute = _in_one_call if takes_kernel(inputs[0]) else _by_piece
     return compute(rule, inputs, lengths, states, gives=gives)
 
 
@@ -138,7 +138,7 @@ def _of_channels(inputs: Sequence[Tensor]) -> bool:
 
 
 def takes_kernel(q: Tensor) -> bool:
-    """Whether flash-linear-attention's kernel computes the delta rule of these queries."""
+    """Whether a kernel of flash-linear-attention computes the delta rule of these queries."""
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and is_flash_linear_attention_available()
 
 
@@ -198,12 +198,37 @@ _LENGTHS = (70, 1, 130)
 """Tokens of the documents that are compared. The kernel works on 64 at a time."""
 
 
-def check_gated_delta(rule: Rule, layer: Any, device: torch.device, *, with_states: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DeltaHeads:
+    """The heads of a layer with a delta rule."""
+
+    values_per_key: int
+    """Value heads that share a key head, V/K."""
+    key_size: int
+    value_size: int
+    of_channels: bool
+    """Whether every key channel has a decay of its own (Kimi Delta Attention)."""
+
+    @classmethod
+    def of(cls, layer: Any) -> DeltaHeads:
+        """Return the heads of a layer of transformers."""
+        if hasattr(layer, "num_v_heads"):
+            shared, sizes = layer.num_v_heads // layer.num_k_heads, (layer.head_k_dim, layer.head_v_dim)
+            return cls(values_per_key=shared, key_size=sizes[0], value_size=sizes[1], of_channels=False)
+        return cls(values_per_key=1, key_size=layer.head_dim, value_size=layer.head_dim, of_channels=True)
+
+    @property
+    def rule(self) -> str:
+        """The name of the rule in messages."""
+        return "Kimi Delta Attention" if self.of_channels else "the gated delta rule"
+
+
+def check_delta_rule(rule: Rule, heads: DeltaHeads, device: torch.device, *, with_states: bool) -> None:
     """Compare the kernel on this device with transformers' own operators, on packed documents, forward and backward.
 
     Args:
         rule: the rule of the layer's module, which is the kernel where that is installed.
-        layer: a gated delta-rule layer of the model.
+        heads: those of a layer of the model.
         with_states: whether states pass between ranks.
 
     Raises:
@@ -221,37 +246,38 @@ def check_gated_delta(rule: Rule, layer: Any, device: torch.device, *, with_stat
         "Run `pip install --upgrade flash-linear-attention`, or uninstall it: transformers' own operators are exact."
     )
     try:
-        error = max(kernel_errors(rule, layer, device, with_states=with_states))
+        error = max(kernel_errors(rule, heads, device, with_states=with_states))
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:  # whatever a compiler or driver raises
         reason = str(failure).strip().partition("\n")[0]
         raise ValueError(
-            f"flash-linear-attention's kernel of the gated delta rule fails on this machine: {type(failure).__name__}: "
+            f"flash-linear-attention's kernel of {heads.rule} fails on this machine: {type(failure).__name__}: "
             f"{reason}. {remedy}"
         ) from failure
     if not error <= KERNEL_BOUND:  # NaN is wrong too
         raise ValueError(
-            f"flash-linear-attention's kernel of the gated delta rule is off by {error:.1e} on this machine in bf16, "
+            f"flash-linear-attention's kernel of {heads.rule} is off by {error:.1e} on this machine in bf16, "
             f"and {KERNEL_BOUND:.0e} is allowed. {remedy}"
         )
 
 
-def kernel_errors(rule: Rule, layer: Any, device: torch.device, *, with_states: bool) -> list[float]:
-    """Return the largest relative error of a document for each output and gradient, in bf16 and for this layer's heads.
+def kernel_errors(rule: Rule, heads: DeltaHeads, device: torch.device, *, with_states: bool) -> list[float]:
+    """Return the largest relative error of a document for each output and gradient, in bf16 and for these heads.
 
     Two key heads are compared, since all heads are computed alike. Transformers' operators compute in fp32 on the CPU.
     If states pass between ranks, the documents go on from states, and the states behind them are compared, too.
     """
     generator = torch.Generator().manual_seed(0)
     lengths, tokens = np.array(_LENGTHS), sum(_LENGTHS)
-    values = 2 * layer.num_v_heads // layer.num_k_heads
-    shapes = [(2, layer.head_k_dim)] * 2 + [(values, layer.head_v_dim), (values,), (values,)]
+    values, size, width = 2 * heads.values_per_key, heads.key_size, heads.value_size
+    decays = (values, size) if heads.of_channels else (values,)
+    shapes = [(2, size)] * 2 + [(values, width), decays, (values,)]
     inputs = [torch.randn(1, tokens, *shape, generator=generator) for shape in shapes]
     inputs[3:] = [-inputs[3].exp(), inputs[4].sigmoid()]  # decays are fp32, as in the layers
     inputs = [x if i == 3 else x.bfloat16() for i, x in enumerate(inputs)]
     if with_states:
-        inputs += [torch.randn(len(lengths), values, layer.head_k_dim, layer.head_v_dim, generator=generator)]
+        inputs += [torch.randn(len(lengths), values, size, width, generator=generator)]
     upstream = [torch.randn(x.shape, generator=generator).to(x) for x in (inputs[2], *inputs[5:])]
 
     def results(compute: Callable[..., Any], device: torch.device, dtype: torch.dtype | None) -> list[Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx.recurrent.gated_delta import check_gated_delta, delta_rule_by_heads, delta_rule_by_states
+from longctx.recurrent.gated_delta import DeltaHeads, check_delta_rule, delta_rule_by_heads, delta_rule_by_states
 from longctx.recurrent.mamba2 import mamba2_by_states
 from longctx.recurrent.passing import convolve_pieces
 from longctx.recurrent.pieces import Pieces
@@ -44,9 +44,9 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if CONVOLUTION in _called_by(layer)]
 
 
-def delta_rule_layers(model: nn.Module) -> list[nn.Module]:
-    """Return those of them that are gated delta rules."""
-    return [layer for layer in recurrent_layers(model) if DELTA_RULE in _called_by(layer)]
+def delta_rule_layers(model: nn.Module, rule: str = DELTA_RULE) -> list[nn.Module]:
+    """Return those of them that call the function of this name, a gated delta rule."""
+    return [layer for layer in recurrent_layers(model) if rule in _called_by(layer)]
 
 
 def functions_of(layer: nn.Module) -> ModuleType:
@@ -118,9 +118,11 @@ def _called_by(layer: nn.Module) -> tuple[str, ...]:
 
 
 def check_recurrent(model: nn.Module, device: torch.device, *, with_states: bool) -> None:
-    """Check the kernels that recurrent layers use on this device, see `check_gated_delta`."""
-    if layers := delta_rule_layers(model):
-        check_gated_delta(getattr(functions_of(layers[0]), DELTA_RULE), layers[0], device, with_states=with_states)
+    """Check the kernels that recurrent layers use on this device, see `check_delta_rule`."""
+    for name in (DELTA_RULE, DELTA_ATTENTION):
+        for layer in delta_rule_layers(model, name)[:1]:  # the others have the same heads
+            rule = getattr(functions_of(layer), name)
+            check_delta_rule(rule, DeltaHeads.of(layer), device, with_states=with_states)
 
 
 def _convolve(

@@ -1,4 +1,4 @@
-"""The delta rule's kernel on GPUs, flash-linear-attention's: with numbers in Triton's interpreter, or refused.
+"""The delta rules' kernels on GPUs, flash-linear-attention's: with numbers in Triton's interpreter, or refused.
 
 The interpreter (tests/triton_on_cpu) has a GPU's arithmetic and checks every address; what only a GPU and a compiler
 do, it does not show. The package is no dependency: its wheel is downloaded for these tests, and is not installed.
@@ -17,8 +17,8 @@ import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from longctx import parallelize
-from longctx.recurrent import gated_delta
-from longctx.recurrent.gated_delta import KERNEL_BOUND, check_gated_delta, takes_kernel
+from longctx.recurrent import gated_delta, layers
+from longctx.recurrent.gated_delta import KERNEL_BOUND, DeltaHeads, check_delta_rule, takes_kernel
 from longctx.recurrent.layers import delta_rule_layers
 from tests.model.test_models import TOLERANCE, make_batch, make_model
 from tests.workers import run_ranks
@@ -26,12 +26,14 @@ from tests.workers import run_ranks
 CASES = "tests.fla_cases"
 RELEASE = "0.6.0"
 GPU = torch.device("cuda")
-MIXING = (
-    "chunk_local_cumsum_scalar_kernel",
+STATES = (
     "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
     "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
 )
-"""Of the eleven kernels, those that are told where documents begin and carry the state from chunk to chunk."""
+SCALAR = "chunk_local_cumsum_scalar_kernel"
+CHANNELS = "chunk_local_cumsum_vector_kernel"
+MIXING = {"qwen3_next": {SCALAR, *STATES}, "qwen3_5_text": {SCALAR, *STATES}, "kimi_linear": {CHANNELS, *STATES}}
+"""Of a model's kernels, those that are told where documents begin and carry the state from chunk to chunk."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -57,7 +59,7 @@ def wheel(tmp_path_factory):
 def test_kernels_equal_the_recurrence_in_fp64(wheel):
     """Outputs and all gradients of packed documents, as the layers call the kernel: fp32 to 1e-5, bf16 as on a GPU."""
     found = run_ranks(1, f"{CASES}:kernels", wheel, backend=None, timeout=900)[0]
-    assert len(found) == 2 * 8
+    assert len(found) == 2 * (8 + 6)
     bounds = {"torch.float32": 1e-5, "torch.bfloat16": KERNEL_BOUND / 2}
     wrong = {case: errors for case, errors in found.items() if not max(errors) <= bounds[case[-1]]}
     assert not wrong
@@ -66,9 +68,10 @@ def test_kernels_equal_the_recurrence_in_fp64(wheel):
 @pytest.mark.long
 def test_the_check_of_a_runs_start_accepts_them(wheel):
     found = run_ranks(1, f"{CASES}:checked", wheel, backend=None, timeout=900)[0]
-    for name in ("qwen3_next", "qwen3_5_text"):
-        assert max(found[name]) <= KERNEL_BOUND / 2, found
-        assert set(MIXING) <= found[f"{name} ran"]
+    for name, kernels in MIXING.items():
+        # the strength's gradient of one token alone is a difference of larger numbers: 1.4e-2
+        assert max(found[name]) <= 0.75 * KERNEL_BOUND, found
+        assert kernels <= found[f"{name} ran"]
 
 
 @pytest.mark.long
@@ -77,7 +80,7 @@ def test_models_equal_stock_transformers(wheel, sp):
     """In fp32, which a GPU would round to TF32 in these kernels."""
     for found in run_ranks(sp, f"{CASES}:models", wheel, backend="gloo" if sp > 1 else None, timeout=900):
         for errors in found.values():
-            assert errors.pop("kernels") >= len(MIXING)
+            assert errors.pop("kernels") >= 3
             assert max(errors.values()) <= TOLERANCE, found
 
 
@@ -128,7 +131,8 @@ CPU = torch.device("cpu")
 
 
 def check(layer, device=GPU, *, with_states=False):
-    check_gated_delta(modeling_qwen3_next.torch_chunk_gated_delta_rule, layer, device, with_states=with_states)
+    rule = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    check_delta_rule(rule, DeltaHeads.of(layer), device, with_states=with_states)
 
 
 def by_document(rule, q, k, v, *, g, beta, cu_seqlens, initial_state=None, output_final_state=False, **kwargs):
@@ -221,3 +225,14 @@ def test_without_the_package_a_gpu_is_told_of_it(monkeypatch, layer, caplog):
     with caplog.at_level("WARNING", logger=gated_delta.logger.name):
         check(layer)
     assert "pip install flash-linear-attention" in caplog.text
+
+
+def test_both_rules_of_a_model_are_checked(monkeypatch):
+    checked = []
+    monkeypatch.setattr(layers, "check_delta_rule", lambda rule, heads, *_, **__: checked.append(heads))
+    layers.check_recurrent(make_model("kimi_linear"), GPU, with_states=False)
+    layers.check_recurrent(make_model("qwen3_next"), GPU, with_states=False)
+    assert [(heads.rule, heads.values_per_key) for heads in checked] == [
+        ("Kimi Delta Attention", 1),
+        ("the gated delta rule", 2),
+    ]
