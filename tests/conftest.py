@@ -215,7 +215,9 @@ def pytest_addoption(parser):
     parser.addoption("--record-refusals", action="store_true", help="enter into tests/refusals.tsv what this run met")
     parser.addoption("--support-matrix", type=Path, help="write what this run has shown into the support matrix")
     parser.addoption(
-        "--parity-page", type=Path, help="enter the errors of training on soft GPUs, or of DPO, into this page"
+        "--parity-page",
+        type=Path,
+        help="enter the errors of training on soft GPUs, of DPO, or of model types, into this page",
     )
 
 
@@ -240,7 +242,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{case:58} {start:18} {loss:8.0e} {grad:8.0e} {run:8.0e}")
     if path := config.getoption("--parity-page"):
         ways = {way for _, way, *_ in _rows}
-        started_by = parity_page.DPO if parity_page.STARTED_BY not in ways else parity_page.STARTED_BY
+        started_by = next(way for way in (parity_page.STARTED_BY, parity_page.DPO, parity_page.MODELS) if way in ways)
         path.write_text(parity_page.page(path.read_text() if path.exists() else "", _rows, started_by))
 
 

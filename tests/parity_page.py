@@ -1,6 +1,7 @@
 """`pytest … --parity-page PATH`: what a run has found of training beside one process, as a page.
 
-There are two pages, of training on soft GPUs and of `longctx dpo`: each has the rows that were started in its way.
+There is a page of training on soft GPUs, one of `longctx dpo`, and one of model types: each has the rows that were
+started in its way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Row = tuple[str, str, float, float, float]
 """The case, how it was started, and the relative errors: of the first step's loss, of its gradient's norm, and the
 largest of all losses."""
 
-STARTED_BY, DPO = "soft GPUs", "torchrun, DPO"
+STARTED_BY, DPO, MODELS = "soft GPUs", "torchrun, DPO", "torchrun, models"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft")
 
 _HEADS = {
@@ -39,6 +40,17 @@ named with a suffix have another option: `-ld` is `--ld_alpha`, and the others a
 
 Nothing here was measured on a GPU.
 """,
+    MODELS: """# Model types trained beside one process
+
+`pytest -m long FILE --parity-page PATH` enters what it has found into this page, where FILE is
+tests/model/test_multimodal.py or tests/training/test_engines_of_models.py. A small model of random weights is saved to
+disk as the hub has it: a multimodal one whole, with its vision part. `longctx train` trains it for two AdamW steps on
+packed documents. The reference is stock transformers on one process, in fp32, which sees one document at a time; of a
+multimodal model, it is the whole. The tests also load what each run has saved with stock transformers, and compare its
+logits with those of the trained reference.
+
+Nothing here was measured on a GPU.
+""",
 }
 
 _TABLE = """
@@ -53,7 +65,7 @@ def page(before: str, rows: Iterable[Row], started_by: str = STARTED_BY) -> str:
     """Return the page with these rows; the other cases of the page `before` stay as they are.
 
     Args:
-        started_by: whose rows the page has: STARTED_BY or DPO.
+        started_by: whose rows the page has: STARTED_BY, DPO or MODELS.
     """
     lines = {line.split(" | ")[0]: line for line in before.splitlines() if re.match(r"\| .*\de[-+]\d", line)}
     for case, way, *errors in rows:

@@ -34,6 +34,7 @@ from tests.model.test_models import (
     largest_error,
     make_batch,
 )
+from tests.parity_page import MODELS as MODELS_PAGE
 from tests.reference import adamw_steps
 from tests.training.test_training import make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -350,9 +351,14 @@ def test_an_adapter_goes_back_merged(kind, tmp_path):
     torch.testing.assert_close(logits_of(whole), logits_of(adapted), rtol=1e-4, atol=1e-5)
 
 
-TRAIN = ["--sp", "2", "--max_steps", "2", "--max_length", "128", "--report_to", "none", "--save_strategy", "no"]
+TRAIN = ["--max_steps", "2", "--max_length", "128", "--report_to", "none", "--save_strategy", "no"]
 TRAIN += ["--learning_rate", "1e-3", "--use_cpu", "True", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
-ENGINES = ("fsdp2", "deepspeed")
+TRAIN += ["--router_aux_loss_coef", "0"]  # tests/layers/test_routers.py compares the auxiliary loss
+ENGINES = {
+    "ulysses on FSDP2": (["--sp_backend", "ulysses", "--engine", "fsdp2"], None),
+    "ulysses on ZeRO-3": (["--sp_backend", "ulysses", "--engine", "deepspeed"], 3),
+}
+SOME = ("qwen3_5", "mistral3", "qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "llama4")
 
 
 def train_cases(cases):
@@ -363,17 +369,16 @@ def train_cases(cases):
 
 
 @pytest.mark.parametrize(
-    "kinds",
+    ("kinds", "sp", "layouts"),
     [
-        ("gemma3",),
-        pytest.param(
-            ("qwen3_5", "mistral3", "qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "llama4"), marks=pytest.mark.long
-        ),
+        (("gemma3",), 2, ENGINES),
+        pytest.param(SOME, 2, ENGINES, marks=pytest.mark.long),
+        pytest.param(tuple(KINDS), 4, {"auto": ([], None)}, marks=pytest.mark.long),
     ],
-    ids=["one", "more"],
+    ids=["one", "some", "all"],
 )
-def test_engines_train_the_text_part_as_one_process(kinds, tmp_path, monkeypatch):
-    """Two steps on FSDP2 and ZeRO-3: losses and norms of the whole on one process, and the same weights put back."""
+def test_the_command_trains_the_text_part_as_one_process(kinds, sp, layouts, tmp_path, monkeypatch, parity_table):
+    """Two steps: losses and norms of the whole on one process, and the same weights put back."""
     documents = make_documents([33, 7, 41, 1, 20])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     runs, references = {}, {}
@@ -383,19 +388,22 @@ def test_engines_train_the_text_part_as_one_process(kinds, tmp_path, monkeypatch
         whole = save_whole(kind, folder)
         run = callable_part(whole)
         references[kind] = (*adamw_steps(whole, [1e-3] * 2, lambda step, m=run: documents_loss(m, documents)), whole)
-        for engine in ENGINES:
-            given = [*TRAIN, "--engine", engine, "--sp_backend", "ulysses", "--model_name_or_path", str(folder)]
-            given += ["--dataset_name", data, "--output_dir", str(tmp_path / f"{kind}-{engine}")]
-            runs[kind, engine] = given, 3 if engine == "deepspeed" else None
-    logs = run_ranks(2, f"{__name__}:train_cases", runs, timeout=900)[0]
+        for layout, (flags, zero_stage) in layouts.items():
+            given = [*TRAIN, "--sp", str(sp), *flags, "--model_name_or_path", str(folder)]
+            given += ["--dataset_name", data, "--output_dir", str(tmp_path / f"{kind}-{layout}")]
+            runs[kind, layout] = given, zero_stage
+    logs = run_ranks(sp, f"{__name__}:train_cases", runs, timeout=1500)[0]
     assert list(logs) == list(runs)
-    for (kind, engine), steps in logs.items():
+    for (kind, layout), steps in logs.items():
         losses, norms, whole = references[kind]
-        assert [loss for loss, _ in steps] == pytest.approx(losses, rel=1e-4)
-        assert steps[0] == pytest.approx((losses[0], norms[0]), rel=1e-5)
-        saved = tmp_path / f"{kind}-{engine}"
+        errors = [abs(loss / expected - 1) for (loss, _), expected in zip(steps, losses, strict=True)]
+        norm = abs(steps[0][1] / norms[0] - 1)
+        assert max(errors) <= 1e-4
+        assert max(errors[0], norm) <= 1e-5
+        parity_table.append((f"{kind} whole, {layout} sp {sp}", MODELS_PAGE, errors[0], norm, max(errors)))
+        saved = tmp_path / f"{kind}-{layout}"
         text = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
         torch.testing.assert_close(logits_of(text), logits_of(whole), rtol=1e-3, atol=1e-3)
-        assert put_back(saved, tmp_path / kind, tmp_path / "back" / f"{kind}-{engine}") == 0
-        back = AutoModelForImageTextToText.from_pretrained(tmp_path / "back" / f"{kind}-{engine}", dtype=torch.float32)
+        assert put_back(saved, tmp_path / kind, tmp_path / "back" / f"{kind}-{layout}") == 0
+        back = AutoModelForImageTextToText.from_pretrained(tmp_path / "back" / f"{kind}-{layout}", dtype=torch.float32)
         torch.testing.assert_close(logits_of(back), logits_of(text), rtol=1e-5, atol=1e-5)

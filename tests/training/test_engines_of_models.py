@@ -17,6 +17,7 @@ from longctx.model.tiny import tiny_tokenizer
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
 from tests.model.test_families import documents_loss
 from tests.model.test_models import CONFIG_MAPPING, FAMILIES
+from tests.parity_page import MODELS as MODELS_PAGE
 from tests.reference import adamw_steps
 from tests.training.test_training import LEARNING_RATE, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -106,7 +107,7 @@ def run_cases(cases):
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(list(every_case()), marks=pytest.mark.long)], ids=["some", "all"])
-def test_every_model_type_trains_and_is_saved_as_on_one_process(cases, tmp_path):
+def test_every_model_type_trains_and_is_saved_as_on_one_process(cases, tmp_path, parity_table):
     documents = make_documents(LENGTHS)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     runs, references = {}, {}
@@ -122,6 +123,7 @@ def test_every_model_type_trains_and_is_saved_as_on_one_process(cases, tmp_path)
     wrong = {}
     for (family, layout), steps in results.items():
         errors = compare(steps, references[family], tmp_path / f"{family}, {layout}")
+        parity_table.append((f"{family}, {layout}", MODELS_PAGE, *errors["first step"], errors["losses"]))
         if not (max(errors["first step"]) <= 1e-5 and errors["losses"] <= 1e-4 and errors["saved logits"] <= 1e-3):
             wrong[family, layout] = errors
     assert not wrong
