@@ -75,7 +75,7 @@ def _problem(name: str):
     size, (queries, keys), causal, left = CASES[name]
     q, k, v = (torch.empty(300, heads, size, dtype=torch.bfloat16, device="cuda") for heads in (queries, keys, keys))
     starts = torch.empty(4, dtype=torch.int32, device="cuda")
-    return (q, k, v), Varlen(starts, starts, 120, 120, causal, left, 0 if causal else -1), size**-0.5
+    return (q, k, v), Varlen(starts, starts, 120, 120, causal, left, 0 if causal else -1, 0.0), size**-0.5
 
 
 def compiled(packages: str, capability: int, folder: str) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:

@@ -71,6 +71,12 @@ NEVER_AS_IS = (
     "granitemoe_swa",
     "olmo3",
 )
+NEMOTRON_H = (
+    {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 8}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4}
+    | {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}
+)
 FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in (*NEVER_AS_IS, *DECODER_MODELS)} | {
     "ernie4_5_moe": ("ernie4_5_moe", SMALL | EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}),
     "glm4_moe": (
@@ -147,12 +153,10 @@ FAMILIES = {name: (name, SMALL) for name in CAUSAL_MODELS if name not in (*NEVER
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16}
         | {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
     ),
-    "nemotron_h": (
+    "nemotron_h": ("nemotron_h", NEMOTRON_H),
+    "nemotron_h, no experts": (
         "nemotron_h",
-        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
-        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 8}
-        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4}
-        | {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     ),
     "lfm2": ("lfm2", SMALL | {"layer_types": ["conv", "full_attention"]}),
     "lfm2_moe": (

@@ -125,7 +125,8 @@ BOTH_WAYS = [
     *(("qwen3_next", "ring", True), ("qwen3_next", "ring", False), ("qwen3_5_text", "ulysses", False)),
     *(("kimi_linear", "gather", True), ("kimi_linear", "ring", False)),
 ]
-FAMILIES = [name for name in RECURRENT_MODELS if name not in ("qwen3_next", "qwen3_5_text")]
+KINDS = [next(name for name, (kind, _) in test_models.FAMILIES.items() if kind == each) for each in RECURRENT_MODELS]
+FAMILIES = [name for name in KINDS if name not in ("qwen3_next", "qwen3_5_text")]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ FAMILIES = [name for name in RECURRENT_MODELS if name not in ("qwen3_next", "qwe
         ),
         pytest.param(
             4,
-            [(family, backend, False) for family in RECURRENT_MODELS for backend in BACKENDS],
+            [(family, backend, False) for family in KINDS for backend in BACKENDS],
             id="4 ranks",
             marks=pytest.mark.long,
         ),
@@ -187,7 +188,7 @@ def changed_documents(family: str, backend: str, by_heads: bool) -> dict[int, li
                 (2, "falcon_h1", "ulysses", False),
                 (4, "qwen3_5_text", "ring", False),
                 (4, "bamba", "ring", False),
-                (4, "nemotron_h", "hybrid", False),
+                (4, "nemotron_h, no experts", "hybrid", False),
                 (2, "kimi_linear, no experts", "ulysses", True),
                 (4, "kimi_linear, no experts", "ring", False),
                 (4, "lfm2", "gather", False),
@@ -198,8 +199,8 @@ def changed_documents(family: str, backend: str, by_heads: bool) -> dict[int, li
 def test_a_token_changes_nothing_in_other_documents(ranks, family, backend, by_heads):
     """Whichever rank they share, and whichever states are gathered together.
 
-    Kimi Linear has no experts here. They take the tokens of all documents in one product, whose rounding depends on how
-    many there are, in models without recurrent layers too.
+    Kimi Linear and Nemotron-H have no experts here. Experts take the tokens of all documents in one product, whose
+    rounding depends on how many there are, in models without recurrent layers too.
     """
     for found in run_ranks(ranks, f"{__name__}:changed_documents", family, backend, by_heads):
         assert found == {document: [document] for document in range(len(test_models.LENGTHS))}
