@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
 from longctx.collate import SequenceCollator
+from longctx.collate.branches import branches_of
 from longctx.data import DataError
 from longctx.packing import PackedStream, PackingReport, balanced_order, shuffled_order, spread_step
 from longctx.regions import region
@@ -246,7 +247,8 @@ class PlanningCollator:
             if self.also is not None:
                 batch |= self.also(rows, batch)
             sp_rank = self.dims.sp_rank(self.rank)
-            layout = plan_batch(complete_position_ids(batch), self.dims, sp_rank, time_of=self.time_of)
+            positions, branches = complete_position_ids(batch), branches_of(batch.get("branch_starts"))
+            layout = plan_batch(positions, self.dims, sp_rank, time_of=self.time_of, branch_starts=branches)
         lengths = [len(row["input_ids"]) for row in rows]
         return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
 
