@@ -21,7 +21,6 @@ from longctx.attention.choice import Documents, assumed_documents, choose_backen
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
 from longctx.attention.modelled import plan_time
-from longctx.collate.branches import branches_of
 from longctx.data import IGNORE_INDEX
 from longctx.layers.checkpoints import LayerCheckpoints, install_checkpoints
 from longctx.layers.chunked import install_chunked
@@ -30,6 +29,7 @@ from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.allow_list import auxiliary_loss_coefficient, check_model
 from longctx.model.branches import branch_obstacle
+from longctx.packing.branches import branches_of
 from longctx.policy import count_policy_step, policy_loss
 from longctx.ranks.agreement import broadcast_object
 from longctx.recurrent.cost import prefers_heads

@@ -1,4 +1,4 @@
-"""What attends to what in documents with branches (`longctx.collate.branches`), as entries of kernels.
+"""What attends to what in documents with branches (`longctx.packing.branches`), as entries of kernels.
 
 A branch sees its trunk and the causal part of itself. Entries of one list have each query once, so there are two lists:
 one of segments with themselves, and one of all branches of a document with their trunk. The results are merged.
@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
-from longctx.collate.branches import Segments
+from longctx.packing.branches import Segments
 from longctx.ring.plan import IntArray
 from longctx.sequence.batch import AttentionKind
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention.branches import own_entries, parts_backward, parts_forward, refuse_branches, segments_of_tokens
 from longctx.attention.kernels import Entries
-from longctx.collate.branches import Segments
+from longctx.packing.branches import Segments
 from longctx.regions import region
 from longctx.sequence.batch import PLAIN, AttentionKind
 

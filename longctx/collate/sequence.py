@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longctx.collate.branches import NO_BRANCHES, Segments, branches_of
 from longctx.data.columns import IGNORE_INDEX
+from longctx.packing.branches import NO_BRANCHES, Segments, branches_of
 
 _MASKS = ("completion_mask", "assistant_masks")
 
@@ -64,7 +64,7 @@ class SequenceCollator:
                 without the tokens where a `completion_mask` or `assistant_masks` [n] is 0); optional
                 `seq_lengths` [documents], or else `position_ids` [n] that start again at 0 for each document;
                 optional `branch_starts` [branches], where branches of documents begin in the row, see
-                `longctx.collate.branches`.
+                `longctx.packing.branches`.
                 Other keys are ignored. Lists, NumPy arrays or CPU tensors of integers.
 
         Returns:

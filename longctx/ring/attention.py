@@ -28,7 +28,7 @@ from longctx.attention.branches import (
 )
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
 from longctx.attention.operator import Schedule, attend, binding_window
-from longctx.collate.branches import Segments
+from longctx.packing.branches import Segments
 from longctx.regions import region
 from longctx.ring.plan import RingPlan
 from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split

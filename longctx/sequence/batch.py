@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.collate.branches import NO_BRANCHES, Segments
+from longctx.packing.branches import NO_BRANCHES, Segments
 from longctx.ring.plan import RingPlan
 
 
@@ -31,7 +31,7 @@ class BatchLayout:
     plan: RingPlan | None
     """The ring's plan of the cut; None if every rank holds a contiguous slice."""
     branch_starts: np.ndarray = field(default_factory=lambda: NO_BRANCHES)
-    """int64 [b]: where branches of documents begin in the flattened row, see `longctx.collate.branches`."""
+    """int64 [b]: where branches of documents begin in the flattened row, see `longctx.packing.branches`."""
 
     @cached_property
     def segments(self) -> Segments | None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longctx.collate.branches import NO_BRANCHES, Segments, branches_of
 from longctx.data import IGNORE_INDEX
+from longctx.packing.branches import NO_BRANCHES, Segments, branches_of
 from longctx.ring.planner import TimeOfPlan, plan_ring
 from longctx.sequence.batch import BatchLayout, ShardedBatch
 from longctx.sequence.host_tensors import send
@@ -49,7 +49,7 @@ def complete_position_ids(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _check_branches(batch: Mapping[str, Tensor], position_ids: Tensor, starts: np.ndarray) -> None:
-    """Raise ValueError unless the batch is what `longctx.collate.branches` describes."""
+    """Raise ValueError unless the batch is what `longctx.packing.branches` describes."""
     flat = position_ids.flatten().cpu().numpy()
     segments = Segments.of(document_bounds(flat), starts)
     if (position_ids[:, 0] != 0).any() or not np.array_equal(segments.position_ids(), flat):
@@ -91,9 +91,15 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor | None:
     return None if mask is None else mask.bool()
 
 
+def document_starts(batch: Mapping[str, Any]) -> Tensor:
+    """Return bool [B·S], where documents begin, counted as `BatchLayout` counts them: all branches but the first do."""
+    positions = complete_position_ids(batch).flatten()
+    return torch.cat([torch.ones_like(positions[:1], dtype=torch.bool), positions[1:] != positions[:-1] + 1])
+
+
 def is_padding_document(batch: Mapping[str, Any]) -> Tensor:
     """Return bool [documents], whether each is padding by the batch's `attention_mask`; nothing is without one."""
-    starts = (complete_position_ids(batch) == 0).flatten()
+    starts = document_starts(batch)
     mask = batch.get("attention_mask")
     return ~mask.bool().flatten()[starts] if mask is not None else torch.zeros_like(starts[starts])
 

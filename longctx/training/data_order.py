@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
 from longctx.collate import SequenceCollator
-from longctx.collate.branches import branches_of
 from longctx.data import DataError
 from longctx.packing import PackedStream, PackingReport, balanced_order, shuffled_order, spread_step
+from longctx.packing.branches import branches_of
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.mesh import ParallelDims

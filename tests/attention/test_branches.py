@@ -1,4 +1,4 @@
-"""Documents with branches (`longctx.collate.branches`) against dense attention with the mask of a tree, in fp64.
+"""Documents with branches (`longctx.packing.branches`) against dense attention with the mask of a tree, in fp64.
 
 On real gloo processes with every backend, wherever the ranks' shares cut trunks and branches.
 """
@@ -17,8 +17,9 @@ import longctx
 from longctx.attention.backends import BACKENDS
 from longctx.attention.operator import LocalSchedule, attend
 from longctx.collate import SequenceCollator
-from longctx.collate.branches import Segments
 from longctx.model.tiny import tiny_model
+from longctx.packing.branches import Segments
+from longctx.policy import PolicyLoss
 from longctx.ring.planner import plan_ring
 from longctx.sequence.batch import PLAIN, AttentionKind, BatchLayout
 from longctx.sequence.mesh import SequenceGroups
@@ -247,8 +248,28 @@ def test_log_probs_are_those_of_whole_documents_on_every_backend():
         check_on_model(results)
 
 
+@pytest.mark.parametrize("normalization", ["token", "sequence", "group"])
+def test_a_policy_step_on_answers_that_share_prompts_is_that_on_whole_documents(normalization):
+    """Its advantages and groups are numbers of answers, in both the same."""
+    prompts, results = make_answers(), []
+    advantages = torch.linspace(-1, 1.5, sum(map(len, ANSWERS)), dtype=torch.float64)
+    groups = torch.tensor([number for number, answers in enumerate(ANSWERS) for _ in answers])
+    policy = PolicyLoss(normalization=normalization, importance_sampling_level="sequence")
+    for shares in (True, False):
+        model, sequence = longctx.parallelize(tiny_model(torch.float64), sp=1)
+        batch = batch_of(sequence, *([sharing_row(prompts)] if shares else whole_documents(prompts)))
+        counts = sequence.count_policy_step([batch], [groups])
+        outputs = sequence.policy_loss(model, batch, advantages, counts=counts, policy=policy, groups=groups)
+        outputs.loss.backward()
+        learnt = batch["labels"][0] != -100
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        results.append((outputs.loss.detach(), outputs.entropy[0, learnt], gradient))
+    for shared, alone in zip(*results, strict=True):
+        assert relative_error(shared, alone) < 1e-6
+
+
 def test_a_batch_has_branches_where_its_rows_have_them():
-    """The example of `longctx.collate.branches`, in the second of two rows, and after it a document as it is."""
+    """The example of `longctx.packing.branches`, in the second of two rows, and after it a document as it is."""
     row = {"input_ids": [11, 12, 13, 14, 15, 13, 16, 17, 18], "seq_lengths": [7, 2], "branch_starts": [2, 5]}
     for padding_free, start in ((True, 2), (False, 12)):
         batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=12, padding_free=padding_free)(
