@@ -28,6 +28,8 @@ from longctx.layers.loss import TokenOutputs, fuse_head, learnt_positions, step_
 from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.allow_list import auxiliary_loss_coefficient, check_model
+from longctx.model.branches import branch_obstacle
+from longctx.packing.branches import branches_of
 from longctx.policy import count_policy_step, policy_loss
 from longctx.ranks.agreement import broadcast_object
 from longctx.recurrent.cost import prefers_heads
@@ -64,9 +66,12 @@ class SequenceParallel:
         device: torch.device,
         time_of_plan: TimeOfPlan | None = None,
         routers: Routers | None = None,
+        branch_obstacle: str | None = None,
     ):
         self.routers = routers
         """Those of a mixture of experts."""
+        self.branch_obstacle = branch_obstacle
+        """Why batches cannot have documents with branches; None if they can."""
         self.dims, self.groups, self.device, self.time_of_plan = dims, groups, device, time_of_plan
         self._attention, self._schedule = attention, schedule
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -88,7 +93,11 @@ class SequenceParallel:
 
     def _shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
         position_ids = complete_position_ids(batch)
-        layout = batch.get("layout") or plan_batch(position_ids, self.dims, time_of=self.time_of_plan)
+        branches = branches_of(batch.get("branch_starts"))
+        if len(branches) and self.branch_obstacle:
+            raise ValueError(f"branch_starts: documents cannot share their beginnings here, {self.branch_obstacle}.")
+        plan = partial(plan_batch, time_of=self.time_of_plan, branch_starts=branches)
+        layout = batch.get("layout") or plan(position_ids, self.dims)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
         schedule = self._schedule and partial(self._schedule, layout, self.groups)
         attention = partial(self._attention, layout, self.groups)
@@ -267,7 +276,7 @@ class SequenceParallel:
         return sums[send((~is_padding_document(batch)).nonzero()[:, 0], sums.device)]
 
     def sum_over_documents(self, values: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the sum of per-token values over each document, float64, on every rank of the sequence group.
+        """Return the sum of per-token values over each document or branch, float64, on every rank of the group.
 
         Differentiable: the gradient of a sum is added up over the ranks of the group.
 
@@ -278,14 +287,14 @@ class SequenceParallel:
         Returns:
             [documents] or [documents, n], padding included as documents.
         """
-        sums = values.new_zeros(len(layout.cu_seqlens) - 1, *values.shape[2:], dtype=torch.float64)
+        number = int(layout.document_of_token[-1]) + 1
+        sums = values.new_zeros(number, *values.shape[2:], dtype=torch.float64)
         sums = sums.index_add(0, self.documents_of_tokens(layout).to(values.device), values[0].double())
         return sums if self.groups.sequence is None else all_reduce(sums, self.groups.sequence)
 
     def documents_of_tokens(self, layout: BatchLayout) -> Tensor:
-        """Return int64 [T/P]: for each token of this rank, the index of its document in the batch."""
-        lengths = np.diff(layout.cu_seqlens)
-        document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).view(layout.shape)
+        """Return int64 [T/P]: for each token of this rank, the index of its document, as `BatchLayout` counts them."""
+        document = torch.from_numpy(layout.document_of_token).view(layout.shape)
         return send(shard_tokens(document, layout, self.dims.sp_rank(self.rank))[0], self.device)
 
     count_policy_step = count_policy_step
@@ -408,7 +417,9 @@ def parallelize(
     attention = partial(backend.attention, heads_k_stride=heads_k_stride, overlap_exchange=overlap_exchange)
     time_of_plan = partial(plan_time, setup, degrees) if dims.ring > 1 else None
     groups = sequence_groups(dims, device)
-    return model, SequenceParallel(dims, attention, backend.schedule, groups, device, time_of_plan, routers)
+    is_chunked, can_branch = sequence_chunk_size is not None, backend.has_branches
+    obstacle = branch_obstacle(model.config, backend_has_branches=can_branch, is_chunked=is_chunked)
+    return model, SequenceParallel(dims, attention, backend.schedule, groups, device, time_of_plan, routers, obstacle)
 
 
 def _say_whether_tied(model: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from longctx.data import IGNORE_INDEX
 from longctx.ranks.agreement import gather_objects
 from longctx.regions import region
-from longctx.sequence.shard import complete_position_ids, is_padding_document
+from longctx.sequence.shard import complete_position_ids, document_starts, is_padding_document
 
 SequenceParallel = Any
 """`longctx.parallel.SequenceParallel`, whose methods the two functions are: its module imports this one."""
@@ -164,7 +164,7 @@ class _Documents(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Any]) -> _Documents:
-        starts = (complete_position_ids(batch) == 0).flatten().cpu()
+        starts = document_starts(batch).cpu()
         learnt = (batch["labels"].flatten().cpu() != IGNORE_INDEX) & ~starts
         document = starts.cumsum(0) - 1
         label_tokens = torch.zeros(int(starts.sum()), dtype=torch.int64).index_add_(0, document, learnt.long())

@@ -71,6 +71,7 @@ TOY = replace(
     engine="deepspeed",  # by default, as no other ring
     keeps_output=False,
     has_stages=False,
+    has_branches=False,
     accelerate_degree=None,
     color="#F0E442",
     marker="*",

@@ -81,6 +81,8 @@ class Backend:
     schedule: ScheduleOfBatch | None
     """Return the attention of a rank's heads for the sequence-chunked step, which exchanges tokens for heads itself;
     None if the backend does not support this step."""
+    has_branches: bool
+    """Whether it computes documents with branches, `BatchLayout.branch_starts`."""
     accelerate_degree: str | None
     """The degree of accelerate's ParallelismConfig that selects it, `cp` or `sp`; None if neither does."""
     color: str

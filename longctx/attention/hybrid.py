@@ -53,6 +53,7 @@ HYBRID = Backend(
     keeps_output=True,
     has_stages=True,
     schedule=ring_schedule_of,
+    has_branches=True,
     accelerate_degree=None,
     color="#CC79A7",
     marker="^",

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx.attention.kernels import Entries, block_backward, block_forward
+from longctx.attention.branches import own_entries, parts_backward, parts_forward, refuse_branches, segments_of_tokens
+from longctx.attention.kernels import Entries
+from longctx.packing.branches import Segments
 from longctx.regions import region
 from longctx.sequence.batch import PLAIN, AttentionKind
 
@@ -42,19 +44,30 @@ class LocalSchedule:
     Args:
         cu_seqlens: int [n + 1], boundaries of the documents, from 0 to S.
         kind: the window, the chunks and the soft cap of the layers.
+        segments: of documents that branch; None if none does.
+
+    Raises:
+        ValueError: for windows or chunks in documents that branch.
     """
 
-    def __init__(self, cu_seqlens: np.ndarray, kind: AttentionKind = PLAIN):
-        cu_seqlens = kind.boundaries(cu_seqlens)
-        self.entries = Entries.of_documents(cu_seqlens, binding_window(kind.window, cu_seqlens), kind.softcap)
+    def __init__(self, cu_seqlens: np.ndarray, kind: AttentionKind = PLAIN, segments: Segments | None = None):
+        boundaries = kind.boundaries(cu_seqlens)
+        window = binding_window(kind.window, boundaries)
+        if segments is None:
+            self.parts = [Entries.of_documents(boundaries, window, kind.softcap)]
+            return
+        if window is not None or len(boundaries) > len(cu_seqlens):
+            refuse_branches(kind)
+        of_token = segments_of_tokens(segments, np.arange(cu_seqlens[-1]))
+        self.parts = own_entries(segments, of_token, kind.softcap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return block_forward(q, k, v, self.entries, scale)
+        return parts_forward(q, k, v, self.parts, scale)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return block_backward(grad_out, q, k, v, out, lse, self.entries, scale)
+        return parts_backward(grad_out, q, k, v, out, lse, self.parts, scale)
 
 
 def attend(

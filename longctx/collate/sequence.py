@@ -11,7 +11,7 @@ cu_seq_lens     0              3         5             8              11        
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from longctx.data.columns import IGNORE_INDEX
+from longctx.packing.branches import NO_BRANCHES, Segments, branches_of
 
 _MASKS = ("completion_mask", "assistant_masks")
 
@@ -61,7 +62,9 @@ class SequenceCollator:
         Args:
             examples: each with `input_ids` [n]; optional `labels` [n], not shifted (otherwise the input ids,
                 without the tokens where a `completion_mask` or `assistant_masks` [n] is 0); optional
-                `seq_lengths` [documents], or else `position_ids` [n] that start again at 0 for each document.
+                `seq_lengths` [documents], or else `position_ids` [n] that start again at 0 for each document;
+                optional `branch_starts` [branches], where branches of documents begin in the row, see
+                `longctx.packing.branches`.
                 Other keys are ignored. Lists, NumPy arrays or CPU tensors of integers.
 
         Returns:
@@ -73,6 +76,9 @@ class SequenceCollator:
             several documents, or padding_free): `use_cache` False; `cu_seq_lens_q`, `cu_seq_lens_k`, int32
             [segments + 1], borders of the documents and padded tails in the B * S tokens; `max_length_q`,
             `max_length_k`, the longest segment.
+
+            With branches: `branch_starts`, int64 [branches], where they begin in the B * S tokens. Positions go back to
+            the end of the trunk with each of them, and their first labels are -100.
 
         Raises:
             ValueError: no examples; an empty row; labels or masks of another length than `input_ids`;
@@ -103,7 +109,7 @@ class SequenceCollator:
         length = -(-max(*widths, least) // multiple) * multiple
         input_ids, labels, position_ids = (torch.empty(len(rows), length, dtype=torch.int64) for _ in range(3))
         ids_BS, labels_BS, positions_BS = input_ids.numpy(), labels.numpy(), position_ids.numpy()
-        segments = []
+        segments, branches = [], []
         for b, (row, width) in enumerate(zip(rows, widths, strict=True)):
             ids_BS[b, :width] = row.input_ids
             ids_BS[b, width:] = self.pad_token_id
@@ -113,8 +119,14 @@ class SequenceCollator:
             starts = np.cumsum(lengths) - lengths
             labels_BS[b, starts] = IGNORE_INDEX
             np.subtract(np.arange(length), np.repeat(starts, lengths), out=positions_BS[b])
+            if len(row.branch_starts):
+                labels_BS[b, row.branch_starts] = IGNORE_INDEX
+                positions_BS[b] = Segments.of(np.append(starts, length), row.branch_starts).position_ids()
+            branches.append(b * length + row.branch_starts)
             segments.append(lengths)
         batch: dict[str, Any] = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        if sum(map(len, branches)):
+            batch["branch_starts"] = torch.from_numpy(np.concatenate(branches))
         if packed:
             return batch | _varlen_arguments(np.concatenate(segments))
         mask = torch.arange(length)[None] < torch.tensor(widths)[:, None]
@@ -126,6 +138,7 @@ class _Row:
     input_ids: NDArray[np.integer]  # [n]
     labels: NDArray[np.integer]  # [n], document starts not masked yet
     seq_lengths: NDArray[np.int64]  # [documents], none of them 0
+    branch_starts: NDArray[np.int64] = field(default_factory=lambda: NO_BRANCHES)
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -152,10 +165,13 @@ def _varlen_arguments(segments: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def _join_rows(rows: list[_Row]) -> _Row:
+    lengths = [len(row.input_ids) for row in rows]
+    starts = np.cumsum(lengths) - lengths
     return _Row(
         np.concatenate([row.input_ids for row in rows]),
         np.concatenate([row.labels for row in rows]),
         np.concatenate([row.seq_lengths for row in rows]),
+        np.concatenate([row.branch_starts + start for row, start in zip(rows, starts, strict=True)]),
     )
 
 
@@ -173,7 +189,8 @@ def _read_row(example: Mapping[str, Any], number: int) -> _Row:
                 f"example {number} is padded already: its attention_mask has {np.count_nonzero(mask == 0)} zeros. "
                 "Tokenise without padding; the collator pads"
             )
-    return _Row(input_ids, _labels(example, number, input_ids), _seq_lengths(example, number, len(input_ids)))
+    lengths = _seq_lengths(example, number, len(input_ids))
+    return _Row(input_ids, _labels(example, number, input_ids), lengths, branches_of(example.get("branch_starts")))
 
 
 def _labels(example: Mapping[str, Any], number: int, input_ids: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -7,7 +7,7 @@ from .bfd import lower_bound
 from .cache import load_plan, save_plan
 from .dataset import PackedDataset, pack_dataset
 from .overlong import OVERLONG, PackingReport, plan_packing
-from .pairs import PairedDataset, kept_of_sides, plan_pairs
+from .pairs import PairedDataset, kept_of_sides, lengths_of_pairs, plan_pairs, shared_tokens
 from .plan import STRATEGIES, Packing, Piece, one_per_bin, pack
 from .streaming import PackedStream
 
@@ -22,6 +22,7 @@ __all__ = [
     "Piece",
     "balanced_order",
     "kept_of_sides",
+    "lengths_of_pairs",
     "load_plan",
     "lower_bound",
     "one_per_bin",
@@ -32,6 +33,7 @@ __all__ = [
     "plan_pairs",
     "read_lengths",
     "save_plan",
+    "shared_tokens",
     "shuffled_order",
     "spread_step",
 ]

@@ -17,8 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.attention.branches import (
+    full_entries,
+    other_entries,
+    own_entries,
+    parts_backward,
+    parts_forward,
+    refuse_branches,
+    segments_of_tokens,
+)
 from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
 from longctx.attention.operator import Schedule, attend, binding_window
+from longctx.packing.branches import Segments
 from longctx.regions import region
 from longctx.ring.plan import RingPlan
 from longctx.ring.transport import TRANSPORTS, Transport, check_shard, fuse, split
@@ -72,8 +82,13 @@ def ring_schedule(
     transport: str = "p2p",
     heads_k_stride: int | None = None,
     kind: AttentionKind = PLAIN,
+    segments: Segments | None = None,
 ) -> Schedule:
-    """Return the schedule that `ring_attention` runs with these arguments. All layers of a batch can share it."""
+    """Return the schedule that `ring_attention` runs with these arguments. All layers of a batch can share it.
+
+    Args:
+        segments: of documents that branch, which the plan has as causal documents; None if none does.
+    """
     world_size = dist.get_world_size(group)
     if plan.world_size != world_size:
         raise ValueError(
@@ -87,7 +102,9 @@ def ring_schedule(
     boundaries = kind.boundaries(plan.cu_seqlens)
     window = binding_window(kind.window, boundaries)
     if window is None and len(boundaries) == len(plan.cu_seqlens):
-        return RingSchedule(plan, group, TRANSPORTS[transport], heads_k_stride, kind.softcap)
+        return RingSchedule(plan, group, TRANSPORTS[transport], heads_k_stride, kind.softcap, segments)
+    if segments is not None:
+        refuse_branches(kind)
     return WindowSchedule(plan, group, boundaries, window, kind.softcap)
 
 
@@ -101,14 +118,21 @@ class RingSchedule:
         transport: type[Transport],
         heads_k_stride: int | None = None,
         softcap: float | None = None,
+        segments: Segments | None = None,
     ):
         self.plan, self.heads_k_stride = plan, heads_k_stride
         shard = plan.shard(dist.get_rank(group))
-        self.causal = Entries.of_documents(shard.cu_seqlens, softcap=softcap)
-        self.steps = [
-            (step, Entries(step.entries[:, :2], step.entries[:, 2:], causal=False, softcap=softcap))
-            for step in shard.steps
-        ]
+        if segments is None:
+            self.own = [Entries.of_documents(shard.cu_seqlens, softcap=softcap)]
+            self.steps = [(step, full_entries([step.entries], softcap)) for step in shard.steps]
+        else:
+            of_ranks = segments_of_tokens(segments, plan.permutation).reshape(plan.world_size, -1)
+            mine = of_ranks[shard.rank]
+            self.own = own_entries(segments, mine, softcap)
+            self.steps = [
+                (step, other_entries(segments, step.entries, mine, of_ranks[step.source], softcap))
+                for step in shard.steps
+            ]
         prefixes = np.append(plan.prefix_tokens, np.zeros((plan.world_size, 1), np.int64), axis=1)
         self.in_head_groups = transport.in_head_groups
         self.send = partial(transport, group, shard.rank, prefixes)
@@ -148,26 +172,24 @@ class RingSchedule:
     def _forward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = heads
         with region("ring step 0"):
-            out, lse = block_forward(q, k, v, self.causal, scale)
-            out = out.to(lse.dtype)
-        for step, entries in self.steps:
+            out, lse = parts_forward(q, k, v, self.own, scale, wide=True)
+        for step, parts in self.steps:
             with region(f"ring step {step.hop}"):
                 received = transport.receive(step)
-                if len(entries):
+                for entries in parts:
                     merge(out, lse, entries.q_rows, *block_forward(q, *split(received), entries, scale))
         return out, lse
 
     def _backward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, grad_out, out, lse = heads
         with region("ring step 0"):
-            own = block_backward(grad_out, q, k, v, out, lse, self.causal, scale)
-            dq, dk, dv = (grad.to(lse.dtype) for grad in own)
+            dq, dk, dv = parts_backward(grad_out, q, k, v, out, lse, self.own, scale, wide=True)
             transport.collect_gradients(fuse(dk, dv))
-        for step, entries in self.steps:
+        for step, parts in self.steps:
             with region(f"ring step {step.hop}"):
                 received = transport.receive(step)
                 grad_kv = torch.zeros_like(received, dtype=lse.dtype)
-                if len(entries):
+                for entries in parts:
                     grads = block_backward(grad_out, q, *split(received), out, lse, entries, scale)
                     add(dq, entries.q_rows, grads[0])
                     for grad, part in zip(split(grad_kv), grads[1:], strict=True):

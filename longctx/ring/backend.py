@@ -26,7 +26,14 @@ def ring_schedule_of(
     """Return the schedule of a batch's ring; a stride of None is the transport's default."""
     assert layout.plan is not None, "a ring has a plan"
     assert groups.ring is not None, "a ring has a group"
-    return ring_schedule(layout.plan, groups.ring, transport=transport, heads_k_stride=heads_k_stride, kind=kind)
+    return ring_schedule(
+        layout.plan,
+        groups.ring,
+        transport=transport,
+        heads_k_stride=heads_k_stride,
+        kind=kind,
+        segments=layout.segments,
+    )
 
 
 gather_schedule_of = partial(ring_schedule_of, transport="gather")
@@ -95,6 +102,7 @@ RING = Backend(
     keeps_output=True,
     has_stages=True,
     schedule=ring_schedule_of,
+    has_branches=True,
     accelerate_degree="cp",
     color="#E69F00",
     marker="s",
@@ -112,6 +120,7 @@ GATHER = Backend(
     keeps_output=True,
     has_stages=False,
     schedule=gather_schedule_of,
+    has_branches=True,
     accelerate_degree=None,
     color="#56B4E9",
     marker="v",

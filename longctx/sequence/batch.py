@@ -6,13 +6,15 @@ Shape legend: B rows of S tokens are flattened to one row of T = B·S tokens; ea
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.packing.branches import NO_BRANCHES, Segments
 from longctx.ring.plan import RingPlan
 
 
@@ -28,6 +30,20 @@ class BatchLayout:
     """Ranks that share the row."""
     plan: RingPlan | None
     """The ring's plan of the cut; None if every rank holds a contiguous slice."""
+    branch_starts: np.ndarray = field(default_factory=lambda: NO_BRANCHES)
+    """int64 [b]: where branches of documents begin in the flattened row, see `longctx.packing.branches`."""
+
+    @cached_property
+    def segments(self) -> Segments | None:
+        """The trunks, branches and whole documents; None if no document branches."""
+        return Segments.of(self.cu_seqlens, self.branch_starts) if len(self.branch_starts) else None
+
+    @property
+    def document_of_token(self) -> np.ndarray:
+        """int64 [T]: the number of each token's document, branches counted as documents and trunks to their first."""
+        if self.segments is not None:
+            return np.repeat(self.segments.answers, np.diff(self.segments.bounds))
+        return np.repeat(np.arange(len(self.cu_seqlens) - 1), np.diff(self.cu_seqlens))
 
     @property
     def num_tokens(self) -> int:

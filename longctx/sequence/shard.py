@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longctx.data import IGNORE_INDEX
+from longctx.packing.branches import NO_BRANCHES, Segments, branches_of
 from longctx.ring.planner import TimeOfPlan, plan_ring
 from longctx.sequence.batch import BatchLayout, ShardedBatch
 from longctx.sequence.host_tensors import send
@@ -24,14 +25,19 @@ from longctx.sequence.mesh import ParallelDims
 def complete_position_ids(batch: Mapping[str, Tensor]) -> Tensor:
     """Return int64 [B, S] positions that restart at 0 with every document and with the padded tail.
 
-    They are the batch's own, or are made from a right-padded `attention_mask`, or without one.
+    They are the batch's own, or are made from a right-padded `attention_mask`, or without one. Where the batch has
+    `branch_starts`, they go back to the end of the trunk with every branch.
 
     Raises:
-        ValueError: for left padding, or positions that do not count up from 0 within each row.
+        ValueError: for left padding, or positions that do not count up from 0 within each row; for branches that
+            positions or labels do not fit.
     """
     position_ids = batch.get("position_ids")
     if position_ids is None:
         position_ids = _positions_from_mask(batch["input_ids"], batch.get("attention_mask"))
+    if len(starts := branches_of(batch.get("branch_starts"))):
+        _check_branches(batch, position_ids, starts)
+        return position_ids
     steps = position_ids[:, 1:] - position_ids[:, :-1]
     if (position_ids[:, 0] != 0).any() or ((steps != 1) & (position_ids[:, 1:] != 0)).any():
         raise ValueError(
@@ -40,6 +46,30 @@ def complete_position_ids(batch: Mapping[str, Tensor]) -> Tensor:
             "longctx.collate.SequenceCollator, or pad on the right."
         )
     return position_ids
+
+
+def _check_branches(batch: Mapping[str, Tensor], position_ids: Tensor, starts: np.ndarray) -> None:
+    """Raise ValueError unless the batch is what `longctx.packing.branches` describes."""
+    flat = position_ids.flatten().cpu().numpy()
+    segments = Segments.of(document_bounds(flat), starts)
+    if (position_ids[:, 0] != 0).any() or not np.array_equal(segments.position_ids(), flat):
+        raise ValueError(
+            f"position_ids do not fit branch_starts {starts[:8].tolist()}: they must start at 0 in every document and "
+            "at the length of its trunk in every branch. Make the batch with longctx.collate.SequenceCollator."
+        )
+    labels = batch["labels"].flatten().cpu().numpy()
+    unlearnt = np.repeat(segments.are_trunks, np.diff(segments.bounds))
+    unlearnt[starts] = True
+    if learnt := int((labels[unlearnt] != IGNORE_INDEX).sum()):
+        raise ValueError(
+            f"{learnt} labels stand in a trunk or at the first token of a branch, which belongs to the prompt. Only "
+            "later tokens of a branch are learnt: set these labels to -100."
+        )
+
+
+def document_bounds(flat: np.ndarray) -> np.ndarray:
+    """Return int64 [n + 1], the boundaries of documents, from positions [T] that are 0 where they begin."""
+    return np.append(np.flatnonzero(flat == 0), len(flat)).astype(np.int64)
 
 
 def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
@@ -61,9 +91,15 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor | None:
     return None if mask is None else mask.bool()
 
 
+def document_starts(batch: Mapping[str, Any]) -> Tensor:
+    """Return bool [B·S], where documents begin, counted as `BatchLayout` counts them: all branches but the first do."""
+    positions = complete_position_ids(batch).flatten()
+    return torch.cat([torch.ones_like(positions[:1], dtype=torch.bool), positions[1:] != positions[:-1] + 1])
+
+
 def is_padding_document(batch: Mapping[str, Any]) -> Tensor:
     """Return bool [documents], whether each is padding by the batch's `attention_mask`; nothing is without one."""
-    starts = (complete_position_ids(batch) == 0).flatten()
+    starts = document_starts(batch)
     mask = batch.get("attention_mask")
     return ~mask.bool().flatten()[starts] if mask is not None else torch.zeros_like(starts[starts])
 
@@ -80,6 +116,7 @@ def plan_batch(
     sp_rank: int | None = None,
     *,
     time_of: TimeOfPlan | None = None,
+    branch_starts: np.ndarray = NO_BRANCHES,
 ) -> BatchLayout:
     """Decide which rank of a sequence group holds which token of a batch with these [B, S] positions.
 
@@ -88,7 +125,8 @@ def plan_batch(
 
     Args:
         sp_rank: the rank whose work at every hop is planned here, and not in the first layer.
-        time_of: as in `plan_ring`.
+        time_of: as in `plan_ring`, which plans a document with branches as one causal document.
+        branch_starts: int64 [b], where branches begin in the flattened row.
 
     Raises:
         ValueError: if B·S is not a multiple of what the degrees need.
@@ -99,12 +137,11 @@ def plan_batch(
             f"A batch of {rows} × {length} tokens cannot be cut evenly: ring {dims.ring} × ulysses {dims.ulysses} "
             f"needs a multiple of {dims.multiple} tokens. Pass pad_to_multiple_of={dims.multiple} to the collator."
         )
-    starts = np.flatnonzero(position_ids.reshape(-1).cpu().numpy() == 0)
-    cu_seqlens = np.append(starts, rows * length).astype(np.int64)
+    cu_seqlens = document_bounds(position_ids.reshape(-1).cpu().numpy())
     plan = plan_ring(cu_seqlens, dims.ring, time_of=time_of) if dims.ring > 1 else None
     if plan is not None and sp_rank is not None:
         plan.shard(sp_rank // dims.ulysses)
-    return BatchLayout(shape=(rows, length), cu_seqlens=cu_seqlens, sp=dims.sp, plan=plan)
+    return BatchLayout(shape=(rows, length), cu_seqlens=cu_seqlens, sp=dims.sp, plan=plan, branch_starts=branch_starts)
 
 
 def shard_tokens(tokens: Tensor, layout: BatchLayout, sp_rank: int) -> Tensor:

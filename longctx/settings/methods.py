@@ -55,6 +55,7 @@ DPO = Method(
         "loss_type": "sigmoid, ipo, simpo, sft, … [sigmoid]",
         "loss_weights": "Weight of each of several losses",
         "reference_free": "Compare with no reference model",
+        "share_prompts": "Compute a pair's prompt once [True]",
     },
     hidden=frozenset({"assistant_only_loss"}),
 )

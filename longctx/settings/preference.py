@@ -53,6 +53,13 @@ class PreferenceConfig(SFTConfig):
         default=None,
         metadata={"help": "Number of sequences of that computation at a time. Default: per_device_train_batch_size."},
     )
+    share_prompts: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute the prompt of a pair once for both answers, where the model and the run do so exactly; "
+            "else it counts with each answer, and the run says why."
+        },
+    )
     disable_dropout: bool = field(default=True, metadata={"help": "Dropout is 0 in any case."})
     use_weighting: bool = field(default=False, metadata={"help": "Weigh pairs as WPO does; not supported."})
     sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference during training; not supported."})

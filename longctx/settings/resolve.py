@@ -131,7 +131,8 @@ def _arranged(
         launched=profile.launched,
         is_demo=values.is_demo,
         notes=values.notes,
-    ).with_memory_options()
+    )
+    run = run.with_memory_options().with_prompts()
     if values["use_peft"] and values["lora_target_parameters"]:
         check_adapted_experts(run.settings)
     if values["load_in_4bit"]:

@@ -26,6 +26,7 @@ from longctx.forecast.step_time import Speeds
 from longctx.launch.console import Line
 from longctx.layers.liger import describe_liger
 from longctx.model.allow_list import auxiliary_loss_coefficient
+from longctx.model.branches import branch_obstacle
 from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
 from longctx.settings.checks import check
@@ -101,6 +102,17 @@ class Run:
             self.asked_memory_options,
             place,
             checkpoints_by_default=self.checkpoints_by_default,
+        )
+
+    @property
+    def prompts_obstacle(self) -> str | None:
+        """Why the answers of a pair do not share their prompt; None if they do."""
+        if not self.flags.values["share_prompts"]:
+            return "as --share_prompts False asks"
+        return branch_obstacle(
+            self.model_config,
+            backend_has_branches=BACKENDS[self.backend.name].has_branches,
+            is_chunked=self.memory_options.sequence_chunk_size is not None,
         )
 
     @property
@@ -184,6 +196,12 @@ class Run:
         """Return the run with its memory options among the settings."""
         return replace(self, settings={**self.settings, **self.memory_options.settings()})
 
+    def with_prompts(self) -> Run:
+        """Return the run with whether answers share their prompt among the settings, for data of pairs."""
+        if not self.flags.method.reads_pairs:
+            return self
+        return replace(self, settings={**self.settings, "share_prompts": self.prompts_obstacle is None})
+
     def training_arguments(self) -> dict[str, Any]:
         """Return keywords for SFTConfig."""
         chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
@@ -241,6 +259,9 @@ class Run:
             Line("model", f"{settings['model_name_or_path']} ({self.model_config.get_text_config().model_type})"),
             Line("data", data, f"{data}, overlong {settings['overlong']}, {multiple}"),
         ]
+        if self.flags.method.reads_pairs:
+            shared, obstacle = self.settings["share_prompts"], self.prompts_obstacle
+            lines.append(Line("prompts", "once for both answers" if shared else f"with each answer, {obstacle}"))
         if self.layout_reason:
             lines.append(Line("auto", self.layout_reason))
         if self.forecast is not None and not self.use_cpu:

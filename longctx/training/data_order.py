@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 from longctx.collate import SequenceCollator
 from longctx.data import DataError
 from longctx.packing import PackedStream, PackingReport, balanced_order, shuffled_order, spread_step
+from longctx.packing.branches import branches_of
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.mesh import ParallelDims
@@ -246,7 +247,8 @@ class PlanningCollator:
             if self.also is not None:
                 batch |= self.also(rows, batch)
             sp_rank = self.dims.sp_rank(self.rank)
-            layout = plan_batch(complete_position_ids(batch), self.dims, sp_rank, time_of=self.time_of)
+            positions, branches = complete_position_ids(batch), branches_of(batch.get("branch_starts"))
+            layout = plan_batch(positions, self.dims, sp_rank, time_of=self.time_of, branch_starts=branches)
         lengths = [len(row["input_ids"]) for row in rows]
         return batch | {"layout": layout, "lengths": lengths, "num_tokens": sum(lengths)}
 

@@ -46,11 +46,13 @@ from longctx.packing import (
     PackingReport,
     PairedDataset,
     kept_of_sides,
+    lengths_of_pairs,
     load_plan,
     pack_costs,
     plan_packing,
     plan_pairs,
     save_plan,
+    shared_tokens,
 )
 from longctx.ranks.agreement import main_process_first, on_all_ranks
 from longctx.untrusted.files import check_file
@@ -199,7 +201,7 @@ def _rows_of_split(
     lengths = document_lengths(documents)
     rows, report = _plan(documents, lengths, settings)
     if isinstance(rows, PairedDataset):
-        lengths = rows.kept.sum(1)
+        lengths = lengths_of_pairs(rows.kept, rows.shared)
     balances = settings["packing"] and settings["balance_packs"]
     costs = pack_costs(rows.packing, lengths, linear_cost(model_config)) if balances else None
     return TrainingData(documents=documents, rows=rows, report=report, costs=costs, mixture=mixture)
@@ -337,12 +339,15 @@ def _plan(
     """Pack documents by the cached plan, or by a new one, which replaces a cached plan that does not fit."""
     strategy = settings["packing_strategy"] if settings["packing"] else "none"
     capacity, overlong = settings["max_length"], settings["overlong"]
+    tokens, is_paired, share = int(lengths.sum()), settings["dataset_text_field"] == PAIRS, False
     plan: Callable[[], tuple[Packing, PackingReport]]
     make: Callable[[Packing], PackedDataset]
-    if settings["dataset_text_field"] == PAIRS:
-        sides = sides_of_pairs(documents)
-        plan = partial(plan_pairs, sides, capacity, strategy=strategy, overlong=overlong)
-        make = partial(PairedDataset, documents, sides=sides, kept=kept_of_sides(sides, capacity, overlong))
+    if is_paired:
+        sides, share = sides_of_pairs(documents), settings["share_prompts"]
+        tokens -= int(shared_tokens(sides, share=share).sum())
+        plan = partial(plan_pairs, sides, capacity, strategy=strategy, overlong=overlong, share=share)
+        kept_of = kept_of_sides(sides, capacity, overlong, share=share)
+        make = partial(PairedDataset, documents, sides=sides, kept=kept_of, share=share)
     else:
         plan = partial(plan_packing, lengths, capacity, strategy=strategy, overlong=overlong)
         make = partial(PackedDataset, documents)
@@ -355,10 +360,11 @@ def _plan(
         overlong,
         settings["pad_to_multiple_of"],
         settings["seed"],
-        settings["dataset_text_field"] == PAIRS,
+        is_paired,
+        share,
     )
     kept = load_plan(cache_folder(), key)
-    if kept is not None and (kept[1].documents, kept[1].tokens) == (len(lengths), int(lengths.sum())):
+    if kept is not None and (kept[1].documents, kept[1].tokens) == (len(lengths), tokens):
         try:
             return make(kept[0]), kept[1]
         except ValueError:  # a plan for other documents

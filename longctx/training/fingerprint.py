@@ -134,7 +134,9 @@ def data_identity(
         order |= {name: settings.get(name) for name in _ADAPTER_FLAGS}
         if settings.get("load_in_4bit"):
             order |= {name: settings[name] for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant")}
-    order |= {name: settings[name] for name in LOSS_FLAGS if name in settings and is_preference(settings)}
+    order |= {
+        name: settings[name] for name in (*LOSS_FLAGS, "share_prompts") if name in settings and is_preference(settings)
+    }
     if settings["datasets"]:
         order["mixture"] = _mixture_identity(Mixture.of_settings(settings))
     if isinstance(data, StreamedData):

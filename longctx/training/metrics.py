@@ -294,12 +294,17 @@ class TokenMeans:
 
 
 def attention_work(layout: BatchLayout, sp_rank: int) -> float:
-    """Return the query-key pairs that one rank of the sequence group computes, padding included."""
-    if layout.plan is not None:
-        ulysses = layout.sp // layout.plan.world_size  # ranks that share the work of one ring rank, by heads
-        return float(layout.plan.area_per_rank[sp_rank // ulysses]) / ulysses
+    """Return the query-key pairs that one rank of the sequence group computes, padding included.
+
+    With branches, a ring's rank has the same part of the pairs as of those by which the ring is planned.
+    """
     lengths = layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]
-    return float((lengths * (lengths + 1) // 2).sum()) / layout.sp
+    planned = int((lengths * (lengths + 1) // 2).sum())
+    pairs = planned if layout.segments is None else layout.segments.num_pairs()
+    if layout.plan is None:
+        return pairs / layout.sp
+    ulysses = layout.sp // layout.plan.world_size  # ranks that share the work of one ring rank, by heads
+    return float(layout.plan.area_per_rank[sp_rank // ulysses]) / ulysses * (pairs / planned)
 
 
 def _world_size() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from longctx.data import IGNORE_INDEX
 from longctx.layers.loss import TokenOutputs
+from longctx.packing.branches import Segments, branches_of
 from longctx.parallel import SequenceParallel
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.host_tensors import send
-from longctx.sequence.shard import shard_tokens
+from longctx.sequence.shard import document_bounds, shard_tokens
 from longctx.training.objective import Metrics, Objective
 
 LOSS_FLAGS = (
@@ -221,12 +223,15 @@ class PreferenceLoss(Objective):
 
     def collate(self, rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return `pairs`, a `PairsOfBatch`. The batch is one row, and its only padding follows the documents."""
-        lengths = np.concatenate([row["seq_lengths"] for row in rows] or [np.zeros(0, dtype=np.int64)])
-        learnt, ids = _cut(batch["labels"] != IGNORE_INDEX, lengths), _cut(batch["input_ids"], lengths)
+        sides = sides_of_batch(batch, sum(len(row["input_ids"]) for row in rows))
+        learnt, ids = ([tokens[0, side].numpy() for side in sides] for tokens in (batch["labels"], batch["input_ids"]))
+        learnt = [labels != IGNORE_INDEX for labels in learnt]
         targets = np.array([np.count_nonzero(side) for side in learnt], dtype=np.float64).reshape(-1, 2)
         equal = [np.array_equal(*pair) for pair in zip(ids[::2], ids[1::2], strict=True)]
         references = [row["reference"] for row in rows if "reference" in row]
-        weights = None if self.flags["ld_alpha"] is None else _tail_weights(learnt, batch, self.flags["ld_alpha"])
+        weights = (
+            None if self.flags["ld_alpha"] is None else _tail_weights(learnt, sides, batch, self.flags["ld_alpha"])
+        )
         reference = torch.from_numpy(np.concatenate([np.zeros((0, 2)), *references]))
         known = reference if len(references) == len(rows) else None
         return {"pairs": PairsOfBatch(known, torch.from_numpy(targets), torch.tensor(equal, dtype=torch.bool), weights)}
@@ -314,25 +319,33 @@ def _as_one(logps: Tensor, equal: Tensor) -> Tensor:
     return torch.where(equal[:, None], logps.mean(1, keepdim=True), logps)
 
 
-def _cut(values: Tensor, lengths: np.ndarray) -> list[np.ndarray]:
-    """Return the parts of [1, S] that have these lengths, one after the other from the front."""
-    return np.split(values[0].numpy(), np.cumsum(lengths))[:-1]
+def sides_of_batch(batch: Mapping[str, Any], num_tokens: int) -> list[slice]:
+    """Return where the sides of pairs lie in a batch, in order: those with the prompt, and those after a shared one.
+
+    Args:
+        num_tokens: tokens before the padding.
+    """
+    cu_seqlens = document_bounds(batch["position_ids"][0].numpy())
+    segments = Segments.of(cu_seqlens, branches_of(batch.get("branch_starts")))
+    are_sides = ~segments.are_trunks & (segments.bounds[:-1] < num_tokens)
+    return [slice(*bounds) for bounds, is_side in zip(pairwise(segments.bounds), are_sides, strict=True) if is_side]
 
 
-def _tail_weights(sides: Sequence[np.ndarray], batch: Mapping[str, Any], alpha: float) -> Tensor:
+def _tail_weights(
+    learnt: Sequence[np.ndarray], sides: Sequence[slice], batch: Mapping[str, Any], alpha: float
+) -> Tensor:
     """Return fp32 [1, S]: alpha where an answer is longer than its pair's other one, else 1 (LD-DPO).
 
     A label's weight stands at the token before it.
 
     Args:
-        sides: bool [tokens] of each side, which tokens are labels.
+        learnt: bool [tokens] of each side, which tokens are labels.
+        sides: where each lies.
     """
     weights = np.ones(batch["labels"].shape[1], dtype=np.float32)
-    start = 0
-    for chosen, rejected in zip(sides[::2], sides[1::2], strict=True):
-        shared = min(np.count_nonzero(chosen), np.count_nonzero(rejected))
-        for side in (chosen, rejected):
-            places = start + np.flatnonzero(side)
-            weights[places[shared:] - 1] = alpha
-            start += len(side)
+    labels = [side.start + np.flatnonzero(are_labels) for side, are_labels in zip(sides, learnt, strict=True)]
+    for chosen, rejected in zip(labels[::2], labels[1::2], strict=True):
+        both = min(len(chosen), len(rejected))
+        for places in (chosen, rejected):
+            weights[places[both:] - 1] = alpha
     return torch.from_numpy(weights)[None]

@@ -16,7 +16,7 @@ from longctx.ulysses.exchange import heads_message
 
 
 def _schedule_of(layout: BatchLayout, groups: SequenceGroups, kind: AttentionKind) -> LocalSchedule:
-    return LocalSchedule(layout.cu_seqlens, kind)
+    return LocalSchedule(layout.cu_seqlens, kind, layout.segments)
 
 
 def _nothing_held(kv: KeyValues) -> tuple[float, float]:
@@ -54,6 +54,7 @@ ULYSSES = Backend(
     keeps_output=False,
     has_stages=True,
     schedule=_schedule_of,
+    has_branches=True,
     accelerate_degree="sp",
     color="#009E73",
     marker="D",
@@ -71,6 +72,7 @@ LOCAL = Backend(
     keeps_output=False,
     has_stages=True,
     schedule=_schedule_of,
+    has_branches=True,
     accelerate_degree=None,
     color="#000000",
     marker="o",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from transformers import Qwen3MoeConfig
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from longctx.collate import SequenceCollator
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.data.kinds import PAIRS
 from longctx.data.sides import sides_of_pairs
@@ -24,7 +26,7 @@ from longctx.settings.flags import parse_flags
 from longctx.settings.methods import DPO
 from longctx.settings.preference import check_model_of_pairs
 from longctx.settings.values import read_values
-from longctx.training.preference import LOSSES, Pairs
+from longctx.training.preference import LOSSES, Pairs, sides_of_batch
 
 TEXT = [
     {"prompt": "one ", "chosen": "two", "rejected": "three and four"},
@@ -97,6 +99,61 @@ def test_pairs_without_room_for_an_answer_are_left_out():
     assert sorted(np.concatenate(list(packing.bins)).tolist()) == [0, 1]
     assert report.documents_dropped == 1
     assert plan_pairs(sides, 56, overlong="drop")[1].documents_dropped == 1
+
+
+@pytest.mark.parametrize("kind", ["text", "chats"])
+def test_sides_that_share_their_prompt_are_branches_with_the_tokens_of_trl(kind):
+    """However pairs are packed, and whichever of them are selected; a prompt of one token has nothing to share."""
+    tokenizer = tiny_tokenizer()
+    records = [*RECORDS[kind], *([{"prompt": "x", "chosen": "yes", "rejected": "no"}] * (kind == "text"))]
+    pairs = tokenize_records(Dataset.from_list(records), tokenizer, text_field=PAIRS)
+    pairs = pairs.select(range(len(pairs) - 1, -1, -1))  # in another order than in the file
+    sides, capacity = sides_of_pairs(pairs), 1000
+    packing, report = plan_pairs(sides, capacity, share=True)
+    rows = PairedDataset(pairs, packing, sides, kept_of_sides(sides, capacity, "raise", share=True), share=True)
+    rows.reference = np.arange(2.0 * len(pairs)).reshape(-1, 2)
+    rows = pickle.loads(pickle.dumps(rows))
+    [row] = list(rows)
+    batch = SequenceCollator(pad_token_id=0, pad_to_multiple_of=8, padding_free=True)([row])
+    assert row["position_ids"].tolist() == batch["position_ids"][0, : len(row["input_ids"])].tolist()
+    found = []
+    for answer in sides_of_batch(batch, len(row["input_ids"])):
+        begin = np.flatnonzero(row["position_ids"][: answer.start + 1] == 0)[-1]
+        trunk = row["input_ids"][begin : begin + row["position_ids"][answer.start]]
+        labels = row["labels"][answer]
+        found.append((np.append(trunk, row["input_ids"][answer]).tolist(), labels[labels != -100].tolist()))
+    expected, tokens = trl_pairs(records, tokenizer)[::-1], 0
+    for number, (pair, chosen, rejected) in enumerate(zip(packing.documents(0), found[::2], found[1::2], strict=True)):
+        prompt, *answers = (expected[pair][f"{part}_ids"] for part in ("prompt", "chosen", "rejected"))
+        assert [chosen, rejected] == [(prompt + answer, answer) for answer in answers]
+        assert row["reference"][number].tolist() == [2.0 * pair, 2.0 * pair + 1]
+        tokens += len(prompt) + 1 + sum(map(len, answers))
+    assert tokens == len(row["input_ids"]) == report.tokens == report.tokens_kept
+    assert (row["labels"] != -100).sum() == sum(len(pair[f"{side}_ids"]) for pair in expected for side in SIDES)
+
+
+SIDES = ("chosen", "rejected")
+
+
+def test_pairs_that_share_their_prompt_are_cut_to_the_room_that_is_left():
+    """The last pair of TEXT has a prompt of 20 tokens and answers of 31 and 1, 53 tokens if the prompt is shared."""
+    pairs = tokenize_records(Dataset.from_list(TEXT), tiny_tokenizer(), text_field=PAIRS)
+    sides = sides_of_pairs(pairs)
+
+    def cut(capacity, overlong):
+        plan_pairs(sides, capacity, overlong=overlong, share=True)
+        return kept_of_sides(sides, capacity, overlong, share=True)[2].tolist()
+
+    assert cut(53, "raise") == [51, 21]
+    with pytest.raises(ValueError, match=r"1 of 3 pairs are longer .* after the prompt that they share; .* with 53\. "):
+        plan_pairs(sides, 52, share=True)
+    assert cut(52, "drop") == [0, 0]
+    assert cut(52, "truncate") == [35, 21]  # (52 + 19) // 2 of the longer side, and all of the shorter one
+    assert cut(22, "truncate") == [0, 0]  # 20 tokens a side, as many as the prompt has
+    packing, report = plan_pairs(sides, 52, overlong="truncate", share=True)
+    rows = PairedDataset(pairs, packing, sides, kept_of_sides(sides, 52, "truncate", share=True), share=True)
+    assert max(len(row["input_ids"]) for row in rows) <= 52
+    assert report.tokens_cut == 51 - 35
 
 
 @pytest.mark.parametrize(

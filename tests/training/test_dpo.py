@@ -24,12 +24,13 @@ import torch.distributed as dist
 import longctx
 from longctx.attention.backends import BACKENDS
 from longctx.collate import SequenceCollator
-from longctx.model.tiny import tiny_model
+from longctx.model.tiny import tiny_model, tiny_tokenizer
 from longctx.settings.flags import parse_flags
 from longctx.settings.methods import DPO
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.training.preference import LOSS_FLAGS, PreferenceLoss
+from tests.data.test_preferences import trl_pairs
 from tests.parity_page import DPO as STARTED_BY
 from tests.training.test_training import log_of
 from tests.workers import run_main, run_ranks
@@ -103,6 +104,7 @@ OPTIONS = {
     "sp auto": ["--sp", "auto"],
     "sp all": ["--sp", "all"],
     "bf16": ["--bf16", "True"],
+    "prompts with each answer": ["--share_prompts", "False"],
 }
 """Flags that change how a step is computed, and nothing else. Without them, `--memory balanced` is in force."""
 NOT_TOGETHER = {
@@ -127,6 +129,16 @@ def make_pairs(conversational=False):
         return pairs
     roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
     return [{key: [{"role": roles[key], "content": said}] for key, said in pair.items()} for pair in pairs]
+
+
+def prompt_tokens(conversational):
+    """Tokens of an epoch that TRL has twice, where the answers of a pair share their prompt but for its last token."""
+    pairs = trl_pairs(make_pairs(conversational), tiny_tokenizer())
+    return sum(len(pair["prompt_ids"]) - 1 for pair in pairs)
+
+
+UNSHARED = ("sequence chunks", "prompts with each answer", "memory longest")
+"""Options with which a prompt counts with each answer, as in TRL."""
 
 
 def flags_of(case, options, model, data, folder):
@@ -219,10 +231,11 @@ def trl(saved_model, tmp_path_factory):
     return entries
 
 
-def compare(actual, expected, case, prefix="", norm=0.0):
+def compare(actual, expected, case, prefix="", norm=0.0, shared=0):
     """Compare one entry of the logs.
 
     Args:
+        shared: tokens of each step before it that TRL has twice.
         norm: the gradient norm of the first step. A later gradient in which the two sides of a pair cancel is off by
             rounding of the sides' own gradients.
     """
@@ -240,6 +253,9 @@ def compare(actual, expected, case, prefix="", norm=0.0):
             bound["abs"] = 1e-6 * sums
         if is_first and name == "rewards/accuracies":
             continue  # of rewards that are 0 but for rounding
+        if name == "num_tokens":
+            assert actual[prefix + name] == expected[prefix + name] - shared * expected["step"], case
+            continue
         assert actual[prefix + name] == pytest.approx(expected[prefix + name], **bound), (case, name)
 
 
@@ -263,7 +279,7 @@ def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational
     return found
 
 
-def check_logs(found, expected, parity_table, name="{}"):
+def check_logs(found, expected, parity_table, name="{}", conversational=False):
     """Compare every step and every evaluation of runs with those of TRL, and enter the errors into the parity table.
 
     Args:
@@ -284,10 +300,11 @@ def check_logs(found, expected, parity_table, name="{}"):
         if option == "bf16":
             assert all(error <= bound for error, bound in zip(errors, BF16, strict=True))
             continue
+        shared = 0 if option in UNSHARED else prompt_tokens(conversational)
         for step, entry in zip(steps, right, strict=True):
-            compare(step, entry, case, norm=right[0]["grad_norm"])
+            compare(step, entry, case, norm=right[0]["grad_norm"], shared=shared)
         for evaluation, entry in zip(evaluations, rated, strict=True):
-            compare(evaluation, entry, case, "eval_")
+            compare(evaluation, entry, case, "eval_", shared=shared)
 
 
 EVALUATES = ["--eval_strategy", "steps", "--eval_steps", "1"]
@@ -313,7 +330,7 @@ def test_steps_are_those_of_trl(layouts, losses, saved_model, trl, tmp_path, par
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("gather sp 2, packed", ["memory longest", "activations on the host"]),
+        ("gather sp 2, packed", ["memory longest", "activations on the host", "prompts with each answer"]),
         *(
             pytest.param(layout, [o for o in OPTIONS if layout not in NOT_TOGETHER.get(o, ())], marks=pytest.mark.long)
             for layout in PACKED_OR_NOT
@@ -361,7 +378,7 @@ def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, 
     chats, losses = "conversational" in options, EARLY[:3] if "two" not in layout else EARLY[:1]
     found = run_layouts([layout], losses, saved_model, tmp_path, adapter, conversational=chats)
     expected = {loss: [e for e in log if "loss" in e] for loss, log in trl(losses, **options).items()}
-    check_logs(found, expected, parity_table, "{}, " + ("chats" if chats else "LoRA"))
+    check_logs(found, expected, parity_table, "{}, " + ("chats" if chats else "LoRA"), conversational=chats)
     first, *_, last = next(iter(found.values()))
     assert last["loss"] < 0.9 * first["loss"]
 
@@ -422,7 +439,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(case, saved_model, tm
 
 
 def test_a_reference_that_is_nan_ends_the_run(tmp_path):
-    from longctx.model.tiny import tiny_config, tiny_tokenizer
+    from longctx.model.tiny import tiny_config
     from longctx.ranks.watchdog import FAILED
 
     model, data = tiny_model(config=tiny_config()), tmp_path / "pairs.jsonl"

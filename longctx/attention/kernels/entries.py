@@ -160,7 +160,7 @@ def put(x: Tensor, rows: Rows, values: Tensor) -> None:
     if isinstance(at, slice):
         x[:, :, at] = values
     else:
-        x.index_copy_(2, at, values)
+        x.index_copy_(2, at, values.to(x.dtype))
 
 
 def add(x: Tensor, rows: Rows, values: Tensor) -> None:
@@ -176,7 +176,7 @@ def merge(out: Tensor, lse: Tensor, rows: Rows, block_out: Tensor, block_lse: Te
     """Merge a block's softmax into the running one, for the given query rows, in place.
 
     Args:
-        out, lse: [1, H, S, D] and [1, H, S], fp32 or wider.
+        out, lse: [1, H, S, D] and [1, H, S], lse in fp32 or wider, and out as well if more than one block is merged.
         block_out, block_lse: the same for those rows and other keys.
     """
     old_out, old_lse = take(out, rows), take(lse, rows)

@@ -1,0 +1,33 @@
+"""Which models compute documents that share a beginning exactly, see `longctx.packing.branches`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from longctx.model.allow_list import auxiliary_loss_coefficient, has_windows
+from longctx.model.recurrent import recurrent_sizes
+
+
+def branch_obstacle(config: PretrainedConfig, *, backend_has_branches: bool, is_chunked: bool) -> str | None:
+    """Return why a model does not compute branches as if each stood alone with its trunk; None if it does.
+
+    Full causal attention does. So do experts, which see each token by itself, without the loss over all tokens.
+
+    Args:
+        backend_has_branches: as in `longctx.attention.backend.Backend`.
+        is_chunked: whether the step is sequence-chunked.
+    """
+    text: Any = config.get_text_config()
+    if recurrent_sizes(config) is not None:
+        return "since recurrent layers pass a state from token to token"
+    if getattr(text, "attention_chunk_size", None):
+        return "since layers attend within chunks of a document"
+    if has_windows(config):
+        return "since layers have a sliding window"
+    if auxiliary_loss_coefficient(config):
+        return "since the routers' auxiliary loss counts every token of a document"
+    if is_chunked:
+        return "since the sequence-chunked step attends to whole documents"
+    return None if backend_has_branches else "since the backend attends to whole documents"
