@@ -240,7 +240,7 @@ def families_on_rings(families: tuple[str, ...], backends: tuple[str, ...]) -> d
     ],
 )
 def test_rings_in_chunks_equal_stock_transformers(ranks, families, backends):
-    for results in run_ranks(ranks, f"{__name__}:families_on_rings", families, backends):
+    for results in run_ranks(ranks, f"{__name__}:families_on_rings", families, backends, timeout=1800):
         wrong = {case: errors for case, errors in results.items() if not max(errors.values()) <= TOLERANCE}
         assert not wrong
         assert len(results) == len(KEEPING) * len(families) * len(backends)
