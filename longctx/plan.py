@@ -201,9 +201,12 @@ def _planned(
     """Return the plan for these candidates; without its table, for the length of the recommendation alone."""
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document, one_pair
+    from longctx.model.branches import branch_obstacle
     from longctx.report.plan_text import Commands
 
-    fill = one_pair if options.method == "dpo" else one_document
+    of_pairs = options.method == "dpo"
+    shares = of_pairs and branch_obstacle(config, backend_has_branches=True, is_chunked=False) is None
+    fill = one_pair if of_pairs and not shares else one_document
     documents = fill if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
     longest = max(candidate.max_length for candidate in found)
@@ -225,6 +228,7 @@ def _planned(
     )
     result = {
         "method": options.method,
+        "shares_prompts": shares,
         "model": options.model_name_or_path,
         "machine": asdict(machine),
         "predicted": True,
@@ -234,7 +238,7 @@ def _planned(
         "context": commands.context(wanted),
         "calibration": [calibration._asdict() for calibration in calibrations],
         "candidates": [_as_dict(candidate, outlooks) for candidate, outlooks in table.items()],
-        "reference_seconds": None if best is None or options.method != "dpo" else _reference_seconds(best, machine),
+        "reference_seconds": None if best is None or not of_pairs else _reference_seconds(best, machine),
         "recommendation": None if best is None else _recommendation(best, there, commands, machine),
         "next_best": None if second is None else _recommendation(second, there, commands, machine),
         "changed": None,

@@ -447,6 +447,24 @@ def test_preferences_are_planned_with_the_pass_of_their_reference(capsys) -> Non
     assert f"-m longctx.{dpo['method']} " in dpo["recommendation"]["command"]
     step = dpo["recommendation"]["at"][0]["seconds_per_step"]
     assert 0.2 * step < dpo["reference_seconds"] < 0.4 * step  # the backward pass is over twice the forward pass
-    assert step < train["recommendation"]["at"][0]["seconds_per_step"]  # two sides attend to half as much each
+    assert step == train["recommendation"]["at"][0]["seconds_per_step"]  # a shared prompt with short answers
     assert main([*flags, "--method", "dpo"]) == 0
-    assert "the reference model's log-probabilities take a forward pass" in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert "the reference model's log-probabilities take a forward pass" in text
+    assert "one pair per sequence, planned as one document: its answers share the prompt" in text
+
+
+def test_pairs_that_do_not_share_their_prompt_are_planned_as_two_documents(tmp_path, capsys) -> None:
+    """Layers with windows, which a forecast counts as full attention: two documents attend to half as much each."""
+    windows = tiny_config()
+    windows.update({"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 2})
+    plans = []
+    for number, config in enumerate((tiny_config(), windows)):
+        config.save_pretrained(tmp_path / str(number))
+        flags = ["--model_name_or_path", str(tmp_path / str(number)), "--method", "dpo", "--json", "--no_calibration"]
+        sizes = ["--gpus", "2", "--max_length", "65536", "--lengths", "65536", "--memory", "balanced"]
+        assert main([*flags, *sizes]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert [plan["shares_prompts"] for plan in plans] == [True, False]
+    shared, twice = (plan["recommendation"]["at"][0]["seconds_per_step"] for plan in plans)
+    assert twice < shared

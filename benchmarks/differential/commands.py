@@ -174,6 +174,8 @@ def _flags(case: Case, data: Data, steps: Steps, *, model: Path, output: Path) -
     if case.model in AUXILIARY_LOSS_MODELS:  # whose own coefficient is above 0
         flags["router_aux_loss_coef"] = case.aux_loss
     flags |= PREFERENCES.get(case.method, {})
+    if not case.share_prompts:
+        flags["share_prompts"] = False
     if case.adapter:
         flags |= {"use_peft": True} | ADAPTERS[case.adapter][0]
     flags |= _evaluation(case)

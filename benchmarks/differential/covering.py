@@ -76,6 +76,7 @@ AXES: dict[str, dict[str, Sequence[Value]]] = {
         "prompts": [{"records": "prompt", "file": "parquet"}, {"records": "prompt, all learnt"}],
         "pairs of answers": [
             *({"method": method, "records": kind} for method, kind in zip(PREFERENCES, KINDS, strict=False)),
+            {"method": "dpo sigmoid", "records": "prompt", "share_prompts": False},
         ],
         "mixture": [{"reading": "weighted", "documents": 3}, {"reading": "mixture", "documents": 3, "file": "arrow"}],
     },

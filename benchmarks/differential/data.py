@@ -205,10 +205,14 @@ def _pair_record(case: Case, length: int, random: np.random.Generator) -> tuple[
     return record, (sides[0] + sides[1], labels[0] + labels[1])
 
 
-def _cut_pair(limit: int, document: Document) -> list[Document]:
-    """The pair with half of the limit for each side; nothing where the prompt leaves no room for an answer."""
-    half = limit // 2
-    cut = [(ids[:half], labels[:half]) for ids, labels in sides(document)]
+def _shared(case: Case, document: Document) -> int:
+    """Tokens of a pair that a sequence has once: of the prompt, all but the last."""
+    return (sides(document)[0][1].index(next(n for n in document[1] if n != IGNORED)) - 1) * case.share_prompts
+
+
+def _cut_pair(room: int, document: Document) -> list[Document]:
+    """The pair with so many tokens of each side; nothing where the prompt leaves no room for an answer."""
+    cut = [(ids[:room], labels[:room]) for ids, labels in sides(document)]
     if any(label != IGNORED for label in cut[0][1]):
         return [(cut[0][0] + cut[1][0], cut[0][1] + cut[1][1])]
     return []
@@ -218,10 +222,11 @@ def _cut(case: Case, documents: Sequence[Document]) -> list[Document]:
     """What --overlong leaves of documents: pieces of a split one are documents of their own."""
     limit, kept = case.max_length, []
     for ids, labels in documents:
-        if len(ids) <= limit:
+        shared = _shared(case, (ids, labels)) if case.reads_pairs else 0
+        if len(ids) - shared <= limit:
             kept.append((ids, labels))
         elif case.reads_pairs:
-            kept += _cut_pair(limit, (ids, labels)) if case.overlong == "truncate" else []
+            kept += _cut_pair((limit + shared) // 2, (ids, labels)) if case.overlong == "truncate" else []
         elif case.overlong == "truncate":
             kept.append((ids[:limit], labels[:limit]))
         elif case.overlong == "split" or (case.overlong == "raise" and case.packing == "bfd_split"):

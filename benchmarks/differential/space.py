@@ -13,6 +13,7 @@ from longctx.attention.cost import Setup, device_named
 from longctx.model.allow_list import (
     AUXILIARY_LOSS_MODELS,
     CAUSAL_MODELS,
+    CHUNK_MODELS,
     GATED_DELTA_MODELS,
     RECURRENT_MODELS,
     WINDOW_MODELS,
@@ -48,6 +49,8 @@ class Case:
     # The model.
     method: str = "sft"
     """sft, or `longctx dpo` with one of PREFERENCES."""
+    share_prompts: bool = True
+    """Of pairs of answers."""
     model: str = "qwen3"
     heads: str = "4:2"
     """Query heads : key/value heads."""
@@ -144,6 +147,7 @@ class Case:
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "method": tuple(PREFERENCES),
+    "share_prompts": (False,),
     "model": CAUSAL_MODELS,
     "heads": ("4:4", "4:1", "3:3", "5:1", "6:2", "7:7", "1:1", "8:2", "9:3"),
     "head_dim": (4, 6, 12, 16, 18, 32),
@@ -322,6 +326,8 @@ def make_consistent(case: Case) -> Case:
         change["layers"] = 2  # one of each kind
     if case.reads_pairs:
         change |= _of_pairs(case)
+    elif not case.share_prompts:
+        change["share_prompts"] = True
     if case.records in TEXT_RECORDS and case.max_length < 64:
         change["max_length"] = 96
     if case.records != "labels":
@@ -362,6 +368,9 @@ def _of_pairs(case: Case) -> dict[str, Any]:
         change["reading"] = "mixture" if "mixture" in case.reading else "whole"
     if case.packing == "bfd_split":
         change["packing"] = "bfd"
+    hinders = case.window or case.model in (*RECURRENT_MODELS, *CHUNK_MODELS) or case.sequence_chunk_size
+    if change["overlong"] != "raise" and (hinders or case.memory == "longest"):
+        change["share_prompts"] = False  # where prompts may count twice, it is not known here which pairs are too long
     if case.smoothing >= 0.5:
         change["smoothing"] = 0.1  # more would call most preferences wrong
     return change

@@ -20,7 +20,7 @@ def one_document(length: int) -> list[int]:
 
 
 def one_pair(length: int) -> list[int]:
-    """Return the lengths of a pair of answers, each with its prompt, that fills the sequence."""
+    """Return the lengths of a pair of answers, each with its own copy of the prompt, that fills the sequence."""
     return [length - length // 2, length // 2]
 
 

@@ -130,7 +130,8 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
     if result["documents"] is None:
         packed = "Packed documents take less time: --document_lengths reads their lengths."
         unit = "document" if result["method"] == "train" else "pair"
-        lines.insert(-1, f"Times are for one {unit} per sequence. {packed}")
+        shared = ", planned as one document: its answers share the prompt" * result["shares_prompts"]
+        lines.insert(-1, f"Times are for one {unit} per sequence{shared}. {packed}")
     if second is not None:
         at = second["at"][0]
         lines += [

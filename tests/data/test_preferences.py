@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Qwen3MoeConfig
+from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3MoeConfig
 from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -20,13 +20,17 @@ from longctx.data import DataError, load_records, tokenize_records
 from longctx.data.kinds import PAIRS
 from longctx.data.sides import sides_of_pairs
 from longctx.dpo import main
-from longctx.model.tiny import tiny_tokenizer
+from longctx.model.branches import branch_obstacle
+from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.packing import PairedDataset, kept_of_sides, plan_pairs
 from longctx.settings.flags import parse_flags
 from longctx.settings.methods import DPO
 from longctx.settings.preference import check_model_of_pairs
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from longctx.settings.values import read_values
 from longctx.training.preference import LOSSES, Pairs, sides_of_batch
+from tests.model.more_families import LFM3, LLAMA4, SMALL
 
 TEXT = [
     {"prompt": "one ", "chosen": "two", "rejected": "three and four"},
@@ -250,3 +254,36 @@ def test_simpo_is_that_of_trl():
     trainer = SimpleNamespace(**flags, loss_type="simpo", alpha=0.0, accelerator=SimpleNamespace(device="cpu"))
     expected = CPOTrainer.cpo_loss(trainer, *(logps / lengths))[0]
     torch.testing.assert_close(LOSSES["simpo"](pairs, flags), expected, rtol=1e-12, atol=0)
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
+NOT_SHARED = {  # model, flags and the reason
+    "a window in one layer": (Qwen3Config(**SMALL, **WINDOWS), [], "since layers have a sliding window"),
+    "convolutions": (CONFIG_MAPPING["lfm3"](**LFM3), [], "since recurrent layers pass a state"),
+    "chunked attention": (CONFIG_MAPPING["llama4_text"](**LLAMA4), [], "since layers attend within chunks"),
+    "chunks of the sequence": (tiny_config(), ["--sequence_chunk_size", "16"], "since the sequence-chunked step"),
+    "as asked": (tiny_config(), ["--share_prompts", "False"], "as --share_prompts False asks"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SHARED)
+def test_a_prompt_that_cannot_be_shared_counts_with_each_answer_and_the_summary_says_why(case, tmp_path):
+    config, flags, reason = NOT_SHARED[case]
+    config.save_pretrained(tmp_path)
+    flags = [*flags, "--model_name_or_path", str(tmp_path), "--dataset_name", "pairs.jsonl", "--use_cpu", "True"]
+    for method, given in ((DPO, flags), (DPO, flags[-6:])):
+        run = resolve(parse_flags(given, method), read_profile({}), {})
+        [line] = [line for line in run.summary() if line.label == "prompts"]
+        shares = given != flags and config.model_type == "qwen3" and "window" not in case
+        assert run.settings["share_prompts"] == shares
+        assert line.value == "once for both answers" if shares else line.value.startswith("with each answer, ")
+        assert shares or given != flags or reason in line.value
+
+
+def test_experts_see_each_token_by_itself_and_share_prompts():
+    """All but the loss of routers, which counts tokens; it is refused for pairs in any case."""
+    config = Qwen3MoeConfig(output_router_logits=False)
+    assert branch_obstacle(config, backend_has_branches=True, is_chunked=False) is None
+    config.update({"output_router_logits": True, "router_aux_loss_coef": 0.1})
+    assert "auxiliary loss" in branch_obstacle(config, backend_has_branches=True, is_chunked=False)
+    assert "the backend" in branch_obstacle(tiny_config(), backend_has_branches=False, is_chunked=False)
