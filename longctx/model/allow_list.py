@@ -358,12 +358,14 @@ def _kind_of_code(config: PretrainedConfig) -> str:
 
 
 def _heads(config: PretrainedConfig) -> Iterator[str]:
-    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
-        yield (
-            f"num_attention_heads is {heads}, which is not a multiple of num_key_value_heads, {shared}. "
-            "Correct its config.json, or download it again."
-        )
+    for layer in config.per_layer_config if "num_key_value_heads" in (config.per_layer_attributes or ()) else [config]:
+        heads, shared = getattr(layer, "num_attention_heads", None), getattr(layer, "num_key_value_heads", None)
+        if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+            yield (
+                f"num_attention_heads is {heads}, which is not a multiple of num_key_value_heads, {shared}. "
+                "Correct its config.json, or download it again."
+            )
+            return
 
 
 def _layers(config: PretrainedConfig) -> Iterator[str]:
