@@ -72,6 +72,11 @@ class Segments(NamedTuple):
         first[self.is_branch] = of_document[self.document[self.is_branch]]
         return np.arange(self.bounds[-1]) - np.repeat(starts - first, lengths)
 
+    def num_repeated(self) -> int:
+        """Return the tokens that documents would have more if each branch had a trunk of its own."""
+        trunk = np.bincount(self.document, np.where(self.are_trunks, np.diff(self.bounds), 0))
+        return int((trunk * (np.bincount(self.document, self.is_branch) - 1)).clip(min=0).sum())
+
     def num_pairs(self) -> int:
         """Return the number of query-key pairs that attend to each other."""
         lengths = np.diff(self.bounds)

@@ -47,7 +47,16 @@ class StepMetrics:
         Args:
             extra: names of further sums, which `add` is given and `read` puts into `totals`.
         """
-        self._names = ("tokens", "padded_tokens", "label_tokens", "correct", "entropy", *extra, "work")
+        self._names = (
+            "tokens",
+            "padded_tokens",
+            "label_tokens",
+            "correct",
+            "entropy",
+            "repeated_tokens",
+            *extra,
+            "work",
+        )
         self.totals: dict[str, float] = {}
         """All sums by name, over all ranks, between the last two readings."""
         self.experts = None if routers is None else ExpertLoad(routers, device)
@@ -57,6 +66,7 @@ class StepMetrics:
         text = config.get_text_config()
         self.flops_per_pair = 6 * text.num_hidden_layers * text.num_attention_heads * sum(head_sizes(config))
         self.total_tokens = 0
+        """Tokens trained on, a prompt counted with each answer that shares it, as in TRL."""
         self.longest_row = 0
         """Tokens of the longest micro-batch so far, padding included; over all ranks after `read`."""
         self.peak_memory: PeakMemory | None = None
@@ -98,6 +108,7 @@ class StepMetrics:
                 (shift_labels != IGNORE_INDEX).sum().double(),
                 correct.sum().double(),
                 entropy.detach().sum().double(),
+                self._number(0 if layout.segments is None else layout.segments.num_repeated() / self.sp),
                 *(() if extra is None else extra),
                 self._number(attention_work(layout, self.sp_rank)),
             ]
@@ -147,8 +158,9 @@ class StepMetrics:
             self._started += time.perf_counter() - start
 
     def tokens_so_far(self) -> int:
-        """Return the tokens trained on, including those since the last `read`. Called by all ranks together."""
-        return self.total_tokens + round(float(_gather(self._sums)[:, self._names.index("tokens")].sum()))
+        """Return `num_tokens`, including those since the last `read`. Called by all ranks together."""
+        sums = dict(zip(self._names, _gather(self._sums).sum(0).tolist(), strict=True))
+        return self.total_tokens + round(sums["tokens"] + sums["repeated_tokens"])
 
     def read(self) -> dict[str, float | None]:
         """Return the log's values since the last call. Called by all ranks together."""
@@ -162,7 +174,7 @@ class StepMetrics:
         shares = {part: sum(times) / (float(of_parts.sum()) or 1.0) for part, times in self.seconds.items()}
         self.totals = total = dict(zip(self._names, ranks.sum(0).tolist(), strict=True))
         work = ranks[:, -1]
-        self.total_tokens += round(total["tokens"])
+        self.total_tokens += round(total["tokens"] + total["repeated_tokens"])
         flops = self.flops_per_token * total["tokens"] + self.flops_per_pair * total["work"]
         labels = max(total["label_tokens"], 1)
         gib = [peak / GIB for peak in memory.allocated] if memory.has_devices else None

@@ -24,13 +24,12 @@ import torch.distributed as dist
 import longctx
 from longctx.attention.backends import BACKENDS
 from longctx.collate import SequenceCollator
-from longctx.model.tiny import tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_model
 from longctx.settings.flags import parse_flags
 from longctx.settings.methods import DPO
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.training.preference import LOSS_FLAGS, PreferenceLoss
-from tests.data.test_preferences import trl_pairs
 from tests.parity_page import DPO as STARTED_BY
 from tests.training.test_training import log_of
 from tests.workers import run_main, run_ranks
@@ -131,16 +130,6 @@ def make_pairs(conversational=False):
     return [{key: [{"role": roles[key], "content": said}] for key, said in pair.items()} for pair in pairs]
 
 
-def prompt_tokens(conversational):
-    """Tokens of an epoch that TRL has twice, where the answers of a pair share their prompt but for its last token."""
-    pairs = trl_pairs(make_pairs(conversational), tiny_tokenizer())
-    return sum(len(pair["prompt_ids"]) - 1 for pair in pairs)
-
-
-UNSHARED = ("sequence chunks", "prompts with each answer", "memory longest")
-"""Options with which a prompt counts with each answer, as in TRL."""
-
-
 def flags_of(case, options, model, data, folder):
     losses = case.partition("-")[0].split()
     given = ["--loss_type", *losses]
@@ -231,11 +220,10 @@ def trl(saved_model, tmp_path_factory):
     return entries
 
 
-def compare(actual, expected, case, prefix="", norm=0.0, shared=0):
+def compare(actual, expected, case, prefix="", norm=0.0):
     """Compare one entry of the logs.
 
     Args:
-        shared: tokens of each step before it that TRL has twice.
         norm: the gradient norm of the first step. A later gradient in which the two sides of a pair cancel is off by
             rounding of the sides' own gradients.
     """
@@ -253,9 +241,6 @@ def compare(actual, expected, case, prefix="", norm=0.0, shared=0):
             bound["abs"] = 1e-6 * sums
         if is_first and name == "rewards/accuracies":
             continue  # of rewards that are 0 but for rounding
-        if name == "num_tokens":
-            assert actual[prefix + name] == expected[prefix + name] - shared * expected["step"], case
-            continue
         assert actual[prefix + name] == pytest.approx(expected[prefix + name], **bound), (case, name)
 
 
@@ -279,7 +264,7 @@ def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational
     return found
 
 
-def check_logs(found, expected, parity_table, name="{}", conversational=False):
+def check_logs(found, expected, parity_table, name="{}"):
     """Compare every step and every evaluation of runs with those of TRL, and enter the errors into the parity table.
 
     Args:
@@ -300,11 +285,10 @@ def check_logs(found, expected, parity_table, name="{}", conversational=False):
         if option == "bf16":
             assert all(error <= bound for error, bound in zip(errors, BF16, strict=True))
             continue
-        shared = 0 if option in UNSHARED else prompt_tokens(conversational)
         for step, entry in zip(steps, right, strict=True):
-            compare(step, entry, case, norm=right[0]["grad_norm"], shared=shared)
+            compare(step, entry, case, norm=right[0]["grad_norm"])
         for evaluation, entry in zip(evaluations, rated, strict=True):
-            compare(evaluation, entry, case, "eval_", shared=shared)
+            compare(evaluation, entry, case, "eval_")
 
 
 EVALUATES = ["--eval_strategy", "steps", "--eval_steps", "1"]
@@ -378,7 +362,7 @@ def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, 
     chats, losses = "conversational" in options, EARLY[:3] if "two" not in layout else EARLY[:1]
     found = run_layouts([layout], losses, saved_model, tmp_path, adapter, conversational=chats)
     expected = {loss: [e for e in log if "loss" in e] for loss, log in trl(losses, **options).items()}
-    check_logs(found, expected, parity_table, "{}, " + ("chats" if chats else "LoRA"), conversational=chats)
+    check_logs(found, expected, parity_table, "{}, " + ("chats" if chats else "LoRA"))
     first, *_, last = next(iter(found.values()))
     assert last["loss"] < 0.9 * first["loss"]
 
@@ -439,7 +423,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(case, saved_model, tm
 
 
 def test_a_reference_that_is_nan_ends_the_run(tmp_path):
-    from longctx.model.tiny import tiny_config
+    from longctx.model.tiny import tiny_config, tiny_tokenizer
     from longctx.ranks.watchdog import FAILED
 
     model, data = tiny_model(config=tiny_config()), tmp_path / "pairs.jsonl"
