@@ -165,7 +165,7 @@ def test_a_new_record_is_in_the_sweeps_flags_the_matrix_and_the_fuzzer(toy, tmp_
     assert "toy" in options.backends
     matrix = runpy.run_path(str(PACKAGE.parent / "tests" / "matrix.py"))["SETUPS"]
     assert [matrix[name].processes for name in ("toy, FSDP2", "toy, ZeRO-3")] == [2, 2]
-    assert "toy" in runpy.run_module("benchmarks.differential.space")["VALUES"]["backend"]
+    assert "toy" in runpy.run_module("benchmarks.differential.space", alter_sys=True)["VALUES"]["backend"]
     covering = runpy.run_module("benchmarks.differential.covering")
     assert [case["engine"] for case in covering["AXES"]["layout"]["toy"][1:]] == ["fsdp2"]
     assert "toy" in runpy.run_path(str(PACKAGE.parent / "tests/training/test_training.py"))["GROUPS"][1][0].split()
