@@ -295,8 +295,8 @@ def loss_of_pairs(sequence: Any, batch: Mapping[str, Any]) -> Callable[[Any, Any
 
     objective = PreferenceLoss(sequence, parse_flags([], DPO).values)
     starts = np.flatnonzero(batch["position_ids"][0] == 0)
-    row = {"seq_lengths": np.diff(starts, append=batch["position_ids"].shape[1])}
-    fields = objective.collate([{**row, "reference": np.zeros((len(starts) // 2, 2))}], batch)
+    row = {"input_ids": batch["input_ids"][0], "reference": np.zeros((len(starts) // 2, 2))}
+    fields = objective.collate([row], batch)
     counts = objective.count([fields])
 
     def loss(model: Any, shard: Any) -> Any:

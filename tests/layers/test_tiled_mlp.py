@@ -35,7 +35,13 @@ def results(mlp, x):
     return [*(part.detach() for part in outputs), *gradients]
 
 
-OTHER_NUMBERS = {"granitemoehybrid": 4, "granitemoeshared": 4, "granitemoe_swa, windows": 4, "nemotron_h": 2}
+OTHER_NUMBERS = {
+    "granitemoehybrid": 4,
+    "granitemoeshared": 4,
+    "granitemoe_swa, windows": 4,
+    "nemotron_h": 2,
+    "nemotron_h, no experts": 1,
+}
 """A shared MLP beside the experts of each of two layers, and four layers of which two are MLPs."""
 
 
