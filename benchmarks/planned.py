@@ -147,7 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         about.strip(),
         "",
-        "The longest sequences in tokens; then the seconds of a step of one sequence of so many tokens.",
+        "The first columns of lengths are the longest sequences, in tokens. The others are the seconds of a step of "
+        "one sequence of that length.",
         "",
     ]
     found = []

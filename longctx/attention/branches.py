@@ -51,7 +51,7 @@ def own_entries(segments: Segments, of_token: IntArray, softcap: float | None) -
 def other_entries(
     segments: Segments, entries: IntArray, of_query: IntArray, of_key: IntArray, softcap: float | None
 ) -> list[Entries]:
-    """Return what is left of entries between two ranks' tokens, none of whose queries comes before one of its keys.
+    """Return the parts of entries between two ranks' tokens that branches see. An entry's keys precede its queries.
 
     Args:
         entries: int64 [m, 4], (q_start, q_end, kv_start, kv_end); no query and no key is in two of them.

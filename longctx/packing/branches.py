@@ -26,7 +26,7 @@ NO_BRANCHES = np.zeros(0, dtype=np.int64)
 
 
 class Segments(NamedTuple):
-    """The parts of documents that attention treats as one."""
+    """The segments of a row: trunks, branches, and whole documents that do not branch."""
 
     bounds: NDArray[np.int64]
     """int64 [m + 1]: boundaries of the segments, from 0 to T."""
@@ -63,25 +63,26 @@ class Segments(NamedTuple):
         """int64 [m]: each segment's number among those that are no trunk. A trunk has that of its first branch."""
         return np.cumsum(~self.are_trunks) - ~self.are_trunks
 
+    @property
+    def trunk_lengths(self) -> NDArray[np.int64]:
+        """int64 [n]: the tokens of each document's trunk; 0 for a document that does not branch."""
+        return np.bincount(self.document, np.where(self.are_trunks, np.diff(self.bounds), 0)).astype(np.int64)
+
     def position_ids(self) -> NDArray[np.int64]:
-        """Return int64 [T]: positions that count from 0 in every document, and in a branch from its trunk's end."""
+        """Return int64 [T], the position of each token. A document counts from 0, and a branch from its trunk's end."""
         starts, lengths = self.bounds[:-1], np.diff(self.bounds)
-        trunk = np.where(self.are_trunks, lengths, 0)
-        first = np.zeros_like(lengths)
-        of_document = np.bincount(self.document, trunk).astype(np.int64)
-        first[self.is_branch] = of_document[self.document[self.is_branch]]
+        first = self.trunk_lengths[self.document] * self.is_branch
         return np.arange(self.bounds[-1]) - np.repeat(starts - first, lengths)
 
     def num_repeated(self) -> int:
-        """Return the tokens that documents would have more if each branch had a trunk of its own."""
-        trunk = np.bincount(self.document, np.where(self.are_trunks, np.diff(self.bounds), 0))
-        return int((trunk * (np.bincount(self.document, self.is_branch) - 1)).clip(min=0).sum())
+        """Return how many more tokens there would be if each branch had a trunk of its own."""
+        return int((self.trunk_lengths * (np.bincount(self.document, self.is_branch) - 1)).clip(min=0).sum())
 
     def num_pairs(self) -> int:
         """Return the number of query-key pairs that attend to each other."""
         lengths = np.diff(self.bounds)
-        trunk = np.bincount(self.document, np.where(self.are_trunks, lengths, 0)).astype(np.int64)
-        return int((lengths * (lengths + 1) // 2 + lengths * trunk[self.document] * self.is_branch).sum())
+        on_trunk = lengths * self.trunk_lengths[self.document] * self.is_branch
+        return int((lengths * (lengths + 1) // 2 + on_trunk).sum())
 
 
 def branches_of(values: ArrayLike | None) -> NDArray[np.int64]:

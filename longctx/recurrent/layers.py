@@ -118,7 +118,7 @@ def _called_by(layer: nn.Module) -> tuple[str, ...]:
 
 
 def check_recurrent(model: nn.Module, device: torch.device, *, with_states: bool) -> None:
-    """Check the kernels that recurrent layers use on this device, see `check_delta_rule`."""
+    """Check the kernels that recurrent layers use on this device with `check_delta_rule`."""
     for name in (DELTA_RULE, DELTA_ATTENTION):
         for layer in delta_rule_layers(model, name)[:1]:  # the others have the same heads
             rule = getattr(functions_of(layer), name)

@@ -66,7 +66,7 @@ class StepMetrics:
         text = config.get_text_config()
         self.flops_per_pair = 6 * text.num_hidden_layers * text.num_attention_heads * sum(head_sizes(config))
         self.total_tokens = 0
-        """Tokens trained on, a prompt counted with each answer that shares it, as in TRL."""
+        """Tokens trained on. A shared prompt counts with each of its answers, as in TRL."""
         self.longest_row = 0
         """Tokens of the longest micro-batch so far, padding included; over all ranks after `read`."""
         self.peak_memory: PeakMemory | None = None

@@ -1,6 +1,6 @@
 """Documents with branches (`longctx.packing.branches`) against dense attention with the mask of a tree, in fp64.
 
-On real gloo processes with every backend, wherever the ranks' shares cut trunks and branches.
+The ranks are gloo processes, and their shares cut trunks and branches at many places. Every backend is compared.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def test_log_probs_are_those_of_whole_documents_on_every_backend():
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "group"])
 def test_a_policy_step_on_answers_that_share_prompts_is_that_on_whole_documents(normalization):
-    """Its advantages and groups are numbers of answers, in both the same."""
+    """Both batches have the same answers in the same order, so advantages and groups are the same."""
     prompts, results = make_answers(), []
     advantages = torch.linspace(-1, 1.5, sum(map(len, ANSWERS)), dtype=torch.float64)
     groups = torch.tensor([number for number, answers in enumerate(ANSWERS) for _ in answers])
