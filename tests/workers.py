@@ -48,20 +48,21 @@ def _log(folder, rank):
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def run_script(world_size: int, path: Path, folder: Path, timeout: float = 300) -> str:
+def run_script(world_size: int, path: Path, folder: Path, *arguments: str, timeout: float = 300) -> str:
     """Run a Python file on ranks with the environment of `torchrun`; returns what rank 0 has printed.
 
     The ranks are forked from a process that has imported all, which spares each of them 8 s.
 
     Args:
         folder: the working directory.
+        arguments: of the command line.
         timeout: seconds.
     """
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     target = f"{__name__}:_run_file"
-    return run_ranks(world_size, target, str(path), str(folder), port, timeout=timeout, backend=None)[0]
+    return run_ranks(world_size, target, str(path), str(folder), port, arguments, timeout=timeout, backend=None)[0]
 
 
 def run_main(world_size: int, module: str, arguments: list[str], timeout: float = 300) -> list[tuple[int, str, str]]:
@@ -85,11 +86,11 @@ def call_main(module, arguments):
     return code, printed.getvalue(), errors.getvalue()
 
 
-def _run_file(path, folder, port):
+def _run_file(path, folder, port, arguments):
     del os.environ[STORE_FILE]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.chdir(folder)
-    sys.argv, sys.path = [path], [str(Path(path).parent), *sys.path]
+    sys.argv, sys.path = [path, *arguments], [str(Path(path).parent), *sys.path]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")
