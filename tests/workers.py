@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import os
+import pkgutil
 import runpy
 import socket
 import sys
@@ -31,16 +32,21 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300, ba
 
     Raises AssertionError with the output of all ranks if one fails or the time-out passes.
     """
-    module, function = target.split(":")
-    call = getattr(importlib.import_module(module), function)
     start_warm_server()
     with private_folder() as private:
         folder, environment = Path(private, "ranks"), os.environ | store_file(private) | {"OMP_NUM_THREADS": "1"}
-        argument = call, arguments, environment, backend
+        argument = _Target(target), arguments, environment, backend
         ended = run_group(world_size, _on_rank, argument, environment={}, folder=folder, timeout=timeout, grace=timeout)
         logs = "\n".join(f"--- rank {rank}\n{_log(folder, rank)}" for rank in range(world_size))
         assert ended.status == "ok", f"{ended.status}: {ended.error}\n{logs}"
         return list(ended.reports)
+
+
+class _Target(str):
+    """`module:function`, which unpickles as the function: only the process that forks the ranks imports the module."""
+
+    def __reduce__(self):
+        return pkgutil.resolve_name, (str(self),)
 
 
 def _log(folder, rank):
