@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 import numpy as np
 import pytest
@@ -81,6 +81,7 @@ def relative_error(actual, expected):
     return float((actual.double() - expected.double()).norm()) / (norm if norm > 0.01 * of_inputs else of_inputs)
 
 
+@cache  # a group has a thread that wakes up a hundred times a second
 def subgroups(ring, ulysses):
     """(ring group, Ulysses group) of this rank; Ulysses ranks are neighbours."""
     from torch.distributed.device_mesh import init_device_mesh
