@@ -77,22 +77,21 @@ def rows(model: str, card: str, cards: int) -> Iterator[Row]:
         yield Row(cards, best, " ".join(filter(None, flags)), seconds)
 
 
-def tables() -> Iterator[str]:
-    """Yield the lines of all tables."""
-    for model in MODELS:
-        for card, host in HOST_GIB.items():
-            yield f"### {model.partition('/')[2]} on {card}, {CARD_GB[card]} GB"
-            yield f"\nThe machine has {host} GiB of host memory.\n"
-            yield "| cards | sequence | tokens/s per card | step, s | gather, s | flags |"
-            yield "| --- | --- | --- | --- | --- | --- |"
-            for cards in CARDS:
-                yield from map(str, rows(model, card, cards))
-            yield ""
+def table(model: str, card: str) -> Iterator[str]:
+    """Yield the lines of the table of a model on a card."""
+    yield f"### {model.partition('/')[2]} on {card}, {CARD_GB[card]} GB"
+    yield f"\nThe machine has {HOST_GIB[card]} GiB of host memory.\n"
+    yield "| cards | sequence | tokens/s per card | step, s | gather, s | flags |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for cards in CARDS:
+        yield from map(str, rows(model, card, cards))
+    yield ""
 
 
 def section() -> str:
     """Return the part of the page that has the tables, with its two marks."""
-    return "\n".join([START, "", *tables(), END])
+    tables = (line for model in MODELS for card in CARD_GB for line in table(model, card))
+    return "\n".join([START, "", *tables, END])
 
 
 def main() -> None:

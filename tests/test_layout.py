@@ -127,6 +127,7 @@ LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "trl"}
         ("from longctx.upstream import transformers_internals, accelerate_internals, deepspeed_internals", LIBRARIES),
         ("import longctx.packing, longctx.ring.plan", {"torch", "transformers", "datasets"}),
         ("from longctx.data import load_records, tokenize_records", {"torch", "trl", "deepspeed"}),
+        pytest.param("import longctx.model.tiny", {"trl", "deepspeed"}, marks=pytest.mark.long),  # takes 5 s
     ],
 )
 def test_light_modules_stay_light(statement, unwanted) -> None:

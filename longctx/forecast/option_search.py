@@ -8,10 +8,11 @@ once, as arrays: first on a coarse grid, then around its best point.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,18 +139,17 @@ def _by_layer(
     setup = replace(setup, gradient_checkpointing=True, selective_checkpointing=True, activation_offloading=True)
     layers = setup.model.num_layers
     step = max(1, -(-layers // GRID))
-    values = [*range(0, layers, step), layers]
-    ends = [0, layers]
-    coarse, uniform = _grid(values, values, values, layers), _grid(ends, ends, ends, layers)
+    values = (*range(0, layers, step), layers)
+    whole, offloaded = values, values
     if setup.sequence_chunk_size is not None:  # no layer is whole, and as many as can be are on the host
-        coarse, uniform = _grid([0], values, values[:0:-1], layers), _grid([0], ends, [layers], layers)
-    found = forecast.best(setup, coarse)
+        whole, offloaded = (0,), values[:0:-1]
+    found, equal = forecast.best(setup, _grid(whole, values, offloaded, layers))
     if found is None:
         return None
-    near = [[n for n in range(count - step, count + step + 1) if 0 <= n <= layers] for count in found.counts]
+    near = [tuple(n for n in range(count - step, count + step + 1) if 0 <= n <= layers) for count in found.counts]
     if setup.sequence_chunk_size is not None:
-        near = [[0], near[1], [n for n in reversed(near[2]) if n > 0]]
-    mixed, equal = forecast.best(setup, _grid(near[0], near[1], near[2], layers)), forecast.best(setup, uniform)
+        near = [(0,), near[1], tuple(n for n in reversed(near[2]) if n > 0)]
+    mixed, _ = forecast.best(setup, _grid(near[0], near[1], near[2], layers))
     assert mixed is not None
     if equal is not None and not equal.is_worse_than(mixed):
         mixed = equal
@@ -186,25 +186,40 @@ class _Forecast:
         used = np.maximum(device / self.room.device_bytes, host / self.room.host_bytes)
         return step_time(setup, self.length, self.speeds, documents=self.documents).seconds, used
 
-    def best(self, setup: MemorySetup, grid: Sequence[NDArray[np.int64]]) -> _Point | None:
-        """Return the best point of a grid: the fastest that leaves FREE_PART free, else that fits."""
-        seconds, used = self.of(_with(setup, *grid))
-        seconds, used = np.broadcast_arrays(seconds, used)
+    def best(self, setup: MemorySetup, grid: Grid) -> tuple[_Point | None, _Point | None]:
+        """Return the best point of a grid: the fastest that leaves FREE_PART free, else that fits.
+
+        The second is the best of those at which all layers are equal.
+        """
+        seconds, used = np.broadcast_arrays(*self.of(_with(setup, *grid.counts)))
         order = np.lexsort((seconds, (used > 1 - FREE_PART), (used > 1)))
-        first = order[0]
-        if used[first] > 1:
-            return None
-        counts = tuple(int(count[first]) for count in grid)
-        return _Point((counts[0], counts[1], counts[2]), float(seconds[first]), float(used[first]))
+
+        def point(first: int) -> _Point | None:
+            if used[first] > 1:
+                return None
+            whole, selective, offloaded = (int(count[first]) for count in grid.counts)
+            return _Point((whole, selective, offloaded), float(seconds[first]), float(used[first]))
+
+        equal = order[grid.is_uniform[order]]
+        return point(order[0]), point(equal[0]) if len(equal) else None
 
 
-def _grid(
-    whole: Sequence[int], selective: Sequence[int], offloaded: Sequence[int], layers: int
-) -> list[NDArray[np.int64]]:
-    """Return every combination that a model with so many layers has, int64 [n] each."""
-    grid = np.array(list(itertools.product(whole, selective, offloaded)), np.int64).T
+class Grid(NamedTuple):
+    """Combinations of numbers of layers."""
+
+    counts: tuple[NDArray[np.int64], ...]
+    """Layers that are whole, selective and offloaded, int64 [n] each."""
+    is_uniform: NDArray[np.bool_]
+    """Whether all layers are equal, [n]."""
+
+
+@functools.lru_cache(maxsize=256)
+def _grid(whole: tuple[int, ...], selective: tuple[int, ...], offloaded: tuple[int, ...], layers: int) -> Grid:
+    """Return every combination that a model with so many layers has."""
+    grid = np.stack(np.meshgrid(whole, selective, offloaded, indexing="ij")).reshape(3, -1)
     checkpointed = layers - grid[0]
-    return list(grid[:, (grid[1] <= checkpointed) & (grid[2] <= checkpointed)])
+    grid = grid[:, (grid[1] <= checkpointed) & (grid[2] <= checkpointed)]
+    return Grid(tuple(grid), ((grid == 0) | (grid == layers)).all(axis=0))
 
 
 def _with(setup: MemorySetup, whole: Any, selective: Any, offloaded: Any) -> MemorySetup:

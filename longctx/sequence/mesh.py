@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,13 +105,19 @@ class SequenceGroups:
 
 
 def sequence_groups(dims: ParallelDims, device: torch.device) -> SequenceGroups:
-    """Make the groups. All ranks call this together.
+    """Return the groups, which models with the same degrees share. All ranks call this together.
 
     Args:
         device: of this rank. A GPU has to be selected before; otherwise torch's meshes select one of their own.
     """
     if dims.sp == 1:
         return SequenceGroups(None, None, None)
+    return _groups(dist.group.WORLD, dims, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _groups(world: dist.ProcessGroup, dims: ParallelDims, device: torch.device) -> SequenceGroups:
+    """Make the groups of these processes. Each would take threads of gloo, or memory of NCCL, once more."""
     whole = _mesh(device, {"dp": dims.dp, "sp": dims.sp})
     if 1 in (dims.ring, dims.ulysses):
         group = whole["sp"].get_group()

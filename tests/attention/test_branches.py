@@ -30,10 +30,10 @@ from tests.workers import run_ranks
 HEADS = (8, 2)
 # Documents as lists of the tokens of their trunk and of each branch; a list of one number does not branch.
 PACKS = {
-    "pairs": [[100, 50, 61], [7], [3, 90, 1], [1, 1, 1], [120], [40, 2, 33]],
-    "one pair": [[500, 120, 180]],
-    "short trunk": [[2, 300, 251], [33]],
-    "groups": [[64, 20, 1, 35, 17, 40], [5], [30, 60, 60, 60]],
+    "pairs": [[50, 25, 31], [7], [3, 45, 1], [1, 1, 1], [60], [20, 2, 17]],
+    "one pair": [[250, 60, 90]],
+    "short trunk": [[2, 150, 125], [33]],
+    "groups": [[32, 20, 1, 35, 17, 40], [5], [30, 30, 30, 30]],
 }
 KINDS = {"full": (PLAIN, False), "soft cap, sinks": (AttentionKind(softcap=1.5), True)}
 

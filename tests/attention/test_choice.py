@@ -193,7 +193,7 @@ def can_run(how: Arrangement, heads: int, multiple: int | None) -> bool:
     return heads % how.ulysses == 0 and (multiple is None or multiple % dims.multiple == 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     sp=st.integers(2, 24),
     kv_heads=st.integers(1, 12),

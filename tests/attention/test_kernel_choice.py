@@ -6,6 +6,7 @@ below have every argument, by name, order and default; torch's operators are cal
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -197,17 +198,17 @@ STAND_INS = {
 }
 
 
+COVERING = [(1, torch.bfloat16, False), (4, torch.float16, True)]
+
+
 @pytest.mark.parametrize(
-    ("queries_per_key", "dtype"),
+    ("queries_per_key", "dtype", "capped"),
     [
-        (1, torch.bfloat16),
-        (4, torch.float16),
-        pytest.param(1, torch.float16, marks=pytest.mark.long),
-        pytest.param(4, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(*case, marks=[pytest.mark.long] * (case not in COVERING))
+        for case in itertools.product((1, 4), (torch.bfloat16, torch.float16), (False, True))
     ],
     ids=str,
 )
-@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("kernel", STAND_INS)
 def test_flash_attention_adapters_are_exact(kernel, queries_per_key, dtype, capped):
     adapter = kernel("stand-in", STAND_INS[kernel])
@@ -393,19 +394,15 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
-def test_wrong_kernel_is_passed_over(fault, monkeypatch, caplog):
+def test_wrong_kernel_is_passed_over(monkeypatch, caplog):
     """For the next one, with a line that names it, and the value and its bound."""
     monkeypatch.setattr(FlashAttention2, "fits", lambda *_: True)
-    kernels = [
-        FlashAttention2("broken", SimpleNamespace(**WRONG[fault])),
-        FlashAttention2("whole", STAND_INS[FlashAttention2]),
-    ]
-    chosen = first_exact(kernels, CPU, torch.bfloat16, 64, 2, windowed=True)
-    assert chosen is kernels[1]
-    [line] = caplog.messages
-    assert "flash-attn broken is passed over" in line
-    assert "allowed is 1.6e-02" in line or "AttributeError" in line
+    kernels = [FlashAttention2(fault, SimpleNamespace(**changed)) for fault, changed in WRONG.items()]
+    whole = FlashAttention2("whole", STAND_INS[FlashAttention2])
+    assert first_exact([*kernels, whole], CPU, torch.bfloat16, 64, 2, windowed=True) is whole
+    for fault, line in zip(WRONG, caplog.messages, strict=True):
+        assert f"flash-attn {fault} is passed over" in line
+        assert ("AttributeError" if fault == "missing library" else "allowed is 1.6e-02") in line
 
 
 BORROWED = "from tests.attention.test_kernel_choice import _flash_attn_varlen_backward, _flash_attn_varlen_forward\n"

@@ -37,8 +37,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def one_second(monkeypatch):
-    """Bounds that tests can wait for, and a machine where memory ends early."""
-    monkeypatch.setattr(confined, "SECONDS", 1.0)
+    """Bounds that tests can wait for, and a machine where memory ends early. The kernel counts whole seconds."""
+    monkeypatch.setattr(confined, "SECONDS", 0.9)
     monkeypatch.setattr(confined, "_SECONDS_PER_CHARACTER", 0.0)
     monkeypatch.setattr(confined, "MEMORY_BYTES", 1 << 29)
 
