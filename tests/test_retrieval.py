@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from longctx.model.tiny import tiny_model, tiny_tokenizer
+from tests.workers import run_script
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "retrieval"
 
@@ -52,10 +53,9 @@ def test_documents_have_their_length_and_one_key(example):
 
 def entropies(folder, processes):
     """What examples/retrieval/grpo.py prints for a model with random weights, at sp `processes`."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
     sizes = ("--length", "300", "--steps", "2", "--prompts", "2", "--num_generations", "3")
     model = ("--model_name_or_path", "model", "--sp", str(processes))
-    printed = run(folder, *torchrun, str(EXAMPLE / "grpo.py"), *model, *sizes)
+    printed = run_script(processes, EXAMPLE / "grpo.py", folder, *model, *sizes)
     found = re.findall(r"^step \d+: mean reward [\d.]+, entropy ([\d.]+)$", printed, re.MULTILINE)
     return [float(value) for value in found]
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import os
+import pkgutil
 import runpy
 import socket
 import sys
@@ -31,16 +32,21 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300, ba
 
     Raises AssertionError with the output of all ranks if one fails or the time-out passes.
     """
-    module, function = target.split(":")
-    call = getattr(importlib.import_module(module), function)
     start_warm_server()
     with private_folder() as private:
         folder, environment = Path(private, "ranks"), os.environ | store_file(private) | {"OMP_NUM_THREADS": "1"}
-        argument = call, arguments, environment, backend
+        argument = _Target(target), arguments, environment, backend
         ended = run_group(world_size, _on_rank, argument, environment={}, folder=folder, timeout=timeout, grace=timeout)
         logs = "\n".join(f"--- rank {rank}\n{_log(folder, rank)}" for rank in range(world_size))
         assert ended.status == "ok", f"{ended.status}: {ended.error}\n{logs}"
         return list(ended.reports)
+
+
+class _Target(str):
+    """`module:function`, which unpickles as the function: only the process that forks the ranks imports the module."""
+
+    def __reduce__(self):
+        return pkgutil.resolve_name, (str(self),)
 
 
 def _log(folder, rank):
@@ -48,20 +54,21 @@ def _log(folder, rank):
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def run_script(world_size: int, path: Path, folder: Path, timeout: float = 300) -> str:
+def run_script(world_size: int, path: Path, folder: Path, *arguments: str, timeout: float = 300) -> str:
     """Run a Python file on ranks with the environment of `torchrun`; returns what rank 0 has printed.
 
     The ranks are forked from a process that has imported all, which spares each of them 8 s.
 
     Args:
         folder: the working directory.
+        arguments: of the command line.
         timeout: seconds.
     """
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     target = f"{__name__}:_run_file"
-    return run_ranks(world_size, target, str(path), str(folder), port, timeout=timeout, backend=None)[0]
+    return run_ranks(world_size, target, str(path), str(folder), port, arguments, timeout=timeout, backend=None)[0]
 
 
 def run_main(world_size: int, module: str, arguments: list[str], timeout: float = 300) -> list[tuple[int, str, str]]:
@@ -85,11 +92,11 @@ def call_main(module, arguments):
     return code, printed.getvalue(), errors.getvalue()
 
 
-def _run_file(path, folder, port):
+def _run_file(path, folder, port, arguments):
     del os.environ[STORE_FILE]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.chdir(folder)
-    sys.argv, sys.path = [path], [str(Path(path).parent), *sys.path]
+    sys.argv, sys.path = [path, *arguments], [str(Path(path).parent), *sys.path]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")

@@ -59,7 +59,7 @@ How to read the tables:
   more.
 - The hybrid is Ulysses over the {NODE} devices of a node, and a ring over nodes.
 - Rings are planned as in training. Where this is needed for balance, the plan distributes documents over all ranks.
-  The keys and values of these documents then travel round the whole ring, and the ring loses efficiency.
+  The keys and values of these documents then travel to all ranks, and the ring loses efficiency.
   [The cost of balance](#the-cost-of-balance) shows how much.
 - The simulation leaves out other jobs on the network, differences between devices, failures, and congestion in
   switches.

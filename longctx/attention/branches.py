@@ -111,15 +111,17 @@ def parts_backward(
     lse: Tensor,
     parts: Sequence[Entries],
     scale: float,
-    *,
-    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, given the final `out` and `lse`; `wide` as in `parts_forward`."""
-    dq, dk, dv = block_backward(grad_out, q, k, v, out, lse, parts[0], scale)
-    if wide:
-        dq, dk, dv = (grad.to(lse.dtype) for grad in (dq, dk, dv))
+    """Return the gradients of q, k and v over all parts, given the final `out` and `lse`."""
+    gradients = block_backward(grad_out, q, k, v, out, lse, parts[0], scale)
     for entries in parts[1:]:
-        of_part = block_backward(grad_out, q, k, v, out, lse, entries, scale)
-        for grad, rows, part in zip((dq, dk, dv), (entries.q_rows, *[entries.kv_rows] * 2), of_part, strict=True):
-            add(grad, rows, part)
-    return dq, dk, dv
+        add_gradients(gradients, entries, block_backward(grad_out, q, k, v, out, lse, entries, scale))
+    return gradients
+
+
+def add_gradients(gradients: Sequence[Tensor], entries: Entries, of_part: Sequence[Tensor]) -> None:
+    """Add the gradients of a part's q, k and v to those of all rows, in place."""
+    for gradient, rows, part in zip(
+        gradients, (entries.q_rows, entries.kv_rows, entries.kv_rows), of_part, strict=True
+    ):
+        add(gradient, rows, part)

@@ -54,7 +54,7 @@ class Link:
     exchange: float
     """Speed of an all-to-all."""
     pass_on: float
-    """Speed of sending to the next rank."""
+    """Speed of sending to one other rank."""
 
     @classmethod
     def of(cls, speed: float) -> Link:
@@ -296,37 +296,6 @@ def block_seconds(setup: Setup, arrangement: Arrangement, work: RingWork, groups
         for flops, merge in zip((FLOPS_FORWARD, FLOPS_BACKWARD), MERGE_BYTES, strict=True)
     )
     return forward, backward
-
-
-def pipeline(compute: Seconds, travel: Seconds) -> AttentionTime:
-    """Model one pass around the ring: message `travel[r, h]` to rank r starts when r and r - 1 have started block h.
-
-    Args:
-        compute: [R, R], seconds of each rank's block of each hop.
-        travel: [R, R + 1], seconds of the messages it receives meanwhile.
-    """
-    ready, exchange = np.zeros((2, len(compute)))
-    for block, message in zip(np.pad(compute, ((0, 0), (0, 1))).T, travel.T, strict=True):
-        begun = np.where(message > 0, np.maximum(ready, np.roll(ready, 1)), -np.inf)
-        done = ready + block
-        ready = np.maximum(done, begun + message)
-        exchange += np.clip(ready - np.maximum(done, begun), 0, None)
-    computed = compute.sum(1)
-    waited = ready.max() - computed - exchange
-    return AttentionTime(compute=computed, exchange=exchange, wait=waited, link=float(travel.sum(1).max()))
-
-
-def overlapped(compute: Seconds, travel: float, groups: int) -> AttentionTime:
-    """Model one pass over all head groups, whose keys and values come one after the other.
-
-    A group computes its own block, hop 0 of `compute` [R, R], before it needs its part of `travel`. All groups are
-    equal, so a rank waits for the first part, for the last, or for none.
-    """
-    own, rest = compute[:, 0], compute[:, 1:].sum(1)
-    first = travel / groups + rest + own * (groups - 1) / groups
-    last = travel + rest / groups
-    ready = np.max([own + rest, first, last], axis=0)
-    return AttentionTime(compute=own + rest, exchange=ready - own - rest, wait=ready.max() - ready, link=travel)
 
 
 def device_named(name: str) -> Device:

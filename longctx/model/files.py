@@ -192,26 +192,31 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
     It is a causal language model, or a multimodal one if the configuration has parts.
 
-    It is made in a process of its own first: a configuration may describe billions of modules.
+    It is made in a process of its own first, once: a configuration may describe billions of modules.
 
     Raises:
         ValueError: That takes more time or memory than any model, or buffers are larger than any model's.
     """
     is_whole = config.get_text_config() is not config
     model_class = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_whole else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+    key = (model_class, config.to_json_string(use_diff=False))
     try:
-        largest = confined(lambda: _largest_buffer(model_class, config), BOUNDS)
+        if key not in _LARGEST_BUFFERS:
+            _LARGEST_BUFFERS[key] = confined(lambda: _largest_buffer(model_class, config), BOUNDS)
     except OutOfBounds as error:
         raise ValueError(
             f"no model can be made of this config.json: {error}. Correct it, or download it again."
         ) from error
-    if largest > _MOST_IN_A_BUFFER:
+    if (largest := _LARGEST_BUFFERS[key]) > _MOST_IN_A_BUFFER:
         raise ValueError(
             f"this config.json describes a buffer of {largest:,} numbers, and the limit is {_MOST_IN_A_BUFFER:,}. "
             "Correct it, or download it again."
         )
     return on_meta(model_class, config)
 
+
+_LARGEST_BUFFERS: dict[tuple[type[PreTrainedModel], str], int] = {}
+"""Numbers in the largest buffer by the class of the model and the text of the configuration."""
 
 _MOST_IN_A_BUFFER = 1 << 28
 """Numbers. Buffers are made when the model is, from sizes such as max_position_embeddings, and are in no file."""

@@ -1,8 +1,9 @@
 """Ring attention over packed documents (Ring Attention, arXiv 2310.01889). `longctx.ring.plan` describes its plan.
 
-Every rank keeps its queries. Keys and values travel to the next rank, hop by hop, while the block of the previous hop
-is computed. In the backward pass they travel again, and the gradients of each block's keys and values follow one step
-behind. K and V are one buffer with tokens first, [S, 2, K, D], so that the prefix that other ranks need is contiguous.
+Every rank keeps its queries. Keys and values go to the ranks that attend to them, hop by hop, while blocks of earlier
+hops are computed. In the backward pass they travel again, and the gradients of each block's keys and values return to
+the rank that owns them. K and V are one buffer with tokens first, [S, 2, K, D], so that the prefix that other ranks
+need is contiguous.
 
 Shape legend: P ranks, S tokens a rank, H query heads, K key/value heads, D head size.
 """
@@ -12,21 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.branches import (
+    add_gradients,
     full_entries,
     other_entries,
     own_entries,
-    parts_backward,
     parts_forward,
     refuse_branches,
     segments_of_tokens,
 )
-from longctx.attention.kernels import Entries, add, block_backward, block_forward, merge
+from longctx.attention.kernels import Entries, block_backward, block_forward, merge
 from longctx.attention.operator import Schedule, attend, binding_window
 from longctx.packing.branches import Segments
 from longctx.regions import region
@@ -56,8 +56,8 @@ def ring_attention(
         k, v: [1, K, T/P, D]; H must be a multiple of K.
         plan: the plan of the whole sequence of T tokens, the same on every rank of `group`.
         scale: factor of the scores before the softmax; 1/sqrt(D) if None.
-        transport: "p2p" passes keys and values from rank to rank; "gather" collects all that a rank needs at once,
-            which takes more memory and fewer messages.
+        transport: "p2p" sends keys and values to each rank that needs them, hop by hop; "gather" collects all that a
+            rank needs at once, which takes more memory and fewer messages.
         heads_k_stride: key/value heads that "gather" collects at a time, while it computes the ones before; a quarter
             of them if None.
         kind: the window, the chunks and the soft cap of the layers. With windows or chunks, only the tokens that these
@@ -109,7 +109,11 @@ def ring_schedule(
 
 
 class RingSchedule:
-    """Full causal attention: first within the rank's shard, then hop by hop with the keys of other ranks' shards."""
+    """Full causal attention: within the rank's own shard, and hop by hop with the keys of other ranks' shards.
+
+    The forward pass begins with the own shard, while the first keys arrive. In the backward pass it comes late, while
+    gradients of other shards return.
+    """
 
     def __init__(
         self,
@@ -133,9 +137,9 @@ class RingSchedule:
                 (step, other_entries(segments, step.entries, mine, of_ranks[step.source], softcap))
                 for step in shard.steps
             ]
-        prefixes = np.append(plan.prefix_tokens, np.zeros((plan.world_size, 1), np.int64), axis=1)
+        self.longest_prefix = int(plan.prefix_tokens[:, 1:].max(initial=0))
         self.in_head_groups = transport.in_head_groups
-        self.send = partial(transport, group, shard.rank, prefixes)
+        self.send = partial(transport, group, shard.rank, plan.prefix_tokens)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         check_shard(self.plan, q, k, v)
@@ -162,11 +166,12 @@ class RingSchedule:
         stride = num_heads if not self.in_head_groups else self.heads_k_stride or -(-num_heads // 4)
         bounds = range(0, num_heads, stride)
         groups = [[_heads(x, num_heads, at, at + stride) for x in (q, k, v, *of_queries)] for at in bounds]
-        coming = self.send(fuse(*groups[0][1:3]))
+        travelling = (fuse(*(x[:, :, : self.longest_prefix] for x in group[1:3])) for group in groups)
+        coming = self.send(next(travelling))
         for i, group in enumerate(groups):
             transport = coming
             if i + 1 < len(groups):
-                coming = self.send(fuse(*groups[i + 1][1:3]))
+                coming = self.send(next(travelling))
             yield transport, group
 
     def _forward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor]:
@@ -182,19 +187,23 @@ class RingSchedule:
 
     def _backward(self, transport: Transport, heads: list[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, grad_out, out, lse = heads
-        with region("ring step 0"):
-            dq, dk, dv = parts_backward(grad_out, q, k, v, out, lse, self.own, scale, wide=True)
-            transport.collect_gradients(fuse(dk, dv))
+        _, num_heads, num_tokens, head_size = k.shape
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        own_grad = dq.new_zeros(num_tokens, 2, num_heads, head_size)
+        transport.collect_gradients(own_grad)
         for step, parts in self.steps:
             with region(f"ring step {step.hop}"):
                 received = transport.receive(step)
                 grad_kv = torch.zeros_like(received, dtype=lse.dtype)
                 for entries in parts:
                     grads = block_backward(grad_out, q, *split(received), out, lse, entries, scale)
-                    add(dq, entries.q_rows, grads[0])
-                    for grad, part in zip(split(grad_kv), grads[1:], strict=True):
-                        add(grad, entries.kv_rows, part)
+                    add_gradients((dq, *split(grad_kv)), entries, grads)
                 transport.give(step, grad_kv)
+            if step.hop == transport.own_after:
+                with region("ring step 0"):
+                    for entries in self.own:
+                        grads = block_backward(grad_out, q, k, v, out, lse, entries, scale)
+                        add_gradients((dq, *split(own_grad)), entries, grads)
         return dq, *split(transport.gradients())
 
 

@@ -1,4 +1,4 @@
-"""The ring and gather backends: keys and values travel around the ring, or every rank gathers them from all others."""
+"""The ring and gather backends: ranks send each other keys and values hop by hop, or gather those of all others."""
 
 from __future__ import annotations
 

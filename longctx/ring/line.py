@@ -39,9 +39,12 @@ class Problem:
     """Legal pairs of a rank, on average."""
     slack: float
     """Legal pairs that a rank may have beyond the mean."""
+    tolerance: float
+    """Legal pairs by which a rank may miss its share of the work, to keep a document whole."""
 
     @staticmethod
-    def of(cu: IntArray, world_size: int, max_imbalance: float, group_fraction: float) -> Problem:
+    def of(cu: IntArray, world_size: int, max_imbalance: float, group_fraction: float, tolerance: float) -> Problem:
+        """Return the problem of a sequence. `tolerance` is a part of the slack."""
         lengths = np.diff(cu)
         area = lengths * (lengths + 1) // 2
         return Problem(
@@ -52,6 +55,7 @@ class Problem:
             group_tokens=int(cu[-1] / world_size * group_fraction),
             mean_work=int(area.sum()) / world_size,
             slack=(max_imbalance - 1) * int(area.sum()) / world_size,
+            tolerance=tolerance * (max_imbalance - 1) * int(area.sum()) / world_size,
         )
 
 

@@ -6,9 +6,8 @@ A *piece* is a contiguous range of one document on one rank. A *legal pair* is a
 rank's tokens are ordered in its shard by document, and by position within a document, so that one varlen causal call
 over the shard's own documents is exact: concatenating a document's non-adjacent pieces keeps causality. The other keys
 that a rank's queries need are in other ranks' shards. At hop h (1..P-1) of the ring, rank r receives a prefix of the
-shard of rank (r-h) mod P from its neighbour r-1, which held it at hop h-1, and computes the rectangles ("entries") of
-legal pairs in it. Documents that others need lie first in a shard, those needed farthest away before the others, so the
-prefix shrinks from hop to hop.
+shard of rank (r-h) mod P, and computes the rectangles ("entries") of legal pairs in it. Documents that others need lie
+first in a shard, those needed farthest away before the others, so the prefix shrinks from hop to hop.
 
 The `gather` transport needs nothing more: it gathers the first `prefix_tokens[s, 1]` K/V tokens of every shard s into
 one buffer (shard s then begins at the sum of the lengths before it) and computes the same entries, with their K/V
@@ -36,7 +35,7 @@ class RingStep:
     source: int
     """Rank that owns the K/V received at this hop, (rank - hop) mod P."""
     recv_tokens: int
-    """Length of the prefix of the source's shard that arrives from rank - 1; 0 if nothing arrives."""
+    """Length of the prefix of the source's shard that arrives; 0 if nothing arrives."""
     entries: IntArray
     """int64 [m, 4]: (q_start, q_end) in this rank's shard, (kv_start, kv_end) in the source's shard.
 

@@ -22,9 +22,13 @@ from longctx.ring.plan import IntArray, Pieces, RingPlan, assemble, merged, summ
 
 MAX_IMBALANCE = 1.02
 """The imbalance that a plan aims at: the largest attention work of a rank divided by the mean."""
+TOLERANCE = 0.2
+"""The part of the allowed imbalance that a rank may use to keep a document whole."""
 LIMITS = (1.005, 1.05, 1.1, 1.25, 1.5)
-GROUP_FRACTIONS = (0.125, 0.3, 0.6)
-"""Limits of the imbalance and group fractions that are tried, too, where the seconds of a plan are modelled."""
+GROUP_FRACTIONS = (0.05, 0.125, 0.2, 0.3, 0.6)
+LOOSE_TOLERANCE = 0.5
+"""Limits of the imbalance and group fractions that are tried, too, with this tolerance, where a plan's seconds are
+modelled."""
 MOST_SEARCHED = 128
 LOOSE_SEARCHES = ((1.25, 0.125), (1.5, 0.125))
 """Over more ranks than MOST_SEARCHED, only these are tried: each search takes a good part of a second."""
@@ -58,8 +62,8 @@ def plan_ring(
     Pure and deterministic: every rank that calls it with the same arguments gets the same plan.
 
     The K/V of a document that climbs the ring (its positions in the order of the ranks) travels only as far
-    as its last rank, while a zigzagged one (https://github.com/zhuzilin/ring-flash-attention) travels all the
-    way round. So as few documents as possible are zigzagged:
+    as its last rank, while a zigzagged one (https://github.com/zhuzilin/ring-flash-attention) travels to all
+    ranks. So as few documents as possible are zigzagged:
 
     1. Starting at the last rank, every rank takes tails of the longest documents and whole short ones, in
        the proportion that gives it its share of both tokens and attention work; what is left of a document
@@ -91,7 +95,7 @@ def plan_ring(
             f"max_imbalance must be at least 1 and group_fraction at least 0, got {max_imbalance} and {group_fraction}"
         )
     cu = _checked(cu_seqlens, world_size)
-    *_, pieces = _arrangements(Problem.of(cu, world_size, max_imbalance, group_fraction))
+    *_, pieces = _arrangements(Problem.of(cu, world_size, max_imbalance, group_fraction, TOLERANCE))
     plan = assemble(cu, world_size, pieces)
     if time_of is None:
         return plan
@@ -100,7 +104,7 @@ def plan_ring(
     for limit, fraction in searches:
         if taken.waiting <= WORTH_A_SEARCH * taken.seconds:
             break
-        for pieces in _arrangements(Problem.of(cu, world_size, limit, fraction)):
+        for pieces in _arrangements(Problem.of(cu, world_size, limit, fraction, LOOSE_TOLERANCE)):
             plan = assemble(cu, world_size, pieces)
             if (other := _rounded(time_of(plan))).seconds < taken.seconds:
                 best, taken = plan, other
@@ -164,8 +168,6 @@ _LONGEST_CUT = 0.55
 """A document with more than this fraction of the tokens is not cut: too few tokens are left to pair its tail with."""
 _REGAINED = 0.5
 """Until the longest document is dealt, a rank's work may exceed its share by this fraction of its work in it."""
-_TOLERANCE = 0.2
-"""Fraction of the allowed imbalance that a rank may use to keep a document whole."""
 
 
 class _Cut(NamedTuple):
@@ -294,7 +296,7 @@ def _climbing_pieces(
     line = Line(problem, documents)
     if cut is not None:
         line.cut_in_two(int(np.searchsorted(documents, cut.document)), cut.position)
-    takes = line.deal(capacity.tolist(), tolerance=_TOLERANCE * problem.slack, limit=np.inf if cut is None else limit)
+    takes = line.deal(capacity.tolist(), tolerance=problem.tolerance, limit=np.inf if cut is None else limit)
     if takes is None:
         return None
     unit, tokens, rank = np.array(takes).T

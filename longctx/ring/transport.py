@@ -1,13 +1,13 @@
 """Transports, which bring keys and values to the ranks that need them, and gradients back to the ranks that own them.
 
 A transport serves one pass, forward or backward. K and V are one buffer with tokens first, [S, 2, K, D], so that what
-travels is a contiguous prefix. `prefixes` int64 [P, P + 1] holds at [s, h] how many tokens of shard s are needed by
-ranks at distance h or more.
+travels is a contiguous prefix. `prefixes` int64 [P, P] is `RingPlan.prefix_tokens`: at [s, h], how many tokens of shard
+s are needed by ranks at distance h or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.regions import region
+from longctx.ring.order import MessageOrder
 from longctx.ring.plan import RingPlan, RingStep
 
 
@@ -24,9 +25,11 @@ class Transport(Protocol):
 
     in_head_groups: bool
     """Whether it sends a few key/value heads at a time, to hold less at once."""
+    own_after: int
+    """The hop after which a rank computes its own block in the backward pass."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
-        """Start sending this rank's `kv` [S, 2, K, D]."""
+        """Start sending this rank's `kv` [n, 2, K, D], as many of its tokens as the longest prefix of any rank has."""
 
     def receive(self, step: RingStep) -> Tensor:
         """Return the source's tokens that this step needs, [step.recv_tokens, 2, K, D].
@@ -45,85 +48,74 @@ class Transport(Protocol):
 
 
 class PeerToPeer:
-    """Each hop passes the buffer on to the next rank while the block of the hop before is computed.
+    """Every rank sends its keys and values to each rank that attends to them, hop by hop, and some hops ahead.
 
-    Gradients follow one step behind. Those of tokens that no later rank needs go directly to their owner.
+    The gradients of a block go straight back to the rank that owns its keys, while later blocks are computed.
     """
 
     in_head_groups = False
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
-        self.group, self.rank, self.prefixes = group, rank, prefixes
-        self.world_size = len(prefixes)
-        self.own_grad: Tensor | None = None
-        self._pass_on(kv, hop=1)
+        self.group, self.rank, self.prefixes, self.kv = group, rank, prefixes, kv
+        self.order = MessageOrder.of(prefixes.max(axis=0), int(prefixes[rank, 0]))
+        self.own_after = self.order.own_after
+        self._coming: deque[tuple[Tensor, list[dist.Work]]] = deque()
+        """What is received for the hops after the last one that was computed, and the messages to wait for."""
+        self._returning: deque[tuple[int, Tensor, Tensor, list[dist.Work]]] = deque()
+        """Hop, the gradients sent, those received, and the messages to wait for. A tensor is kept until it is sent."""
+        self._sent = 0
+        self._send_up_to(self.order.sent[0])
 
     def receive(self, step: RingStep) -> Tensor:
-        _wait(self._coming)
-        received = self._received
-        self._pass_on(received, step.hop + 1)
-        if self.own_grad is not None:
-            self._send_home(step.hop)
+        received, works = self._coming.popleft()
+        _wait(works)
+        self._send_up_to(self.order.sent[step.hop])
         return received
 
     def collect_gradients(self, own_grad: Tensor) -> None:
         self.own_grad = own_grad
-        self._travelling = own_grad[:0]
 
     def give(self, step: RingStep, grad_kv: Tensor) -> None:
-        self._collect(grad_kv)
-        self._travelling = grad_kv
+        self._add_up_to(self.order.returned[step.hop])
+        home = self.own_grad.new_empty(self._length(self.rank, step.hop), *self.own_grad.shape[1:])
+        works = self._exchange((grad_kv, self.rank - step.hop), (home, self.rank + step.hop))
+        self._returning.append((step.hop, grad_kv, home, works))
 
     def gradients(self) -> Tensor:
-        assert self.own_grad is not None, "collect_gradients was not called"
-        self._send_home(self.world_size)
-        self._collect(self.own_grad[:0])
+        self._add_up_to(len(self.prefixes))
         return self.own_grad
 
-    def _pass_on(self, held: Tensor, hop: int) -> None:
-        """Send the prefix of `held` that travels at `hop` to the next rank, and receive the previous rank's."""
-        self._received = held.new_empty(self._length(self.rank - hop, hop), *held.shape[1:])
-        sends = [(held[: self._length(self.rank - hop + 1, hop)], self.rank + 1)]
-        self._coming = self._exchange(sends, [(self._received, self.rank - 1)])
+    def _send_up_to(self, last_hop: int) -> None:
+        """Send this rank's prefixes up to a hop, and receive those of the ranks before it."""
+        for hop in range(self._sent + 1, last_hop + 1):
+            received = self.kv.new_empty(self._length(self.rank - hop, hop), *self.kv.shape[1:])
+            prefix = self.kv[: self._length(self.rank, hop)]
+            works = self._exchange((prefix, self.rank + hop), (received, self.rank - hop))
+            self._coming.append((received, works))
+            self._sent = hop
 
-    def _send_home(self, hop: int) -> None:
-        """Send the gradient of the K/V held at hop - 1: a prefix to the next rank at `hop`, the rest to its owner."""
-        distance = hop - 1
-        sent, lengths = self._travelling, self.prefixes
-        onward = head = 0
-        self._home = slice(0, 0)
-        if distance:
-            onward, head = self._length(self.rank - distance, hop), self._length(self.rank - hop, hop)
-            self._home = slice(int(lengths[self.rank, hop]), int(lengths[self.rank, distance]))
-        self._head = sent.new_empty(head, *sent.shape[1:])
-        self._tail = sent.new_empty(self._home.stop - self._home.start, *sent.shape[1:])
-        sends = [(sent[:onward], self.rank + 1), (sent[onward:], self.rank - distance)]
-        receives = [(self._head, self.rank - 1), (self._tail, self.rank + distance)]
-        self._following = self._exchange(sends, receives)
-
-    def _collect(self, grad_kv: Tensor) -> None:
-        """Wait for the arriving gradients. Add those that travel on to `grad_kv` and the others to `own_grad`."""
-        assert self.own_grad is not None, "collect_gradients was not called"
-        _wait(self._following)
-        grad_kv[: len(self._head)] += self._head
-        self.own_grad[self._home] += self._tail
+    def _add_up_to(self, last_hop: int) -> None:
+        """Wait for the gradients that return up to a hop, and add them to `own_grad`."""
+        while self._returning and self._returning[0][0] <= last_hop:
+            _, _, home, works = self._returning.popleft()
+            _wait(works)
+            self.own_grad[: len(home)] += home
 
     def _length(self, source: int, hop: int) -> int:
-        return int(self.prefixes[source % self.world_size, hop])
+        return int(self.prefixes[source % len(self.prefixes), hop])
 
-    def _exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[dist.Work]:
-        """Post all non-empty messages at once; between two ranks they match in the order given."""
+    def _exchange(self, send: tuple[Tensor, int], receive: tuple[Tensor, int]) -> list[dist.Work]:
+        """Send a tensor to one rank while another is received, unless they are empty."""
         operations = [
-            dist.P2POp(op, tensor, dist.get_global_rank(self.group, peer % self.world_size), self.group)
-            for op, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for tensor, peer in messages
+            dist.P2POp(op, tensor, dist.get_global_rank(self.group, peer % len(self.prefixes)), self.group)
+            for op, (tensor, peer) in ((dist.isend, send), (dist.irecv, receive))
             if len(tensor)
         ]
         return dist.batch_isend_irecv(operations) if operations else []
 
 
 class Gather:
-    """One all-gather of every shard's prefix before the first step; one reduce-scatter of the gradients after the last.
+    """One all-gather of every shard's prefix before the first step; one reduce-scatter of gradients after the last.
 
     Collectives need equal parts, so all shards send prefixes as long as the longest.
     """
@@ -131,13 +123,11 @@ class Gather:
     in_head_groups = True
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
-        self.group = group
-        self.longest = int(prefixes[:, 1].max())
+        self.group, self.own_after, self.longest = group, len(prefixes) - 1, len(kv)
         self._gathered = kv.new_empty(len(prefixes) * self.longest, *kv.shape[1:])
         self._coming = []
         if self.longest:
-            prefix = kv[: self.longest]
-            self._coming = [dist.all_gather_into_tensor(self._gathered, prefix, group=group, async_op=True)]
+            self._coming = [dist.all_gather_into_tensor(self._gathered, kv, group=group, async_op=True)]
 
     def receive(self, step: RingStep) -> Tensor:
         _wait(self._coming)
@@ -148,17 +138,17 @@ class Gather:
     def collect_gradients(self, own_grad: Tensor) -> None:
         self.own_grad = own_grad
         self._grads = own_grad.new_zeros(self._gathered.shape)
+        self._home = own_grad.new_empty(self.longest, *own_grad.shape[1:])
 
     def give(self, step: RingStep, grad_kv: Tensor) -> None:
         start = step.source * self.longest
         self._grads[start : start + step.recv_tokens] = grad_kv
+        if step.hop == self.own_after and self.longest:
+            self._coming = [dist.reduce_scatter_tensor(self._home, self._grads, group=self.group, async_op=True)]
 
     def gradients(self) -> Tensor:
-        if self.longest:
-            home = self.own_grad.new_empty(self.longest, *self.own_grad.shape[1:])
-            with region("wait", "communication"):
-                dist.reduce_scatter_tensor(home, self._grads, group=self.group)
-            self.own_grad[: self.longest] += home
+        _wait(self._coming)
+        self.own_grad[: self.longest] += self._home
         return self.own_grad
 
 

@@ -8,6 +8,7 @@ since a token's target may lie on another rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from longctx.data import IGNORE_INDEX
 from longctx.packing.branches import NO_BRANCHES, Segments, branches_of
+from longctx.ring.plan import RingPlan
 from longctx.ring.planner import TimeOfPlan, plan_ring
 from longctx.sequence.batch import BatchLayout, ShardedBatch
 from longctx.sequence.host_tensors import send
@@ -138,10 +140,16 @@ def plan_batch(
             f"needs a multiple of {dims.multiple} tokens. Pass pad_to_multiple_of={dims.multiple} to the collator."
         )
     cu_seqlens = document_bounds(position_ids.reshape(-1).cpu().numpy())
-    plan = plan_ring(cu_seqlens, dims.ring, time_of=time_of) if dims.ring > 1 else None
+    plan = _plan(cu_seqlens.tobytes(), dims.ring, time_of) if dims.ring > 1 else None
     if plan is not None and sp_rank is not None:
         plan.shard(sp_rank // dims.ulysses)
     return BatchLayout(shape=(rows, length), cu_seqlens=cu_seqlens, sp=dims.sp, plan=plan, branch_starts=branch_starts)
+
+
+@lru_cache(maxsize=8)
+def _plan(cu_seqlens: bytes, ring: int, time_of: TimeOfPlan | None) -> RingPlan:
+    """Return the plan of `plan_ring`. The last ones are kept: every pass of a policy step has the same batch."""
+    return plan_ring(np.frombuffer(cu_seqlens, np.int64).copy(), ring, time_of=time_of)
 
 
 def shard_tokens(tokens: Tensor, layout: BatchLayout, sp_rank: int) -> Tensor:

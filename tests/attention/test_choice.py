@@ -113,10 +113,10 @@ def test_short_documents_need_no_exchange():
 
 def test_a_tie_goes_to_less_ring_but_not_across_nodes():
     choice = auto(a_setup(2, *QWEN3_8B), one())
-    assert str(choice.modelled[0][0]) == "ring 2"
+    assert str(choice.modelled[0][0]) == "gather 2"
     assert choice.modelled[1][1] < A_TIE * choice.modelled[0][1]
     assert str(choice.arrangement) == "ulysses 2"
-    assert re.fullmatch(r"auto: within \d\.\d% of ring 2, smaller ring", choice.reason)
+    assert re.fullmatch(r"auto: within \d\.\d% of gather 2, smaller ring", choice.reason)
     million = auto(a_setup(16, *QWEN3_8B), one(1 << 20))
     assert {str(how): s for how, s in million.modelled}["ulysses 16"] < A_TIE * million.modelled[0][1]
     assert str(million.arrangement) == "ulysses 8 × ring 2"
@@ -258,7 +258,7 @@ def test_communication_by_hand(heads, kv, copies):
     gather = modelled_seconds(setup, Arrangement(name="gather", ring=sp, ulysses=1), work)
     assert gather == pytest.approx(2 * kv * share * (e + e + 4) / speed)
     ring = modelled_seconds(setup, Arrangement(name="ring", ring=sp, ulysses=1), work)
-    assert 0.9 * gather < ring <= gather  # what no later rank needs stays at home
+    assert 0.9 * gather < ring < 1.0001 * gather  # what no later rank needs stays at home
     forward = gather * e / (e + e + 4), ulysses / 2
     assert forward[0] / forward[1] == pytest.approx(kv * sp / (heads + kv * copies))
 

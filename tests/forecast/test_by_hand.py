@@ -234,14 +234,16 @@ def test_a_ring_of_two_hop_by_hop() -> None:
     # are there by then. The other block: 4 pairs, 2 merged queries, an entry, 6 kernels, 6.16 s; rank 1 has 8 + 4
     # + 0.2 + 0.06 = 12.26 s.
     forward = max(10.11 + 6.16, 6.11 + 12.26)
-    # Backward a pair takes 2.5 s and a merged query 160 / 608: 25.11 and 15.11 s, then 10 + 2 · 160 / 608 + 0.16 and
-    # 20 + 4 · 160 / 608 + 0.26. The gradients go home when both are done: 3 and 5 tokens of 2 s, and a message.
+    # Backward a pair takes 2.5 s and a merged query 160 / 608. The other block comes first, when both messages are
+    # there, after 5.25 s: 10 + 2 · 160 / 608 + 0.16 and 20 + 4 · 160 / 608 + 0.26. Then come the own blocks, 25.11 and
+    # 15.11 s, while the gradients go home: 3 and 5 tokens of 2 s, and a message, from when both are computed.
     row = 160 / 608
-    both_done = max(25.11 + 10.16 + 2 * row, 15.11 + 20.26 + 4 * row)
-    assert modelled_seconds(setup, how, work) == pytest.approx(forward + both_done + 5 * 2 + 0.25)
+    others = 10.16 + 2 * row, 20.26 + 4 * row
+    backward = 5.25 + max(others[0] + 25.11, others[1] + 15.11, max(others) + 5 * 2 + 0.25)
+    assert modelled_seconds(setup, how, work) == pytest.approx(forward + backward)
     found = attention_time(setup, how, work)
     assert found.compute == pytest.approx([16.27 + 35.27 + 2 * row, 18.37 + 35.37 + 4 * row])
-    assert found.link == pytest.approx(5.25 + 5.25 + 10.25)
+    assert found.link == pytest.approx(5.25 + 3.25 + 10.25)  # what rank 1 receives forward, and rank 0 backward
 
 
 def test_ulysses_exchanges_and_attends() -> None:

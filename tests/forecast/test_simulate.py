@@ -90,13 +90,13 @@ def test_groups_wait_for_the_one_with_the_longest_document() -> None:
     assert step.exchange.max() == 0
 
 
-def test_a_slow_link_between_nodes_keeps_its_receivers_busy_and_all_others_waiting() -> None:
+def test_a_slow_link_between_nodes_keeps_all_ranks_of_a_ring_waiting() -> None:
+    """At each hop some ranks receive from the other node, and the others have to wait for these to send."""
     speeds = replace(SPEEDS, device=replace(FREE, across=Link.of(1e9)))
     setup = a_setup(16, 16, ring=16)
     step = simulate(setup, works(setup, [[[ROW]]]), speeds)
-    receivers = np.arange(16) % 8 == 0
-    assert step.exchange[receivers].min() > 10 * step.exchange[~receivers].max()
-    assert step.wait[~receivers].min() > step.compute.max()
+    assert step.exchange.min() > 0.7 * step.exchange.max() > 5 * step.compute.max()
+    assert step.wait.min() > step.compute.max()
     hybrid = a_setup(16, 16, ring=2)
     assert simulate(hybrid, works(hybrid, [[[ROW]]]), speeds).seconds < step.seconds / 3
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ipaddress
 import json
+import math
 import os
 import shutil
 import stat
@@ -16,18 +17,24 @@ import threading
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 
 from longctx.launch.store import listen_on_loopback, meeting_point, private_folder, store_file
 from longctx.launch.terminal import tell
+from tests.launch.test_faults import OWN, RING, SAVING, check_killed, flags_of
 
 SHADOWS = ["trl", "torch", "yaml", "psutil", "difflib", "accelerate", "tomllib"]
 
 
 @pytest.fixture
 def planted(tmp_path):
+    return plant_modules(tmp_path)
+
+
+def plant_modules(tmp_path):
     """A folder with Python files that are named like modules, and leave a marker where they are imported."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -46,34 +53,85 @@ def listening(process: psutil.Process) -> set[str]:
     return found
 
 
-def test_a_run_is_reached_from_nowhere_else_and_runs_nothing_of_its_folder(planted, tmp_path):
-    """One run for both: two ranks, a data loader worker each, started from inside a folder with planted modules.
+class Watched(NamedTuple):
+    """A run that has ended."""
 
-    `accelerate launch` without a config file starts one process, which starts the ranks.
-    """
+    code: int
+    output: str
+    seconds: float
+    """From the death of a rank to its end."""
+    addresses: set[str]
+    """Where its processes listened."""
+    modes: set[int]
+    """Of its private folder."""
+    left: list[Path]
+    """What it has left in the folder of temporary files."""
+
+
+def watched(command, cwd, tmp_path, *, checkpoint=None):
+    """Run a command; rank 1 is killed once the checkpoint is there."""
     temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # sockets have short paths
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"text": "a document of few words"}\n' * 20)
-    flags = "--sp 2 --sp_backend ring --use_cpu True --max_steps 3 --max_length 64 --dataloader_num_workers 1"
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "-m", "longctx.train", *flags.split()]
-    command += ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", "tiny", "--dataset_name", str(data)]
     env = os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-    addresses, modes = set(), set()
+    addresses, modes, killed = set(), set(), math.inf
     with (tmp_path / "log").open("w") as log:
-        run = psutil.Popen(command, cwd=planted, env=env, stdout=log, stderr=log)
+        run = psutil.Popen(command, cwd=cwd, env=env, stdout=log, stderr=log)
         while run.poll() is None:
             addresses |= listening(run)
             for folder in temporary.glob("longctx-run-*"):
                 with contextlib.suppress(FileNotFoundError):
                     modes.add(stat.S_IMODE(folder.stat().st_mode))
-            time.sleep(0.05)
-    assert run.returncode == 0, (tmp_path / "log").read_text()
-    assert addresses, "gloo listens"
-    assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
-    assert modes == {0o700}
-    assert list(temporary.glob("longctx-*")) == []
+            if killed == math.inf and checkpoint is not None and checkpoint.exists():
+                (rank,) = [process for process in run.children() if process.environ().get("RANK") == "1"]
+                rank.kill()
+                killed = time.monotonic()
+            time.sleep(0.1)
+    seconds, output = time.monotonic() - killed, (tmp_path / "log").read_text()
+    left = list(temporary.glob("longctx-*"))
     shutil.rmtree(temporary)
-    assert not (tmp_path / "marker").exists(), (tmp_path / "marker").read_text()
+    return Watched(run.returncode, output, seconds, addresses, modes, left)
+
+
+@pytest.fixture(scope="module")
+def killed(models, tmp_path_factory):
+    """(a run whose rank 1 was killed, the marker of modules that it has imported from the folder it was started in).
+
+    It has two ranks with a data loader worker each, and a thousand steps before it.
+    """
+    tmp_path = tmp_path_factory.mktemp("killed")
+    command = [*OWN, "longctx.train", *flags_of(models, tmp_path), *RING, *SAVING, "--dataloader_num_workers", "1"]
+    command += ["--max_steps", "1000"]
+    run = watched(command, plant_modules(tmp_path), tmp_path, checkpoint=tmp_path / "out" / "checkpoint-2")
+    return run, tmp_path / "marker"
+
+
+def check_private(run, marker):
+    assert run.addresses, "gloo listens"
+    assert all(ipaddress.ip_address(address).is_loopback for address in run.addresses), run.addresses
+    assert run.modes == {0o700}
+    assert run.left == []
+    assert not marker.exists(), marker.read_text()
+
+
+def test_a_run_is_reached_from_nowhere_else_and_runs_nothing_of_its_folder(killed):
+    check_private(*killed)
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(killed):
+    run, _ = killed
+    check_killed("ours", run.code, run.output, run.seconds)
+
+
+@pytest.mark.long
+def test_a_run_under_accelerate_is_reached_from_nowhere_else(planted, tmp_path):
+    """`accelerate launch` without a config file starts one process, which starts the ranks."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a document of few words"}\n' * 20)
+    flags = "--sp 2 --sp_backend ring --use_cpu True --max_steps 3 --max_length 64 --dataloader_num_workers 1"
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "-m", "longctx.train", *flags.split()]
+    command += ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", "tiny", "--dataset_name", str(data)]
+    run = watched(command, planted, tmp_path)
+    assert run.code == 0, run.output
+    check_private(run, tmp_path / "marker")
 
 
 def test_the_command_line_runs_nothing_of_its_folder(planted, tmp_path):
