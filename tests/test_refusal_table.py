@@ -64,7 +64,7 @@ from longctx.verify.setup import check_engine, probe_rows
 from tests import refusals
 from tests.attention.test_choice import QWEN3_8B, a_setup
 from tests.forecast.test_by_hand import MODEL
-from tests.settings.test_refusals import save_config
+from tests.settings.test_model_refusals import save_config
 from tests.training.test_key_fields import a_packing, identity, resolved, rows_of
 
 # ------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ ATTRIBUTES = {
     "_current_frames": ("sys", "documented; where the main thread is"),
     "_exit": ("os", "documented; a rank that hangs is ended"),
     "_replace": ("collections:namedtuple", "documented"),
-    # flash-attn, which is not in the tests' environment: tests/attention/test_kernel_choice.py has its signatures
+    # flash-attn, which is not in the tests' environment: tests/attention/flash_stand_ins.py has its signatures
     "_flash_attn_forward": ("", "flash-attn 3 and 4"),
     "_flash_attn_backward": ("", "flash-attn 3 and 4"),
     "_flash_attn_fwd": ("", "flash-attn 4"),

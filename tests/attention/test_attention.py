@@ -39,6 +39,8 @@ KINDS = {
     "soft cap": (AttentionKind(softcap=1.5), False),  # of scores whose standard deviation is 1
     "soft cap, window 50, sinks": (AttentionKind(window=50, softcap=1.5), True),
 }
+FEW_KINDS = ("full", "chunks of 40, sinks", "soft cap", "soft cap, window 50, sinks")
+"""Kinds over four ranks and more, beside the windows of `chunked_cases`."""
 # fp64 sums of a few hundred terms in another order; fp32 accordingly. Both are the bounds users are promised.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -165,7 +167,7 @@ def all_cases(covering):
                 continue
             if world_size == 8 and (dtype != torch.float64 or pack == "one-token documents"):
                 continue  # adds nothing to 4 ranks but time
-            if world_size in (4, 8) and kind not in ("full", "window 50, sinks", "chunks of 40, sinks", "soft cap"):
+            if world_size in (4, 8) and kind not in FEW_KINDS:
                 continue  # nor do these
             if kind != "full" and (world_size != 2 or heads == "MHA") and (heads, dtype) != ("GQA", torch.float64):
                 continue  # nor do heads and dtypes add anything to two ranks with windows and sinks

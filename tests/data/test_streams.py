@@ -1,0 +1,304 @@
+"""Streams of documents, and what is known of a record besides its tokens: its length, its place, its template."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+import longctx.data.files
+import longctx.data.json_records
+from longctx.data import (
+    DataError,
+    document_lengths,
+    load_records,
+    record_place,
+    stream_records,
+    tokenize_records,
+    tokenize_stream,
+    with_place,
+)
+from longctx.model.load import take_chat_template
+from longctx.model.tiny import tiny_model, tiny_tokenizer
+from tests.data.test_data import (
+    CHATS,
+    TEXTS,
+    VOCAB_SIZE,
+    _error,
+    _load_error,
+    _tokenize_error,
+    _write_lines,
+)
+from tests.data.test_tokens import CASES
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Streams
+# ----------------------------------------------------------------------------------------------------
+
+
+def _stream(path, tokenizer, *, split="train", **options):
+    where = {"dataset_name": str(path), "split": split}
+    return tokenize_stream(stream_records(**where), tokenizer, place=partial(record_place, **where), **options)
+
+
+def _lists(documents) -> list[dict[str, list[int]]]:
+    return [{name: [int(token) for token in tokens] for name, tokens in document.items()} for document in documents]
+
+
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", ".parquet", *(pytest.param(suffix, marks=pytest.mark.long) for suffix in (".arrow", ""))]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_gives_the_documents_of_the_data_set(name, suffix, tmp_path, tokenizer) -> None:
+    records, options = CASES[name]
+    path = tmp_path / f"records{suffix}"
+    if suffix == ".jsonl":
+        _write_lines(path, records)
+    elif suffix == ".parquet":
+        Dataset.from_list(records).to_parquet(path)
+    elif suffix == ".arrow":
+        table = Dataset.from_list(records).data.table
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        Dataset.from_list(records).save_to_disk(path)
+    documents = _stream(path, tokenizer, vocab_size=VOCAB_SIZE, **options)
+    expected = tokenize_records(load_records(str(path)), tokenizer, **options)
+    assert _lists(documents) == _lists(expected)
+    assert _lists(documents) == _lists(expected)  # from the start again
+
+
+def test_text_files_and_splits_stream(tmp_path, tokenizer) -> None:
+    texts, folder = tmp_path / "texts", tmp_path / "splits"
+    texts.mkdir()
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (texts / f"{number}.txt").write_text(text)
+    expected = _lists(tokenize_records(load_records(str(texts)), tokenizer))
+    assert _lists(_stream(texts, tokenizer)) == expected
+    _write_lines(folder / "train.jsonl", [{"text": text} for text in TEXTS])
+    _write_lines(folder / "test.jsonl", [{"text": TEXTS[1]}])
+    assert _lists(_stream(folder, tokenizer, split="test")) == expected[1:2]
+    assert "no split 'dev'; available: test, train" in _error(_stream, folder, tokenizer, split="dev")
+    for split in ("train[:2]", "train+test"):
+        assert "a stream reads one whole split" in _error(_stream, folder, tokenizer, split=split)
+
+
+def test_a_stream_reads_what_it_is_asked_for_and_writes_nothing(tmp_path, tokenizer) -> None:
+    path = tmp_path / "records.jsonl"
+    _write_lines(path, [{"text": str(number)} for number in range(1000)])
+    with path.open("a") as file:
+        file.write("no JSON")
+    documents = _stream(path, tokenizer)
+    assert len(list(islice(documents, 700))) == 700
+    assert f"{path}:1001: malformed JSON" in _error(list, documents)
+    assert not any((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_every_worker_of_a_loader_reads_the_whole_stream(tmp_path, tokenizer) -> None:
+    """What datasets deals out to workers by itself would be missed by PackedStream, which deals out rows."""
+    for number in range(4):
+        pq.write_table(pa.table({"text": [f"{number} {n}" for n in range(9)]}), tmp_path / f"{number}.parquet")
+    documents = _stream(f"{tmp_path}/*.parquet", tokenizer)
+    expected = _lists(documents)
+    assert len(expected) == 36
+    loader = DataLoader(_OfTorch(documents), batch_size=None, num_workers=2, collate_fn=_lists)
+    read = [document for documents in loader for document in documents]
+    for worker in range(2):
+        assert read[worker::2] == expected
+
+
+class _OfTorch(torch.utils.data.IterableDataset):
+    def __init__(self, documents):
+        self.documents = documents
+
+    def __iter__(self):
+        return ([document] for document in self.documents)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, VOCAB_SIZE]}], ":2: 'input_ids' holds the token id 272"),
+        ([{"input_ids": [1, 2]}, {"input_ids": []}], ":2: 'input_ids' is empty"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1]}], ":2: 'labels' has 1 entries"),
+        ([{"messages": CHATS[0]}, {"messages": []}], ":2: 'messages' is []"),
+        ([{"text": "a"}, {"text": 3}], ":2: 'text' is int"),
+        ([{"text": "a"}, {"prompt": "a", "completion": "b"}], ":2: mixed kinds"),
+        ([{"input_ids": [1, 2], "labels": [1, -100]}], "no token to train on in 1 documents with 2 tokens"),
+    ],
+)
+def test_a_bad_record_of_a_stream_is_named(records, words, tmp_path, tokenizer) -> None:
+    path = _write_lines(tmp_path / "records.jsonl", records)
+    assert words in _error(list, _stream(path, tokenizer, vocab_size=VOCAB_SIZE))
+
+
+def test_files_that_do_not_fit_together_end_a_stream(tmp_path, tokenizer) -> None:
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"text": TEXTS, "more": [1, 2, 3]}), tmp_path / "1.parquet")
+    files = f"{tmp_path}/*.parquet"
+    error = _error(list, _stream(files, tokenizer))
+    assert "0.parquet, record 0 (counted from 0) or a later one: not readable as one data set" in error
+    assert "not readable as one data set" in _load_error(files)
+
+
+def test_a_stream_from_the_hub_is_asked_for(monkeypatch, tokenizer) -> None:
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=2)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    documents = tokenize_stream(stream_records("owner/name", config="en", split="test"), tokenizer)
+    assert asked == [(("owner/name", "en"), {"split": "test", "streaming": True})]
+    assert _lists(documents) == _lists(tokenize_records(Dataset.from_dict({"text": TEXTS}), tokenizer))
+    monkeypatch.undo()
+    assert "without a connection, give a local one" in _error(stream_records, "owner/name")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Lengths, imports
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_document_lengths() -> None:
+    rows = [[1], [1, 2, 3], [], [4, 5]]
+    plain = Dataset.from_dict({"input_ids": rows})
+    large = plain.cast_column("input_ids", datasets.LargeList(datasets.Value("int32")))
+    for source in (plain, large):
+        lengths = document_lengths(source)
+        assert lengths.dtype == np.int64
+        assert lengths.tolist() == [1, 3, 0, 2]
+        assert document_lengths(source.select([3, 0, 3])).tolist() == [2, 1, 2]
+        assert document_lengths(source.select(range(1, 3))).tolist() == [3, 0]
+        assert document_lengths(datasets.concatenate_datasets([source, source])).tolist() == [1, 3, 0, 2] * 2
+        assert document_lengths(source.shuffle(seed=0)).sum() == 6
+    assert document_lengths(plain.select([])).tolist() == []
+    assert "1 documents have null" in _error(document_lengths, Dataset.from_dict({"input_ids": [[1], None]}))
+
+
+def test_a_record_is_found_in_the_file_it_came_from(tmp_path) -> None:
+    for name, first in (("a", 0), ("b", 3)):
+        records = [{"text": f"{i}"} for i in range(first, first + 3)]
+        lines = "\n\n".join(map(json.dumps, records))  # a blank line between any two
+        for folder in ("lines", "array", "parquet", "arrow", "texts"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / "lines" / f"{name}.jsonl").write_text(lines)
+        (tmp_path / "array" / f"{name}.json").write_text(json.dumps(records))
+        (tmp_path / "texts" / f"{name}.txt").write_text(name)
+        Dataset.from_list(records).to_parquet(tmp_path / "parquet" / f"{name}.parquet")
+        table = pa.Table.from_pylist(records)
+        with (
+            pa.OSFile(str(tmp_path / "arrow" / f"{name}.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(table)
+    Dataset.from_list(records).save_to_disk(tmp_path / "saved")
+    for folder, expected in {
+        "lines": "lines/b.jsonl:3",
+        "array": "array/b.json, record 1 (counted from 0)",
+        "parquet": "parquet/b.parquet, record 1 (counted from 0)",
+        "arrow": "arrow/b.arrow, record 1 (counted from 0)",
+    }.items():
+        path = str(tmp_path / folder)
+        assert record_place(4, path) == f"{tmp_path}/{expected}"
+        split = "train[5:]+train[2:5]"
+        assert load_records(path, split=split)[3]["text"] == "4"
+        assert record_place(3, path, split=split) == f"{tmp_path}/{expected}"
+    assert record_place(1, str(tmp_path / "texts")) == f"{tmp_path}/texts/b.txt"
+    assert record_place(1, str(tmp_path / "saved")) == f"{tmp_path}/saved, record 1 (counted from 0)"
+    assert record_place(7, "owner/name", split="test") == "owner/name (split 'test'), record 7 (counted from 0)"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
+def test_files_that_were_read_are_not_read_again(suffix, tmp_path, monkeypatch) -> None:
+    """An interruption, here by a bad file, keeps the parts before it."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    texts = [f"text {i}" for i in range(5)]
+    for number, text in enumerate(texts):
+        content = json.dumps({"text": text}) if suffix == "jsonl" else text
+        (folder / f"{number}.{suffix}").write_text(content)
+    texts += [""] if suffix == "txt" else []  # no record in JSON
+    (folder / f"5.{suffix}").write_text("")
+    (folder / f"3.{suffix}").write_bytes(b"\xff")
+    monkeypatch.setattr(longctx.data.files, "_PART_BYTES", 1)
+    read = []
+    for name in ("_read_text", "_iterate_lines"):
+        module = longctx.data.files if name == "_read_text" else longctx.data.json_records
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda path, original=original: (read.append(path.name), original(path))[1])
+    with pytest.raises(DataError, match=rf"3\.{suffix}"):
+        load_records(str(folder))
+    content = json.dumps({"text": texts[3]}) if suffix == "jsonl" else texts[3]
+    (folder / f"3.{suffix}").write_text(content)
+    read.clear()
+    records = load_records(str(folder))
+    assert records["text"][:] == texts
+    # JSON files are opened for their first record besides, and the first of them as it says what kind the others are.
+    times = [2, 1, 1, 2, 2, 1] if suffix == "jsonl" else [0, 0, 0, 1, 1, 1]
+    assert [read.count(f"{number}.{suffix}") for number in range(6)] == times
+    monkeypatch.setattr(longctx.data.files, "_PART_BYTES", 1 << 30)
+    assert load_records(str(folder))._fingerprint == records._fingerprint
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path, tokenizer) -> None:
+    column = pa.array([b"good", b"bad \xff", b"good"]).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    message = _tokenize_error(load_records(str(tmp_path)), tokenizer)
+    assert message.startswith("record 1 (counted from 0): a text column holds bytes that are not UTF-8")
+
+
+def test_only_records_are_given_a_place() -> None:
+    place = "file.jsonl:{}".format
+    assert str(with_place(DataError("record 12 (counted from 0): 'text' is"), place)) == "file.jsonl:12: 'text' is"
+    other = DataError("no chat template; record 12 (counted from 0) needs it")
+    assert with_place(other, place) is other
+
+
+def _saved_tokenizer(folder: Path, **changes: Any) -> str:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": changes.pop("tokens", [])})
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_template_of_another_tokenizer(tmp_path) -> None:
+    """With its end-of-text token, as TRL takes it over; tokens that have no embedding are refused."""
+    from trl import clone_chat_template
+
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    other = _saved_tokenizer(tmp_path / "other", chat_template=template, eos_token="<|im_end|>")
+    tokenizer, expected = tiny_tokenizer(), tiny_tokenizer()
+    take_chat_template(tokenizer, other)
+    clone_chat_template(tiny_model(), expected, other, resize_to_multiple_of=None)
+    assert (tokenizer.chat_template, tokenizer.eos_token_id) == (expected.chat_template, expected.eos_token_id)
+    assert tokenizer.get_vocab() == expected.get_vocab()
+    (ids,) = tokenize_records(Dataset.from_list([{"messages": CHATS[1]}]), tokenizer)["input_ids"]
+    assert tokenizer.decode(ids) == "".join(message["content"] for message in CHATS[1])
+    for name, changes, words in (
+        ("more", {"tokens": ["<|extra|>"]}, "has 1 tokens that the model's tokenizer lacks, such as '<|extra|>'"),
+        ("none", {"chat_template": None}, "that tokenizer has no chat template. Name another"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            take_chat_template(tiny_tokenizer(), _saved_tokenizer(tmp_path / name, **changes))
+    with pytest.raises(ValueError, match="nowhere is not a tokenizer that can be loaded"):
+        take_chat_template(tiny_tokenizer(), str(tmp_path / "nowhere"))
