@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,12 +15,14 @@ import numpy as np
 import pytest
 
 import longctx.data.encoders
+import longctx.data.tokenize as tokenize
 import longctx.training.dataset
+from longctx.data.encoders import Encoder
 from longctx.packing import Packing, load_plan, plan_packing, save_plan
 from longctx.train import main
 from longctx.training.checkpoint.trainer import _OPTIMIZATION
 from longctx.training.fingerprint import column_arrays, digest
-from tests.workers import run_ranks
+from tests.workers import run_ranks, start_warm_server
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = np.array([90, 7, 41, 0, 130, 64, 2, 300, 17, 88])
@@ -238,39 +239,45 @@ def test_a_damaged_or_wrong_plan_is_replaced(run_flags, tmp_path, capsys):
     assert len(right) == path.stat().st_size
 
 
-_SLOW_RUN = """
-import os, sys, time
-import longctx.data.tokenize as tokenize
-from longctx.data.encoders import Encoder
-from longctx.train import main
-tokenize._PART_BYTES = 4000
-encode = Encoder.__call__
-def slow(self, batch, indices, first_record=0):
-    table = encode(self, batch, indices, first_record)
-    with open(sys.argv[1], "a") as file:
-        file.write("".join(f"{first_record + i}\\n" for i in indices))
-    time.sleep(0.3)
-    return table
-Encoder.__call__ = slow
-sys.exit(main(sys.argv[2:]))
-"""
+def train_slowly(log, cache, arguments):
+    """`longctx.train` with small parts, whose encoder enters its records into a log and then sleeps."""
+    datasets.config.HF_DATASETS_CACHE = cache
+    tokenize._PART_BYTES = 4000
+    encode = Encoder.__call__
+
+    def slow(self, batch, indices, first_record=0):
+        table = encode(self, batch, indices, first_record)
+        with open(log, "a") as file:
+            file.write("".join(f"{first_record + i}\n" for i in indices))
+        time.sleep(0.3)
+        return table
+
+    Encoder.__call__ = slow
+    sys.exit(main(arguments))
 
 
 def test_an_interrupted_preparation_goes_on_where_it_was(run_flags, tmp_path):
     """Killed amid tokenising; every part that was finished by then is not tokenised again."""
-    log, env = tmp_path / "log", os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", _SLOW_RUN, str(log), *run_flags, "--prepare_only"]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    start_warm_server()
+    log, arguments = tmp_path / "log", [*run_flags, "--prepare_only"]
+    first, second = (
+        multiprocessing.get_context("forkserver").Process(
+            target=train_slowly, args=(str(log), str(tmp_path / "cache"), arguments)
+        )
+        for _ in range(2)
+    )
+    first.start()
     until = time.monotonic() + 60
     while time.monotonic() < until and (not log.exists() or len(log.read_text().split()) < 20):
-        assert process.poll() is None, process.stdout.read()
+        assert first.is_alive()
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    first.kill()
+    first.join()
     before = [int(number) for number in log.read_text().split()]
     assert 20 <= len(before) < 40
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    second.start()
+    second.join(60)
+    assert second.exitcode == 0
     numbers = [int(number) for number in log.read_text().split()]
     again = set(before) & set(numbers[len(before) :])
     assert set(numbers) == set(range(40))
