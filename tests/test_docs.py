@@ -463,7 +463,7 @@ SMALL_CARDS = ROOT / "docs/howto/small-gpus.md"
 
 
 def test_small_cards_have_the_table_of_their_benchmark():
-    """What fits, how fast, and with which flags, predicted anew; for the smaller model on the smaller cards."""
+    """The table of the smaller model on the smaller cards is predicted anew: lengths, speeds and flags."""
     page = SMALL_CARDS.read_text(encoding="utf-8")
     assert "\n".join(small_gpus.table(small_gpus.MODELS[0], "RTX 4090")) in page
 

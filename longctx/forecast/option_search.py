@@ -215,7 +215,7 @@ class Grid(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _grid(whole: tuple[int, ...], selective: tuple[int, ...], offloaded: tuple[int, ...], layers: int) -> Grid:
-    """Return every combination that a model with so many layers has."""
+    """Return every combination of these numbers that is possible in a model of `layers` layers."""
     grid = np.stack(np.meshgrid(whole, selective, offloaded, indexing="ij")).reshape(3, -1)
     checkpointed = layers - grid[0]
     grid = grid[:, (grid[1] <= checkpointed) & (grid[2] <= checkpointed)]

@@ -40,7 +40,7 @@ class Problem:
     slack: float
     """Legal pairs that a rank may have beyond the mean."""
     tolerance: float
-    """Legal pairs by which a rank may miss its share of the work, to keep a document whole."""
+    """Legal pairs by which a rank's work may differ from its share, if a document stays whole for it."""
 
     @staticmethod
     def of(cu: IntArray, world_size: int, max_imbalance: float, group_fraction: float, tolerance: float) -> Problem:

@@ -31,13 +31,13 @@ class MessageOrder(NamedTuple):
 
     @classmethod
     def of(cls, longest: IntArray, num_tokens: int) -> MessageOrder:
-        """Return the order for int64 [P], at [h] the tokens of the longest message of hop h, which grow fewer.
+        """Return the order of messages that shrink from hop to hop.
 
         The keys and values of one block and those that arrive meanwhile are at most 2 · S tokens, and the gradients
         that return are at most 1.5 · S, unless those of a single hop are more.
 
         Args:
-            longest: what it has at [0] is left out.
+            longest: int64 [P], at [h] the tokens of the longest message of hop h; [0] is not read.
             num_tokens: S.
         """
         hop, last_hop = np.arange(len(longest)), len(longest) - 1

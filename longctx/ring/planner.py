@@ -99,16 +99,24 @@ def plan_ring(
     plan = assemble(cu, world_size, pieces)
     if time_of is None:
         return plan
-    best, taken = plan, _rounded(time_of(plan))
+    best, taken, seen = plan, _rounded(time_of(plan)), {_bytes(pieces)}
     searches = itertools.product(LIMITS, GROUP_FRACTIONS) if world_size <= MOST_SEARCHED else LOOSE_SEARCHES
     for limit, fraction in searches:
         if taken.waiting <= WORTH_A_SEARCH * taken.seconds:
             break
         for pieces in _arrangements(Problem.of(cu, world_size, limit, fraction, LOOSE_TOLERANCE)):
+            if _bytes(pieces) in seen:
+                continue
+            seen.add(_bytes(pieces))
             plan = assemble(cu, world_size, pieces)
             if (other := _rounded(time_of(plan))).seconds < taken.seconds:
                 best, taken = plan, other
     return best
+
+
+def _bytes(pieces: Pieces) -> bytes:
+    """Return the pieces as a key. Searches often end with the same ones, which need no plan again."""
+    return b"".join(column.tobytes() for column in pieces)
 
 
 def _rounded(time: PlanTime) -> PlanTime:

@@ -86,7 +86,7 @@ class PeerToPeer:
         return self.own_grad
 
     def _send_up_to(self, last_hop: int) -> None:
-        """Send this rank's prefixes up to a hop, and receive those of the ranks before it."""
+        """Start to send this rank's prefixes of all hops up to this one, and to receive the other ranks' prefixes."""
         for hop in range(self._sent + 1, last_hop + 1):
             received = self.kv.new_empty(self._length(self.rank - hop, hop), *self.kv.shape[1:])
             prefix = self.kv[: self._length(self.rank, hop)]

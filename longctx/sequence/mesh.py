@@ -105,7 +105,7 @@ class SequenceGroups:
 
 
 def sequence_groups(dims: ParallelDims, device: torch.device) -> SequenceGroups:
-    """Return the groups, which models with the same degrees share. All ranks call this together.
+    """Return the groups. Models with the same degrees share them. All ranks call this together.
 
     Args:
         device: of this rank. A GPU has to be selected before; otherwise torch's meshes select one of their own.

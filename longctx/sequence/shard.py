@@ -149,7 +149,7 @@ def plan_batch(
 @lru_cache(maxsize=8)
 def _plan(cu_seqlens: bytes, ring: int, time_of: TimeOfPlan | None) -> RingPlan:
     """Return the plan of `plan_ring`. The last ones are kept: every pass of a policy step has the same batch."""
-    return plan_ring(np.frombuffer(cu_seqlens, np.int64).copy(), ring, time_of=time_of)
+    return plan_ring(np.frombuffer(cu_seqlens, np.int64), ring, time_of=time_of)
 
 
 def shard_tokens(tokens: Tensor, layout: BatchLayout, sp_rank: int) -> Tensor:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.model.tiny import tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZER = tiny_tokenizer()
 NAMES = itertools.count()
 
@@ -26,15 +26,6 @@ def cases(number: int):
     """The same cases on every machine: damaged binary files reach C++ code that is not ours."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=number, deadline=None, derandomize=True, suppress_health_check=checks)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def write(folder: Path, suffix: str, data: bytes) -> Path:

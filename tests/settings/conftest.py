@@ -62,7 +62,7 @@ def single_process(monkeypatch, tmp_path):
 
 @pytest.fixture
 def refused(capsys):
-    """Run longctx.train, assert that it refuses with one error that holds every one of `parts`; returns the error."""
+    """Run longctx.train, and check that it ends with one error that contains all `parts`; returns the error."""
 
     def run(*arguments: str, parts: tuple[str, ...]) -> str:
         capsys.readouterr()
