@@ -63,6 +63,8 @@ How to read the tables:
   [The cost of balance](#the-cost-of-balance) shows how much.
 - The simulation leaves out other jobs on the network, differences between devices, failures, and congestion in
   switches.
+- Attention's part of the simulation can be measured without GPUs: [eight processes on slow
+  links](../benchmarks/results/links_cpu_2026-11-25.md) show the measured order of backends beside the simulated one.
 """
 
 STUDIES = ("more devices, same sequences", "longer sequences", "larger batch")
