@@ -107,12 +107,12 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Three workers for two cores (at most 8) if the whole suite runs, as tests wait for processes a third of the time.
+    """Two workers a core (at most 8 in all) if the whole suite runs, as tests wait for processes and messages.
 
     None for named tests, which start sooner alone.
     """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    return min(-(-len(os.sched_getaffinity(0)) * 3 // 2), 8) if whole and "gpu" not in sys.argv else 0
+    return min(2 * len(os.sched_getaffinity(0)), 8) if whole and "gpu" not in sys.argv else 0
 
 
 @pytest.hookimpl(optionalhook=True)

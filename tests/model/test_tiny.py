@@ -27,6 +27,7 @@ MESSAGES = [
     {"role": "assistant", "content": "yes"},
 ]
 
+
 def _checksum(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

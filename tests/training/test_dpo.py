@@ -315,7 +315,10 @@ def test_steps_are_those_of_trl(layouts, losses, saved_model, trl, tmp_path, par
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("gather sp 2, packed", ["memory longest", "activations on the host", "prompts with each answer"]),
+        pytest.param(
+            *("gather sp 2, packed", ["memory longest", "activations on the host", "prompts with each answer"]),
+            marks=pytest.mark.long,
+        ),
         *(
             pytest.param(layout, [o for o in OPTIONS if layout not in NOT_TOGETHER.get(o, ())], marks=pytest.mark.long)
             for layout in PACKED_OR_NOT

@@ -288,7 +288,7 @@ def run_on_engines(cases):
 @pytest.mark.parametrize(
     "pairs",
     [
-        pytest.param(SOME_PAIRS, id="some"),
+        pytest.param(SOME_PAIRS, id="some", marks=pytest.mark.long),
         *(pytest.param({name: EVERY_PAIR}, id=name, marks=pytest.mark.long) for name in ADAPTERS),
     ],
 )
