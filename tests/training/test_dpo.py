@@ -300,7 +300,9 @@ PACKED_OR_NOT = [layout for layout in LAYOUTS if "dp 2" not in layout and layout
     ("layouts", "losses"),
     [
         (["ring sp 2, packed"], EARLY[:2]),
-        (["ring sp 2, one pair at a time", "dp 2, one pack for two ranks"], EARLY[:1]),
+        pytest.param(
+            ["ring sp 2, one pair at a time", "dp 2, one pack for two ranks"], EARLY[:1], marks=pytest.mark.long
+        ),
         (["ulysses sp 2, packed"], EARLY[2:]),
         *(pytest.param([layout], list(LOSSES), marks=pytest.mark.long) for layout in PACKED_OR_NOT),
         *(pytest.param([layout], EARLY, marks=pytest.mark.long) for layout in LAYOUTS if "× dp 2" in layout),
