@@ -107,12 +107,12 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Three workers for two cores (at most 8) if the whole suite runs, as tests wait for processes a third of the time.
+    """Two workers a core (at most 8 in all) if the whole suite runs, as tests wait for processes and messages.
 
     None for named tests, which start sooner alone.
     """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    return min(-(-len(os.sched_getaffinity(0)) * 3 // 2), 8) if whole and "gpu" not in sys.argv else 0
+    return min(2 * len(os.sched_getaffinity(0)), 8) if whole and "gpu" not in sys.argv else 0
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -129,6 +129,7 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+SOFT_GPUS = "tests/gpu/"
 SLOWEST_FIRST = [
     "training/test_training.py",
     "gpu/test_soft_training.py",
@@ -181,6 +182,19 @@ SLOWEST_FIRST = [
 ]
 """Files of tests that take longest, from `pytest --durations 60`. Workers take whole files in this order, so that none
 of them is left to one worker alone at the end."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One worker takes all files with soft GPUs, which then start once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return SOFT_GPUS if file.startswith(SOFT_GPUS) else file
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -196,6 +196,7 @@ def test_a_second_backward_pass_over_saved_attention_is_refused():
         loss.backward()
 
 
+@pytest.mark.long  # tests/layers/test_compiled.py has the same break at attention
 def test_torch_compile_takes_the_rest_of_the_model():
     """Attention breaks the graph in every layer; the other graphs are compiled once and serve every batch."""
     from torch._dynamo.testing import CompileCounterWithBackend

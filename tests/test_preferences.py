@@ -64,6 +64,7 @@ def losses_of_trl(batch_size, folder):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.long
 def test_the_example_takes_the_steps_of_one_process(tmp_path):
     losses = losses_in(run_script(2, PREFERENCES, tmp_path))
     assert losses == pytest.approx(losses_of_one_process(2), rel=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -112,6 +113,7 @@ def _on_rank(argument):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.set_threshold(100_000)  # more collections would take a twentieth of a rank's time
     soft_device = sys.modules.get("tests.softcuda.library")
     if soft_device:
         soft_device.watch_for_hazards()

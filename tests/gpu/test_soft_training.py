@@ -241,9 +241,8 @@ def test_training_on_four_soft_gpus_equals_one_process(case, models, tmp_path, d
     check(results, reference, case, "soft GPUs", parity_table)
 
 
-@pytest.mark.parametrize(
-    "case", ["ring, fsdp2", pytest.param("ulysses, zero3", marks=pytest.mark.long)], ids=["fsdp2", "zero3"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["ring, fsdp2", "ulysses, zero3"], ids=["fsdp2", "zero3"])
 def test_a_resumed_run_on_soft_gpus_is_the_run_that_was_not_interrupted(
     case, models, tmp_path, documents_file, soft_gpus
 ):
@@ -378,6 +377,7 @@ def measured_speeds() -> Speeds:
     return measure.measure_together(work=work)
 
 
+@pytest.mark.long
 def test_speeds_are_measured_on_soft_gpus(soft_gpus):
     """The device says that it is an H100, and a CPU is slower than what is published of one in every figure."""
     found, same = soft_gpus.run(2, f"{__name__}:measured_speeds")

@@ -112,10 +112,12 @@ def check_private(run, marker):
     assert not marker.exists(), marker.read_text()
 
 
+@pytest.mark.long
 def test_a_run_is_reached_from_nowhere_else_and_runs_nothing_of_its_folder(killed):
     check_private(*killed)
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_run_and_is_named(killed):
     run, _ = killed
     check_killed("ours", run.code, run.output, run.seconds, checkpoint=r"checkpoint-\d+")

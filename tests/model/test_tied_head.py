@@ -73,7 +73,7 @@ LORA = ["--use_peft", "True", "--lora_target_modules", "q_proj", "down_proj", "-
 
 KINDS = ("apart", "equal", "lora")
 EVERY_CASE = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
-FEW_CASES = [("apart", FEW[0]), ("apart", FEW[1]), ("equal", FEW[0]), ("lora", FEW[1])]
+FEW_CASES = [("apart", FEW[0]), ("lora", FEW[1])]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longctx.model.tiny import MAX_POSITION_EMBEDDINGS, tiny_config, tiny_model, tiny_tokenizer
+from tests.workers import run_ranks
 
 TEXTS = [
     "",
@@ -28,26 +27,6 @@ MESSAGES = [
     {"role": "assistant", "content": "yes"},
 ]
 
-# Runs in a fresh interpreter; prints one checksum per way of building the model.
-CHECKSUM_SCRIPT = """
-import hashlib, torch
-from longctx.model.tiny import tiny_model
-
-def checksum():
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tiny_model().state_dict().items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()
-
-def zero3():
-    import deepspeed
-    # DeepSpeed would compile this op with a C++ compiler at init_distributed("gloo").
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    from transformers.integrations import HfDeepSpeedConfig
-    config = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 1, "zero_optimization": {"stage": 3}}
-    return deepspeed, config, HfDeepSpeedConfig(config)
-"""
-
 
 def _checksum(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
@@ -56,11 +35,22 @@ def _checksum(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _checksum_of_process(body: str) -> str:
-    script = CHECKSUM_SCRIPT + body
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split()[-1]
+def checksums_under_zero3() -> list[str]:
+    """With an active ZeRO-3 configuration, then inside deepspeed.zero.Init."""
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+    # DeepSpeed would compile this op with a C++ compiler at init_distributed("gloo").
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    kept = HfDeepSpeedConfig(config)
+    assert is_deepspeed_zero3_enabled(), kept
+    found = [_checksum(tiny_model())]
+    deepspeed.init_distributed("gloo")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        found.append(_checksum(tiny_model()))
+        assert hasattr(torch.nn.Linear(4, 4).weight, "ds_id"), "zero.Init must be active again"
+    return found
 
 
 def test_weights_ignore_random_state_default_dtype_and_device() -> None:
@@ -88,24 +78,8 @@ def test_weights_ignore_the_number_of_threads() -> None:
 
 
 def test_weights_do_not_change_in_another_process_or_under_zero3() -> None:
-    """One process with an active ZeRO-3 configuration, then the same inside deepspeed.zero.Init."""
-    under_zero3 = """
-deepspeed, config, keep = zero3()
-from transformers.integrations import is_deepspeed_zero3_enabled
-assert is_deepspeed_zero3_enabled()
-first = checksum()
-import os, torch.distributed as dist
-os.environ["LOCAL_RANK"] = "0"
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-deepspeed.init_distributed("gloo")
-with deepspeed.zero.Init(config_dict_or_path=config):
-    second = checksum()
-    assert hasattr(torch.nn.Linear(4, 4).weight, "ds_id"), "zero.Init must be active again"
-assert first == second
-dist.destroy_process_group()
-print(first)
-"""
-    assert _checksum_of_process(under_zero3) == _checksum(tiny_model())
+    expected = _checksum(tiny_model())
+    assert run_ranks(1, f"{__name__}:checksums_under_zero3") == [[expected] * 2]
 
 
 def test_global_random_state_is_untouched() -> None:

@@ -297,6 +297,7 @@ def environment():
     return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.long  # tests with the fixture `refusal` show the one line without a process of their own
 def test_a_wrong_flag_ends_at_once_with_one_line():
     command = [sys.executable, "-c", TIMED, "--sp", "3", "--sp_backend", "ulysses"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())

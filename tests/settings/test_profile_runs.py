@@ -171,6 +171,7 @@ def test_kernel_that_is_used_is_printed(one_device):
     assert re.search(r"attention kernel .*CPU.*packed-exact, flash_attention_2 was asked for", line)
 
 
+@pytest.mark.long
 def test_context_parallel_2gpu_equals_one_device(one_device, data, tmp_path):
     command = profile_command("context_parallel_2gpu")
     outcome = start(command, tmp_path, "--per_device_train_batch_size", "2", data=data)

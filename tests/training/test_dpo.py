@@ -300,7 +300,9 @@ PACKED_OR_NOT = [layout for layout in LAYOUTS if "dp 2" not in layout and layout
     ("layouts", "losses"),
     [
         (["ring sp 2, packed"], EARLY[:2]),
-        (["ring sp 2, one pair at a time", "dp 2, one pack for two ranks"], EARLY[:1]),
+        pytest.param(
+            ["ring sp 2, one pair at a time", "dp 2, one pack for two ranks"], EARLY[:1], marks=pytest.mark.long
+        ),
         (["ulysses sp 2, packed"], EARLY[2:]),
         *(pytest.param([layout], list(LOSSES), marks=pytest.mark.long) for layout in PACKED_OR_NOT),
         *(pytest.param([layout], EARLY, marks=pytest.mark.long) for layout in LAYOUTS if "× dp 2" in layout),
@@ -315,7 +317,10 @@ def test_steps_are_those_of_trl(layouts, losses, saved_model, trl, tmp_path, par
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("gather sp 2, packed", ["memory longest", "activations on the host", "prompts with each answer"]),
+        pytest.param(
+            *("gather sp 2, packed", ["memory longest", "activations on the host", "prompts with each answer"]),
+            marks=pytest.mark.long,
+        ),
         *(
             pytest.param(layout, [o for o in OPTIONS if layout not in NOT_TOGETHER.get(o, ())], marks=pytest.mark.long)
             for layout in PACKED_OR_NOT

@@ -42,8 +42,6 @@ MODELS = FAMILIES | {
 }
 FEW = [
     ("apertus", "ring on FSDP2"),
-    ("deepseek_v3", "ring on FSDP2"),
-    ("glm4_moe", "dp on FSDP2"),
     ("glm4_moe", "ulysses on ZeRO-3"),
     ("sarvam_moe", "ulysses on ZeRO-3"),
     (ODD, "ring on ZeRO-1"),

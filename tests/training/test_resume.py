@@ -288,7 +288,7 @@ def run_on_engines(cases):
 @pytest.mark.parametrize(
     "pairs",
     [
-        pytest.param(SOME_PAIRS, id="some"),
+        pytest.param(SOME_PAIRS, id="some", marks=pytest.mark.long),
         *(pytest.param({name: EVERY_PAIR}, id=name, marks=pytest.mark.long) for name in ADAPTERS),
     ],
 )
@@ -360,6 +360,7 @@ def copy_over(source, target):
     shutil.copytree(f"{source}/checkpoint-2", f"{target}/checkpoint-2", dirs_exist_ok=True)
 
 
+@pytest.mark.long
 def test_nodes_with_disks_of_their_own(models, tmp_path):
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
     flags = [*flags_of("ring on FSDP2", "fp32", data, models), "--gradient_accumulation_steps", "1"]

@@ -326,6 +326,7 @@ def test_a_record_does_not_replace_the_template(tmp_path, name):
 # Secrets
 
 
+@pytest.mark.long
 def test_no_secret_is_printed_or_written(tmp_path):
     """Of the environment, or a flag; training_args.bin is a pickle of flags, and lies beside every model."""
     secrets = {
