@@ -129,56 +129,50 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-SOFT_GPUS = "tests/gpu/"
 SLOWEST_FIRST = [
-    "training/test_training.py",
     "gpu/test_soft_training.py",
+    "model/test_models.py",
+    "training/test_training.py",
     "training/test_dpo.py",
     "training/test_resume.py",
-    "training/test_checkpoint.py",
-    "attention/test_kernel_choice.py",
-    "untrusted/test_untrusted.py",
     "test_plan.py",
-    "data/test_data_fuzz.py",
-    "data/test_data.py",
-    "forecast/test_option_search.py",
-    "test_docs.py",
-    "settings/test_auto.py",
-    "attention/test_kernels.py",
-    "attention/test_branches.py",
-    "training/test_prepare.py",
     "benchmarks/test_max_length.py",
-    "training/test_key_fields.py",
-    "model/test_models.py",
+    "training/test_checkpoint.py",
+    "forecast/test_option_search.py",
+    "attention/test_kernel_choice.py",
+    "data/test_data_fuzz.py",
+    "untrusted/test_untrusted.py",
+    "settings/test_auto.py",
     "untrusted/test_security.py",
-    "launch/test_security_launch.py",
-    "settings/test_profile_runs.py",
-    "untrusted/test_security_files.py",
-    "gpu/test_softcuda.py",
-    "benchmarks/test_gpu_benchmark.py",
-    "attention/test_attention.py",
-    "launch/test_hosts.py",
     "data/test_mixture.py",
-    "settings/test_refusals.py",
-    "settings/test_model_refusals.py",
-    "benchmarks/test_differential.py",
-    "model/test_model_types.py",
-    "training/test_hub.py",
-    "test_support_matrix.py",
-    "model/test_rope.py",
-    "training/test_ended_while_saving.py",
-    "launch/test_faults.py",
-    "model/test_tiny.py",
-    "report/test_watching.py",
-    "training/test_schedule.py",
-    "training/test_gradient_order.py",
-    "gpu/test_synchronisation.py",
-    "test_parallel.py",
-    "training/test_evaluation.py",
-    "model/test_tied_head.py",
-    "layers/test_tiled_mlp.py",
-    "forecast/test_memory_options.py",
+    "forecast/test_memory_trace.py",
+    "test_docs.py",
     "launch/test_slurm.py",
+    "model/test_multimodal.py",
+    "layers/test_tiled_mlp.py",
+    "attention/test_kernels.py",
+    "training/test_ended_while_saving.py",
+    "layers/test_loss.py",
+    "attention/test_attention.py",
+    "training/test_hub.py",
+    "training/test_prepare.py",
+    "untrusted/test_security_files.py",
+    "layers/test_chunked.py",
+    "training/test_key_fields.py",
+    "benchmarks/test_gpu_benchmark.py",
+    "layers/test_compiled.py",
+    "benchmarks/test_differential.py",
+    "layers/test_liger.py",
+    "layers/test_routers.py",
+    "attention/test_branches.py",
+    "launch/test_hosts.py",
+    "test_upstream.py",
+    "data/test_data.py",
+    "attention/test_backends.py",
+    "model/test_rope.py",
+    "data/test_tokens.py",
+    "test_policy.py",
+    "recurrent/test_spread.py",
 ]
 """Files of tests that take longest, from `pytest --durations 60`. Workers take whole files in this order, so that none
 of them is left to one worker alone at the end."""
@@ -189,10 +183,12 @@ def pytest_xdist_make_scheduler(config, log):
     """One worker takes all files with soft GPUs, which then start once."""
     from xdist.scheduler import LoadFileScheduling
 
+    soft_gpus = "tests/gpu/"
+
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return SOFT_GPUS if file.startswith(SOFT_GPUS) else file
+            return soft_gpus if file.startswith(soft_gpus) else file
 
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
