@@ -3,18 +3,19 @@
     python -m benchmarks.links                                      # needs root and iproute2
     python -m benchmarks.links --nodes 4 --megabits 10 --within 320
 
-Every rank has a network namespace of its own, whose link carries `--megabits` a second in each direction. In nodes of
-four, ranks 0 to 3 and 4 to 7 reach each other at `--within` megabits a second. Messages are real ones of gloo,
-in the order in which training sends them, and so are results: they are compared with one process. A block of attention
-is computed, and its rank then sleeps until the block has taken as long as on a device of `--gigaflops` a second, so
-that eight ranks on a few cores compute as if each had a device of its own. "late" is the largest part by which the
-blocks of a rank took longer than that.
+Every rank has a network namespace of its own. Its link carries `--megabits` per second in each direction. In nodes of
+four, ranks 0 to 3 and ranks 4 to 7 reach each other at `--within` megabits per second. gloo sends the same messages in
+the same order as in training. Each block of attention is really computed, and the results are compared with those of
+one process. After each block, its rank sleeps until the block has taken as long as on a device of `--gigaflops` per
+second. In this way, eight ranks on a few cores compute as if each had a device of its own. The column "late" is the
+largest part by which the blocks of a rank took longer than this.
 
-The model knows the links as training does: measured right before, by `longctx.attention.cost.measured`. A row's
-documents are whole on the ranks of a group; a step ends with its slowest group. Both columns of seconds are of one
-forward and backward pass, the measured one the median of `--repeats` steps. Last come the pairs of arrangements whose
-modelled times differ by more than a twentieth: how many of them have the same order in measured time. They are counted
-without gathers, too, since gloo reduces and scatters by an all-reduce, which sends twice as much as the model counts.
+The links are measured first, as training does with `--measure_links`, and the model takes these speeds. Each group of
+ranks has whole rows of documents, and a step ends with its slowest group. Seconds are those of one forward and one
+backward pass; the measured ones are the median of `--repeats` steps. Below the table, the page counts the pairs of
+arrangements whose modelled times differ by more than 5%, and how many of them have the same order in measured time.
+gloo carries out a reduce-scatter as an all-reduce, which sends twice the bytes that the model counts. So the pairs are
+also counted without gathers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import ctypes
 import itertools
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -278,10 +280,9 @@ def measure(
     torch.set_num_threads(1)
     _enter(names[int(os.environ["RANK"])])
     dist.init_process_group("gloo", timeout=timedelta(minutes=30), **meeting_point(os.environ))
-    memory = options.gigabytes * 1e9
     guess = Device(
         attention_flops=options.gigaflops * 1e9,
-        memory_speed=memory,
+        memory_speed=options.gigabytes * 1e9,
         within=Link.of(options.within * 1e6 / 8),
         across=Link.of(options.megabits * 1e6 / 8),
         message_seconds=options.latency,
@@ -354,8 +355,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="write the page to this file, too")
     options = parser.parse_args(arguments)
-    if os.geteuid() != 0:
-        sys.exit("Network namespaces need root. Run this as root.")
+    if os.geteuid() != 0 or shutil.which("tc") is None:
+        sys.exit("Network namespaces need root and iproute2. Run this as root, and install iproute2.")
 
     report = Report(options.output)
     command = " ".join(["python -m benchmarks.links", *(sys.argv[1:] if arguments is None else arguments)])
