@@ -14,8 +14,8 @@ The links are measured first, as training does with `--measure_links`, and the m
 ranks has whole rows of documents, and a step ends with its slowest group. Seconds are those of one forward and one
 backward pass; the measured ones are the median of `--repeats` steps. Below the table, the page counts the pairs of
 arrangements whose modelled times differ by more than 5%, and how many of them have the same order in measured time.
-gloo carries out a reduce-scatter as an all-reduce, which sends twice the bytes that the model counts. So the pairs are
-also counted without gathers.
+They are also counted without gathers, whose messages gloo sends in another way than the model expects of NCCL: a
+reduce-scatter sends as much as an all-reduce, and only one rank's link carries what passes from node to node.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def network(megabits: int, within: int, node: int) -> Iterator[list[str]]:
             _ip(f"-n {name} link set lo up")
             _ip(f"-n {name} link set eth0 up")
             _ip(f"-n {_name('switch')} link set port{rank} master switch up")
-            neighbours = [_address(other) for other in range(RANKS) if other // node == rank // node != other]
+            neighbours = [_address(other) for other in range(RANKS) if other // node == rank // node and other != rank]
             _limit(name, "eth0", "dst", neighbours, megabits, within)
             _limit(_name("switch"), f"port{rank}", "src", neighbours, megabits, within)
         yield names

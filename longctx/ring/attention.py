@@ -191,6 +191,15 @@ class RingSchedule:
         dq = torch.zeros_like(q, dtype=lse.dtype)
         own_grad = dq.new_zeros(num_tokens, 2, num_heads, head_size)
         transport.collect_gradients(own_grad)
+
+        def add_own_block() -> None:
+            with region("ring step 0"):
+                for entries in self.own:
+                    grads = block_backward(grad_out, q, k, v, out, lse, entries, scale)
+                    add_gradients((dq, *split(own_grad)), entries, grads)
+
+        if transport.own_after == 0:
+            add_own_block()
         for step, parts in self.steps:
             with region(f"ring step {step.hop}"):
                 received = transport.receive(step)
@@ -200,10 +209,7 @@ class RingSchedule:
                     add_gradients((dq, *split(grad_kv)), entries, grads)
                 transport.give(step, grad_kv)
             if step.hop == transport.own_after:
-                with region("ring step 0"):
-                    for entries in self.own:
-                        grads = block_backward(grad_out, q, k, v, out, lse, entries, scale)
-                        add_gradients((dq, *split(own_grad)), entries, grads)
+                add_own_block()
         return dq, *split(transport.gradients())
 
 

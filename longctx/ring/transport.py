@@ -26,7 +26,7 @@ class Transport(Protocol):
     in_head_groups: bool
     """Whether it sends a few key/value heads at a time, to hold less at once."""
     own_after: int
-    """The hop after which a rank computes its own block in the backward pass."""
+    """The hop after which a rank computes its own block in the backward pass; 0 is before the first."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, prefixes: np.ndarray, kv: Tensor):
         """Start sending this rank's `kv` [n, 2, K, D], as many of its tokens as the longest prefix of any rank has."""

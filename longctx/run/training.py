@@ -134,7 +134,7 @@ def _sizes(prepared: PreparedRun, model) -> list[Line]:
         *([Line("resume", f"from {prepared.resume_from}")] if prepared.resume_from else []),
         *prepared.run.describe_batch(),
         Line("weights", f"{count_parameters(model):,} parameters{adapter}"),
-        Line("kernel", kernel.name, f"attention kernel {kernel.name} (packed-exact{asked})"),
+        Line("kernel", f"{kernel.name}{asked}", f"attention kernel {kernel.name} (packed-exact{asked})"),
     ]
 
 
