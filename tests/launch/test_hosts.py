@@ -91,6 +91,8 @@ dist.init_process_group("gloo")
 ranks = torch.tensor(dist.get_rank())
 dist.all_reduce(ranks)
 print("sum of ranks", int(ranks))
+dist.barrier()
+dist.destroy_process_group()  # threads of gloo that still run would abort the process at its end
 """
 
 
