@@ -233,9 +233,10 @@ def test_the_first_sign_of_life_comes_before_the_slow_imports():
 @pytest.mark.long
 def test_a_resumed_run_of_two_ranks_has_a_line_a_step_in_a_terminal_and_elsewhere(models, tmp_path):
     """Evaluated; steps are counted on from the one that the run is resumed from."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 130, 64]))
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 130, 64] * 4))
     flags = [*COMMON, "--disable_tqdm", "False", "--sp", "2", "--use_cpu", "True", "--dataset_name", data]
     flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
+    flags += ["--per_device_eval_batch_size", "1"]
     flags += ["--save_strategy", "steps", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
     flags += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
     command = [sys.executable, "-m", "longctx.train", *flags, "--max_steps"]

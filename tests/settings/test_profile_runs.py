@@ -275,7 +275,7 @@ def test_replicas_of_a_profile(data, one_device, tmp_path):
     command = [*ACCELERATE, "--config_file", str(tmp_path / "own.yaml"), "--main_process_port", "0", *TRAIN]
     outcome = start(command, tmp_path, "--per_device_train_batch_size", "1", data=data)
     check_first_step(outcome, one_device)
-    assert "4 processes = dp_replicate 2 × sp 2" in outcome[1]
+    assert "dp_replicate 2 × dp_shard 1 × sp 2" in outcome[1]
 
 
 @pytest.mark.long
