@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -47,6 +48,7 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[
         watchdog = current_watchdog()
         if watchdog is None:
             raise
+        _ignore_sigterm()
         resume = how_to_resume()
         failure = _of_another(watchdog, error, timeout, resume) if _is_consequence(error) else None
         if failure is None:
@@ -67,10 +69,20 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[
 def reason(error: BaseException) -> str:
     """Return why a run fails, as far as this rank knows: another rank's failure, or its own error."""
     watchdog = current_watchdog()
-    is_told = _is_consequence(error) and not _has_timed_out(error)
-    if watchdog is not None and is_told and (failure := watchdog.wait_for_failure(LEAVE_SECONDS)):
-        return failure.message
+    if watchdog is not None:
+        _ignore_sigterm()
+        is_told = _is_consequence(error) and not _has_timed_out(error)
+        if is_told and (failure := watchdog.wait_for_failure(LEAVE_SECONDS)):
+            return failure.message
     return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _ignore_sigterm() -> None:
+    """Give a rank whose run has failed the time to say why: launchers stop it by SIGTERM as soon as another has ended.
+
+    It ends within seconds. Launchers kill what is still there after 30 s.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class FollowSteps(TrainerCallback):
