@@ -1,264 +1,29 @@
-"""What a run shows of itself: its bar, where its time goes, its trace and its page."""
+"""What a run leaves of itself: its trace, its curves in dashboards, and its page."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
 import importlib.util
-import io
 import itertools
 import json
 import os
-import pty
 import re
 import shutil
 import socket
 import sqlite3
 import subprocess
 import sys
-import termios
-import time
 from collections import Counter
-from dataclasses import replace
-from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from longctx.forecast.closed_form import Breakdown
-from longctx.forecast.expected_step import ExpectedStep
-from longctx.launch.console import Line, show_summary
-from longctx.launch.terminal import HAS_STARTED, say_hello
-from longctx.regions import PARTS, Clock
-from longctx.report import svg as charts
-from longctx.report.charts import MOST_ROWS, all_charts
-from longctx.report.page import HIDDEN, RunReport, without_secrets
+from longctx.regions import PARTS
+from longctx.report.page import HIDDEN
 from longctx.train import main
-from longctx.training.peak_memory import GIB, PeakMemory
-from longctx.training.progress import ROWS_PER_HEADER, StepLines
+from tests.report.test_page import TOKEN, Page
 from tests.training.test_training import COMMON, make_documents, run_cases, write_jsonl
 from tests.workers import run_ranks
-
-# Where the time goes
-
-
-def test_a_part_inside_another_is_counted_once():
-    clock = Clock()
-    assert clock.switch("attention") == "rest"  # idle: nothing is counted
-    clock.start(torch.device("cpu"))
-    begin = time.perf_counter()
-    clock.switch("attention")
-    time.sleep(0.02)
-    before = clock.switch("communication")
-    time.sleep(0.04)
-    clock.switch(before)
-    time.sleep(0.02)
-    clock.switch("rest")
-    with clock.paused():
-        paused = time.perf_counter()
-        clock.switch("attention")
-        time.sleep(0.03)
-        paused = time.perf_counter() - paused
-    seconds, elapsed = clock.read(), time.perf_counter() - begin
-    assert seconds["attention"] >= 0.04
-    assert seconds["communication"] >= 0.04
-    assert sum(seconds.values()) == pytest.approx(elapsed - paused, abs=2e-3)
-    clock.reset({"data": 1.5})
-    assert clock.read()["data"] == 1.5
-    assert clock.read()["attention"] == 0
-
-
-class Stream:
-    """A device that is asked to note the time, and comes to it later."""
-
-    def __init__(self):
-        self.noted, self.done = 0, 0
-
-    def event(self):
-        return Event(self)
-
-
-class Event:
-    def __init__(self, stream):
-        self.stream = stream
-
-    def record(self):
-        self.stream.noted += 1
-        self.place = self.stream.noted
-
-    def query(self):
-        return self.place <= self.stream.done
-
-    def elapsed_time(self, end):
-        assert end.query(), "asked for a time that has not come: a synchronisation"
-        return 1000.0 * (end.place - self.place)
-
-
-def test_on_a_gpu_events_are_read_when_they_have_come(monkeypatch):
-    """A second passes from each event to the next. A stand-in for a GPU says when it has got to an event."""
-    stream, clock = Stream(), Clock()
-    monkeypatch.setattr(clock, "_event", stream.event)
-    clock.start(torch.device("cuda"))  # 1: rest
-    clock.switch("attention")  # 2
-    clock.switch("communication")  # 3
-    clock.switch("attention")  # 4
-    clock.switch("rest")  # 5
-    assert set(clock.read().values()) == {0.0}  # 6, and the device has come to none
-    stream.done = 3
-    assert clock.read() == dict.fromkeys(PARTS, 0.0) | {"rest": 1.0, "attention": 1.0}  # 7
-    with clock.paused():  # 8
-        clock.switch("attention")
-    stream.done = stream.noted  # 9: the end of the pause
-    seconds = clock.read()
-    assert (seconds["attention"], seconds["communication"]) == (2.0, 1.0)
-    assert seconds["rest"] == 1 + 3  # up to 2, and from 5 to 8; the pause is not in it
-
-
-# The lines
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-LOGS = {"loss": 2.3456, "tokens_per_second": 12345.6, "tokens_per_second_per_device": 3086.4, "grad_norm": 1.0}
-LOGS |= {"learning_rate": 2e-5, "attention_imbalance": 1.02}
-HOST = PeakMemory(
-    allocated=(0, 0),
-    reserved=(0, 0),
-    host=(2 * GIB, 3 * GIB),
-    retries=(0, 0),
-    device_total=(0, 0),
-    host_total=(24 * GIB, 24 * GIB),
-)
-GPU = replace(HOST, allocated=(61 * GIB, 73 * GIB), device_total=(80 * GIB, 80 * GIB))
-
-
-def follow(output, *, is_first=True, steps=(5, 6), logs=LOGS, memory=HOST, max_steps=10):
-    """What a resumed run of these steps, with an evaluation after each, prints on `output`."""
-    with contextlib.redirect_stdout(output):
-        lines, control = StepLines(SimpleNamespace(peak_memory=memory), ranks_per_node=2), TrainerControl()
-        args = TrainingArguments(output_dir="unused", use_cpu=True)
-        state = TrainerState(max_steps=max_steps, global_step=steps[0] - 1, is_world_process_zero=is_first)
-        lines.on_train_begin(args, state, control)
-        for state.global_step in steps:
-            lines.on_log(args, state, control, logs=logs | {"loss": 2.3456 + state.global_step})
-            for _ in range(2):
-                lines.on_prediction_step(args, state, control, eval_dataloader=[1, 2])
-            lines.on_log(args, state, control, logs={"eval_loss": 1.5, "eval_runtime": 75.0})
-        lines.on_log(args, state, control, logs={"train_runtime": 5000.0, "train_loss": 2.0})
-    return output.getvalue() if isinstance(output, io.StringIO) else None
-
-
-def test_a_file_has_one_plain_line_a_step_under_its_header():
-    header, *lines, empty, end = follow(io.StringIO()).splitlines()
-    titles = "step loss grad norm learn. rate tokens/s per device memory GiB imbalance time left"
-    assert header.split() == titles.split()
-    assert [len(line) for line in (lines[0], lines[2])] == [len(header)] * 2
-    assert lines[0].split() == ["5/10", "7.346", "1.00", "2.0e-05", "12.3k", "3.09k", "5.0/24.0", "1.02", "0", "s"]
-    assert lines[1::2] == [f"evaluated after step {step}: loss 1.5, in 1:15" for step in (5, 6)]
-    assert (empty, end) == ("", "trained   2 steps in 1:23:20, mean loss 2")
-    assert follow(io.StringIO(), is_first=False) == ""
-
-
-def test_a_gpu_has_its_utilisation_and_its_own_memory():
-    _, line, *_ = follow(io.StringIO(), logs=LOGS | {"mfu": 0.4167}, memory=GPU).splitlines()
-    assert line.split()[5:8] == ["3.09k", "42%", "73.0/80.0"]
-
-
-def test_the_header_comes_again():
-    printed = follow(io.StringIO(), steps=range(1, ROWS_PER_HEADER + 2), max_steps=30).splitlines()
-    headers = [index for index, line in enumerate(printed) if line.split()[:1] == ["step"]]
-    assert headers == [0, 1 + 2 * ROWS_PER_HEADER]
-
-
-def read_all(leader):
-    """What has been written to a terminal until its other end is closed."""
-    seen = b""
-    with contextlib.suppress(OSError):  # that it is closed
-        while read := os.read(leader, 2**16):
-            seen += read
-    os.close(leader)
-    return seen.decode()
-
-
-@pytest.mark.parametrize(("columns", "title"), [(80, "mem GiB"), (120, "memory GiB")])
-def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))  # rich asks the standard streams, which are pytest's here
-    monkeypatch.setenv("TERM", "xterm-256color")
-    leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, columns))
-    with open(follower, "w") as terminal:
-        follow(terminal, logs=LOGS | {"mfu": 0.4}, memory=GPU, steps=(5, 6, 1000), max_steps=1000)
-    seen = read_all(leader)
-    assert "evaluation: batch 1 of 2" in seen
-    assert re.search(r"\x1b\[33m *73.0/80.0\x1b\[0m", seen), "memory that is nearly full is yellow"
-    lines = re.sub(r"\x1b\[[\d;]*m", "", seen).splitlines()
-    assert title in lines[0]
-    assert max(map(len, lines)) <= columns
-
-
-def test_a_summary_is_short_and_explained_when_asked(capsys):
-    lines = [Line("batch", "8 a step", "8 a step = 2 × 4"), Line("mesh", "4 processes"), Line("note", "evil\x1b[2J")]
-    show_summary(lines, explain=False)
-    short = capsys.readouterr().out
-    assert short.split("\n\n")[:3] == ["\nmesh      4 processes", "batch     8 a step", "note      evil\\x1b[2J"]
-    assert "--explain" in short
-    show_summary(lines, explain=True)
-    explained = capsys.readouterr().out
-    assert "batch     8 a step = 2 × 4\n" in explained
-    assert "--explain" not in explained
-
-
-def test_a_run_says_hello_once(monkeypatch, capsys):
-    monkeypatch.delenv(HAS_STARTED, raising=False)
-    for _ in range(2):  # the second time as a process that the first has started
-        say_hello("0.1.0")
-    assert capsys.readouterr().out.count("longctx 0.1.0 is starting") == 1
-
-
-def test_the_first_sign_of_life_comes_before_the_slow_imports():
-    program = "import sys, longctx.__main__, longctx.train, longctx.launch.terminal as t"
-    program += "; t.say_hello(longctx.__version__)"
-    program += "; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
-    environment = {name: value for name, value in os.environ.items() if name != HAS_STARTED}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "is starting" in done.stdout
-
-
-@pytest.mark.long
-def test_a_resumed_run_of_two_ranks_has_a_line_a_step_in_a_terminal_and_elsewhere(models, tmp_path):
-    """Evaluated; steps are counted on from the one that the run is resumed from."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 130, 64] * 4))
-    flags = [*COMMON, "--disable_tqdm", "False", "--sp", "2", "--use_cpu", "True", "--dataset_name", data]
-    flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
-    flags += ["--per_device_eval_batch_size", "1"]
-    flags += ["--save_strategy", "steps", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
-    flags += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "longctx.train", *flags, "--max_steps"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        subprocess.run([*command, "2"], stdout=file, stderr=file, env=environment, check=True, timeout=300)
-    assert re.findall(r"^ *(\d)/2 ", log.read_text(), re.MULTILINE) == ["1", "2"]
-    assert not re.search(r"[\r\x1b]", log.read_text())
-    leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, 120))
-    with subprocess.Popen([*command, "4"], stdin=follower, stdout=follower, stderr=follower, env=environment) as run:
-        os.close(follower)
-        seen = read_all(leader)
-    assert run.returncode == 0, seen
-    assert re.findall(r"^ *(\d)/4 ", seen.replace("\r", ""), re.MULTILINE) == ["3", "4"]
-    assert "evaluation: batch 1 of" in seen
-    assert seen.count("after step 4: loss ") == 1
-    assert "{'" not in seen
-
-
-# Runs: what the trace, the log and the page have of them
 
 DASHBOARDS = [name for name in ("tensorboard", "trackio") if importlib.util.find_spec(name)]
 STEPS, TRACED, MICRO_BATCHES = 4, 2, 2
@@ -274,7 +39,6 @@ REGIONS = {  # of a micro-batch
 }
 ALWAYS = {"attention": LAYERS, "attention backward": LAYERS, "loss": 1, "shard": 1, "pack": 1}
 RUN_NAME = "</title><script>alert(1)</script>"
-TOKEN = "hf_NoSuchTokenNoSuchTokenNoSuchToken"
 
 
 def trained(models, folder, backends):
@@ -441,34 +205,6 @@ def test_a_run_and_its_dashboards_ask_no_other_machine_for_anything(run):
         assert set(asked) <= {"localhost", "127.0.0.1", "::1", socket.gethostname(), "None", ""}
 
 
-class Page(HTMLParser):
-    """What is in a page: tags in order, addresses, text; and whether every tag that is opened is closed."""
-
-    VOID = ("meta", "link", "br", "line", "circle", "rect", "polyline", "polygon")
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.addresses, self.open, self.text = [], [], [], []
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.addresses += [value for name, value in attributes if name in ("href", "src", "xlink:href", "srcset")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
 def test_the_page_of_a_run_is_whole_and_fetches_nothing(run):
     html = (run / "run_report.html").read_text()
     page = Page(html)
@@ -518,135 +254,6 @@ def test_a_browser_shows_the_page_without_an_error_or_a_request(run, tmp_path):
     assert [url for url in asked if not re.match(r"file:|data:|https?://[^/]*(google|gvt1)", url)] == []
 
 
-def report(**settings):
-    plain = {"name": "run", "ended": "Finished.", "is_complete": True, "history": [], "description": []}
-    plain |= {"command": ["longctx", "train"], "given": {}, "settings": {}, "versions": {}, "written": "now"}
-    return RunReport(**plain | settings)
-
-
-def test_a_page_says_no_secret_and_runs_nothing_of_what_it_shows(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_API_KEY", "a-key-of-some-service")
-    hostile = "<img src=x onerror=alert(1)>\x00\udcff\u202e'\"&{style}"
-    html = report(
-        name=hostile,
-        ended=f"Failed: 401 for https://me:secret-word@hub.example/x with a-key-of-some-service and {TOKEN}",
-        history=[{"step": 1, "packing": {hostile: hostile}}],
-        description=[f"data      {hostile}"],
-        command=["python", "--hub-token", "short", f"--hub_token={TOKEN}", hostile],
-        given={"hub_token": "tiny", "output_dir": hostile},
-        settings={"hub_token": "another-token", "model_name_or_path": "another-token/x"},
-        checkpoints=[hostile],
-    )
-    page = html.write(tmp_path).read_text(encoding="utf-8")
-    assert [path.name for path in tmp_path.iterdir()] == ["run_report.html"]
-    for secret in ("short", TOKEN, "tiny", "another-token", "a-key-of-some-service", "secret-word"):
-        assert secret not in page.partition("</style>")[2], secret
-    assert page.count(HIDDEN) >= 8
-    assert "img" not in Page(page).tags
-    assert "hub.example" in page
-
-
-def test_secrets_of_a_command_line():
-    given = ["train", "--hub_token", "x", "--eos_token", "y", "--hub-token=z", "--push_to_hub_token", "w", "--sp", "2"]
-    shown = ["train", "--hub_token", HIDDEN, "--eos_token", "y", f"--hub_token={HIDDEN}", "--push_to_hub_token"]
-    assert without_secrets(given) == [*shown, HIDDEN, "--sp", "2"]
-
-
-def test_a_page_of_a_long_run_on_many_ranks_is_short():
-    seconds = {part: [0.1 + rank / 100 for rank in range(100)] for part in PARTS}
-    memory = {"allocated": {"gib_by_rank": [30 + rank / 10 for rank in range(100)]}}
-    history = [
-        {"step": step, "loss": 5 / step, "memory": memory, "seconds": seconds, "tokens_per_second": 1e5}
-        for step in range(1, 3001)
-    ]
-    history[1000]["loss"] = 99.0
-    history[1500]["loss"] = float("nan")
-    html = report(history=history).html()
-    assert len(html) < 10**6
-    page = Page(html)
-    assert page.tags.count("tr") <= MOST_ROWS + 10
-    assert f"Every {-(-3000 // MOST_ROWS)}th of 3,000 logged steps" in html
-    assert "The first 64 of 100 ranks." in html
-    assert "nan" not in " ".join(re.findall(r'points="[^"]*"', html))
-    loss = re.search(r"<title>Loss over steps</title>.*?</svg>", html)[0]
-    highest = min(float(y) for y in re.findall(r",([\d.]+)", re.search(r'points="([^"]+)"', loss)[1]))
-    assert highest < charts.TOP + 20  # the one step at 99 is seen
-
-
-def test_a_page_of_an_evaluation_alone_has_its_loss():
-    page = Page(report(history=[{"step": 0, "eval_loss": 1.2345}]).html())
-    assert page.text.count("1.2345") == 1, "in the table"
-    assert page.text[page.text.index("last evaluation") + 1] == "1.234"
-
-
-def test_a_page_shows_what_the_run_has_shown_and_what_was_predicted():
-    history = [{"step": 1, "loss": 2.0, "tokens_per_second_per_device": 1500.0, "peak_memory_gib_max": 40.0}]
-    memory = Breakdown(device={"parameters": 50.0 * 2**30, "fixed": 5.0 * 2**30}, host={}, moment="loss")
-    sizes = {"gpu_bytes": 80 * 2**30, "host_bytes": 10**12}
-    expected = ExpectedStep(memory=memory, **sizes, seconds=1.0, tokens_per_second_per_device=1766.0)
-    results = [("Exactness", "step 1 matched one device to 2e-07"), ("Memory", "these settings reach <800k> tokens")]
-    text = Page(report(history=history, forecast=expected, results=results).html()).text
-    assert {text for _, text in results} <= {part.strip() for part in text}
-    following = dict(itertools.pairwise(text))
-    assert (following["tokens/s/device"], following["tokens/s/device, predicted"]) == ("1.5k", "1.77k")
-    assert (following["peak GPU memory"], following["peak GPU memory, predicted"]) == ("40 GiB", "50 GiB")
-    unknown = replace(expected, seconds=None, tokens_per_second_per_device=None, gpu_bytes=0)
-    assert "predicted" not in report(history=history, forecast=unknown).html()
-
-
-def test_values_are_under_the_mouse_a_long_line_has_a_moving_mean_and_flat_charts_are_folded():
-    history = [
-        {"step": step, "loss": 5.0 + (-1) ** step, "grad_norm": 1.0 / step, "padding_fraction": 0.0}
-        for step in range(1, 31)
-    ]
-    html = report(history=history).html()
-    assert "<title>training, step 3: 4</title>" in html
-    assert "<title>gradient norm, step 4: 0.25</title>" in html
-    means = re.findall(r"<title>training, moving mean, step \d+: ([\d.]+)</title>", html)
-    assert len(means) == 30
-    assert all(4.5 < float(mean) < 5.5 for mean in means[15:]), "the loss is 4 and 6 by turns"
-    assert "moving mean" not in report(history=history[:10]).html()
-    [padding] = re.findall(r"<details class=flat><summary>(.*?)</summary>", html)
-    assert padding == "Padding: 0% in all steps"
-    longer = [{"step": step, "loss": 1.0 / step} for step in range(1, 1001)]
-    assert 50 < report(history=longer).html().count("<title>training, step ") <= 100
-
-
-def test_charts_of_padding_and_imbalance_are_folded_unless_they_need_attention():
-    low = [
-        {"step": step, "loss": 5.0, "padding_fraction": 0.001 * step, "attention_imbalance": 1 + step / 100}
-        for step in (1, 2)
-    ]
-    folded = re.findall(r"<details class=flat><summary>(.*?)</summary>", report(history=low).html())
-    assert folded == ["Padding: at most 0.2%", "Attention imbalance: at most 1.02"]
-    high = [entry | {"padding_fraction": 0.02 * entry["step"] ** 2, "attention_imbalance": 1.2} for entry in low]
-    folded = re.findall(r"<details class=flat><summary>(.*?)</summary>", report(history=high).html())
-    assert folded == ["Attention imbalance: 1.2 in all steps"]
-
-
-def test_a_page_without_a_step_says_so():
-    assert Page(report().html()).tags.count("svg") == 9
-    assert report().html().count(">not recorded</text>") == 9
-
-
-@pytest.mark.parametrize(
-    ("values", "ticks"),
-    [
-        ([5.474, 5.361], ["5.350", "5.375", "5.400", "5.425", "5.450", "5.475"]),
-        ([0, 58000], ["0", "20k", "40k", "60k"]),
-        ([0, 1e30], ["0", "2e+29", "4e+29", "6e+29", "8e+29", "1e+30"]),
-    ],
-)
-def test_ticks_have_the_digits_that_tell_them_apart(values, ticks):
-    axis = charts.Axis.of(values, 0, 100)
-    assert [charts._tick_writer(axis)(tick) for tick in axis.ticks] == ticks
-
-
-@pytest.mark.parametrize(("steps", "ticks"), [(3, [1, 2, 3]), (10, [2, 4, 6, 8, 10]), (12, [5, 10])])
-def test_ticks_of_steps_are_whole(steps, ticks):
-    assert charts.Axis.of(range(1, steps + 1), 0, 100, whole=True).ticks == ticks
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -657,14 +264,3 @@ def test_ticks_of_steps_are_whole(steps, ticks):
 def test_a_trace_of_nothing_is_refused(arguments, message, capsys):
     assert main([*arguments, "--model_name_or_path", "tiny", "--dataset_name", "stdlib"]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_run_on_preferences_has_charts_of_its_rewards():
-    rewards = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/margins": 1.0, "rewards/accuracies": 0.75}
-    steps = [{"step": step, "loss": 0.6} | rewards for step in (1, 2)]
-    evaluated = {"step": 2, "eval_loss": 0.5, "eval_rewards/margins": 1.2, "eval_rewards/accuracies": 1.0}
-    drawn = [re.search("<figcaption>(.*?)</figcaption>", chart)[1] for chart in all_charts([*steps, evaluated], steps)]
-    assert drawn[1:4] == ["Rewards", "Reward margins", "Reward accuracies"]
-    page = "".join(all_charts([*steps, evaluated], steps)[1:4])
-    assert re.findall("<li>.*?</i>(.*?)</li>", page) == ["chosen", "rejected", *["training", "evaluation"] * 2]
-    assert not any("Reward" in chart for chart in all_charts([], [{"step": 1, "loss": 0.6}]))

@@ -1,0 +1,39 @@
+"""What a run prints before its first step: its sign of life and its summary."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from longctx.launch.console import Line, show_summary
+from longctx.launch.terminal import HAS_STARTED, say_hello
+
+
+def test_a_summary_is_short_and_explained_when_asked(capsys):
+    lines = [Line("batch", "8 a step", "8 a step = 2 × 4"), Line("mesh", "4 processes"), Line("note", "evil\x1b[2J")]
+    show_summary(lines, explain=False)
+    short = capsys.readouterr().out
+    assert short.split("\n\n")[:3] == ["\nmesh      4 processes", "batch     8 a step", "note      evil\\x1b[2J"]
+    assert "--explain" in short
+    show_summary(lines, explain=True)
+    explained = capsys.readouterr().out
+    assert "batch     8 a step = 2 × 4\n" in explained
+    assert "--explain" not in explained
+
+
+def test_a_run_says_hello_once(monkeypatch, capsys):
+    monkeypatch.delenv(HAS_STARTED, raising=False)
+    for _ in range(2):  # the second time as a process that the first has started
+        say_hello("0.1.0")
+    assert capsys.readouterr().out.count("longctx 0.1.0 is starting") == 1
+
+
+def test_the_first_sign_of_life_comes_before_the_slow_imports():
+    program = "import sys, longctx.__main__, longctx.train, longctx.launch.terminal as t"
+    program += "; t.say_hello(longctx.__version__)"
+    program += "; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    environment = {name: value for name, value in os.environ.items() if name != HAS_STARTED}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "is starting" in done.stdout

@@ -1,0 +1,125 @@
+"""The lines that a run prints: one a step, in a file and in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from longctx.training.peak_memory import GIB, PeakMemory
+from longctx.training.progress import ROWS_PER_HEADER, StepLines
+from tests.training.test_training import COMMON, make_documents, write_jsonl
+
+LOGS = {"loss": 2.3456, "tokens_per_second": 12345.6, "tokens_per_second_per_device": 3086.4, "grad_norm": 1.0}
+LOGS |= {"learning_rate": 2e-5, "attention_imbalance": 1.02}
+HOST = PeakMemory(
+    allocated=(0, 0),
+    reserved=(0, 0),
+    host=(2 * GIB, 3 * GIB),
+    retries=(0, 0),
+    device_total=(0, 0),
+    host_total=(24 * GIB, 24 * GIB),
+)
+GPU = replace(HOST, allocated=(61 * GIB, 73 * GIB), device_total=(80 * GIB, 80 * GIB))
+
+
+def follow(output, *, is_first=True, steps=(5, 6), logs=LOGS, memory=HOST, max_steps=10):
+    """What a resumed run of these steps, with an evaluation after each, prints on `output`."""
+    with contextlib.redirect_stdout(output):
+        lines, control = StepLines(SimpleNamespace(peak_memory=memory), ranks_per_node=2), TrainerControl()
+        args = TrainingArguments(output_dir="unused", use_cpu=True)
+        state = TrainerState(max_steps=max_steps, global_step=steps[0] - 1, is_world_process_zero=is_first)
+        lines.on_train_begin(args, state, control)
+        for state.global_step in steps:
+            lines.on_log(args, state, control, logs=logs | {"loss": 2.3456 + state.global_step})
+            for _ in range(2):
+                lines.on_prediction_step(args, state, control, eval_dataloader=[1, 2])
+            lines.on_log(args, state, control, logs={"eval_loss": 1.5, "eval_runtime": 75.0})
+        lines.on_log(args, state, control, logs={"train_runtime": 5000.0, "train_loss": 2.0})
+    return output.getvalue() if isinstance(output, io.StringIO) else None
+
+
+def test_a_file_has_one_plain_line_a_step_under_its_header():
+    header, *lines, empty, end = follow(io.StringIO()).splitlines()
+    titles = "step loss grad norm learn. rate tokens/s per device memory GiB imbalance time left"
+    assert header.split() == titles.split()
+    assert [len(line) for line in (lines[0], lines[2])] == [len(header)] * 2
+    assert lines[0].split() == ["5/10", "7.346", "1.00", "2.0e-05", "12.3k", "3.09k", "5.0/24.0", "1.02", "0", "s"]
+    assert lines[1::2] == [f"evaluated after step {step}: loss 1.5, in 1:15" for step in (5, 6)]
+    assert (empty, end) == ("", "trained   2 steps in 1:23:20, mean loss 2")
+    assert follow(io.StringIO(), is_first=False) == ""
+
+
+def test_a_gpu_has_its_utilisation_and_its_own_memory():
+    _, line, *_ = follow(io.StringIO(), logs=LOGS | {"mfu": 0.4167}, memory=GPU).splitlines()
+    assert line.split()[5:8] == ["3.09k", "42%", "73.0/80.0"]
+
+
+def test_the_header_comes_again():
+    printed = follow(io.StringIO(), steps=range(1, ROWS_PER_HEADER + 2), max_steps=30).splitlines()
+    headers = [index for index, line in enumerate(printed) if line.split()[:1] == ["step"]]
+    assert headers == [0, 1 + 2 * ROWS_PER_HEADER]
+
+
+def read_all(leader):
+    """What has been written to a terminal until its other end is closed."""
+    seen = b""
+    with contextlib.suppress(OSError):  # that it is closed
+        while read := os.read(leader, 2**16):
+            seen += read
+    os.close(leader)
+    return seen.decode()
+
+
+@pytest.mark.parametrize(("columns", "title"), [(80, "mem GiB"), (120, "memory GiB")])
+def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))  # rich asks the standard streams, which are pytest's here
+    monkeypatch.setenv("TERM", "xterm-256color")
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, columns))
+    with open(follower, "w") as terminal:
+        follow(terminal, logs=LOGS | {"mfu": 0.4}, memory=GPU, steps=(5, 6, 1000), max_steps=1000)
+    seen = read_all(leader)
+    assert "evaluation: batch 1 of 2" in seen
+    assert re.search(r"\x1b\[33m *73.0/80.0\x1b\[0m", seen), "memory that is nearly full is yellow"
+    lines = re.sub(r"\x1b\[[\d;]*m", "", seen).splitlines()
+    assert title in lines[0]
+    assert max(map(len, lines)) <= columns
+
+
+@pytest.mark.long
+def test_a_resumed_run_of_two_ranks_has_a_line_a_step_in_a_terminal_and_elsewhere(models, tmp_path):
+    """Evaluated; steps are counted on from the one that the run is resumed from."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 130, 64] * 4))
+    flags = [*COMMON, "--disable_tqdm", "False", "--sp", "2", "--use_cpu", "True", "--dataset_name", data]
+    flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train"]
+    flags += ["--per_device_eval_batch_size", "1"]
+    flags += ["--save_strategy", "steps", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
+    flags += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "longctx.train", *flags, "--max_steps"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        subprocess.run([*command, "2"], stdout=file, stderr=file, env=environment, check=True, timeout=300)
+    assert re.findall(r"^ *(\d)/2 ", log.read_text(), re.MULTILINE) == ["1", "2"]
+    assert not re.search(r"[\r\x1b]", log.read_text())
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 120))
+    with subprocess.Popen([*command, "4"], stdin=follower, stdout=follower, stderr=follower, env=environment) as run:
+        os.close(follower)
+        seen = read_all(leader)
+    assert run.returncode == 0, seen
+    assert re.findall(r"^ *(\d)/4 ", seen.replace("\r", ""), re.MULTILINE) == ["3", "4"]
+    assert "evaluation: batch 1 of" in seen
+    assert seen.count("after step 4: loss ") == 1
+    assert "{'" not in seen
