@@ -13,17 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from datasets import Dataset, disable_caching, enable_caching
-from transformers import AutoTokenizer
+from datasets import Dataset
 from trl.scripts.utils import DatasetConfig
 
-from longctx.data import Mixture, load_records, tokenize_records
-from longctx.data.chat import ChatEncoder
+from longctx.data import Mixture, load_records
 from longctx.data.contents import cache_folder
-from longctx.data.encoders import PretokenizedEncoder, TextEncoder
-from longctx.data.tokenize import encoder_key
 from longctx.model.tiny import tiny_config, tiny_tokenizer
-from longctx.packing import PackedStream, Packing, pack_dataset, plan_packing
+from longctx.packing import PackedStream, Packing, plan_packing
 from longctx.run.processes import _OF_A_NODE, _decided
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile
@@ -35,6 +31,8 @@ from longctx.training.dataset import _evaluation_settings, prepare_data_set
 from longctx.training.fingerprint import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
 
 TEXTS = ["one", "two and more", "three " * 5, "", "five, five, five", "six", "seven " * 9, "eight"]
+
+
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -102,7 +100,6 @@ CHANGED_STREAM = {
         *("eos_token", "max_length", "overlong", "dataloader_drop_last", "model_init_kwargs", "rope_scaling"),
     )
 }
-
 KNOWN_ELSEWHERE = {
     "by `sequences_per_step`": "per_device_train_batch_size gradient_accumulation_steps global_batch_size",
     "by names and shapes of what is trained": (
@@ -399,97 +396,6 @@ def test_nodes_compare_every_array_of_a_plan_and_tokens_of_all_columns(data):
     assert known(evaluation=rows_of(a_packing(), documents)) != before
 
 
-# ------------------------------------------------------------------------------------------------
-# What is kept on disk
-# ------------------------------------------------------------------------------------------------
-
-RECORDS = Dataset.from_dict({"text": ["a b", "c"], "other": ["d", "e"]})
-PAIRS = Dataset.from_dict({"prompt": ["a "], "completion": ["b"]})
-CHATS = Dataset.from_dict({"messages": [CHAT]})
-MARKED = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-TOKENISED = {
-    "dataset": (RECORDS, {}, {"dataset": RECORDS.select([0])}),
-    "tokenizer": (RECORDS, {}, {"tokenizer": "another"}),
-    "text_field": (RECORDS, {}, {"text_field": "other"}),
-    "completion_only_loss": (PAIRS, {}, {"completion_only_loss": False}),
-    "assistant_only_loss": (CHATS, {"chat_template": MARKED}, {"assistant_only_loss": True}),
-    "chat_template": (CHATS, {"chat_template": MARKED}, {"chat_template": MARKED + " "}),
-    "vocab_size": (RECORDS, {}, {"vocab_size": 272}),
-}
-
-
-def test_tokenised_documents_are_kept_under_everything_they_depend_on():
-    """But for the number of processes, which changes none of them."""
-    assert set(inspect.signature(tokenize_records).parameters) == {*TOKENISED, "num_proc"}
-    another = tiny_tokenizer()
-    another.add_tokens(["a b"])
-    disable_caching()
-    try:
-        for name, (records, given, changed) in TOKENISED.items():
-            keys = []
-            for options in (given, given | changed, given | {"num_proc": None}):
-                options = {"dataset": records, "tokenizer": tiny_tokenizer()} | options
-                if options["tokenizer"] == "another":
-                    options["tokenizer"] = another
-                keys.append(tokenize_records(**options)._fingerprint)
-            assert keys[0] != keys[1], name
-            assert keys[0] == keys[2], name
-    finally:
-        enable_caching()
-
-
-ENCODERS = [
-    lambda: TextEncoder(tiny_tokenizer(), "text", False),
-    lambda: ChatEncoder(tiny_tokenizer(), "messages", TEMPLATE, False, False),
-    lambda: PretokenizedEncoder(["input_ids"], None, False),
-]
-
-
-@pytest.mark.parametrize("make", ENCODERS)
-def test_every_attribute_of_an_encoder_is_part_of_its_key(make):
-    """`options` passes over what is not plain, so that an attribute of another type would be forgotten."""
-    encoder = make()
-    encoder.vocab_size = 7
-    names = set(vars(encoder)) - {"tokenizer"}
-    assert set(encoder.options()) == names
-    for name in names:
-        other = make()
-        other.vocab_size = 7
-        setattr(other, name, ["another"] if isinstance(getattr(other, name), list) else "another")
-        assert encoder_key(other) != encoder_key(encoder), name
-
-
-def with_merge(tokenizer):
-    tokenizer.add_tokens(["zz zz"])
-
-
-def with_other_eos(tokenizer):
-    tokenizer.eos_token = "a"
-
-
-def with_template(tokenizer):
-    tokenizer.chat_template = TEMPLATE
-
-
-def with_normalizer(tokenizer):
-    from tokenizers import normalizers
-
-    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-
-
-@pytest.mark.parametrize("change", [with_merge, with_other_eos, with_template, with_normalizer])
-def test_another_tokenizer_has_another_key(change, data):
-    one, other = (AutoTokenizer.from_pretrained(data["model"]) for _ in range(2))
-    change(other)
-    assert encoder_key(TextEncoder(one, "text", False)) != encoder_key(TextEncoder(other, "text", False))
-
-
-def test_a_tokenizer_that_was_used_has_the_same_key(data):
-    one, other = (AutoTokenizer.from_pretrained(data["model"]) for _ in range(2))
-    other(["some text", "more"], padding=True, truncation=True, max_length=3)
-    assert encoder_key(TextEncoder(one, "text", False)) == encoder_key(TextEncoder(other, "text", False))
-
-
 def test_records_of_files_are_kept_under_the_column_that_is_read(data):
     one, other = (load_records(data["text"], text_field=name) for name in ("text", "other"))
     assert one._fingerprint != other._fingerprint
@@ -497,6 +403,10 @@ def test_records_of_files_are_kept_under_the_column_that_is_read(data):
     assert one._fingerprint != load_records(data["more"])._fingerprint
     assert (one.column_names, other.column_names) == (["text"], ["other"])
 
+
+# ------------------------------------------------------------------------------------------------
+# What is kept on disk; tests/data/test_cache_keys.py has the rest
+# ------------------------------------------------------------------------------------------------
 
 PLANNED = {
     "lengths": {"dataset_name": "more"},
@@ -519,35 +429,6 @@ def test_plans_are_kept_under_everything_they_depend_on(data, tmp_path, monkeypa
     identity(data, {})
     assert {path.name for path in tmp_path.glob("plan-*")} == seen
     assert cache_folder() != tmp_path
-
-
-PACKED = {"dataset": None, "seq_length": 4, "strategy": "wrapped", "overlong": "split"}
-
-
-def test_packed_data_sets_are_kept_under_everything_they_depend_on():
-    """`map_kwargs` are for `Dataset.map`: processes and messages, no tokens."""
-    assert set(inspect.signature(pack_dataset).parameters) == {*PACKED, "map_kwargs"}
-    documents = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]]})
-    given = {"dataset": documents, "seq_length": 8}
-    key = pack_dataset(**given)._fingerprint
-    assert pack_dataset(**given)._fingerprint == key
-    for name, value in PACKED.items():
-        other = documents.select([0]) if name == "dataset" else value
-        assert pack_dataset(**given | {name: other})._fingerprint != key, name
-
-
-STREAMED = {"capacity": 16, "overlong": "drop", "strategy": "none", "look_ahead": 2}
-
-
-def test_a_stream_s_state_has_every_setting_that_its_rows_depend_on():
-    """The source is the user's, and the columns are in the position."""
-    names = set(inspect.signature(PackedStream).parameters) - {"source", "columns"}
-    assert names == {"capacity", "overlong", "strategy", "look_ahead"}
-    position = PackedStream([], 8).position()
-    for name, value in STREAMED.items():
-        other = PackedStream([], **{"capacity": 8, name: value})
-        with pytest.raises(ValueError, match="the position is of a stream with"):
-            other.go_on_from(position)
 
 
 def test_the_evaluation_split_is_read_under_the_run_s_own_settings(data):
