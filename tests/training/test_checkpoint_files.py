@@ -1,0 +1,148 @@
+"""A checkpoint's folder is whole or not there, and what ranks have written is read by any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longctx.training.checkpoint.files import (
+    CheckpointError,
+    checkpoints,
+    make_partial,
+    rotate,
+    take_place,
+    writing,
+)
+from longctx.training.checkpoint.shards import parameter_shards
+from longctx.training.checkpoint.states import StateReader, write_states
+
+
+def test_ranges_of_any_size_come_together(tmp_path):
+    """What three ranks wrote is read by two, whose ranges begin and end elsewhere."""
+    model = torch.nn.Linear(5, 7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    (weight, *rest) = list(parameter_shards(model, optimizer))
+    for rank, (start, stop) in enumerate([(0, 11), (11, 30), (30, 35)]):
+        part = {kind: value[start:stop] if value.dim() else value for kind, value in weight.states.items()}
+        held = [
+            type(weight)(name=weight.name, shape=weight.shape, start=start, states=part),
+            *(rest if not rank else []),
+        ]
+        write_states(tmp_path, held, rank, file_bytes=50)
+    reader = StateReader(tmp_path)
+    for start, stop in [(0, 17), (17, 35), (10, 12)]:
+        empty = {kind: torch.zeros_like(value[start:stop]) for kind, value in weight.states.items() if value.dim()}
+        empty["step"] = torch.zeros(())
+        reader.fill(type(weight)(name=weight.name, shape=weight.shape, start=start, states=empty))
+        for kind, value in empty.items():
+            assert torch.equal(value, weight.states[kind][start:stop] if value.dim() else weight.states[kind]), kind
+    (tmp_path / "states-00001-000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lacks elements 11 to 35 of weight of weight"):
+        StateReader(tmp_path).fill(weight)
+
+
+@pytest.mark.parametrize(("settings", "device"), [({}, "cpu"), ({"capturable": True}, "meta")])
+def test_the_count_of_steps_is_made_where_the_optimizer_makes_it(settings, device):
+    """Fused and captured kernels read it on the parameters' device, here one that stands for a GPU."""
+    model = torch.nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    for piece in parameter_shards(model, optimizer, kinds=["exp_avg", "exp_avg_sq"], scalars=["step"]):
+        assert {kind: value.device.type for kind, value in piece.states.items()} == {
+            **dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), "meta"),
+            "step": device,
+        }
+
+
+def test_what_fails_leaves_nothing_and_keeps_what_was_there(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "old").touch()
+
+    def write():
+        with writing(tmp_path / "checkpoint-3", is_owner=True) as partial:
+            make_partial(partial)
+            (partial / "new").touch()
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "old"]
+
+
+def make_checkpoints(folder, *steps, whole=True):
+    for step in steps:
+        (folder / f"checkpoint-{step}").mkdir()
+        if whole:
+            (folder / f"checkpoint-{step}" / "longctx.json").touch()
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (None, None, {5, 10, 15, 20}),
+        (1, None, {15}),
+        (2, None, {10, 15}),
+        (2, 5, {5, 15}),
+        (1, 5, {5, 15}),
+        (4, None, {5, 10, 15, 20}),
+    ],
+)
+def test_what_was_just_saved_and_the_best_stay(limit, best, left, tmp_path):
+    """A run that goes on from 10, since 20 is damaged, has saved 15. Only checkpoints are deleted."""
+    make_checkpoints(tmp_path, 5, 10, 15, 20)
+    for name in ("checkpoint-10-mine", "checkpoint-best", "checkpoint-7.tar"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-12.partial", "checkpoint-5.replaced"):
+        (tmp_path / name).mkdir()
+    rotate(tmp_path / "checkpoint-15", limit=limit, best=best and str(tmp_path / f"checkpoint-{best}"))
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"checkpoint-10-mine", "checkpoint-best", "checkpoint-7.tar", *(f"checkpoint-{n}" for n in left)}
+
+
+def test_one_that_is_being_replaced_is_found(tmp_path):
+    """A kill between its two names: the old one is whole, and in no other place than the new one will be."""
+    make_checkpoints(tmp_path, 3, 6)
+    (tmp_path / "checkpoint-6").rename(tmp_path / "checkpoint-6.replaced")
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-6.replaced", "checkpoint-3"]
+    make_checkpoints(tmp_path, 6)
+    assert checkpoints(tmp_path)[0].name == "checkpoint-6"
+
+
+def test_a_checkpoint_stays_until_the_one_that_repeats_it_has_its_name(tmp_path, monkeypatch):
+    """A kill before each of the two renames leaves a whole one: the old one, under one of its names."""
+    moved, replace = [], os.replace
+
+    def killed(source, target):
+        if len(moved) == at:
+            raise KeyboardInterrupt
+        moved.append(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    for at in (0, 1):
+        moved.clear()
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        make_checkpoints(folder, 3)
+        (folder / "checkpoint-3.partial").mkdir()
+        with pytest.raises(KeyboardInterrupt):
+            take_place(folder / "checkpoint-3.partial", folder / "checkpoint-3")
+        assert len(checkpoints(folder)) == 1
+
+
+def test_padding_of_a_part_is_not_written():
+    """Seven elements in two parts of four: the second has three."""
+    flat, model = torch.arange(10.0), torch.nn.Linear(7, 1, bias=False)
+    zero = SimpleNamespace(optimizer=torch.optim.SGD([flat], lr=1.0), fp32_partitioned_groups_flat=[flat])
+    zero.get_param_id, zero.grad_position = lambda parameter: 0, [(0, 2, 4)]
+    zero._swappable_optimizer_subgroup = lambda group: False
+    for rank, numel in ((0, 4), (1, 3)):
+        zero._get_param_partition_rank = lambda parameter, rank=rank: rank
+        (piece,) = parameter_shards(model, zero)
+        assert (piece.start, piece.states["weight"].tolist()) == (4 * rank, flat[2 : 2 + numel].tolist())
+    zero._get_param_partition_rank = lambda parameter: 2
+    assert not list(parameter_shards(model, zero))
