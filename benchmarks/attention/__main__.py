@@ -13,6 +13,7 @@ import torch
 
 import longctx
 from longctx.training.engines import prefer_huge_pages
+from longctx.upstream.deepspeed_internals import stay_on_cpu
 
 from .. import attention
 from ..packing import device
@@ -61,6 +62,8 @@ def misfit(options: argparse.Namespace) -> str | None:
 def main(arguments: list[str] | None = None) -> None:
     prefer_huge_pages()
     options = parse(arguments)
+    if options.device == "cpu":
+        stay_on_cpu()  # else DeepSpeed, which ranks import, would say on stdout that it has found no GPU
     given = sys.argv[1:] if arguments is None else arguments
     report = Report(options.output)
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
