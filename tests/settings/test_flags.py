@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-from longctx.run.training import _first_step_report
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT, REASONS
 from longctx.settings.values import DEMO
 from longctx.train import main
-from tests.workers import run_ranks
 
 OWN = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib"]
 
@@ -371,112 +368,3 @@ def test_a_flag_of_a_newer_trl_is_refused():
     newer = type(flags)(flags.values | {"brand_new": 1}, flags.explicit | {"brand_new"}, flags.arguments)
     with pytest.raises(ValueError, match="--brand_new 1 is refused: it is newer"):
         resolve(newer, read_profile({}), {})
-
-
-# ------------------------------------------------------------------------------------------------
-# What acts, acts on every engine
-# ------------------------------------------------------------------------------------------------
-
-STEPS = "--max_steps 3 --max_length 64 --per_device_train_batch_size 2 --overlong split --save_strategy no"
-TRAINED = {
-    **{name: f"--optim {name} --learning_rate 1e-3" for name in NOT_BUILT["optim"]},
-    "no clipping": "--max_grad_norm 0",
-    "decay": "--weight_decay 0.1 --adam_beta1 0.8 --adam_beta2 0.9 --adam_epsilon 1e-6",
-    "constant": "--lr_scheduler_type constant_with_warmup --warmup_steps 2",
-    "checkpointing": "--gradient_checkpointing True",
-    "selective": '--gradient_checkpointing True --gradient_checkpointing_kwargs {"selective":true}',
-    "other order": "--data_seed 5 --shuffle_dataset True --dataloader_drop_last True --dataloader_num_workers 1",
-    "accumulation": "--gradient_accumulation_steps 2",
-}
-
-
-def trained_losses(arguments):
-    """{case: [(loss, gradient norm) of each step]} on this process group, or on one process."""
-    from accelerate.state import AcceleratorState
-
-    from longctx.run import fit, load, prepare
-
-    environment, results = dict(os.environ), {}
-    for case, given in TRAINED.items():
-        AcceleratorState._reset_state()
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
-        flags = parse_flags([*arguments, *STEPS.split(), *given.split(), "--logging_steps", "1"])
-        prepared = prepare(resolve(flags, read_profile(), os.environ))
-        log = fit(prepared, load(prepared)).state.log_history
-        results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
-    return results
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("backend", ["ring", "ulysses"])
-def test_flags_act_on_sharded_engines_as_on_one_device(backend, tmp_path):
-    """Two ranks with FSDP2 or ZeRO-3 against one process without an engine."""
-    (tmp_path / "data.jsonl").write_text("".join(f'{{"text": "{i} {"ab" * i}"}}\n' for i in range(1, 30)))
-    arguments = ["--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "data.jsonl"), "--use_cpu"]
-    one = run_ranks(1, f"{__name__}:alone", [*arguments, "--output_dir", str(tmp_path / "one")])[0]
-    two = [*arguments, "--sp", "2", "--sp_backend", backend, "--output_dir", str(tmp_path / "two")]
-    for results in run_ranks(2, f"{__name__}:trained_losses", two):
-        for case, expected in one.items():
-            assert len(results[case]) == len(expected) == 3
-            for (loss, norm), (expected_loss, expected_norm) in zip(results[case], expected, strict=True):
-                assert loss == pytest.approx(expected_loss, rel=1e-4), case
-                assert norm == pytest.approx(expected_norm, rel=1e-3), case
-
-
-def alone(arguments):
-    """`trained_losses` without the group, as a process that no launcher has started."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    return trained_losses(arguments)
-
-
-# ------------------------------------------------------------------------------------------------
-# The demo on a machine with fewer GPUs than its --sp
-# ------------------------------------------------------------------------------------------------
-
-
-def test_the_demo_runs_on_the_cpu_where_its_processes_have_no_gpu_each(monkeypatch):
-    """The process that starts the others, and each of those, decide the same and say so."""
-    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
-    group = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    for env in ({}, group):
-        run = resolve(parse_flags(["--sp", "4"]), read_profile(dict(env)), env)
-        assert (run.use_cpu, run.dims.sp, run.settings["bf16"]) == (True, 4, False)
-        assert any("runs on the CPU: 4 processes need 4 GPUs, and 1 is visible" in note for note in run.notes)
-    run = resolved("--sp", "1")
-    assert (run.use_cpu, run.settings["bf16"]) == (False, True)
-
-
-@pytest.mark.parametrize("gpus", [2, 3])
-def test_the_demo_shares_a_sequence_over_the_gpus_that_a_launcher_has_taken(gpus, monkeypatch):
-    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
-    env = {"RANK": "1", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)}
-    run = resolve(parse_flags(["--sp", "4"]), read_profile(dict(env)), env)
-    assert (run.use_cpu, run.dims.sp) == (False, gpus)
-    assert any(f"the demo runs at sp {gpus}" in note for note in run.notes)
-
-
-@pytest.mark.parametrize(
-    ("bf16", "said"), [(True, "step 1 in bf16 matched one device in fp32"), (False, "step 1 matched")]
-)
-def test_the_demos_closing_line_says_what_was_computed_in_bf16(bf16, said, monkeypatch):
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(bf16=bf16, label_smoothing_factor=0.0),
-        state=SimpleNamespace(log_history=[{}, {"loss": 2.002, "grad_norm": 4.0}]),
-    )
-    monkeypatch.setattr("longctx.run.training.first_step_batches", lambda *_: [])
-    monkeypatch.setattr("longctx.run.training.load_model", lambda *_: None)
-    monkeypatch.setattr("longctx.run.training.single_device_step", lambda *_: (2.0, 4.0))
-    result, numbers = _first_step_report(trainer, resolved())
-    assert result.startswith(said)
-    assert result.endswith("to 1e-03")
-    assert numbers == "loss 2.002000 and 2.000000, gradient norm 4.000000 and 4.000000"
-
-
-def test_what_a_user_names_is_refused_instead(monkeypatch):
-    """A model of one's own, or the device by its flag."""
-    monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
-    for named in (OWN, ["--use_cpu", "False"]):
-        with pytest.raises(ValueError, match="4 processes on this machine need 4 GPUs, and 1 are visible"):
-            resolved(*named, "--sp", "4")

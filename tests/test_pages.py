@@ -1,0 +1,153 @@
+"""What README.md, CONTRIBUTING.md and docs/ say of the code is true of it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks import small_gpus
+from benchmarks.differential.__main__ import _parser as differential_parser
+from benchmarks.gpu.__main__ import _parser as gpu_parser
+from benchmarks.max_length.__main__ import _parser as bench_parser
+from longctx.attention.backends import BACKENDS
+from longctx.plan import _parser as plan_parser
+from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.settings.methods import DPO
+from tests.test_docs import PAGES, ROOT
+
+
+@cache
+def messages() -> list[str]:
+    """Strings of longctx/, with … for what is filled in; those that stand behind each other in the code are one."""
+    found = []
+    for path in (ROOT / "longctx").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def is_said(quote: str, message: str) -> bool:
+    """Whether the words of a quote stand in a message in their order, nothing but … between and beside them."""
+    gap = r"(?:…|\W)*"
+    parts = [re.escape(part.strip(" .,:;()")) for part in quote.split("…")]
+    return re.search(gap.join(part for part in parts if part), message) is not None
+
+
+QUOTES = re.findall(r"^> `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("quote", QUOTES)
+def test_a_message_of_troubleshooting_is_one_of_the_code(quote):
+    assert any(is_said(quote, message) for message in messages()), f"nothing in longctx/ says {quote!r}"
+
+
+def test_a_message_that_the_code_does_not_have_is_seen():
+    assert not any(is_said("--sp … does not suit the … processes", message) for message in messages())
+    assert len(QUOTES) == len(re.findall(r"^> ", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)) >= 25
+
+
+def test_every_backend_is_explained():
+    """In docs/concepts.md: the head of the table "Which backend", and a line of "What a rank holds"."""
+    concepts = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    head = re.search(r"^## Which backend\n\n\|(.+)\|$", concepts, re.MULTILINE)
+    assert head is not None
+    for name in BACKENDS.spread:
+        assert name in re.findall(r"\w+", head[1].lower()), f"docs/concepts.md, Which backend, has no column for {name}"
+        assert re.search(rf"^- \*\*{name}\*\* ", concepts, re.MULTILINE | re.IGNORECASE), (
+            f"docs/concepts.md does not say what a rank holds under {name}"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_a_page_names_exist(page):
+    """In coming-from.md the left column is other projects'."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "coming-from.md":
+        text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
+    of_launchers = {
+        "accelerate": "config_file num_machines mixed_precision dynamo_backend deepspeed_multinode_launcher",
+        "torchrun": "nproc_per_node nnodes rdzv_backend rdzv_id rdzv_endpoint max_restarts signals_to_handle "
+        "shutdown_timeout",
+        "deepspeed": "no_ssh node_rank master_addr hostfile module",
+        "slurm": "nodes ntasks gpus cpus time job signal requeue open wait distribution resv pty exclusive",
+        "mkdocs": "strict",
+        "pip": "upgrade",
+    }
+    ours = set(parse_flags([]).values) | {action.dest for p in (plan_parser(), bench_parser()) for action in p._actions}
+    ours |= set(parse_flags([], DPO).values)
+    ours |= {"config", "json", "num_layers", "version", "help", "support"}
+    named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text))
+    if page.name in ("CONTRIBUTING.md", "support-matrix.md", "scaling.md"):
+        ours |= {"check", "output", "record"}
+        ours |= {action.dest for parser in (differential_parser(), gpu_parser()) for action in parser._actions}
+        ours |= {"list", "only"}  # of benchmarks.mutants
+    assert named - ours - set(" ".join(of_launchers.values()).split()) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_parts_that_a_page_links_exist(page):
+    for path, part in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        target = (page.parent / path).resolve() if path else page
+        if "reference/" in path and not target.exists():  # made by docs/pages.py, and checked by mkdocs
+            continue
+        assert target.exists(), path
+        if part and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert part in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, part
+
+
+def test_the_drawings_are_those_of_the_plans():
+    drawings = load(ROOT / "docs" / "drawings.py")
+    for name, draw in drawings.DRAWINGS.items():
+        assert (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") == draw(), "run python docs/drawings.py"
+
+
+def test_the_flags_page_names_every_flag():
+    page = load(ROOT / "docs" / "pages.py").flags_page()
+    assert set(re.findall(r"^\| `--(\w+)` \|", page, re.MULTILINE)) >= {f.name for f in fields(SequenceArguments)}
+    named = set(re.findall(r"`--(\w+)`", page))
+    # Those that no table names are refused when they are set, and told so.
+    assert named - set(parse_flags([]).values) == {"help", "config_file"}
+    assert {"learning_rate", "lora_r", "save_steps", "eval_steps", "load_in_4bit", "deepspeed"} <= named
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason='the docs extra: pip install -e ".[docs]"')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("index.html")}
+    assert {".", "concepts", "howto/launch", "reference/flags", "reference/python", "troubleshooting"} <= pages
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SMALL_CARDS = ROOT / "docs/howto/small-gpus.md"
+
+
+def test_small_cards_have_the_table_of_their_benchmark():
+    """The table of the smaller model on the smaller cards is predicted anew: lengths, speeds and flags."""
+    page = SMALL_CARDS.read_text(encoding="utf-8")
+    assert "\n".join(small_gpus.table(small_gpus.MODELS[0], "RTX 4090")) in page
+
+
+@pytest.mark.long
+def test_small_cards_have_all_tables_of_their_benchmark():
+    assert small_gpus.section() in SMALL_CARDS.read_text(encoding="utf-8")
