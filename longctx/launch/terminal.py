@@ -44,22 +44,22 @@ def end_refused(
 ) -> int:
     """Print why a run ends, and return its exit code.
 
+    A `RefusedOnAllRanks` is printed by the one rank that reports it. Of other errors, which every rank may have, each
+    machine's first rank prints one line; other ranks leave theirs to the launcher.
+
     Args:
-        is_mine: whether this rank prints it; None for what a `RefusedOnAllRanks` says, and True for other errors.
+        is_mine: whether this rank reports it; None for what a `RefusedOnAllRanks` says, and True for other errors.
         together: whether all ranks end now, as they do after a `RefusedOnAllRanks`; then each waits for the others.
     """
+    is_of_one_rank = hasattr(error, "is_mine")
     if getattr(error, "is_mine", True) if is_mine is None else is_mine:
-        refuse(error)
-    if together or hasattr(error, "is_mine"):
+        prints = is_of_one_rank or is_first_on_node()
+        tell(" ".join(str(error).splitlines()), prints=prints, is_left=not prints)
+    if together or is_of_one_rank:
         from longctx.ranks.agreement import exit_with_others
 
         exit_with_others()
     return code
-
-
-def refuse(error: Exception) -> None:
-    """Print an error as one line on each machine's first rank; other ranks leave theirs to the launcher."""
-    tell(" ".join(str(error).splitlines()), prints=is_first_on_node(), is_left=not is_first_on_node())
 
 
 def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -> None:

@@ -77,9 +77,15 @@ class _Leave(Exception):
 class _AtAttention:
     """Stands in for the batch's `AttentionContext` while one chunk goes through the layer."""
 
-    def __init__(self, length: int, answer: Callable[..., Tensor], position_ids: Tensor | None):
-        self.local_length, self.calls, self.position_ids = length, 0, position_ids
-        self._answer = answer
+    def __init__(self, sequence: AttentionContext, at: slice, answer: Callable[..., Tensor]):
+        self.local_length, self.calls = at.stop - at.start, 0
+        self._sequence, self._at, self._answer = sequence, at, answer
+
+    @property
+    def position_ids(self) -> Tensor | None:
+        """int64 [1, c], those of the chunk."""
+        positions = self._sequence.position_ids
+        return None if positions is None else positions[:, self._at]
 
     def attend(self, kind: AttentionKind) -> Callable[..., Tensor]:
         return lambda q, k, v, scale, sinks: self._answer(q, k, v, kind, scale, sinks)
@@ -245,9 +251,7 @@ class ChunkedLayer:
 
     def _call(self, x: Tensor, at: slice, answer: Callable[..., Tensor]) -> Any:
         keywords = {name: _chunk_of(value, at, name) for name, value in self.keywords.items()}
-        positions = self.sequence.position_ids
-        of_chunk = None if positions is None else positions[:, at]
-        return self.run(x, **keywords, sequence=_AtAttention(x.shape[1], answer, of_chunk))
+        return self.run(x, **keywords, sequence=_AtAttention(self.sequence, at, answer))
 
     def _split_heads(self, q, k, v, kind, scale, sinks) -> Projection:
         """Split q [1, H, c, D], k and v [1, K, c, D] by the rank that attends with each head."""
