@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ def loop() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             logits = model(**shard.inputs).logits
         sequence.loss(logits, shard.shift_labels, count).backward()
+    time.sleep(0.5)  # torch's backward threads still free Python objects, and abort a process that is at its end
 
 
 if __name__ == "__main__":
