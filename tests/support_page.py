@@ -218,8 +218,8 @@ Do not edit this page. Edit tests/matrix.py instead. A test fails if the page do
   on the soft device, a simulated CUDA device in host memory.
 - **untested**: the setup is not refused, and no test covered it in the run that wrote this page.
 
-Each setup uses the smallest number of ranks over which its backend can spread a sequence: sp 2, or sp 4 for hybrid. In
-the run `data parallel`, a setup without data parallelism has twice as many processes.
+Each setup uses the smallest number of ranks over which its backend can spread a sequence. In the run `data parallel`, a
+setup without data parallelism has twice as many processes.
 
 """
 
