@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -75,13 +75,14 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
     from longctx.report.memory_advice import out_of_memory_explained
 
     with out_of_memory_explained(run), failures_told(resume, run.settings["ddp_timeout"]):
-        return _train(run)
+        return _train(run, resume)
 
 
-def _train(run: Run) -> int:
+def _train(run: Run, how_to_resume: Callable[[], str]) -> int:
     """Prepare processes and data, train the model, and return the exit code."""
     with _without_collections():
         from longctx.data import DataError
+        from longctx.launch.failures import tell_failure
         from longctx.launch.terminal import USAGE_ERROR, end_refused
         from longctx.ranks.agreement import RefusedOnAllRanks
         from longctx.ranks.watchdog import FAILED, current_watchdog
@@ -93,7 +94,7 @@ def _train(run: Run) -> int:
     try:
         prepared = prepare(run)
         if watchdog := current_watchdog():
-            watchdog.register()
+            watchdog.register(lambda failure, rank: tell_failure(failure, rank, how_to_resume()))
         model = load(prepared)
     except ValueError as error:
         return end_refused(error)

@@ -1,4 +1,7 @@
-"""`longctx.train` with a fault in it: FAULT="kind rank step" has that rank meet it in the forward pass of that step."""
+"""`longctx.train` with faults in it: FAULT="kind rank step" has that rank meet it in the forward pass of that step.
+
+Several are separated by commas.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ def meet(kind: str) -> None:
 def plant() -> None:
     from longctx.training.trainer import SequenceTrainer
 
-    kind, rank, step = os.environ["FAULT"].split()
+    faults = {tuple(map(int, place)): kind for kind, *place in map(str.split, os.environ["FAULT"].split(","))}
     once = os.environ.get("FAULT_ONCE")
     forward = SequenceTrainer._forward
 
     @functools.wraps(forward)
     def faulty(self, *arguments):
-        is_due = self.sequence.rank == int(rank) and self.state.global_step + 1 == int(step)
-        if is_due and not (once and Path(once).exists()):
+        kind = faults.get((self.sequence.rank, self.state.global_step + 1))
+        if kind and not (once and Path(once).exists()):
             if once:
                 Path(once).touch()
             print(f"FAULT at {time.time():.1f}", flush=True)

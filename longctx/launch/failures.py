@@ -49,6 +49,7 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[
         if watchdog is None:
             raise
         _ignore_sigterm()
+        watchdog.tell = None  # this thread tells
         resume = how_to_resume()
         failure = _of_another(watchdog, error, timeout, resume) if _is_consequence(error) else None
         if failure is None:
@@ -58,12 +59,22 @@ def failures_told(how_to_resume: Callable[[], str], timeout: float) -> Iterator[
                 tell(failure.message, prints=False)
                 error.add_note(f"longctx: error: {failure.message}")
                 raise
-        mine = failure.teller == watchdog.rank
-        message = f"{died(failure.message)} {resume}" if failure.kind == "died" else failure.message
-        is_seen = failure.kind == "died" and os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
-        # Launchers take the earliest failure, in whole seconds, for the cause.
-        tell(message if mine else f"another rank failed first: {message}", prints=mine and not is_seen, later=2)
+        tell_failure(failure, watchdog.rank, resume)
         raise SystemExit(FAILED) from None
+
+
+def tell_failure(failure: Failure, rank: int, resume: str) -> None:
+    """Print why the run fails if this rank found it out, and write it down for the launcher.
+
+    Args:
+        rank: this rank.
+        resume: how to resume.
+    """
+    mine = failure.teller == rank
+    message = f"{died(failure.message)} {resume}" if failure.kind == "died" else failure.message
+    is_seen = failure.kind == "died" and os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
+    # Launchers take the earliest failure, in whole seconds, for the cause.
+    tell(message if mine else f"another rank failed first: {message}", prints=mine and not is_seen, later=2)
 
 
 def reason(error: BaseException) -> str:

@@ -117,6 +117,7 @@ class Watchdog:
         self.group_store = group_store
         self.step = 0
         self.failure: Failure | None = None
+        self.tell: Callable[[Failure, int], None] | None = None
         self._left = threading.Event()
         self._asked = 0
         self._has_waited = False
@@ -131,8 +132,13 @@ class Watchdog:
         self._thread.start()
         atexit.register(self.leave)
 
-    def register(self) -> None:
-        """Register this rank, so that others notice if it ends without leaving. All ranks call it."""
+    def register(self, tell: Callable[[Failure, int], None] | None = None) -> None:
+        """Register this rank, so that others notice if it ends without leaving. All ranks call it.
+
+        Args:
+            tell: called with the failure and this rank before the thread ends a rank whose main thread is stuck.
+        """
+        self.tell = tell
         me = psutil.Process()
         who = {"pid": me.pid, "host": socket.gethostname(), "created": me.create_time()}
         self.store.set(f"who/{self.rank}", json.dumps(who))
@@ -244,8 +250,12 @@ class Watchdog:
                 if self._left.wait(BEAT_SECONDS):
                     return
         if self.failure is not None and not self._left.wait(LEAVE_SECONDS):
-            sys.stdout.flush()
-            os._exit(FAILED)
+            try:
+                if self.tell is not None:
+                    self.tell(self.failure, self.rank)
+                sys.stdout.flush()
+            finally:
+                os._exit(FAILED)
 
     def _meet_others(self) -> None:
         """Find the other ranks' processes on this machine, by pid and creation time."""

@@ -87,6 +87,13 @@ def check_killed(start, code, output, seconds, checkpoint="checkpoint-2"):
 
 
 @pytest.mark.long
+def test_a_killed_rank_is_named_where_the_others_are_stuck(flags):
+    """As over NCCL, whose collectives may wait for a rank that is gone without an error."""
+    code, output, seconds = run(TORCHRUN, [*flags, *RING, *SAVING], "kill 1 3, hang 0 3")
+    check_killed("torchrun", code, output, seconds)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("start", "layout"), [("ours", ULYSSES), ("torchrun", RING)], ids=str)
 def test_the_error_of_the_rank_that_raises_is_the_one_shown(start, layout, flags):
     code, output, seconds = run(STARTS[start], [*flags, *layout], "raise 1 3")
