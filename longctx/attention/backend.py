@@ -1,8 +1,8 @@
 """The record of an attention backend: everything that the rest of the project knows of it.
 
-A backend is a package that defines such a record; one line in `longctx.attention.backends` registers it. Flags, the
-choice of a backend, its modelled time, the memory forecast, pictures and the sweep read the record, and nothing else
-tells backends apart by name.
+A backend defines such a record, and `longctx.attention.backends` registers it. Flags, the choice of a backend, its
+modelled time, the memory forecast, pictures and the sweep read the record, and nothing else tells backends apart by
+name.
 
 Shape legend: P = R · U ranks share a sequence, R of them in a ring and U of Ulysses.
 """
