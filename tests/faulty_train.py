@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,12 +31,18 @@ def meet(kind: str) -> None:
         raise RuntimeError("the fault of this test")
     elif kind == "worker":
         psutil.Process().children()[0].kill()
+    elif kind == "stopped worker":
+        subprocess.run(["kill", str(psutil.Process().children()[0].pid)], check=True)  # a launcher is not its parent
+        time.sleep(3600)  # until torch raises an error here
 
 
 def plant() -> None:
     from longctx.training.trainer import SequenceTrainer
 
-    faults = {tuple(map(int, place)): kind for kind, *place in map(str.split, os.environ["FAULT"].split(","))}
+    faults = {
+        tuple(map(int, place)): kind.strip()
+        for kind, *place in (f.rsplit(" ", 2) for f in os.environ["FAULT"].split(","))
+    }
     once = os.environ.get("FAULT_ONCE")
     forward = SequenceTrainer._forward
 

@@ -29,6 +29,8 @@ OWN_RUN = "longctx-"
 """Prefix of the ids of runs that longctx starts. It sees how their processes end, so ranks need not report it."""
 
 _OF_CONNECTIONS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error")
+_OF_LAUNCHERS = "is killed by signal: Terminated"
+"""Of a data loader's worker: launchers that stop a rank because another has ended stop its workers, too."""
 
 
 @contextmanager
@@ -127,11 +129,11 @@ def died(rank: str, by: str = "") -> str:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Return whether the error, or its cause, is that other ranks could not be reached."""
+    """Return whether the error, or its cause, is that another rank cannot be reached, or that a launcher stops all."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
-        if isinstance(error, RuntimeError) and any(part in str(error) for part in _OF_CONNECTIONS):
+        if isinstance(error, RuntimeError) and any(part in str(error) for part in (*_OF_CONNECTIONS, _OF_LAUNCHERS)):
             return True
         error = error.__cause__ or error.__context__
     return False

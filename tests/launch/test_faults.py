@@ -94,6 +94,12 @@ def test_a_killed_rank_is_named_where_the_others_are_stuck(flags):
 
 
 @pytest.mark.long
+def test_a_worker_that_the_launcher_stops_is_not_the_cause(flags):
+    flags = [*flags, *RING, *SAVING, "--dataloader_num_workers", "1", "--max_steps", "40"]
+    check_killed("ours", *run(OWN, flags, "kill 1 3, stopped worker 0 3"))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("start", "layout"), [("ours", ULYSSES), ("torchrun", RING)], ids=str)
 def test_the_error_of_the_rank_that_raises_is_the_one_shown(start, layout, flags):
     code, output, seconds = run(STARTS[start], [*flags, *layout], "raise 1 3")

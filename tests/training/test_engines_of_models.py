@@ -117,7 +117,7 @@ def test_every_model_type_trains_and_is_saved_as_on_one_process(cases, tmp_path,
         flags, zero_stage = LAYOUTS[layout]
         given = [*FLAGS, *flags, "--model_name_or_path", str(folder), "--dataset_name", data]
         runs[family, layout] = [*given, "--output_dir", str(tmp_path / f"{family}, {layout}")], zero_stage
-    results = run_ranks(2, f"{__name__}:run_cases", runs, timeout=1500)[0]
+    results = run_ranks(2, f"{__name__}:run_cases", runs, timeout=3600)[0]
     wrong = {}
     for (family, layout), steps in results.items():
         errors = compare(steps, references[family], tmp_path / f"{family}, {layout}")
