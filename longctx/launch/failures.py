@@ -130,7 +130,9 @@ def died(rank: str, by: str = "") -> str:
 
 def _is_consequence(error: BaseException | None) -> bool:
     """Return whether the error, or its cause, is that another rank cannot be reached, or that a launcher stops all."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error that is raised again can be among its own causes
+        seen.add(id(error))
         if isinstance(error, dist.DistError):
             return True
         if isinstance(error, RuntimeError) and any(part in str(error) for part in (*_OF_CONNECTIONS, _OF_LAUNCHERS)):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longctx.launch.failures import _is_consequence
 from longctx.train import main
 from tests.training.test_resume import values, weights
 from tests.training.test_training import COMMON, make_documents, write_jsonl
@@ -131,6 +132,13 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(fault, start, layout,
     else:
         assert said[1] == "  rank 1 does not answer: it is stopped (SIGSTOP)"
     assert re.search(r"^  rank 0 waits in \w+.* \(step 3, forward\): ", said[2])
+
+
+def test_an_error_among_its_own_causes_is_looked_at_once():
+    """As of a stream whose reader raises its error again. The loop had no end, and the run ended without a word."""
+    error, other = ValueError("line 601"), KeyError("a")
+    error.__context__, other.__context__ = other, error
+    assert not _is_consequence(error)
 
 
 @pytest.mark.long
