@@ -1,6 +1,6 @@
 """`longctx.train` with faults in it: FAULT="kind rank step" has that rank meet it in the forward pass of that step.
 
-Several are separated by commas.
+Commas separate several faults.
 """
 
 from __future__ import annotations

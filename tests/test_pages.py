@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and docs/ say of the code is true of it."""
+"""Statements about the code in README.md, CONTRIBUTING.md and docs/ are true."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_conversations_that_a_template_cannot_render_are_named(record, words, tm
 
 
 def test_records_beyond_a_bound_are_named(tmp_path, monkeypatch):
-    """The bounds are lowered; files of gigabytes would only take longer."""
+    """The test lowers the bounds, so that it needs no files of several gigabytes."""
     monkeypatch.setattr("longctx.data.json_records.RECORD_BYTES", 20)
     monkeypatch.setattr("longctx.data.json_records._ARRAY_BYTES", 20)
     monkeypatch.setattr("longctx.data.files.RECORD_BYTES", 20)

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: the clock of a step's parts."""
+"""The clock that divides a rank's time among the parts of a step."""
 
 from __future__ import annotations
 

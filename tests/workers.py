@@ -43,6 +43,24 @@ def run_ranks(world_size: int, target: str, *arguments, timeout: float = 300, ba
         return list(ended.reports)
 
 
+def one_by_one(cases):
+    """Yield the name and the value of each case, with the state of libraries and the environment as before the first.
+
+    So a rank can train one case after the other, on any engine. Accelerate remembers its engine, and transformers would
+    load a part of the weights for FSDP2 after ZeRO-3.
+    """
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    environment = dict(os.environ)
+    for name, case in cases.items():
+        AcceleratorState._reset_state()
+        unset_hf_deepspeed_config()
+        os.environ.clear()
+        os.environ.update(environment)
+        yield name, case
+
+
 class _Target(str):
     """`module:function`, which unpickles as the function: only the process that forks the ranks imports the module."""
 

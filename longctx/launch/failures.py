@@ -28,9 +28,11 @@ from longctx.ranks.watchdog import (
 OWN_RUN = "longctx-"
 """Prefix of the ids of runs that longctx starts. It sees how their processes end, so ranks need not report it."""
 
-_OF_CONNECTIONS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error")
-_OF_LAUNCHERS = "is killed by signal: Terminated"
-"""Of a data loader's worker: launchers that stop a rank because another has ended stop its workers, too."""
+_OF_OTHERS = (
+    *("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error"),
+    "is killed by signal: Terminated",  # of a data loader's worker: launchers stop workers together with their rank
+)
+"""What an error says that another rank's end has caused."""
 
 
 @contextmanager
@@ -80,7 +82,10 @@ def tell_failure(failure: Failure, rank: int, resume: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return why a run fails, as far as this rank knows: another rank's failure, or its own error."""
+    """Return why a run fails, as far as this rank knows: another rank's failure, or its own error.
+
+    One of several ranks ignores SIGTERM from here on; see `_ignore_sigterm`.
+    """
     watchdog = current_watchdog()
     if watchdog is not None:
         _ignore_sigterm()
@@ -91,9 +96,9 @@ def reason(error: BaseException) -> str:
 
 
 def _ignore_sigterm() -> None:
-    """Give a rank whose run has failed the time to say why: launchers stop it by SIGTERM as soon as another has ended.
+    """Ignore SIGTERM until this rank ends, so that it can report why the run has failed.
 
-    It ends within seconds. Launchers kill what is still there after 30 s.
+    Launchers send SIGTERM as soon as another rank has ended, and SIGKILL 30 s later.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -135,7 +140,7 @@ def _is_consequence(error: BaseException | None) -> bool:
         seen.add(id(error))
         if isinstance(error, dist.DistError):
             return True
-        if isinstance(error, RuntimeError) and any(part in str(error) for part in (*_OF_CONNECTIONS, _OF_LAUNCHERS)):
+        if isinstance(error, RuntimeError) and any(part in str(error) for part in _OF_OTHERS):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,4 +1,4 @@
-"""Tokenised documents and packed data sets are kept under a key that changes with every field that they depend on.
+"""The cache keys of tokenised documents and packed data sets change with every field that decides the contents.
 
 The fields are listed by the code itself, as in tests/training/test_key_fields.py.
 """

@@ -89,7 +89,7 @@ def check_killed(start, code, output, seconds, checkpoint="checkpoint-2"):
 
 @pytest.mark.long
 def test_a_killed_rank_is_named_where_the_others_are_stuck(flags):
-    """As over NCCL, whose collectives may wait for a rank that is gone without an error."""
+    """Over NCCL, a collective may wait for a dead rank without raising an error."""
     code, output, seconds = run(TORCHRUN, [*flags, *RING, *SAVING], "kill 1 3, hang 0 3")
     check_killed("torchrun", code, output, seconds)
 
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(fault, start, layout,
 
 
 def test_an_error_among_its_own_causes_is_looked_at_once():
-    """As of a stream whose reader raises its error again. The loop had no end, and the run ended without a word."""
+    """A stream's reader raises its error again, which closes the chain of causes to a circle."""
     error, other = ValueError("line 601"), KeyError("a")
     error.__context__, other.__context__ = other, error
     assert not _is_consequence(error)

@@ -1,4 +1,4 @@
-"""What a run prints before its first step: its sign of life and its summary."""
+"""A run prints a first line before its slow imports, and a summary before its first step."""
 
 from __future__ import annotations
 

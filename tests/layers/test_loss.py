@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from tests.model.test_models import (
 from tests.reference import train_reference
 from tests.small_model import save_small_model
 from tests.training.test_training import COMMON, LEARNING_RATE, STEPS, check, make_documents, run_cases, write_jsonl
-from tests.workers import run_ranks
+from tests.workers import one_by_one, run_ranks
 
 HIDDEN, VOCABULARY, TOKENS = 6, 37, 23
 """37 and 23 are multiples of nothing."""
@@ -393,10 +392,8 @@ class _Gathers(TorchDispatchMode):
 
 def run_counting(cases):
     """{case: ([(loss, grad_norm), ...], sizes of the all-gathers)}"""
-    environment, results = set(os.environ), {}
-    for case, arguments in cases.items():
-        for name in set(os.environ) - environment:
-            del os.environ[name]
+    results = {}
+    for case, arguments in one_by_one(cases):
         with _Gathers() as gathers:
             results[case] = run_cases({case: arguments})[case], gathers.sizes
     return results
@@ -412,20 +409,16 @@ def test_a_head_that_engines_shard(tmp_path, parity_table):
     common += ["--sp", "2", "--sp_backend", "ulysses", "--output_dir", str(tmp_path / "out")]
     cases, references = {}, {}
     for tied in (True, False):
-        name = f"{'tied' if tied else 'untied'} head"
         model = save_small_model(
             tmp_path / f"{tied}", vocab_size=vocabulary, hidden_size=hidden, tie_word_embeddings=tied
         )
-        cases[name] = [*common, "--model_name_or_path", model]
-        references[name] = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
-    # FSDP2 first: transformers keeps DeepSpeed's configuration until Python collects it.
-    cases = {
-        f"{name}, {engine}": [*case, "--engine", engine]
-        for engine in ("fsdp2", "deepspeed")
-        for name, case in cases.items()
-    }
+        reference = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
+        for engine in ("deepspeed", "fsdp2"):
+            case = f"{'tied' if tied else 'untied'} head, {engine}"
+            cases[case] = [*common, "--engine", engine, "--model_name_or_path", model]
+            references[case] = reference
     for case, (results, sizes) in run_ranks(2, f"{__name__}:run_counting", cases)[0].items():
-        check(results, references[case.partition(",")[0]], case, "torchrun", parity_table)
+        check(results, references[case], case, "torchrun", parity_table)
         assert max(sizes) >= vocabulary * hidden
         if "fsdp2" in case:
             assert sizes.count((vocabulary + 1) * hidden) == STEPS

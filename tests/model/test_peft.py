@@ -19,7 +19,7 @@ from longctx.train import main
 from tests.reference import dense_loss, train_reference
 from tests.small_model import save_small_model
 from tests.training.test_training import COMMON, LEARNING_RATE, SHAPES, STEPS, check, make_documents, write_jsonl
-from tests.workers import run_ranks
+from tests.workers import one_by_one, run_ranks
 
 peft = pytest.importorskip("peft")
 
@@ -88,7 +88,6 @@ class Adapt:
 
 def run_cases(cases):
     """{case: (adapter at the start, log of steps, shards of FSDP2, trained parameters)} on this process group."""
-    from accelerate.state import AcceleratorState
     from torch.distributed.fsdp import FSDPModule
 
     from longctx.model.adapter import add_adapter
@@ -97,11 +96,8 @@ def run_cases(cases):
     from longctx.settings.profile import read_profile
     from longctx.settings.resolve import resolve
 
-    environment, results = dict(os.environ), {}
-    for case, arguments in cases.items():
-        AcceleratorState._reset_state()
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
+    results = {}
+    for case, arguments in one_by_one(cases):
         prepared = prepare(resolve(parse_flags(arguments), read_profile(), os.environ))
         start = peft.get_peft_model_state_dict(add_adapter(load(prepared), prepared.run.settings))
         trainer = fit(prepared, load(prepared))

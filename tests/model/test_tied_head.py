@@ -10,7 +10,6 @@ import peft
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from longctx.model.load import load_config, load_model
 from longctx.model.tied_head import untie_as_stored
@@ -20,7 +19,7 @@ from tests.model.test_models import SMALL
 from tests.model.test_peft import Adapt
 from tests.reference import train_reference
 from tests.training.test_training import COMMON, LEARNING_RATE, STEPS, check, make_documents, run_cases, write_jsonl
-from tests.workers import run_ranks
+from tests.workers import one_by_one, run_ranks
 
 
 def save_contradictory(folder, model_type="llama", **saving):
@@ -49,11 +48,8 @@ def logits_of(model):
 
 def run_stages(cases):
     """Run cases one after the other; those with ZeRO-2 in their name at that stage, as a profile would ask for it."""
-    environment, results = dict(os.environ), {}
-    for case, arguments in cases.items():
-        unset_hf_deepspeed_config()  # else FSDP2 after ZeRO-3 would load a part of the weights
-        os.environ.clear()
-        os.environ.update(environment)
+    results = {}
+    for case, arguments in one_by_one(cases):
         if "ZeRO-2" in case:
             os.environ.update(ENGINE_ENVIRONMENT["deepspeed"], ACCELERATE_DEEPSPEED_ZERO_STAGE="2")
         results |= run_cases({case: arguments})

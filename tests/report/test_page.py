@@ -1,4 +1,4 @@
-"""The page that a run leaves: what it shows of the run, and that it shows no secret."""
+"""The page of a run shows its results and settings, and none of its secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a plan: every choice with its forecast, without a request to another machine."""
+"""The page of a plan lists every choice with its forecast, and fetches nothing from other machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def data_of_page(path):
 
 
 def test_the_page_has_every_choice_with_the_plan_s_own_forecasts(tmp_path, capsys) -> None:
-    """On fewer devices, too; and what the page's script joins to a command is the command that is printed."""
+    """The page also has the choices for fewer devices. Its script builds the same command that the plan prints."""
     page = tmp_path / "new" / "plan.html"
     LLAMA_8B.save_pretrained(tmp_path)
     flags = ["--gpus", "4", "--max_length", "50000", "--html", str(page), "--json", "--no_calibration"]

@@ -1,4 +1,4 @@
-"""What a run leaves of itself: its trace, its curves in dashboards, and its page."""
+"""The files that a run leaves: its trace, its curves for dashboards, and its page."""
 
 from __future__ import annotations
 

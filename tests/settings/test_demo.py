@@ -1,4 +1,4 @@
-"""The demo on a machine with fewer GPUs than its --sp, and what it says of its exactness."""
+"""The demo on a machine with fewer GPUs than its --sp, and its closing line about exactness."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.settings.test_flags import OWN, resolved
 
 
 def test_the_demo_runs_on_the_cpu_where_its_processes_have_no_gpu_each(monkeypatch):
-    """The process that starts the others, and each of those, decide the same and say so."""
+    """The process that starts the ranks and every rank make the same choice, and print it."""
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 1)
     group = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     for env in ({}, group):

@@ -1,4 +1,4 @@
-"""A checkpoint's folder is whole or not there, and what ranks have written is read by any number of ranks."""
+"""A checkpoint's folder is complete or absent, and any number of ranks can read it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longctx.training.checkpoint.states import StateReader, write_states
 
 
 def test_ranges_of_any_size_come_together(tmp_path):
-    """What three ranks wrote is read by two, whose ranges begin and end elsewhere."""
+    """Three ranks write. Two ranks read, whose ranges have other boundaries."""
     model = torch.nn.Linear(5, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()
@@ -135,7 +135,7 @@ def test_a_checkpoint_stays_until_the_one_that_repeats_it_has_its_name(tmp_path,
 
 
 def test_padding_of_a_part_is_not_written():
-    """Seven elements in two parts of four: the second has three."""
+    """Seven elements are split into two parts of four. The last element of the second part is padding."""
     flat, model = torch.arange(10.0), torch.nn.Linear(7, 1, bias=False)
     zero = SimpleNamespace(optimizer=torch.optim.SGD([flat], lr=1.0), fp32_partitioned_groups_flat=[flat])
     zero.get_param_id, zero.grad_position = lambda parameter: 0, [(0, 2, 4)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
 import re
 import string
@@ -32,7 +31,7 @@ from longctx.settings.resolve import resolve
 from longctx.training.preference import LOSS_FLAGS, PreferenceLoss
 from tests.parity_page import DPO as STARTED_BY
 from tests.training.test_training import log_of
-from tests.workers import run_main, run_ranks
+from tests.workers import one_by_one, run_main, run_ranks
 
 STEPS, LEARNING_RATE = 3, 3e-3
 METRICS = (
@@ -146,13 +145,8 @@ def flags_of(case, options, model, data, folder):
 
 def histories(cases):
     """{case: entries of the log} of runs of `longctx dpo` in this process group."""
-    from accelerate.state import AcceleratorState
-
-    environment, results = dict(os.environ), {}
-    for case, arguments in cases.items():
-        AcceleratorState._reset_state()
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
+    results = {}
+    for case, arguments in one_by_one(cases):
         results[case] = [entry for entry in log_of(arguments, DPO) if "loss" in entry or "eval_loss" in entry]
     return results
 

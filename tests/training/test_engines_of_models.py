@@ -11,7 +11,6 @@ from itertools import product
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from longctx.model.tiny import tiny_tokenizer
 from longctx.upstream.accelerate_internals import ENGINE_ENVIRONMENT
@@ -20,7 +19,7 @@ from tests.model.test_models import CONFIG_MAPPING, FAMILIES
 from tests.parity_page import MODELS as MODELS_PAGE
 from tests.reference import adamw_steps
 from tests.training.test_training import LEARNING_RATE, make_documents, write_jsonl
-from tests.workers import run_ranks
+from tests.workers import one_by_one, run_ranks
 
 STEPS = 2
 FLAGS = ["--max_steps", str(STEPS), "--learning_rate", str(LEARNING_RATE), "--max_length", "128"]
@@ -88,16 +87,10 @@ def logits_of(model):
 
 def run_cases(cases):
     """{case: [(loss, grad_norm), ...]}, or the error that a case ends with."""
-    from accelerate.state import AcceleratorState
-
     from tests.training.test_training import log_of
 
-    environment, results = dict(os.environ), {}
-    for case, (arguments, zero_stage) in cases.items():
-        AcceleratorState._reset_state()
-        unset_hf_deepspeed_config()  # else FSDP2 after ZeRO-3 would load a part of the weights
-        os.environ.clear()
-        os.environ.update(environment)
+    results = {}
+    for case, (arguments, zero_stage) in one_by_one(cases):
         if zero_stage is not None:
             os.environ.update(ENGINE_ENVIRONMENT["deepspeed"], ACCELERATE_DEEPSPEED_ZERO_STAGE=str(zero_stage))
         results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log_of(arguments) if "loss" in entry]

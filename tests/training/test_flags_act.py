@@ -6,10 +6,8 @@ import os
 
 import pytest
 
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
-from longctx.settings.resolve import resolve
 from longctx.settings.trl_flags import NOT_BUILT
+from tests.training.test_training import run_cases
 from tests.workers import run_ranks
 
 STEPS = "--max_steps 3 --max_length 64 --per_device_train_batch_size 2 --overlong split --save_strategy no"
@@ -27,20 +25,9 @@ TRAINED = {
 
 def trained_losses(arguments):
     """{case: [(loss, gradient norm) of each step]} on this process group, or on one process."""
-    from accelerate.state import AcceleratorState
-
-    from longctx.run import fit, load, prepare
-
-    environment, results = dict(os.environ), {}
-    for case, given in TRAINED.items():
-        AcceleratorState._reset_state()
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
-        flags = parse_flags([*arguments, *STEPS.split(), *given.split(), "--logging_steps", "1"])
-        prepared = prepare(resolve(flags, read_profile(), os.environ))
-        log = fit(prepared, load(prepared)).state.log_history
-        results[case] = [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
-    return results
+    return run_cases(
+        {case: [*arguments, *STEPS.split(), *given.split(), "--logging_steps", "1"] for case, given in TRAINED.items()}
+    )
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """Training with memory options, alone and together, is exact.
 
-It is packed, on real gloo processes, against one process with dense attention (see
-tests/training/test_training.py for the tolerances).
+The runs are packed and use real gloo processes. They are compared with one process and dense attention.
+tests/training/test_training.py explains the tolerances.
 """
 
 from __future__ import annotations

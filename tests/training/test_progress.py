@@ -1,4 +1,4 @@
-"""The lines that a run prints: one a step, in a file and in a terminal."""
+"""A run prints one line for each step, to a file as to a terminal."""
 
 from __future__ import annotations
 

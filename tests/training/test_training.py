@@ -25,7 +25,7 @@ from longctx.attention.cost import Setup, device_named
 from longctx.settings.methods import SFT
 from tests.reference import train_reference
 from tests.small_model import HEADS
-from tests.workers import run_ranks
+from tests.workers import one_by_one, run_ranks
 
 STEPS = 5
 LEARNING_RATE = 5e-3
@@ -63,16 +63,7 @@ def run_cases(cases):
 
 def logs_of_cases(cases):
     """Train every case on this process group, one after the other; returns {case: its log}."""
-    from accelerate.state import AcceleratorState
-
-    environment = dict(os.environ)
-    results = {}
-    for case, arguments in cases.items():
-        AcceleratorState._reset_state()
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
-        results[case] = log_of(arguments)
-    return results
+    return {case: log_of(arguments) for case, arguments in one_by_one(cases)}
 
 
 def log_of(arguments, method=SFT):
