@@ -1,0 +1,158 @@
+"""Metrics against numbers that were worked out by hand; the working is beside each.
+
+The model is that of tests/forecast/test_by_hand.py, with 2,088 parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from longctx.attention.cost import PEAK_FLOPS
+from longctx.training.metrics import StepMetrics, _peak_flops, attention_work
+from longctx.training.peak_memory import GIB, PeakMemory
+from tests.forecast.test_by_hand import CONFIG
+from tests.workers import run_ranks
+
+SECONDS = 4.0
+DOCUMENTS, PADDING = (6, 6), 4
+"""Of a row of 16 tokens."""
+
+
+def read_metrics() -> dict:
+    """On a rank of two, which share two micro-batches of one row: what is logged, after SECONDS and again after 1."""
+    import torch.distributed as dist
+
+    from longctx.ring.planner import plan_ring
+    from longctx.sequence.batch import BatchLayout
+
+    rank, now = dist.get_rank(), [100.0]
+    import longctx.training.metrics
+    import longctx.training.peak_memory
+
+    longctx.training.metrics.time = SimpleNamespace(perf_counter=lambda: now[0])
+    peak = ((3 + 3 * rank) * GIB, 7 * GIB, (10 - rank) * GIB, 0, 80 * GIB, 200 * GIB)
+    longctx.training.peak_memory.PeakMemory.here = classmethod(lambda cls, device: peak)
+    metrics = StepMetrics(
+        sp=2, sp_rank=rank, config=LlamaConfig(**CONFIG), flops_per_token=6 * 2088, device=torch.device("cpu")
+    )
+    metrics.peak_flops = 1e6
+    cu_seqlens = np.cumsum([0, *DOCUMENTS, PADDING])
+    plan = plan_ring(cu_seqlens, 2)
+    layout = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=2, plan=plan)
+    labels = torch.tensor([[1, 2, 3, -100, 5, 6, -100, -100]]) if rank == 0 else torch.tensor([[7] * 5 + [-100] * 3])
+    is_label = (labels != -100).double()
+    for _ in range(2):
+        metrics.add(
+            layout=layout, num_tokens=12, shift_labels=labels, correct=is_label * (rank == 0), entropy=is_label * 0.5
+        )
+    now[0] += SECONDS
+    before = metrics.tokens_so_far()
+    first = metrics.read()
+    now[0] += 1
+    metrics.add(layout=layout, num_tokens=12, shift_labels=labels, correct=0 * is_label, entropy=0 * is_label)
+    return {"so far": before, "first": first, "second": metrics.read(), "ranks": plan.rank_of_token.tolist()}
+
+
+def test_what_is_logged_of_two_ranks() -> None:
+    """24 tokens of 32 are no padding, 20 of them labels, in 4 seconds on 2 devices of 1 MFLOP a second."""
+    results = run_ranks(2, f"{__name__}:read_metrics")
+    assert results[0]["first"] == results[1]["first"]
+    logged = results[0]["first"]
+    assert results[0]["so far"] == logged["num_tokens"] == 2 * 12
+    assert logged["tokens_per_second"] == pytest.approx(24 / 4)
+    assert logged["tokens_per_second_per_device"] == pytest.approx(24 / 4 / 2)
+    assert logged["padding_fraction"] == pytest.approx(8 / 32)
+    # 5 labels on rank 0, all right, and 5 on rank 1, all wrong, twice; each with an entropy of a half.
+    assert logged["mean_token_accuracy"] == pytest.approx(10 / 20)
+    assert logged["entropy"] == pytest.approx(0.5)
+    # A document of n tokens has n (n + 1) / 2 pairs, 21 + 21 + 10. A pair costs 12 · D FLOPs a head and layer: two
+    # products of D multiplications and additions, forward once and backward twice. A token costs 6 a parameter.
+    pairs = 2 * (21 + 21 + 10)
+    flops = 6 * 2088 * 24 + 12 * 4 * 4 * 2 * pairs
+    assert logged["mfu"] == pytest.approx(flops / 4 / 2 / 1e6)
+    # Every token attends to those before it in its document, and to itself.
+    work = np.zeros(2)
+    np.add.at(work, results[0]["ranks"], np.concatenate([np.arange(n) + 1 for n in (*DOCUMENTS, PADDING)]))
+    assert work.sum() == 52
+    assert logged["attention_imbalance"] == pytest.approx(work.max() / 26)
+    assert (logged["peak_memory_gib_max"], logged["peak_memory_gib_min"]) == (6, 3)
+    assert (logged["peak_host_memory_gib_max"], logged["peak_host_memory_gib_min"]) == (10, 9)
+    second = results[0]["second"]
+    assert (second["num_tokens"], second["tokens_per_second"]) == (36, pytest.approx(12))
+    assert (second["mean_token_accuracy"], second["entropy"]) == (0, 0)
+
+
+def test_ulysses_ranks_share_pairs_equally() -> None:
+    """And in a hybrid the two of a ring rank share those of that rank."""
+    from longctx.ring.planner import plan_ring
+    from longctx.sequence.batch import BatchLayout
+
+    cu_seqlens = np.array([0, 6, 12, 16])
+    without_ring = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=4, plan=None)
+    assert [attention_work(without_ring, rank) for rank in range(4)] == [52 / 4] * 4
+    plan = plan_ring(cu_seqlens, 2)
+    hybrid = BatchLayout(shape=(1, 16), cu_seqlens=cu_seqlens, sp=4, plan=plan)
+    work = [attention_work(hybrid, rank) for rank in range(4)]
+    assert work[0] == work[1]
+    assert work[2] == work[3]
+    assert [2 * work[0], 2 * work[2]] == plan.area_per_rank.tolist()
+    assert sum(work) == 52
+
+
+def test_peaks_are_those_of_the_data_sheets() -> None:
+    """Dense bf16: half of what NVIDIA gives with sparsity (A100 624, H100 and H200 SXM 1,979, B200 4,500 and L40S
+    724 TFLOPS), and of GeForce cards the rate with sums in fp32.
+    """
+    assert PEAK_FLOPS == {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12} | {
+        "RTX 3090": 71e12,
+        "RTX 4090": 165.2e12,
+        "L40S": 362e12,
+    }
+    config = LlamaConfig(**CONFIG)
+    assert _peak_flops("NVIDIA H100 80GB HBM3", config) == 989e12
+    assert _peak_flops("NVIDIA A100-SXM4-80GB", config) == 312e12
+    assert _peak_flops("NVIDIA L4", config) is None
+    assert _peak_flops("CPU", config) is None
+
+
+@pytest.mark.parametrize(("adapter", "trained"), [(False, 1.0), (True, 0.0)])
+def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter, trained, tmp_path) -> None:
+    """Forward 2, the gradient of what went in 2, and 2 more for the gradient of a weight that is trained."""
+    from tests.training.test_epochs import built_trainer
+
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "data.jsonl"), "--max_length", "64"]
+    flags += ["--output_dir", str(tmp_path), "--use_cpu", "True"]
+    flags += ["--report_to", "none", *(["--use_peft", "True", "--lora_r", "2"] if adapter else [])]
+    trainer, model = built_trainer(flags)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert learnt > 0
+    assert (frozen > 0) == adapter
+    assert trainer.step_metrics.flops_per_token == 6 * learnt + 4 * frozen
+
+
+def test_peak_memory_of_four_ranks_on_two_nodes() -> None:
+    peak = PeakMemory.of_ranks([(n * GIB, 2 * n * GIB, (5 - n) * GIB, 0, 80 * GIB, 100 * GIB) for n in (1, 2, 4, 3)])
+    assert peak.to_dict() == {
+        "allocated": {"gib_by_rank": [1, 2, 4, 3], "rank_of_max": 2, "rank_of_min": 0},
+        "reserved": {"gib_by_rank": [2, 4, 8, 6], "rank_of_max": 2, "rank_of_min": 0},
+        "host": {"gib_by_rank": [4, 3, 1, 2], "rank_of_max": 0, "rank_of_min": 2},
+        "allocation_retries_by_rank": [0, 0, 0, 0],
+    }
+    assert peak.of_fullest_node(2) == (4 + 3) * GIB
+    assert peak.of_fullest_node(4) == (4 + 3 + 1 + 2) * GIB
+    assert "4.00 GiB at most, on rank 2; 1.00 at least, on rank 0; 2.50 on average" in peak.describe()[0]
+
+
+def test_seconds_pass_in_a_pause_of_the_metrics_and_do_not_count() -> None:
+    metrics = StepMetrics(sp=1, sp_rank=0, config=LlamaConfig(**CONFIG), flops_per_token=1, device=torch.device("cpu"))
+    with metrics.paused():
+        time.sleep(0.05)
+    assert time.perf_counter() - metrics._started < 0.05
