@@ -47,6 +47,7 @@ class Problem:
         """Return the problem of a sequence. `tolerance` is a part of the slack."""
         lengths = np.diff(cu)
         area = lengths * (lengths + 1) // 2
+        slack = (max_imbalance - 1) * int(area.sum()) / world_size
         return Problem(
             lengths=lengths,
             longest_first=np.argsort(-lengths, kind="stable"),
@@ -54,8 +55,8 @@ class Problem:
             world_size=world_size,
             group_tokens=int(cu[-1] / world_size * group_fraction),
             mean_work=int(area.sum()) / world_size,
-            slack=(max_imbalance - 1) * int(area.sum()) / world_size,
-            tolerance=tolerance * (max_imbalance - 1) * int(area.sum()) / world_size,
+            slack=slack,
+            tolerance=tolerance * slack,
         )
 
 
