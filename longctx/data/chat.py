@@ -15,7 +15,7 @@ from transformers.utils import logging
 from longctx.data.columns import IGNORE_INDEX
 from longctx.data.encoders import Encoder, mask_prompt
 from longctx.data.errors import DataError, name_record
-from longctx.data.kinds import check_chat, kind_columns, to_chatml
+from longctx.data.kinds import kind_columns, read_chat
 from longctx.untrusted.confined import Bounds, OutOfBounds, confined
 
 logger = logging.get_logger(__name__)
@@ -61,8 +61,7 @@ class ChatEncoder(Encoder):
     def _encode_one(self, record: dict[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
         chats = []
         for column in kind_columns(self.kind):
-            check_chat(record[column], column, name_record(index))
-            chats.append(to_chatml(record[column]))
+            chats.append(read_chat(record[column], column, name_record(index)))
         options = self._template_options(record, index)
         out = self._apply([message for chat in chats for message in chat], index, options, self.assistant_only)
         ids = np.asarray(out["input_ids"], dtype=np.int64)
@@ -111,6 +110,7 @@ class ChatEncoder(Encoder):
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
             _check_tools(chat, options["tools"], text, index)
+            _check_weights(chat, options["chat_template"] or self.tokenizer.chat_template, index)
             if not assistant_mask:
                 return self.tokenizer(text, add_special_tokens=False, verbose=False)
             out = self.tokenizer.apply_chat_template(
@@ -149,6 +149,15 @@ def _check_tools(chat: list[dict[str, Any]], tools: Any, text: str, index: int) 
         )
     if any(name not in text for name in map(_function_name, tools if isinstance(tools, list) else ())):
         logger.warning_once("The chat template leaves out the tools that records offer: the model does not see them.")
+
+
+def _check_weights(chat: list[dict[str, Any]], template: Any, index: int) -> None:
+    """Refuse messages with the weight 0 of OpenAI's format unless the template reads it, for its generation markers."""
+    if "weight" not in str(template) and any(message.get("weight") == 0 for message in chat):
+        raise DataError(
+            f"{name_record(index)}: a message has the weight 0, so it is not to be trained on, and the chat template "
+            "does not read weights. Use a template that does and --assistant_only_loss, or remove the weight."
+        )
 
 
 def _function_name(tool: Any) -> str:

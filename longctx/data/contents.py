@@ -23,8 +23,8 @@ import xxhash
 
 from longctx.data.errors import DataError, unreadable
 
-# Raised when the same records would now give other tokens or other rows.
-_VERSION = 3
+# Raised when the same records would now give other tokens or other rows, or be refused.
+_VERSION = 4
 
 
 def cache_key(*parts: Any) -> str:

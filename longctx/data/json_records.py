@@ -30,6 +30,7 @@ from longctx.data.kinds import (
     TOKENS,
     check_chat,
     check_text,
+    check_unread_columns,
     kind_columns,
     record_kind,
 )
@@ -89,6 +90,8 @@ class JsonRecords:
 
     def _check_kind(self, record: Mapping[str, Any], where: str) -> None:
         present = _present(record)
+        filled = [column for column in present if record[column] != []]
+        check_unread_columns(filled, self.kind, isinstance(record.get("label"), bool), where)
         same_kind = record_kind(present, self.text_field, where) == self.kind
         if not same_kind or self._columns_of(record) != self.columns:
             raise DataError(

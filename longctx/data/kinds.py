@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +25,16 @@ TOKENS = List(Value("int32"))
 
 PAIRS = "chosen and rejected"
 """In place of the column of plain text: records are pairs of answers, whatever other columns they have."""
+
+_IMAGE_COLUMNS = ("image", "images", "pixel_values")
+"""Columns of image-text records, by the names that TRL reads and its processors write."""
+
+_MEDIA_PARTS = frozenset(f"{before}{of}" for of in ("image", "video", "audio") for before in ("", "input_")) | {
+    "image_url",
+    "video_url",
+    "audio_url",
+}
+"""What the parts of a message that are no text are called, as their type or as the key of their content."""
 
 _COMPOSITE_KINDS = {
     "prompt+completion": ("prompt", "completion"),
@@ -103,13 +113,27 @@ def kind_columns(kind: str) -> tuple[str, ...]:
     return _COMPOSITE_KINDS.get(kind, (kind,))
 
 
-def check_column_types(features: Features, kind: str) -> None:
-    """Refuse columns whose Arrow type no record of this kind has, such as numbers where text is expected; and KTO's."""
-    if kind == "prompt+completion" and features.get("label") == Value("bool"):
+def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, where: str) -> None:
+    """Refuse records that are more than the text which is read of them: those with images, and KTO's.
+
+    Args:
+        columns: those that hold something.
+        is_kto: whether a column 'label' holds true or false.
+    """
+    if kind == "prompt+completion" and is_kto:
         raise DataError(
-            "the column 'label' says which completions are desirable (KTO), and all of them would be trained on alike. "
-            "Keep the desirable ones and remove the column, or use TRL's KTOTrainer."
+            f"{where}: the column 'label' says which completions are desirable (KTO), and all of them would be trained "
+            "on alike. Keep the desirable ones and remove the column, or use TRL's KTOTrainer."
         )
+    if images := [column for column in _IMAGE_COLUMNS if column in columns]:
+        raise DataError(
+            f"{where}: the column '{images[0]}' holds images, and longctx trains on text alone. Leave out the records "
+            "with images, or remove the column and what stands for the images in the text."
+        )
+
+
+def check_column_types(features: Features, kind: str) -> None:
+    """Refuse columns whose Arrow type no record of this kind has, such as numbers where text is expected."""
     for column in (*kind_columns(kind), *CONVERSATION_EXTRAS):
         if column in features:
             _check_read_types(features[column], column)
@@ -163,7 +187,30 @@ def check_chat(value: object, column: str, where: str) -> None:
         )
 
 
-def to_chatml(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rename `from`/`value` to `role`/`content`, as TRL's maybe_convert_to_chatml does."""
+def read_chat(value: object, column: str, where: str) -> list[dict[str, Any]]:
+    """Return messages with `from` and `value` renamed to `role` and `content`, as by TRL's maybe_convert_to_chatml.
+
+    Raises:
+        DataError: for what is no list of messages, and for messages with images, video or audio.
+    """
+    check_chat(value, column, where)
+    assert isinstance(value, list), "a chat"
     names = {"from": "role", "value": "content"}
-    return [{names.get(key, key): value for key, value in message.items()} for message in messages]
+    messages = [{names.get(key, key): part for key, part in message.items()} for message in value]
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if media := _media_in(part):
+                raise DataError(
+                    f"{where}: a message in '{column}' has a part of the type '{media}', and longctx trains on text "
+                    "alone. Remove the part, or the record."
+                )
+    return messages
+
+
+def _media_in(part: object) -> str | None:
+    """Return the type of a message's part that is no text. Where parts have all keys, the unused ones are None."""
+    if not isinstance(part, Mapping):
+        return None
+    names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
+    return next((name for name in names if name in _MEDIA_PARTS), None)

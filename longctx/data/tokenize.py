@@ -25,6 +25,7 @@ from longctx.data.kinds import (
     PER_TOKEN_COLUMNS,
     TOKENS,
     check_column_types,
+    check_unread_columns,
     kind_columns,
     record_kind,
 )
@@ -107,6 +108,8 @@ def choose_encoder(
         DataError: columns of no known kind or type; an option does not apply to this kind of record.
     """
     kind = record_kind(dataset.column_names, text_field, "data set")
+    is_kto = dataset.features.get("label") == Value("bool")
+    check_unread_columns(dataset.column_names, kind, is_kto, "data set")
     check_column_types(dataset.features, kind)
     used = PER_TOKEN_COLUMNS + CHECKED_COLUMNS if kind == "input_ids" else kind_columns(kind) + CONVERSATION_EXTRAS
     columns = [column for column in used if column in dataset.column_names]

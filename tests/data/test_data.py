@@ -330,6 +330,22 @@ def test_bad_line_is_named(tmp_path, name) -> None:
     assert expected in message
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"label": False}, "says which completions are desirable (KTO)"),
+        ({"images": ["a.png"]}, "the column 'images' holds images"),
+    ],
+)
+def test_a_record_that_is_more_than_its_text_is_refused(tmp_path, more, expected) -> None:
+    """The label of a class, and an empty list of images, change nothing."""
+    good = {"prompt": "a", "completion": "b", "label": 0, "images": []}
+    message = _load_error(_write_lines(tmp_path / "a.jsonl", [good, good | more]))
+    assert message.startswith(f"{tmp_path}/a.jsonl:2: the column")
+    assert expected in message
+    assert len(load_records(str(_write_lines(tmp_path / "b.jsonl", [good])))) == 1
+
+
 def test_bad_second_file_is_named(tmp_path) -> None:
     _write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{"text": }\n')

@@ -327,11 +327,53 @@ def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
         ({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}, "'chosen' and 'rejected' answers are preferences"),
         ({"prompt": ["a"]}, "a 'prompt' alone is for methods that generate, such as GRPO"),
         ({"prompt": ["a"], "completion": ["b"], "label": [True]}, "'label' says which completions are desirable (KTO)"),
+        ({"text": ["a"], "image": ["a.png"]}, "the column 'image' holds images"),
+        ({"input_ids": [[1, 2]], "pixel_values": [[0.5]]}, "the column 'pixel_values' holds images"),
         ({"text": []}, "0 records"),
     ],
 )
 def test_bad_records(columns, expected, tokenizer) -> None:
     assert expected in _tokenize_error(Dataset.from_dict(columns), tokenizer, vocab_size=VOCAB_SIZE)
+
+
+TEXT_AND_IMAGE = [{"type": "text", "text": "ab", "image": None}, {"type": "image", "text": None, "image": "a.png"}]
+OF_PARTS = (
+    "{% for m in messages %}{% for p in m['content'] %}"
+    "{{ '<image>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "type_"),
+    [
+        (TEXT_AND_IMAGE[1], "image"),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "image_url"),
+        ({"type": "input_audio", "input_audio": {"data": ""}}, "input_audio"),
+        ({"video": "a.mp4"}, "video"),
+    ],
+)
+def test_messages_with_images_video_or_audio_are_refused(part, type_, tokenizer) -> None:
+    """The template would write a token that stands for nothing. Text in parts is text."""
+    chat = [{"messages": [{"role": "user", "content": [TEXT_AND_IMAGE[0], part]}]}]
+    message = _tokenize_error(Dataset.from_list(chat), tokenizer, chat_template=OF_PARTS)
+    assert f"record 0 (counted from 0): a message in 'messages' has a part of the type '{type_}'" in message
+    text = [{"messages": [{"role": "user", "content": TEXT_AND_IMAGE[:1]}]}]
+    tokenized = tokenize_records(Dataset.from_list(text), tokenizer, chat_template=OF_PARTS)
+    assert tokenizer.decode(tokenized[0]["input_ids"]) == "ab"
+
+
+def test_messages_of_weight_0_are_refused_unless_the_template_reads_it(tokenizer) -> None:
+    """As in OpenAI's format, where it says that an answer is not to be trained on."""
+    answers = [{"role": "assistant", "content": text, "weight": weight} for text, weight in (("b", 0), ("c", 1))]
+    records = Dataset.from_list([{"messages": [{"role": "user", "content": "a", "weight": None}, *answers]}])
+    assert "a message has the weight 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True)
+    reads = (
+        "{% for m in messages %}{% if m['weight'] == 1 %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    document = tokenize_records(records, tokenizer, assistant_only_loss=True, chat_template=reads)[0]
+    assert [tokenizer.decode(ids) for ids in (document["input_ids"], document["labels"][2:])] == ["abc", "c"]
+    assert document["labels"][:2] == [-100, -100]
 
 
 def test_ids_beyond_the_vocabulary_of_text(tokenizer) -> None:
