@@ -222,11 +222,13 @@ def told(slurm, job):
 
 
 def wait_for_queue(slurm, job, restarts, seconds=200):
-    """Until the job is in the queue again, `restarts` times in all; then have it begin at once, without SLURM's two
-    minutes."""
+    """Wait until the job is in the queue again, `restarts` times in all, and have it begin before SLURM's two minutes.
+
+    Not at once: a job that begins in the second in which it was put back fails, since its credential is revoked.
+    """
     expected = {"JobState": "PENDING", "Restarts": str(restarts)}
     wait_until(lambda: expected.items() <= told(slurm, job).items(), f"restart {restarts} of {job}", seconds)
-    slurm.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], cwd=slurm.folder)
+    slurm.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], cwd=slurm.folder)
 
 
 def newest_checkpoint(folder):
