@@ -110,7 +110,9 @@ class ChatEncoder(Encoder):
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
             _check_tools(chat, options["tools"], text, index)
-            _check_weights(chat, options["chat_template"] or self.tokenizer.chat_template, index)
+            template = str(options["chat_template"] or self.tokenizer.chat_template)
+            _check_weights(chat, template, index)
+            _check_roles(chat, template, text, index)
             if not assistant_mask:
                 return self.tokenizer(text, add_special_tokens=False, verbose=False)
             out = self.tokenizer.apply_chat_template(
@@ -151,13 +153,41 @@ def _check_tools(chat: list[dict[str, Any]], tools: Any, text: str, index: int) 
         logger.warning_once("The chat template leaves out the tools that records offer: the model does not see them.")
 
 
-def _check_weights(chat: list[dict[str, Any]], template: Any, index: int) -> None:
+def _check_weights(chat: list[dict[str, Any]], template: str, index: int) -> None:
     """Refuse messages with the weight 0 of OpenAI's format unless the template reads it, for its generation markers."""
-    if "weight" not in str(template) and any(message.get("weight") == 0 for message in chat):
+    if "weight" not in template and any(message.get("weight") == 0 for message in chat):
         raise DataError(
             f"{name_record(index)}: a message has the weight 0, so it is not to be trained on, and the chat template "
             "does not read weights. Use a template that does and --assistant_only_loss, or remove the weight."
         )
+
+
+_USUAL_ROLES = {"human": "user", "gpt": "assistant"}
+"""The roles of ShareGPT's format, and what templates call them."""
+
+
+def _check_roles(chat: list[dict[str, Any]], template: str, text: str, index: int) -> None:
+    """Refuse roles of ShareGPT's that the template does not name, and messages that it leaves out.
+
+    It may cut an answer's reasoning off and write a tool's result in another way, so these two are not looked for.
+    """
+    position = 0
+    for message in chat:
+        role, content = message.get("role"), message.get("content")
+        if role in _USUAL_ROLES and role not in template:
+            raise DataError(
+                f"{name_record(index)}: the chat template does not know the role '{role}'. Call it "
+                f"'{_USUAL_ROLES[role]}', or use a template that knows it (--chat_template_path)."
+            )
+        if role in ("assistant", "tool") or not isinstance(content, str):
+            continue
+        found = text.find(content.strip(), position)  # messages mostly follow each other, so that this is linear
+        position = text.find(content.strip()) if found < 0 else found
+        if position < 0:
+            raise DataError(
+                f"{name_record(index)}: the chat template leaves out a message of the role '{role}': "
+                f"{content[:60]!r}. Use a template that writes it (--chat_template_path), or remove the message."
+            )
 
 
 def _function_name(tool: Any) -> str:

@@ -90,7 +90,7 @@ class JsonRecords:
 
     def _check_kind(self, record: Mapping[str, Any], where: str) -> None:
         present = _present(record)
-        filled = [column for column in present if record[column] != []]
+        filled = [column for column in present if record[column] not in ([], "")]
         check_unread_columns(filled, self.kind, isinstance(record.get("label"), bool), where)
         same_kind = record_kind(present, self.text_field, where) == self.kind
         if not same_kind or self._columns_of(record) != self.columns:

@@ -114,7 +114,7 @@ def kind_columns(kind: str) -> tuple[str, ...]:
 
 
 def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, where: str) -> None:
-    """Refuse records that are more than the text which is read of them: those with images, and KTO's.
+    """Refuse records that are more than what is read of them: those with images or system prompts, and KTO's.
 
     Args:
         columns: those that hold something.
@@ -124,6 +124,11 @@ def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, wher
         raise DataError(
             f"{where}: the column 'label' says which completions are desirable (KTO), and all of them would be trained "
             "on alike. Keep the desirable ones and remove the column, or use TRL's KTOTrainer."
+        )
+    if "system" in columns and kind in (*_COMPOSITE_KINDS, "messages", "conversations"):
+        raise DataError(
+            f"{where}: the column 'system' is not read, and the model would be trained without its system prompts. "
+            "Make each of them the first message, with the role system, or put it before the prompt. Remove the column."
         )
     if images := [column for column in _IMAGE_COLUMNS if column in columns]:
         raise DataError(

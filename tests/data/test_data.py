@@ -335,11 +335,12 @@ def test_bad_line_is_named(tmp_path, name) -> None:
     [
         ({"label": False}, "says which completions are desirable (KTO)"),
         ({"images": ["a.png"]}, "the column 'images' holds images"),
+        ({"system": "be brief"}, "the column 'system' is not read"),
     ],
 )
 def test_a_record_that_is_more_than_its_text_is_refused(tmp_path, more, expected) -> None:
-    """The label of a class, and an empty list of images, change nothing."""
-    good = {"prompt": "a", "completion": "b", "label": 0, "images": []}
+    """The label of a class, no images and no system prompt change nothing."""
+    good = {"prompt": "a", "completion": "b", "label": 0, "images": [], "system": ""}
     message = _load_error(_write_lines(tmp_path / "a.jsonl", [good, good | more]))
     assert message.startswith(f"{tmp_path}/a.jsonl:2: the column")
     assert expected in message

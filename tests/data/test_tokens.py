@@ -327,6 +327,7 @@ def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
         ({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}, "'chosen' and 'rejected' answers are preferences"),
         ({"prompt": ["a"]}, "a 'prompt' alone is for methods that generate, such as GRPO"),
         ({"prompt": ["a"], "completion": ["b"], "label": [True]}, "'label' says which completions are desirable (KTO)"),
+        ({"prompt": ["a"], "completion": ["b"], "system": ["c"]}, "the column 'system' is not read"),
         ({"text": ["a"], "image": ["a.png"]}, "the column 'image' holds images"),
         ({"input_ids": [[1, 2]], "pixel_values": [[0.5]]}, "the column 'pixel_values' holds images"),
         ({"text": []}, "0 records"),
@@ -376,6 +377,33 @@ def test_messages_of_weight_0_are_refused_unless_the_template_reads_it(tokenizer
     assert document["labels"][:2] == [-100, -100]
 
 
+OF_KNOWN_ROLES = (
+    "{% for m in messages %}{% if m['role'] in ['user', 'assistant'] %}{{ m['content'] | trim }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_message_that_the_template_leaves_out_is_refused(tokenizer) -> None:
+    """But for an answer's, whose reasoning many templates cut off, and a tool's result."""
+
+    def chat_with(role: str, content: str) -> Dataset:
+        messages = [{"role": "user", "content": " ab "}, {"role": role, "content": content}]
+        return Dataset.from_list([{"messages": [*messages, {"role": "user", "content": "a"}]}])
+
+    message = _tokenize_error(chat_with("developer", "cd"), tokenizer, chat_template=OF_KNOWN_ROLES)
+    assert "record 0 (counted from 0): the chat template leaves out a message of the role 'developer': 'cd'" in message
+    for role in ("assistant", "tool"):
+        tokenize_records(chat_with(role, "cd"), tokenizer, chat_template=OF_KNOWN_ROLES.replace(", 'assistant'", ""))
+
+
+def test_roles_of_sharegpt_are_refused_unless_the_template_knows_them(tokenizer) -> None:
+    """A template that writes any role would give the model other turns than it meets in use."""
+    records = Dataset.from_list([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}])
+    assert "does not know the role 'human'. Call it 'user'" in _tokenize_error(records, tokenizer)
+    knows = "{% for m in messages %}{{ {'human': 'H', 'gpt': 'G'}[m['role']] + m['content'] }}{% endfor %}"
+    document = tokenize_records(records, tokenizer, chat_template=knows)[0]
+    assert tokenizer.decode(document["input_ids"]) == "HaGb"
+
+
 def test_ids_beyond_the_vocabulary_of_text(tokenizer) -> None:
     message = _tokenize_error(Dataset.from_dict({"text": ["a"]}), tokenizer, vocab_size=200)
     assert "holds the token id 256" in message
@@ -411,7 +439,8 @@ def test_chat_problems_name_the_record(tokenizer) -> None:
     refusing = "{% for m in messages %}{{ raise_exception('roles must alternate') }}{% endfor %}"
     message = _tokenize_error(no_answer, tokenizer, chat_template=refusing)
     assert "roles must alternate" in message
-    silent = _tokenize_error(no_answer, tokenizer, chat_template="{# nothing #}")
+    answers = Dataset.from_list([{"messages": [{"role": "assistant", "content": "a"}]}])
+    silent = _tokenize_error(answers, tokenizer, chat_template="{# nothing #}")
     assert silent.startswith("record 0 (counted from 0): 'input_ids' is empty")
     none = Dataset.from_list([{"messages": [{"role": "user", "content": None}]}])
     assert _tokenize_error(none, tokenizer).startswith("record 0 ")
