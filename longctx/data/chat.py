@@ -109,9 +109,11 @@ class ChatEncoder(Encoder):
 
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
-            _check_tools(chat, options["tools"], text, index)
+            marked, calls = _with_marked_calls(chat)
+            shown = self.tokenizer.apply_chat_template(marked, tokenize=False, **options) if calls else text
+            _check_tools(calls, shown, options["tools"], text, index)
             template = str(options["chat_template"] or self.tokenizer.chat_template)
-            _check_weights(chat, template, index)
+            _check_weights(chat, template if self.assistant_only else "", index)
             _check_roles(chat, template, text, index)
             if not assistant_mask:
                 return self.tokenizer(text, add_special_tokens=False, verbose=False)
@@ -141,10 +143,39 @@ class ChatEncoder(Encoder):
         return out
 
 
-def _check_tools(chat: list[dict[str, Any]], tools: Any, text: str, index: int) -> None:
-    """Refuse a template without a place for tool calls, which a model would not learn then."""
-    calls = [call for message in chat for call in message.get("tool_calls") or ()]
-    if left_out := [name for name in map(_function_name, calls) if name not in text]:
+def _with_marked_calls(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the conversation with another name for every call of a tool, and the tools by these names.
+
+    A tool's own name can also stand in a question, or in the list of tools.
+    """
+    names: dict[str, str] = {}
+
+    def mark(call: Any) -> Any:
+        if not (name := _function_name(call)):
+            return call
+        new = f"longctx_call_{len(names)}_"
+        names[new] = name
+        return call | {"function": call["function"] | {"name": new}} if call.get("function") else call | {"name": new}
+
+    marked = []
+    for message in chat:
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [mark(call) for call in calls]
+        if call := message.get("function_call"):
+            message["function_call"] = mark(call)
+        marked.append(message)
+    return marked, names
+
+
+def _check_tools(calls: dict[str, str], shown: str, tools: Any, text: str, index: int) -> None:
+    """Refuse a template without a place for tool calls, which a model would not learn then.
+
+    Args:
+        calls: tools by the names that `_with_marked_calls` gave their calls.
+        shown: the text with these names.
+    """
+    if left_out := [name for mark, name in calls.items() if mark not in shown]:
         raise DataError(
             f"{name_record(index)}: the chat template leaves out the call of the tool {left_out[0]!r}. Use a template "
             "that writes tool_calls (--chat_template_path), or remove the record."
@@ -153,13 +184,28 @@ def _check_tools(chat: list[dict[str, Any]], tools: Any, text: str, index: int) 
         logger.warning_once("The chat template leaves out the tools that records offer: the model does not see them.")
 
 
-def _check_weights(chat: list[dict[str, Any]], template: str, index: int) -> None:
-    """Refuse messages with the weight 0 of OpenAI's format unless the template reads it, for its generation markers."""
-    if "weight" not in template and any(message.get("weight") == 0 for message in chat):
-        raise DataError(
-            f"{name_record(index)}: a message has the weight 0, so it is not to be trained on, and the chat template "
-            "does not read weights. Use a template that does and --assistant_only_loss, or remove the weight."
-        )
+_MARKS = ("weight", "loss", "train", "training")
+"""Fields of messages that say whether they are trained on: OpenAI's and ms-swift's, and axolotl's by usual names."""
+
+
+def _check_weights(chat: list[dict[str, Any]], markers: str, index: int) -> None:
+    """Refuse messages that are not to be trained on, or in part.
+
+    Args:
+        markers: the template whose generation markers decide what is trained on, which may read these fields; empty if
+            all tokens are trained on.
+    """
+    markers = re.sub(r"\{#.*?#\}", "", markers, flags=re.DOTALL)
+    for message in chat:
+        for mark in _MARKS:
+            value = message.get(mark)
+            if value is None or value == 1 or (value == 0 and re.search(rf"\b{mark}\b", markers)):
+                continue
+            raise DataError(
+                f"{name_record(index)}: a message has '{mark}': {value!r}, which would be ignored. To leave it out of "
+                "the loss, use --assistant_only_loss and a template whose generation markers read the field. "
+                "Otherwise remove the field."
+            )
 
 
 _USUAL_ROLES = {"human": "user", "gpt": "assistant"}
@@ -167,7 +213,7 @@ _USUAL_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _check_roles(chat: list[dict[str, Any]], template: str, text: str, index: int) -> None:
-    """Refuse roles of ShareGPT's that the template does not name, and messages that it leaves out.
+    """Refuse roles of ShareGPT's that the template does not name, and messages that it leaves out or does not know.
 
     It may cut an answer's reasoning off and write a tool's result in another way, so these two are not looked for.
     """
@@ -179,15 +225,24 @@ def _check_roles(chat: list[dict[str, Any]], template: str, text: str, index: in
                 f"{name_record(index)}: the chat template does not know the role '{role}'. Call it "
                 f"'{_USUAL_ROLES[role]}', or use a template that knows it (--chat_template_path)."
             )
-        if role in ("assistant", "tool") or not isinstance(content, str):
-            continue
-        found = text.find(content.strip(), position)  # messages mostly follow each other, so that this is linear
-        position = text.find(content.strip()) if found < 0 else found
-        if position < 0:
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        if parts and str(content) in text:
             raise DataError(
-                f"{name_record(index)}: the chat template leaves out a message of the role '{role}': "
-                f"{content[:60]!r}. Use a template that writes it (--chat_template_path), or remove the message."
+                f"{name_record(index)}: the chat template does not know messages of several parts, and would write "
+                f"{str(content)[:60]!r} into the text. Write the content as a string, or use another template "
+                "(--chat_template_path)."
             )
+        if role in ("assistant", "tool"):
+            continue
+        texts = [content] if isinstance(content, str) else [part.get("text") for part in parts]
+        for said in (written.strip() for written in texts if isinstance(written, str)):
+            found = text.find(said, position)  # messages mostly follow each other, so that this is linear
+            position = text.find(said) if found < 0 else found
+            if position < 0:
+                raise DataError(
+                    f"{name_record(index)}: the chat template leaves out a message of the role '{role}': "
+                    f"{said[:60]!r}. Use a template that writes it (--chat_template_path), or remove the message."
+                )
 
 
 def _function_name(tool: Any) -> str:

@@ -5,6 +5,7 @@ Text and source files are one document each; among them is the standard library 
 
 from __future__ import annotations
 
+import glob
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -248,7 +249,7 @@ def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dat
     try:
         with MemoryBound(GROUP_MEMORY_BYTES):
             loaded = datasets.load_dataset(
-                format_name, name=fingerprint, data_files=list(map(str, filled)), split="train"
+                format_name, name=fingerprint, data_files=[glob.escape(str(file)) for file in filled], split="train"
             )
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error.__cause__, MemoryError):
@@ -268,7 +269,8 @@ def _too_large(where: str) -> DataError:
 def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> IterableDataset:
     filled = _filled_files(files, format_name, text_field)
     features = Features.from_arrow_schema(next(iter(filled.values())))
-    return datasets.load_dataset(format_name, data_files=list(filled), split="train", streaming=True, features=features)
+    names = list(map(glob.escape, filled))  # `datasets` takes names for patterns
+    return datasets.load_dataset(format_name, data_files=names, split="train", streaming=True, features=features)
 
 
 def unlike_files(where: str, cause: BaseException) -> DataError:

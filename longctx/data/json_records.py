@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Features, Json, Value
+from datasets.utils.json import ujson_dumps, ujson_loads
 
 from longctx.data.errors import (
     RECORD_BYTES,
@@ -117,12 +118,17 @@ def _present(record: Mapping[str, Any]) -> list[str]:
 
 
 def _check_numbers(value: Any, column: str, where: str) -> None:
-    """Refuse whole numbers beyond 64 bits, which `datasets` stores and cannot read again."""
+    """Refuse numbers that `datasets` does not store as they are: it keeps 64 bits, and 10 decimals."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _check_numbers(part, column, where)
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise DataError(f"{where}: '{column}' holds a whole number beyond 64 bits. Correct the record.")
+    elif isinstance(value, float) and repr(kept := ujson_loads(ujson_dumps(value))) != repr(value):
+        raise DataError(
+            f"{where}: '{column}' holds the number {value!r}, which would be kept as {kept!r}. Round it to 10 decimals "
+            "or fewer, or write it as a string."
+        )
 
 
 def _token_array(value: object, column: str, where: str) -> np.ndarray:
@@ -196,7 +202,7 @@ def _elements(text: str) -> Iterator[Any]:
         MemoryError: for an element that is too large once it is parsed.
         ValueError: for malformed JSON.
     """
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
     position, measured_at = _skip_space(text, _skip_space(text, 0) + 1), 0
     bound = MemoryBound(RECORD_MEMORY_BYTES)
     is_first = True
@@ -233,7 +239,7 @@ def _too_large(where: str) -> DataError:
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         with MemoryBound(RECORD_MEMORY_BYTES) if len(line) > SMALL_TEXT else nullcontext():
-            record = json.loads(line.decode("utf-8"))
+            record = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except MemoryError:
         raise _too_large(where) from None
     except UnicodeDecodeError as error:
@@ -247,6 +253,15 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
             "remove the line (no line is skipped silently)."
         ) from None
     return _checked(record, where, _holds_surrogates(line))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, each of whose keys stands once: `json` would keep the last value alone."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key {twice!r} stands twice in an object")
+    return made
 
 
 def _holds_surrogates(data: bytes) -> bool:

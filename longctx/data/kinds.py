@@ -26,8 +26,11 @@ TOKENS = List(Value("int32"))
 PAIRS = "chosen and rejected"
 """In place of the column of plain text: records are pairs of answers, whatever other columns they have."""
 
-_IMAGE_COLUMNS = ("image", "images", "pixel_values")
+_MEDIA_COLUMNS = ("image", "images", "pixel_values")
 """Columns of image-text records, by the names that TRL reads and its processors write."""
+
+_MEDIA_OF_CHATS = ("video", "videos", "audio", "audios")
+"""More of them beside chats and prompts. Beside plain text, it may be what the text was written down from."""
 
 _MEDIA_PARTS = frozenset(f"{before}{of}" for of in ("image", "video", "audio") for before in ("", "input_")) | {
     "image_url",
@@ -35,6 +38,12 @@ _MEDIA_PARTS = frozenset(f"{before}{of}" for of in ("image", "video", "audio") f
     "audio_url",
 }
 """What the parts of a message that are no text are called, as their type or as the key of their content."""
+
+_MEDIA_OF_MESSAGES = _MEDIA_PARTS | {"images", "videos", "audios"}
+"""Keys of messages."""
+
+_TOKEN_WEIGHTS = ("loss_mask", "loss_scale", "loss_weights", "token_weights")
+"""Columns of pre-tokenised records that would say how much a token counts."""
 
 _COMPOSITE_KINDS = {
     "prompt+completion": ("prompt", "completion"),
@@ -114,26 +123,38 @@ def kind_columns(kind: str) -> tuple[str, ...]:
 
 
 def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, where: str) -> None:
-    """Refuse records that are more than what is read of them: those with images or system prompts, and KTO's.
+    """Refuse records with columns that are not read and say how to train, or that the record is more than its text.
 
     Args:
         columns: those that hold something.
         is_kto: whether a column 'label' holds true or false.
     """
-    if kind == "prompt+completion" and is_kto:
+    is_plain_text = kind not in (*_COMPOSITE_KINDS, "messages", "conversations")
+    if is_kto and not is_plain_text:
         raise DataError(
             f"{where}: the column 'label' says which completions are desirable (KTO), and all of them would be trained "
             "on alike. Keep the desirable ones and remove the column, or use TRL's KTOTrainer."
         )
-    if "system" in columns and kind in (*_COMPOSITE_KINDS, "messages", "conversations"):
+    if "rejected_response" in columns and kind in ("messages", "conversations"):
+        raise DataError(
+            f"{where}: 'rejected_response' makes a record of '{kind}' a preference. For longctx dpo, write the columns "
+            "'chosen' and 'rejected'. To train on the chosen answers alone, remove the column."
+        )
+    if "system" in columns and not is_plain_text:
         raise DataError(
             f"{where}: the column 'system' is not read, and the model would be trained without its system prompts. "
             "Make each of them the first message, with the role system, or put it before the prompt. Remove the column."
         )
-    if images := [column for column in _IMAGE_COLUMNS if column in columns]:
+    media = _MEDIA_COLUMNS if is_plain_text else _MEDIA_COLUMNS + _MEDIA_OF_CHATS
+    if found := [column for column in media if column in columns]:
         raise DataError(
-            f"{where}: the column '{images[0]}' holds images, and longctx trains on text alone. Leave out the records "
-            "with images, or remove the column and what stands for the images in the text."
+            f"{where}: the column '{found[0]}' holds images, video or audio, and longctx trains on text alone. Leave "
+            "out these records, or remove the column and what stands for it in the text."
+        )
+    if kind == "input_ids" and (found := [column for column in _TOKEN_WEIGHTS if column in columns]):
+        raise DataError(
+            f"{where}: the column '{found[0]}' would say which tokens count, and is not read. Give labels with -100 at "
+            "the tokens that do not count, and remove the column."
         )
 
 
@@ -153,6 +174,13 @@ def check_column_types(features: Features, kind: str) -> None:
             raise DataError(
                 f"column '{column}' has the type {arrow_type}; expected {_LIST_KINDS.get(kind, 'strings')}. "
                 "Convert the column (Dataset.cast_column), or name another one with --dataset_text_field."
+            )
+    for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if kind == "input_ids" else ():
+        value = getattr(features.get(column), "feature", None)
+        if isinstance(value, Value) and not (pa.types.is_integer(value.pa_type) or pa.types.is_boolean(value.pa_type)):
+            raise DataError(
+                f"column '{column}' has values of the type {value.pa_type}; expected integers, one for each token. "
+                "Convert the column (Dataset.cast_column)."
             )
 
 
@@ -203,8 +231,13 @@ def read_chat(value: object, column: str, where: str) -> list[dict[str, Any]]:
     names = {"from": "role", "value": "content"}
     messages = [{names.get(key, key): part for key, part in message.items()} for message in value]
     for message in messages:
+        if beside := [key for key in _MEDIA_OF_MESSAGES if message.get(key)]:
+            raise DataError(
+                f"{where}: a message in '{column}' has '{beside[0]}', and longctx trains on text alone. Remove it, or "
+                "the record."
+            )
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
+        for part in content if isinstance(content, list) else [content]:
             if media := _media_in(part):
                 raise DataError(
                     f"{where}: a message in '{column}' has a part of the type '{media}', and longctx trains on text "

@@ -16,6 +16,7 @@ from longctx.data import (
     document_lengths,
     load_records,
     stdlib_files,
+    stream_records,
     tokenize_records,
 )
 
@@ -314,6 +315,7 @@ BAD_LINES = {
     "null as text": (b'{"text": null}', "no known kind of record"),
     "no text": (b'{"body": "a"}', "no known kind of record in the columns ['body']"),
     "other kind": (b'{"messages": [{"role": "user", "content": "a"}]}', "mixed kinds of records"),
+    "a key twice": (b'{"text": "a", "text": "b"}', "malformed JSON (the key 'text' stands twice in an object)"),
     "half a pair": (b'{"text": "\\ud83d"}', "half a surrogate pair"),
     "deep": (b'{"text": ' + b"[" * 100_000, "malformed JSON"),
 }
@@ -345,6 +347,30 @@ def test_a_record_that_is_more_than_its_text_is_refused(tmp_path, more, expected
     assert message.startswith(f"{tmp_path}/a.jsonl:2: the column")
     assert expected in message
     assert len(load_records(str(_write_lines(tmp_path / "b.jsonl", [good])))) == 1
+
+
+@pytest.mark.parametrize(("number", "kept"), [("3.141592653589793", "3.1415926536"), ("NaN", "None"), ("-0.0", "0.0")])
+def test_numbers_that_would_not_be_kept_are_refused(tmp_path, number, kept) -> None:
+    line = '{"messages": [{"role": "user", "content": "a", "x": [1.5, %s]}]}\n'
+    (tmp_path / "a.jsonl").write_text(line % number)
+    assert f"which would be kept as {kept}" in _load_error(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_text(line % "1e22")
+    assert load_records(str(tmp_path / "b.jsonl"))[0]["messages"][0]["x"] == [1.5, 1e22]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_name_like_a_pattern_is_a_name(tmp_path, suffix) -> None:
+    """`datasets` would read part1 in place of part[1]."""
+    for name in ("part1", "part[1]"):
+        table = pa.table({"text": [name]})
+        if suffix == ".parquet":
+            pq.write_table(table, tmp_path / f"{name}{suffix}")
+        else:
+            with pa.ipc.new_stream(str(tmp_path / f"{name}{suffix}"), table.schema) as writer:
+                writer.write_table(table)
+    path = str(tmp_path / f"part[1]{suffix}")
+    assert load_records(path)["text"][:] == ["part[1]"]
+    assert [record["text"] for record in stream_records(path)] == ["part[1]"]
 
 
 def test_bad_second_file_is_named(tmp_path) -> None:

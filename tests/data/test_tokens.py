@@ -328,8 +328,13 @@ def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
         ({"prompt": ["a"]}, "a 'prompt' alone is for methods that generate, such as GRPO"),
         ({"prompt": ["a"], "completion": ["b"], "label": [True]}, "'label' says which completions are desirable (KTO)"),
         ({"prompt": ["a"], "completion": ["b"], "system": ["c"]}, "the column 'system' is not read"),
-        ({"text": ["a"], "image": ["a.png"]}, "the column 'image' holds images"),
+        ({"text": ["a"], "image": ["a.png"]}, "the column 'image' holds images, video or audio"),
         ({"input_ids": [[1, 2]], "pixel_values": [[0.5]]}, "the column 'pixel_values' holds images"),
+        ({"prompt": ["a"], "completion": ["b"], "audios": [["a.wav"]]}, "the column 'audios' holds images, video or"),
+        ({"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}, "the column 'loss_mask' would say which tokens count"),
+        ({"input_ids": [[1, 2]], "labels": [[1.0, 2.7]]}, "column 'labels' has values of the type double"),
+        ({"messages": [CHATS[0]], "label": [False]}, "says which completions are desirable (KTO)"),
+        ({"messages": [CHATS[0]], "rejected_response": ["b"]}, "makes a record of 'messages' a preference"),
         ({"text": []}, "0 records"),
     ],
 )
@@ -358,6 +363,10 @@ def test_messages_with_images_video_or_audio_are_refused(part, type_, tokenizer)
     chat = [{"messages": [{"role": "user", "content": [TEXT_AND_IMAGE[0], part]}]}]
     message = _tokenize_error(Dataset.from_list(chat), tokenizer, chat_template=OF_PARTS)
     assert f"record 0 (counted from 0): a message in 'messages' has a part of the type '{type_}'" in message
+    alone = Dataset.from_list([{"messages": [{"role": "user", "content": TEXT_AND_IMAGE[1]}]}])
+    assert "has a part of the type 'image'" in _tokenize_error(alone, tokenizer)
+    beside = Dataset.from_list([{"messages": [{"role": "user", "content": "a", "images": ["a.png"]}]}])
+    assert "a message in 'messages' has 'images'" in _tokenize_error(beside, tokenizer)
     text = [{"messages": [{"role": "user", "content": TEXT_AND_IMAGE[:1]}]}]
     tokenized = tokenize_records(Dataset.from_list(text), tokenizer, chat_template=OF_PARTS)
     assert tokenizer.decode(tokenized[0]["input_ids"]) == "ab"
@@ -367,7 +376,8 @@ def test_messages_of_weight_0_are_refused_unless_the_template_reads_it(tokenizer
     """As in OpenAI's format, where it says that an answer is not to be trained on."""
     answers = [{"role": "assistant", "content": text, "weight": weight} for text, weight in (("b", 0), ("c", 1))]
     records = Dataset.from_list([{"messages": [{"role": "user", "content": "a", "weight": None}, *answers]}])
-    assert "a message has the weight 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True)
+    assert "a message has 'weight': 0, which would be ignored" in _tokenize_error(records, tokenizer)
+    assert "a message has 'weight': 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True)
     reads = (
         "{% for m in messages %}{% if m['weight'] == 1 %}{% generation %}{{ m['content'] }}{% endgeneration %}"
         "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
@@ -375,6 +385,13 @@ def test_messages_of_weight_0_are_refused_unless_the_template_reads_it(tokenizer
     document = tokenize_records(records, tokenizer, assistant_only_loss=True, chat_template=reads)[0]
     assert [tokenizer.decode(ids) for ids in (document["input_ids"], document["labels"][2:])] == ["abc", "c"]
     assert document["labels"][:2] == [-100, -100]
+    assert "a message has 'weight': 0" in _tokenize_error(records, tokenizer, chat_template=reads)  # all tokens count
+    half = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", "weight": 0.5}]}])
+    assert "'weight': 0.5" in _tokenize_error(half, tokenizer, assistant_only_loss=True, chat_template=reads)
+    loss = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", "loss": False}]}])
+    comment = MARKED + "{# of another weight #}"
+    assert "'weight': 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True, chat_template=comment)
+    assert "'loss': False" in _tokenize_error(loss, tokenizer)
 
 
 OF_KNOWN_ROLES = (
@@ -393,6 +410,25 @@ def test_a_message_that_the_template_leaves_out_is_refused(tokenizer) -> None:
     assert "record 0 (counted from 0): the chat template leaves out a message of the role 'developer': 'cd'" in message
     for role in ("assistant", "tool"):
         tokenize_records(chat_with(role, "cd"), tokenizer, chat_template=OF_KNOWN_ROLES.replace(", 'assistant'", ""))
+
+
+def test_parts_that_the_template_takes_for_a_string_are_refused(tokenizer) -> None:
+    """Llama 3's template trims the content, and a list becomes what Python prints of it."""
+    chat = [
+        {"role": role, "content": [{"type": "text", "text": text}]} for role, text in (("user", "a"), ("user", "b"))
+    ]
+    trims = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"
+    message = _tokenize_error(Dataset.from_list([{"messages": chat}]), tokenizer, chat_template=trims)
+    assert "does not know messages of several parts, and would write \"[{'type': 'text'" in message
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
+def test_a_call_that_the_template_leaves_out_is_refused(field, tokenizer) -> None:
+    """Its tool's name stands in the question, too."""
+    call = {"name": "get_weather", "arguments": "{}"}
+    answer = {"role": "assistant", "content": "", field: call if field == "function_call" else [{"function": call}]}
+    records = Dataset.from_list([{"messages": [{"role": "user", "content": "Use get_weather"}, answer]}])
+    assert "leaves out the call of the tool 'get_weather'" in _tokenize_error(records, tokenizer)
 
 
 def test_roles_of_sharegpt_are_refused_unless_the_template_knows_them(tokenizer) -> None:
