@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from longctx.attention.backend import AttentionOfBatch, ScheduleOfBatch
 from longctx.attention.backends import BACKENDS
-from longctx.attention.choice import Documents, assumed_documents, choose_backend, exchange_overlaps
+from longctx.attention.choice import choose_backend, documents_given, exchange_overlaps
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.attention.interface import install
 from longctx.attention.modelled import plan_time
@@ -29,6 +28,7 @@ from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.allow_list import auxiliary_loss_coefficient, check_model
 from longctx.model.branches import branch_obstacle
+from longctx.model.modules import check_modules, say_whether_tied
 from longctx.packing.branches import branches_of
 from longctx.policy import count_policy_step, policy_loss
 from longctx.ranks.agreement import broadcast_object
@@ -37,6 +37,7 @@ from longctx.recurrent.layers import check_recurrent
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
+from longctx.sequence.checks import check_batch, check_same_batch, check_world_size, digest_of_batch, has_values
 from longctx.sequence.gather import all_reduce, gather
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
@@ -74,6 +75,7 @@ class SequenceParallel:
         """Why batches cannot have documents with branches; None if they can."""
         self.dims, self.groups, self.device, self.time_of_plan = dims, groups, device, time_of_plan
         self._attention, self._schedule = attention, schedule
+        self._batches_agree = False
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
@@ -92,6 +94,7 @@ class SequenceParallel:
             return self._shard(batch)
 
     def _shard(self, batch: Mapping[str, Any]) -> ShardedBatch:
+        check_batch(batch, self.dims)
         position_ids = complete_position_ids(batch)
         branches = branches_of(batch.get("branch_starts"))
         if len(branches) and self.branch_obstacle:
@@ -102,6 +105,8 @@ class SequenceParallel:
         schedule = self._schedule and partial(self._schedule, layout, self.groups)
         attention = partial(self._attention, layout, self.groups)
         context = AttentionContext(layout, self.groups.ulysses, attention, schedule, self.groups.sequence)
+        if not self._batches_agree and self.groups.sequence is not None and has_values(batch):
+            context.before_first_pass = partial(self._check_same_batch, digest_of_batch(batch, position_ids))
         if self.routers is not None:
             context.real_tokens = send(cut(self._real_tokens(batch))[0], self.device)
         context.position_ids = send(cut(position_ids), self.device)
@@ -116,6 +121,11 @@ class SequenceParallel:
         if own_labels.device.type == "cpu":
             context.know_learnt(targets, send(learnt_positions(own_labels), self.device))
         return ShardedBatch(inputs=inputs, shift_labels=targets, layout=layout, context=context)
+
+    def _check_same_batch(self, digest: bytes) -> None:
+        """Check the group's first batch, which shows whether a loader deals other batches out to every rank."""
+        check_same_batch(digest, self.groups.sequence)
+        self._batches_agree = True
 
     def _real_tokens(self, batch: Mapping[str, Any]) -> Tensor:
         """Return bool [B, S], the tokens that routers count."""
@@ -145,6 +155,7 @@ class SequenceParallel:
         """Return the sums over all sequence groups of what each has counted in its batches, which its ranks share."""
         total = torch.stack([torch.full((), count, device=self.device) for count in counts])
         if dist.is_initialized():
+            check_world_size(self.dims)
             with region("wait", "communication"):
                 dist.all_reduce(total)
         return [int(count) // self.dims.sp for count in total.tolist()]
@@ -361,12 +372,13 @@ def parallelize(
         The model, and the object that shards batches and reduces the loss.
 
     Raises:
-        ValueError: if the model's attention is not known to be exact, sp does not divide the processes, or the heads do
-            not fit the backend; for a chunk size that the model or the backend does not support; or if this rank has no
-            GPU of its own.
+        ValueError: if the model is wrapped, its attention is not known to be exact, its head is not linear, or its
+            heads do not fit the backend; if sp does not divide the processes, or this rank has no GPU of its own; for a
+            chunk size that the model or the backend does not support.
     """
+    check_modules(model)
     check_model(model.config)
-    _say_whether_tied(model)
+    say_whether_tied(model)
     if heads_k_stride is not None:
         check_stride(heads_k_stride)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -386,7 +398,7 @@ def parallelize(
         device_name=device_name,
         devices_per_node=per_node,
     )
-    documents = _documents(model, document_lengths)
+    documents = documents_given(model.config, document_lengths)
     choice = choose_backend(sp_backend, setup, documents if sp_backend == "auto" else None, ring_size=ring_size)
     backend, degrees = BACKENDS[choice.name], choice.arrangement
     dims = ParallelDims.arrange(world_size, ring=degrees.ring, ulysses=degrees.ulysses, dp_replicate=dp_replicate)
@@ -420,27 +432,6 @@ def parallelize(
     is_chunked, can_branch = sequence_chunk_size is not None, backend.has_branches
     obstacle = branch_obstacle(model.config, backend_has_branches=can_branch, is_chunked=is_chunked)
     return model, SequenceParallel(dims, attention, backend.schedule, groups, device, time_of_plan, routers, obstacle)
-
-
-def _say_whether_tied(model: PreTrainedModel) -> None:
-    """Set in the configuration whether head and embeddings are tied, since wrappers tie them if it says so.
-
-    transformers leaves them untied if a model's files hold different values for them, whatever config.json says.
-    """
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is not None:
-        model.config.tie_word_embeddings = head.weight is embeddings.weight
-
-
-def _documents(model: PreTrainedModel, lengths: Sequence[int] | None) -> Documents:
-    if lengths is None:
-        return assumed_documents(model.config.get_text_config().max_position_embeddings, packed=False)
-    row = np.asarray(lengths)
-    if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row) or row.min() < 1:
-        raise ValueError(
-            f"document_lengths {lengths!r} are not lengths of documents. Give a list of whole numbers of at least 1."
-        )
-    return Documents(rows=[row.astype(np.int64)], source=f"{len(row)} documents given")
 
 
 def _device_of_this_rank(model: PreTrainedModel) -> torch.device:

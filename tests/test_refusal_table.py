@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.choice import Documents, choose_backend
+from longctx.attention.choice import Documents, choose_backend, documents_given, parallelize
 from longctx.attention.interface import longctx_attention
 from longctx.attention.operator import varlen_attention
 from longctx.collate.sequence import _varlen_arguments
@@ -39,7 +39,6 @@ from longctx.model.files import _parameters
 from longctx.model.load import _config_errors
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.packing import plan_packing
-from longctx.parallel import _documents, parallelize
 from longctx.ring.attention import ring_schedule
 from longctx.ring.planner import plan_ring
 from longctx.ring.transport import check_shard
@@ -164,9 +163,9 @@ CALLS = {
     "degrees": (lambda: ParallelDims(world_size=3, ring=2), "3 processes cannot be arranged"),
     "degree 0": (lambda: ParallelDims(world_size=0, ring=0), "0 processes cannot be arranged"),
     "strategy": (lambda: plan_packing(np.array([1]), 4, strategy="best"), "unknown packing strategy 'best'"),
-    "lengths of nothing": (lambda: _documents(tiny_model(), []), "are not lengths of documents"),
-    "length 0": (lambda: _documents(tiny_model(), [3, 0]), "are not lengths of documents"),
-    "parts of tokens": (lambda: _documents(tiny_model(), [2.5]), "are not lengths of documents"),
+    "lengths of nothing": (lambda: documents_given(tiny_model().config, []), "are not lengths of documents"),
+    "length 0": (lambda: documents_given(tiny_model().config, [3, 0]), "are not lengths of documents"),
+    "parts of tokens": (lambda: documents_given(tiny_model().config, [2.5]), "are not lengths of documents"),
     "tiles": (lambda: install_tiled_mlp(tiny_model(), -1), "tiled_mlp_num_shards -1 is not a number of tiles"),
     "no MLP": (lambda: install_tiled_mlp(an_mlpless_model(), 2), "No MLP was found in Linear"),
     "heads at a time": (lambda: check_stride(0), "heads_k_stride 0 must be at least 1"),

@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup
@@ -207,6 +208,18 @@ def assumed_documents(num_tokens: int, *, packed: bool) -> Documents:
         rows=[np.diff(bounds, prepend=0)],
         source=f"{count:,} assumed documents of log-normal length in {num_tokens:,} tokens",
     )
+
+
+def documents_given(config: PretrainedConfig, lengths: Sequence[int] | None) -> Documents:
+    """Return one row of documents of these lengths; without them, one document as long as the model's context."""
+    if lengths is None:
+        return assumed_documents(config.get_text_config().max_position_embeddings, packed=False)
+    row = np.asarray(lengths)
+    if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row) or row.min() < 1:
+        raise ValueError(
+            f"document_lengths {lengths!r} are not lengths of documents. Give a list of whole numbers of at least 1."
+        )
+    return Documents(rows=[row.astype(np.int64)], source=f"{len(row)} documents given")
 
 
 def _least(

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from longctx.attention.temperature import has_temperature, install_temperature, with_temperature
+from longctx.model.recurrent import num_mixing_layers
 from longctx.recurrent.layers import PrefersHeads, install_recurrent
 from longctx.sequence.batch import AttentionContext, AttentionKind, refuse_uncut
-from longctx.upstream.transformers_internals import leave_only_present_layers
+from longctx.upstream.transformers_internals import (
+    attention_implementation,
+    decoder_of,
+    leave_only_present_layers,
+)
 
 NAME = "longctx"
 """Our `attn_implementation`. It is left out of transformers' mask interface, so that no mask is ever built."""
@@ -65,6 +72,11 @@ def longctx_attention(
         f"attention sees {query.shape[2]} tokens where this rank's shard has {sequence.local_length}: "
         "the model was called with a batch that was not cut"
     )
+    if not key.shape[2] == value.shape[2] == query.shape[2]:
+        raise ValueError(
+            f"{type(module).__name__} attends to {key.shape[2]} keys from {query.shape[2]} tokens. Caches and adapters "
+            "that add keys, such as prefix tuning, are not supported."
+        )
     sequence.calls += 1
     if has_temperature(module):
         assert sequence.position_ids is not None, "known of a batch that was cut"
@@ -77,6 +89,44 @@ def longctx_attention(
     kind = AttentionKind(window=sliding_window, chunk_size=_chunk_size(module), softcap=softcap)
     out = sequence.attend(kind)(query, key, value, scale=scale, sinks=s_aux)
     return out[..., :size].transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def _check_call(decoder: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse a call with a batch that was cut where its attention would not be ours, or be told something else.
+
+    transformers passes no mask on to an implementation that it does not know.
+    """
+    sequence: AttentionContext | None = kwargs.get("sequence")
+    if sequence is None:
+        return
+    if (name := attention_implementation(decoder)) != NAME:
+        raise ValueError(
+            f"the model was called with a batch that was cut, and its attention is {name!r}, which sees the tokens of "
+            f"this rank alone. Call model.set_attn_implementation({NAME!r}) first."
+        )
+    if given := [name for name in ("attention_mask", "past_key_values", "cache") if kwargs.get(name) is not None]:
+        raise ValueError(
+            f"the model was called with {given[0]} beside a batch that was cut, which would be ignored. Leave it out: "
+            "sequence.shard(batch).inputs has all that the model needs."
+        )
+    is_traced = isinstance(kwargs.get("position_ids"), FakeTensor)  # without other ranks
+    if sequence.before_first_pass is not None and not is_traced:
+        sequence.before_first_pass()
+        sequence.before_first_pass = None
+    sequence.calls_before = sequence.calls
+
+
+@torch.compiler.disable
+def _check_calls(num_layers: int, decoder: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Refuse a model of which a layer has not called us, and has not seen the other ranks' tokens."""
+    sequence: AttentionContext | None = kwargs.get("sequence")
+    if sequence is not None and (calls := sequence.calls - sequence.calls_before) != num_layers:
+        raise ValueError(
+            f"{calls} of {num_layers} attention layers went through longctx; the others have not seen the other ranks' "
+            f"tokens. A layer of {type(decoder).__name__} whose forward was replaced has to call transformers' "
+            "attention interface."
+        )
 
 
 def _chunk_size(module: Any) -> int | None:
@@ -103,6 +153,9 @@ def install(model: PreTrainedModel, prefers_heads: PrefersHeads) -> None:
     """
     AttentionInterface.register(NAME, longctx_attention)
     model.set_attn_implementation(NAME)
+    decoder = decoder_of(model)
+    decoder.register_forward_pre_hook(_check_call, with_kwargs=True)
+    decoder.register_forward_hook(partial(_check_calls, num_mixing_layers(model.config)), with_kwargs=True)
     install_temperature(model)
     install_recurrent(model, NAME, prefers_heads)
     leave_only_present_layers(model)

@@ -81,7 +81,7 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
         hidden_on_host: the last hidden states will lie in host memory; see `fused_token_outputs`.
     """
     head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear), f"the head of {type(model).__name__} is {type(head).__name__}, not linear"
+    assert isinstance(head, nn.Linear), "see longctx.model.modules"
     scaling = LogitScaling.of_model(model.config)
     run = functools.partial(_head_forward, scaling, hidden_on_host)
     functools.update_wrapper(run, _head_forward)  # torch.compile reads its name
@@ -101,6 +101,11 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
         **kwargs,
     ):
         if not token_outputs:
+            if kwargs.get("sequence") is not None and kwargs.get("labels") is not None:
+                raise ValueError(
+                    "the model was given labels beside a batch that was cut: it would shift them again, and average "
+                    "over this rank's tokens. Use sequence.loss(outputs.logits, shard.shift_labels, num_label_tokens)."
+                )
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return plain(self, *args, **kwargs, **given)
         hidden = decoder_of(self)(*args, **kwargs).last_hidden_state

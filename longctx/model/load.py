@@ -40,7 +40,7 @@ from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 from longctx.upstream.transformers_internals import (
     forget_implementations,
-    splits_weights,
+    needs_whole_weights,
     tied_weights,
     unpartitioned,
 )
@@ -259,7 +259,7 @@ def load_model(
         if whole_config is not None:
             model, found = load_text_part(name, whole_config, config, dtype=dtype, revision=revision, **quantized)
         else:
-            with unpartitioned() if splits_weights(config) else nullcontext():
+            with unpartitioned() if needs_whole_weights(config) else nullcontext():
                 model, found = AutoModelForCausalLM.from_pretrained(
                     name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **quantized
                 )

@@ -134,10 +134,14 @@ class AttentionContext:
         self._shared: dict[Hashable, Any] = {}
         self.calls = 0
         """Attention layers, linear ones too, that have run on this batch, recomputation included."""
+        self.calls_before = 0
+        """The same at the beginning of the last pass."""
         self.real_tokens: Tensor | None = None
         """bool [T/P]: this rank's tokens that are not padding, where routers of a mixture of experts count them."""
         self.position_ids: Tensor | None = None
         """int64 [1, T/P]: the positions of this rank's tokens in their documents, of a batch that was cut."""
+        self.before_first_pass: Callable[[], None] | None = None
+        """A check that needs all ranks of the group, before the model is called with the batch."""
         self._learnt: tuple[Tensor, int, Tensor] | None = None
 
     @property
@@ -197,5 +201,6 @@ def refuse_uncut(part: str) -> NoReturn:
     raise ValueError(
         f"{part} was put in place by longctx.parallelize and needs batches cut by its second result: "
         "model(**sequence.shard(batch).inputs). To use the model as before, for generation say, call "
-        "model.set_attn_implementation('sdpa') first."
+        "model.set_attn_implementation('sdpa') first, and model.set_attn_implementation('longctx') before training "
+        "goes on."
     )

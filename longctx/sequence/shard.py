@@ -87,6 +87,8 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor | None:
     """
     rows, width = batch["input_ids"].shape
     if (lengths := batch.get("lengths")) is not None:
+        if (rows > 1 and len(lengths) != rows) or max(lengths, default=0) > width or sum(lengths) > rows * width:
+            raise ValueError(f"lengths {list(lengths)} do not fit a batch of {rows} × {width} tokens.")
         ends = torch.tensor([sum(lengths)] if rows == 1 else list(lengths), dtype=torch.int64)
         return torch.arange(width)[None] < ends[:, None]
     mask = batch.get("attention_mask")
@@ -193,6 +195,11 @@ def _positions_from_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Te
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     if attention_mask is None:
         return positions
+    if attention_mask.ndim != 2 or (attention_mask.long() > 1).any():
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} must be [B, S] with the values 0 and 1 where a "
+            "batch has no position_ids. Give position_ids that restart at 0 with every document."
+        )
     lengths = attention_mask.sum(1, keepdim=True)
     if not torch.equal(attention_mask.bool(), positions < lengths):
         raise ValueError(

@@ -126,11 +126,14 @@ def commit_of(config: PretrainedConfig) -> str:
     return getattr(config, "_commit_hash", None) or ""
 
 
-def splits_weights(config: PretrainedConfig) -> bool:
-    """Return whether a weight of the files becomes several parameters, as one matrix for queries, keys and values.
+def needs_whole_weights(config: PretrainedConfig) -> bool:
+    """Return whether transformers looks into the parameters while it loads, which are empty under ZeRO-3.
 
-    transformers splits it by the sizes of the parameters, which are 0 where ZeRO-3 has partitioned them.
+    It splits one matrix for queries, keys and values by the parameters' sizes, and Youtu sets the row of its padding
+    token.
     """
+    if config.model_type == "youtu":
+        return True
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     conversions = get_checkpoint_conversion_mapping(config.model_type) or []

@@ -1,0 +1,117 @@
+"""What a batch, and a call of the model with it, must not say: things that a cut batch could not follow."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from longctx.data import IGNORE_INDEX
+from longctx.packing.branches import branches_of
+from longctx.regions import region
+from longctx.sequence.mesh import ParallelDims
+from longctx.sequence.shard import real_tokens
+
+_UNREAD = ("inputs_embeds", "past_key_values", "cache", "pixel_values", "seq_idx")
+"""Inputs of transformers' models that `shard` does not read."""
+
+
+def check_batch(batch: Mapping[str, Any], dims: ParallelDims) -> None:
+    """Check that a batch says nothing that `shard` would not follow.
+
+    Raises:
+        ValueError: for inputs that are not read, documents by `cu_seq_lens_q` alone, a mask other than of padding on
+            the right, labels on padding, negative labels other than −100, and a `layout` or `lengths` of another batch.
+    """
+    if missing := [name for name in ("input_ids", "labels") if batch.get(name) is None]:
+        raise ValueError(
+            f"the batch has no {missing[0]}, only {', '.join(sorted(map(str, batch)))}. Make it with "
+            "longctx.collate.SequenceCollator."
+        )
+    unread = [name for name in _UNREAD if batch.get(name) is not None]
+    if (types := batch.get("token_type_ids")) is not None and types.any():
+        unread.append("token_type_ids")
+    if unread:
+        raise ValueError(f"the batch has {unread[0]}, which is not supported: only input_ids are cut. Leave it out.")
+    if batch.get("cu_seq_lens_q") is not None and batch.get("position_ids") is None:
+        raise ValueError(
+            "the batch has cu_seq_lens_q without position_ids, which say here where documents begin. Collate with "
+            "longctx.collate.SequenceCollator, or with return_position_ids=True."
+        )
+    _check_layout(batch, dims)
+    if not has_values(batch):
+        return
+    _check_mask(batch)
+    labels, real = batch["labels"], real_tokens(batch)
+    if ((labels < 0) & (labels != IGNORE_INDEX)).any():
+        lowest = int(labels[labels != IGNORE_INDEX].min())
+        raise ValueError(f"labels hold {lowest}. Mark tokens that are not learnt by -100.")
+    if real is not None and (stray := int(((labels != IGNORE_INDEX) & ~real.to(labels.device)).sum())):
+        raise ValueError(f"{stray} labels stand on padding (by attention_mask or lengths). Set them to -100.")
+
+
+def has_values(batch: Mapping[str, Any]) -> bool:
+    """Return whether the batch is more than the shapes with which a step is traced."""
+    return not isinstance(batch["labels"], FakeTensor)
+
+
+def _check_layout(batch: Mapping[str, Any], dims: ParallelDims) -> None:
+    """Refuse a plan that was made for other degrees or another batch."""
+    if (layout := batch.get("layout")) is None:
+        return
+    starts = branches_of(batch.get("branch_starts")).tolist()
+    planned = layout.sp, layout.shape, layout.branch_starts.tolist()
+    if planned != (dims.sp, tuple(batch["input_ids"].shape), starts):
+        raise ValueError(
+            f"the batch's layout is of sp {layout.sp} and {layout.shape} tokens, with {len(layout.branch_starts)} "
+            f"branches, and the batch has sp {dims.sp}, {tuple(batch['input_ids'].shape)} tokens and {len(starts)} "
+            "branches. Leave layout out, or plan it for this batch."
+        )
+
+
+def _check_mask(batch: Mapping[str, Any]) -> None:
+    """Refuse a mask that hides tokens which positions, where there are some, count as a document's."""
+    mask = batch.get("attention_mask")
+    if mask is None or batch.get("position_ids") is None:
+        return
+    if mask.shape != batch["labels"].shape or (mask[:, 1:].bool() & ~mask[:, :-1].bool()).any():
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)} beside position_ids must be [B, S], and ones followed by "
+            "zeros in every row (right padding): position_ids alone say which tokens a document has. Set "
+            "padding_side='right', or make the batch with longctx.collate.SequenceCollator."
+        )
+
+
+def check_world_size(dims: ParallelDims) -> None:
+    """Check that the processes are those for which the degrees were arranged."""
+    if (world_size := dist.get_world_size()) != dims.world_size:
+        raise ValueError(
+            f"parallelize was called for {dims.world_size} processes, and there are {world_size}. Call it after "
+            "init_process_group, or after Accelerator() is made."
+        )
+
+
+def digest_of_batch(batch: Mapping[str, Any], position_ids: Tensor) -> bytes:
+    """Return a digest of the tokens, labels and positions of a batch."""
+    hashed = hashlib.blake2b()
+    for tensor in (batch["input_ids"], batch["labels"], position_ids):
+        hashed.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return hashed.digest()
+
+
+def check_same_batch(digest: bytes, group: dist.ProcessGroup | None) -> None:
+    """Check that all ranks of a sequence group cut the same batch. They call it together."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    with region("wait", "communication"):
+        dist.all_gather_object(everyone, digest, group=group)
+    if len(set(everyone)) > 1:
+        raise ValueError(
+            f"the {len(everyone)} ranks of a sequence group have cut {len(set(everyone))} different batches. They "
+            "share every sequence: give a DataLoader's sampler the data-parallel rank and size, "
+            "dims.dp_rank(rank) and dims.dp, and do not let accelerate or the Trainer deal batches out to single ranks."
+        )
