@@ -165,7 +165,8 @@ class SequenceParallel:
             num_label_tokens: label tokens of the whole optimizer step, from `count_label_tokens`.
 
         Raises:
-            ValueError: if the auxiliary loss needs `count_experts`, which was not called for this step.
+            ValueError: if the auxiliary loss needs `count_experts`, which was not called for this step, or the last
+                forward pass was not that of the loss.
         """
         return self.reduce(token_losses(logits, shift_labels), num_label_tokens)
 
@@ -394,9 +395,7 @@ def parallelize(
     if selective_checkpointing is None:
         selective_checkpointing = backend.keeps_output
     install(model, partial(prefers_heads, setup, degrees))
-    selective = selective_checkpointing if type(selective_checkpointing) is int else None
-    if selective_checkpointing is False:
-        selective = 0
+    selective = None if selective_checkpointing is True else int(selective_checkpointing)
     checkpoints = LayerCheckpoints(whole=whole_layers, selective=selective, offloaded=offloaded_layers)
     install_checkpoints(model, checkpoints)
     check_recurrent(model, device, with_states=sp > 1)
