@@ -26,8 +26,8 @@ from longctx.layers.chunked import install_chunked
 from longctx.layers.loss import TokenOutputs, fuse_head, learnt_positions, step_loss, token_losses
 from longctx.layers.routers import Routers, install_routers
 from longctx.layers.tiled_mlp import install_tiled_mlp
-from longctx.model.allow_list import auxiliary_loss_coefficient, check_model
-from longctx.model.branches import branch_obstacle
+from longctx.model.allow_list import check_model
+from longctx.model.branches import AUXILIARY_LOSS_OBSTACLE, branch_obstacle
 from longctx.model.modules import check_modules, say_whether_tied
 from longctx.packing.branches import branches_of
 from longctx.policy import count_policy_step, policy_loss
@@ -97,8 +97,9 @@ class SequenceParallel:
         check_batch(batch, self.dims)
         position_ids = complete_position_ids(batch)
         branches = branches_of(batch.get("branch_starts"))
-        if len(branches) and self.branch_obstacle:
-            raise ValueError(f"branch_starts: documents cannot share their beginnings here, {self.branch_obstacle}.")
+        obstacle = AUXILIARY_LOSS_OBSTACLE if self.routers and self.routers.coefficient else self.branch_obstacle
+        if len(branches) and obstacle:
+            raise ValueError(f"branch_starts: documents cannot share their beginnings here, {obstacle}.")
         plan = partial(plan_batch, time_of=self.time_of_plan, branch_starts=branches)
         layout = batch.get("layout") or plan(position_ids, self.dims)
         cut = partial(shard_tokens, layout=layout, sp_rank=self.dims.sp_rank(self.rank))
@@ -137,7 +138,7 @@ class SequenceParallel:
             raise ValueError(
                 "the routers' auxiliary loss leaves padding out, and the batch does not say which tokens are padding. "
                 "Add lengths, the tokens of each row without padding, as in batch | {'lengths': [8192]}, or set "
-                "model.config.output_router_logits = False before parallelize to train without that loss."
+                "model.config.output_router_logits = False to train without that loss."
             )
         return torch.ones_like(batch["input_ids"], dtype=torch.bool)
 
@@ -175,7 +176,8 @@ class SequenceParallel:
             num_label_tokens: label tokens of the whole optimizer step, from `count_label_tokens`.
 
         Raises:
-            ValueError: if the auxiliary loss needs `count_experts`, which was not called for this step.
+            ValueError: if the auxiliary loss needs `count_experts`, which was not called for this step, or the last
+                forward pass was not that of the loss.
         """
         return self.reduce(token_losses(logits, shift_labels), num_label_tokens)
 
@@ -405,13 +407,10 @@ def parallelize(
     if selective_checkpointing is None:
         selective_checkpointing = backend.keeps_output
     install(model, partial(prefers_heads, setup, degrees))
-    selective = selective_checkpointing if type(selective_checkpointing) is int else None
-    if selective_checkpointing is False:
-        selective = 0
+    selective = None if selective_checkpointing is True else int(selective_checkpointing)
     checkpoints = LayerCheckpoints(whole=whole_layers, selective=selective, offloaded=offloaded_layers)
     install_checkpoints(model, checkpoints)
     check_recurrent(model, device, with_states=sp > 1)
-    routers = install_routers(model, auxiliary_loss_coefficient(model.config))
     if tiled_mlp_num_shards is not None:
         install_tiled_mlp(model, tiled_mlp_num_shards)
     fuse_head(model, hidden_on_host=sequence_chunk_size is not None)
@@ -422,6 +421,7 @@ def parallelize(
                 f"sequence-chunked step. {ulysses_remedy(setup.num_heads, sp).replace('--', '')}"
             )
         install_chunked(model, sequence_chunk_size, device, checkpoints)
+    routers = install_routers(model)
     if overlap_exchange is None:
         overlap_exchange = heads_k_stride is None and (
             choice.overlaps_exchange if sp_backend == "auto" else exchange_overlaps(setup, degrees, documents)

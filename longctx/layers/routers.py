@@ -7,24 +7,38 @@ the gradient of a token's probabilities is E · C / N². Each router adds it to 
 checkpointed, tiled or run in chunks, and no layer keeps router logits for a loss at the end of the model. Only C must
 be known before the first backward pass of the step.
 
+Each forward pass of the model makes a `_MicroBatch`. Hooks of the routers find it in a context variable while their
+layer runs, also where a backward pass runs it again. They hold no state of their own, so that a copy of a router, or of
+the whole model, counts in its own passes.
+
 Shape legend: T tokens that a router sees at a time, E experts, k experts of a token, L routers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from contextvars import ContextVar
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from longctx.model.allow_list import auxiliary_loss_coefficient
 from longctx.regions import region
 from longctx.sequence.batch import AttentionContext
-from longctx.upstream.transformers_internals import decoder_of, replace_forward, router_class
+from longctx.upstream.transformers_internals import (
+    checkpointing_of,
+    decoder_of,
+    replace_forward,
+    router_class,
+    set_checkpointing_of,
+    wrap_checkpointing_setter,
+)
 
 RETURN_PROBABILITIES = ("Gemma4TextRouter",)
 """Routers whose first result is their probabilities, which are the softmax of their logarithms; they have no loss."""
@@ -42,15 +56,19 @@ class RouterSums(NamedTuple):
 
 
 class _MicroBatch:
-    """What routers share in the passes of one micro-batch."""
+    """What routers share in one forward pass on a micro-batch, and in the recomputation of its layers."""
 
-    def __init__(self, real: Tensor, num_routers: int, num_experts: int):
-        self.real = real
-        """bool [T/P]: the tokens of this rank that are not padding."""
+    def __init__(self, real: Tensor, num_routers: int, num_experts: int, *, adds_gradient: bool):
+        self.real, self.adds_gradient = real, adds_gradient
+        """bool [T/P]: the tokens of this rank that are not padding; and whether routers add the loss's gradient."""
+        self.is_counting = False
+        """Whether choices are counted: in the forward pass, and not where a layer is computed again."""
         zeros = partial(torch.zeros, dtype=torch.float64, device=real.device)
         self.sums = RouterSums(zeros(num_routers, num_experts), zeros(num_experts), zeros(num_experts))
         self.next_token = [0] * num_routers
         """The token that each router sees next: tiles and chunks of tokens come one after the other."""
+        self.observed: set[int] = set()
+        """The routers that have run."""
         self.gradient: Tensor | None = None
         """float32 [E], of each real token's probabilities; known once the backward pass has begun."""
 
@@ -60,7 +78,31 @@ class _MicroBatch:
         end = start + num_tokens
         assert end <= len(self.real), f"a router saw {end} tokens of a micro-batch that has {len(self.real)}"
         self.next_token[router] = end % len(self.real)
+        self.observed.add(router)
         return self.real[start:end, None]
+
+
+_under_way: ContextVar[_MicroBatch | None] = ContextVar("micro_batch_of_routers", default=None)
+"""That of the pass to which the layer that runs now belongs; None in stock transformers' own use of the model."""
+
+
+@contextmanager
+def _part_of(batch: _MicroBatch | None) -> Iterator[None]:
+    token = _under_way.set(batch)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+
+
+def keep_pass(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` as a part of the pass that is under way, also where a backward pass calls it later."""
+    return run if _under_way.get() is None else partial(_run_in, _under_way.get(), run)
+
+
+def _run_in(batch: _MicroBatch | None, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _part_of(batch):
+        return run(*args, **kwargs)
 
 
 class Routers:
@@ -68,24 +110,28 @@ class Routers:
 
     Args:
         modules: routers that return logits [T, E], weights and indices [T, k], in the order of layers.
-        coefficient: of the auxiliary loss; 0 to leave it out.
+        config: of the model, which says at any time whether there is an auxiliary loss.
         world_size: ranks over which engines average gradients.
     """
 
-    def __init__(self, modules: list[Any], coefficient: float, world_size: int):
-        self.coefficient, self.world_size = coefficient, world_size
+    def __init__(self, modules: list[Any], config: PretrainedConfig, world_size: int):
+        self.config, self.world_size = config, world_size
         self.num_experts = [_setting(module, "num_experts") for module in modules]
         self.top_k = _setting(modules[0], "top_k")
         self.shares: Tensor | None = None
         """float64 [2], of the last micro-batch on this rank: of the auxiliary loss, without its coefficient, and of the
         step's tokens. Over ranks and micro-batches of a step they sum to the loss and to 1."""
         self._latest: _MicroBatch | None = None
-        self._is_counting = False
+        self._has_loss = False
+        """Whether the last forward pass has its loss."""
         self._step: Tensor | None = None
         self._left: int | None = None
         """Micro-batches of the step that are still to come."""
-        for number, module in enumerate(modules):
-            module.register_forward_hook(partial(self._observe, number))
+
+    @property
+    def coefficient(self) -> float:
+        """Return that of the auxiliary loss; 0 if it is left out."""
+        return auxiliary_loss_coefficient(self.config)
 
     @property
     def latest(self) -> RouterSums:
@@ -97,10 +143,6 @@ class Routers:
     def shape(self) -> tuple[int, int]:
         """Return (L, E)."""
         return len(self.num_experts), max(self.num_experts)
-
-    def forget(self) -> None:
-        """Let the next forward pass go unobserved."""
-        self._latest = None
 
     def expect(self, num_micro_batches: int) -> None:
         """Begin an optimizer step of so many micro-batches on this rank."""
@@ -122,16 +164,17 @@ class Routers:
             The sum, to call backward on.
 
         Raises:
-            ValueError: if the choices of other micro-batches of the step are not counted.
+            ValueError: if the choices of other micro-batches of the step are not counted, or the last forward pass was
+                not that of this loss.
         """
-        batch = self._latest
-        assert batch is not None, "the model has not run yet"
         if not self._left or (self._left > 1 and self._step is None):
             raise ValueError(
                 "the routers' auxiliary loss covers all tokens of an optimizer step, and the tokens of this step are "
                 "not counted. Call count_label_tokens with all micro-batches of the step, then count_experts if there "
                 "are several, before the loss of the first one."
             )
+        batch = self._pass_of(loss)
+        self._has_loss = True
         self._left -= 1
         if self._step is None:
             self._step = self._over_ranks(batch.sums.choices)
@@ -139,7 +182,30 @@ class Routers:
         factors = self._factors(choices)
         share = (factors * own.probabilities).sum()
         self.shares = torch.stack((share, own.choices.sum() / choices.sum().clamp(min=1)))
-        return _WithLoss.apply(loss, self.coefficient * self.world_size * share, self, batch, factors)
+        scale = self.coefficient * self.world_size
+        return _WithLoss.apply(loss, scale * share, batch, scale * factors)
+
+    def _pass_of(self, loss: Tensor) -> _MicroBatch:
+        """Return the last forward pass, once it can be that of a loss."""
+        batch = self._latest
+        if batch is None or self._has_loss:
+            raise ValueError(
+                "the routers' auxiliary loss is that of a forward pass, and the model that parallelize returned has "
+                "not run on a batch of sequence.shard since the last loss. Run it once for each loss; for a copy of "
+                "the model, use parallelize on the copy and the object that it returns."
+            )
+        if loss.requires_grad and not batch.adds_gradient:
+            raise ValueError(
+                "the routers' auxiliary loss is that of the model's last forward pass, which ran without gradients or "
+                "before model.config.output_router_logits was set. Make the loss directly after its forward pass, and "
+                "compute others, such as a reference model's log-probabilities, before that pass or after the loss."
+            )
+        if len(batch.observed) < len(self.num_experts):
+            raise ValueError(
+                f"the routers' auxiliary loss covers {len(self.num_experts)} routers, and only {len(batch.observed)} "
+                "of them ran in the last forward pass. Replace routers before parallelize, not after it."
+            )
+        return batch
 
     def loss_of(self, choices: Tensor, probabilities: Tensor) -> float:
         """Return the auxiliary loss of sums [E] over all of some tokens, without its coefficient; 0 of no tokens."""
@@ -157,46 +223,51 @@ class Routers:
             dist.all_reduce(counts)
         return counts
 
-    def check_latest(self, batch: _MicroBatch) -> None:
-        """Check that a backward pass belongs to the last forward pass, in which routers of checkpointed layers run.
-
-        Raises:
-            ValueError: if the model has run on something else since.
-        """
-        if batch is not self._latest:
-            raise ValueError(
-                "the model has run on another batch between the forward and the backward pass of this one, so that "
-                "its routers do not know which tokens are padding. Call backward before the next forward pass."
-            )
-
     @contextmanager
-    def passing(self, context: AttentionContext) -> Iterator[None]:
+    def passing(self, context: AttentionContext) -> Iterator[_MicroBatch]:
         """Return a context for a forward pass of the model on a batch, in which choices are counted."""
         assert context.real_tokens is not None, "known of a batch for a mixture of experts"
-        self._latest = _MicroBatch(context.real_tokens, *self.shape)
-        self._is_counting = True
+        adds_gradient = torch.is_grad_enabled() and self.coefficient > 0
+        batch = _MicroBatch(context.real_tokens, *self.shape, adds_gradient=adds_gradient)
+        self._latest, self._has_loss = batch, False
+        batch.is_counting = True
         try:
-            yield
+            yield batch
         finally:
-            self._is_counting = False
+            batch.is_counting = False
 
-    def _observe(self, number: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> Any:
-        batch = self._latest
-        if batch is None:
-            return None
-        if len(output) == 2:  # Llama 4's scores of all experts, and logits
-            weights, logits = output
-            indices = logits.topk(self.top_k, dim=-1).indices
-        else:
-            logits, weights, indices = output
-        if type(router).__name__ in RETURN_PROBABILITIES:
-            logits = logits.log()
-        real = batch.take(number, len(logits))
-        if self._is_counting:
-            _count(batch.sums, number, logits.detach(), indices, real)
-        if not self.coefficient or not torch.is_grad_enabled() or not weights.requires_grad:
-            return None
-        return logits, _AddGradient.apply(weights, logits, real, batch), indices
+    def check_output(self, asks_for_logits: bool | None) -> None:
+        """Check a call's `output_router_logits`, which transformers fills in from the configuration.
+
+        Raises:
+            ValueError: if it asks for an auxiliary loss that the configuration does not have.
+        """
+        if asks_for_logits and not getattr(self.config.get_text_config(), "output_router_logits", False):
+            raise ValueError(
+                "output_router_logits=True in a call of the model, whose configuration says False. Set "
+                "model.config.output_router_logits = True, and sequence.loss adds the routers' auxiliary loss over all "
+                "tokens of the step; the model returns no router logits."
+            )
+
+
+@torch.compiler.disable  # a graph would be made before the gradient is known
+def _observe(number: int, top_k: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> Any:
+    batch = _under_way.get()
+    if batch is None:
+        return None
+    if len(output) == 2:  # Llama 4's scores of all experts, and logits
+        weights, logits = output
+        indices = logits.topk(top_k, dim=-1).indices
+    else:
+        logits, weights, indices = output
+    if type(router).__name__ in RETURN_PROBABILITIES:
+        logits = logits.log()
+    real = batch.take(number, len(logits))
+    if batch.is_counting:
+        _count(batch.sums, number, logits.detach(), indices, real)
+    if not batch.adds_gradient or not torch.is_grad_enabled() or not weights.requires_grad:
+        return None
+    return logits, _AddGradient.apply(weights, logits, real, batch), indices
 
 
 def _setting(router: Any, name: str) -> int:
@@ -221,17 +292,14 @@ class _WithLoss(torch.autograd.Function):
     """loss + value; tells the micro-batch's routers the gradient of their probabilities."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, value: Tensor, routers: Routers, batch: _MicroBatch, factors: Tensor) -> Tensor:
-        ctx.routers, ctx.batch, ctx.factors = routers, batch, factors
+    def forward(ctx, loss: Tensor, value: Tensor, batch: _MicroBatch, factors: Tensor) -> Tensor:
+        ctx.batch, ctx.factors = batch, factors
         return loss + value.to(loss.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        routers = ctx.routers
-        routers.check_latest(ctx.batch)
-        scale = routers.coefficient * routers.world_size
-        ctx.batch.gradient = (grad.double() * scale * ctx.factors).to(torch.promote_types(grad.dtype, torch.float32))
-        return grad, None, None, None, None
+        ctx.batch.gradient = (grad.double() * ctx.factors).to(torch.promote_types(grad.dtype, torch.float32))
+        return grad, None, None, None
 
 
 class _AddGradient(torch.autograd.Function):
@@ -254,28 +322,69 @@ class _AddGradient(torch.autograd.Function):
         return grad, ((pulled - p * pulled.sum(-1, keepdim=True)) * real).to(logits.dtype), None, None
 
 
-def install_routers(model: PreTrainedModel, coefficient: float) -> Routers | None:
-    """Watch the routers of `model`, before it is wrapped; None without routers.
+def install_routers(model: PreTrainedModel) -> Routers | None:
+    """Watch the routers of `model`, before it is wrapped and after layers have got their `forward`; None without them.
 
-    Args:
-        coefficient: of the auxiliary loss; 0 to leave it out.
+    A copy of the model watches its own, and another call takes the place of the first one.
     """
     kind = router_class(model)
-    modules = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
-    if not modules:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    by_layer = [_inside(layer, kind) for layer in layers] if kind is not None else []
+    by_layer = [of_layer for of_layer in by_layer if of_layer]
+    if not by_layer:
         return None
-    routers = Routers(modules, coefficient, dist.get_world_size() if dist.is_initialized() else 1)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    routers = Routers([of_layer[0] for of_layer in by_layer], model.config, world_size)
+    for number, of_layer in enumerate(by_layer):
+        for module in of_layer:  # more than one where an adapter trains a copy
+            if not any(_runs(hook, _observe) for hook in module._forward_hooks.values()):
+                module.register_forward_hook(partial(_observe, number, routers.top_k))
+    for layer in layers:
+        if not _runs(layer.forward, _layer_forward):
+            replace_forward(layer, update_wrapper(partial(_layer_forward, layer.forward), layer.forward))
+    _keep_passes(layers)
+    wrap_checkpointing_setter(model, partial(_set_checkpointing, layers))
     decoder = decoder_of(model)
-    plain = decoder.forward
-
-    @wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        context = kwargs.get("sequence")
-        if context is None:  # stock transformers' own use of the model
-            routers.forget()
-            return plain(*args, **kwargs)
-        with routers.passing(context):
-            return plain(*args, **kwargs | {"output_router_logits": False})
-
-    replace_forward(decoder, forward)
+    plain = decoder.forward.args[1] if _runs(decoder.forward, _decoder_forward) else decoder.forward
+    replace_forward(decoder, update_wrapper(partial(_decoder_forward, routers, plain), plain))
     return routers
+
+
+def _runs(call: Any, function: Callable[..., Any]) -> bool:
+    return isinstance(call, partial) and call.func is function
+
+
+def _decoder_forward(routers: Routers, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    context = kwargs.get("sequence")
+    if context is None:  # stock transformers' own use of the model
+        return plain(*args, **kwargs)
+    routers.check_output(kwargs.get("output_router_logits"))
+    with routers.passing(context) as batch:
+        return plain(*args, **kwargs | {"output_router_logits": False, "micro_batch": batch})
+
+
+def _layer_forward(plain: Callable[..., Any], *args: Any, micro_batch: _MicroBatch | None = None, **kwargs: Any) -> Any:
+    """Run a layer as a part of the pass. Checkpointing of whole modules calls this again with the same keywords."""
+    with _part_of(micro_batch):
+        return plain(*args, **kwargs)
+
+
+def _set_checkpointing(layers: list[Any], set_checkpointing: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    set_checkpointing(*args, **kwargs)
+    _keep_passes(layers)
+
+
+def _keep_passes(layers: list[Any]) -> None:
+    """Let transformers' checkpointing, which is inside of a layer's `forward`, run it again in the same pass."""
+    for layer in layers:
+        run = checkpointing_of(layer)
+        if run is not None and not _runs(run, _checkpoint):
+            set_checkpointing_of(layer, partial(_checkpoint, run))
+
+
+def _checkpoint(run: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    return run(keep_pass(forward), *args)
+
+
+def _inside(layer: nn.Module, kind: type) -> list[Any]:
+    return [module for module in layer.modules() if isinstance(module, kind)]

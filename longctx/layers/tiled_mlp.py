@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longctx.layers.chunked.tiles import Autocast, ParameterGradients, ask_for_gradient, chunks_of, trained
+from longctx.layers.routers import keep_pass
 from longctx.upstream.deepspeed_internals import gather_once
 from longctx.upstream.transformers_internals import replace_forward
 
@@ -87,7 +88,7 @@ def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, widt
     x = hidden_states[None] if hidden_states.dim() == 2 else hidden_states.reshape(1, -1, *hidden_states.shape[2:])
     size = -(-x.shape[1] // num_shards) if num_shards else width
     kept = _Keep.apply(x)
-    out = _Tiles.apply(mlp, run, size, kept.grad_fn, kept, *trained(mlp))
+    out = _Tiles.apply(mlp, keep_pass(run), size, kept.grad_fn, kept, *trained(mlp))
     first, *others = out if isinstance(out, tuple) else (out,)
     first = first.view(hidden_states.shape) if first.dim() == x.dim() else first
     return (first, *others) if isinstance(out, tuple) else first

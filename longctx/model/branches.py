@@ -9,6 +9,9 @@ from transformers import PretrainedConfig
 from longctx.model.allow_list import auxiliary_loss_coefficient, has_windows
 from longctx.model.recurrent import recurrent_sizes
 
+AUXILIARY_LOSS_OBSTACLE = "since the routers' auxiliary loss counts every token of a document"
+"""That of a mixture of experts, as long as its configuration has the loss."""
+
 
 def branch_obstacle(config: PretrainedConfig, *, backend_has_branches: bool, is_chunked: bool) -> str | None:
     """Return why a model does not compute branches as if each stood alone with its trunk; None if it does.
@@ -27,7 +30,7 @@ def branch_obstacle(config: PretrainedConfig, *, backend_has_branches: bool, is_
     if has_windows(config):
         return "since layers have a sliding window"
     if auxiliary_loss_coefficient(config):
-        return "since the routers' auxiliary loss counts every token of a document"
+        return AUXILIARY_LOSS_OBSTACLE
     if is_chunked:
         return "since the sequence-chunked step attends to whole documents"
     return None if backend_has_branches else "since the backend attends to whole documents"

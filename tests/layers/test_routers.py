@@ -351,14 +351,6 @@ def test_a_step_whose_choices_are_not_counted(folder):
         sequence.reduce(torch.zeros(1, 88, requires_grad=True), 1)
 
 
-def test_a_backward_pass_after_another_forward_pass(folder):
-    model, sequence = parallel_model(folder)
-    losses = list(run_step(model, sequence, list(batches(DOCUMENTS[:2], DOCUMENTS[2:]))))
-    losses[1].backward()
-    with pytest.raises(ValueError, match=r"run on another batch between.*Call backward before the next forward pass"):
-        losses[0].backward()
-
-
 def test_a_batch_that_does_not_say_what_padding_is(folder):
     model, sequence = parallel_model(folder)
     (batch,) = batches(DOCUMENTS, padding=2)

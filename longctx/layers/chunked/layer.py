@@ -32,6 +32,7 @@ from longctx.layers.chunked.tiles import (
     run_in_tiles,
     trained,
 )
+from longctx.layers.routers import keep_pass
 from longctx.model.recurrent import recurrent_sizes
 from longctx.regions import region
 from longctx.sequence.batch import PLAIN, AttentionContext, AttentionKind
@@ -402,7 +403,7 @@ def _layer_forward(
     **keywords: Any,
 ) -> Tensor:
     step = ChunkedLayer(
-        forward,
+        keep_pass(forward),
         {name: value for name, value in keywords.items() if name != "sequence"},
         sequence=keywords["sequence"],
         size=size,
