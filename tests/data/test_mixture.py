@@ -325,6 +325,10 @@ def test_a_part_of_a_single_data_set_is_kept_for_evaluation(files, monkeypatch):
     assert (len(expected["train"]), len(expected["test"])) == (225, 75)
     assert data.documents[:] == expected["train"][:]
     assert data.evaluation.documents[:] == expected["test"][:]
+    for idle in (["--dataset_weights", "0.7", "0.3"], ["--dataset_weights", "1", *REPEATS]):
+        run, weighted = prepared(*split, *idle)
+        assert weighted.documents[:] == data.documents[:]
+        assert "--dataset_weights has no effect without --datasets" in run.notes
     with pytest.raises(ValueError, match=r"--test_split_size 0\.25 of a stream"):
         prepared(*split, "--dataset_streaming", "True", "--max_steps", "2")
 
