@@ -80,11 +80,22 @@ class TrainingData:
     """The rows of the evaluation split, in data set order; None without --eval_strategy."""
 
     def describe_targets(self) -> str | None:
-        """Return how many of the documents' tokens are trained on, or None if all are."""
+        """Return how many of the documents' tokens are trained on, or None if all are.
+
+        Documents are named, too, of which --overlong leaves tokens and none with a label.
+        """
         if "labels" not in self.documents.column_names:
             return None
-        targets, tokens = int(target_counts(self.documents).sum()), self.report.tokens
-        return f"{targets:,} of the {tokens:,} tokens in the documents ({targets / tokens:.1%}) are trained on"
+        counts, report = self.rows.target_counts(), self.report
+        targets, tokens = int(counts.sum()), report.tokens
+        described = f"{targets:,} of the {tokens:,} tokens in the documents ({targets / tokens:.1%}) are trained on"
+        if not report.too_long_documents:
+            return described
+        is_placed = np.bincount(self.rows.packing.indices, minlength=len(counts)) > 0
+        without = int(np.count_nonzero(is_placed & (counts == 0) & (target_counts(self.documents) > 0)))
+        if without:
+            described += f"; --overlong {report.overlong} leaves no token with a label in {without:,} {report.unit}"
+        return described
 
 
 @dataclass(frozen=True, kw_only=True)
