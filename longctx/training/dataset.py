@@ -35,6 +35,7 @@ from longctx.data import (
     with_place,
 )
 from longctx.data.contents import cache_folder, cache_key
+from longctx.data.errors import check_selection
 from longctx.data.kinds import PAIRS
 from longctx.data.sides import sides_of_pairs
 from longctx.model.allow_list import head_size, num_heads
@@ -245,8 +246,7 @@ def _select(records: Records, settings: Mapping[str, Any]) -> Records:
     columns = settings.get("columns")
     if columns is None:
         return records
-    if missing := sorted(set(columns) - set(records.column_names)):
-        raise DataError(f"no column {missing[0]!r} to select; there are {', '.join(sorted(records.column_names))}.")
+    check_selection(columns, records.column_names)
     return records.select_columns(columns)
 
 
@@ -309,6 +309,7 @@ def _where(settings: Mapping[str, Any]) -> dict[str, Any]:
         "config": settings["dataset_config"],
         "split": settings["dataset_train_split"],
         "text_field": settings["dataset_text_field"],
+        "columns": settings.get("columns"),
     }
 
 
