@@ -91,6 +91,29 @@ class TokenColumn:
             for start, stop in pairwise(bounds):
                 yield chunk[start:stop]
 
+    def count_others(
+        self, value: int, rows: NDArray[np.integer], starts: NDArray[np.integer], stops: NDArray[np.integer]
+    ) -> NDArray[np.int64]:
+        """Return how many values of each piece differ from `value`, int64 [k].
+
+        Args:
+            rows: row of each piece in the table, [k].
+            starts, stops: first value of each piece in its row and the end, [k]; a piece may be empty.
+        """
+        rows, counts = rows.astype(np.int64), np.zeros(len(rows), dtype=np.int64)
+        order = np.argsort(rows, kind="stable")
+        of_chunks = np.split(order, np.searchsorted(rows[order], self._first_rows[1:-1]))
+        for pieces, first, offsets, values in zip(
+            of_chunks, self._first_rows, self._offsets, self._values, strict=False
+        ):
+            chunk = values[offsets[0] : offsets[-1]]
+            if isinstance(chunk, pa.Array):
+                chunk = chunk.to_numpy(zero_copy_only=False)
+            before = np.concatenate(([0], np.cumsum(chunk != value)))
+            begins = offsets[rows[pieces] - first] - offsets[0]
+            counts[pieces] = before[begins + stops[pieces]] - before[begins + starts[pieces]]
+        return counts
+
     def read(self, chunks: list[int], starts: list[int], lengths: list[int], out: NDArray[Any]) -> NDArray[Any]:
         """Copy pieces [k] (chunk, first value, tokens) one after another into `out` [sum of lengths]."""
         position = 0
@@ -191,9 +214,23 @@ def target_counts(source: Any) -> NDArray[np.int64]:
     These are the tokens with a label, but for the first one of each document, which is not a target.
     """
     table, rows = arrow_table(source)
-    labels = token_columns(table, ["labels"])["labels"].rows()
-    counts = np.fromiter((np.count_nonzero(document[1:] != IGNORE_INDEX) for document in labels), dtype=np.int64)
-    return counts if rows is None else counts[rows]
+    labels = token_columns(table, ["labels"])["labels"]
+    rows = np.arange(len(labels)) if rows is None else rows
+    return targets_of_pieces(labels, rows, np.zeros(len(rows), np.int64), labels.lengths()[rows])
+
+
+def targets_of_pieces(
+    labels: TokenColumn, rows: NDArray[np.integer], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the tokens of each piece of a document that the loss counts, int64 [n_pieces].
+
+    These are the tokens with a label, but for the first one of each piece, which is not a target.
+
+    Args:
+        rows: row of each piece in the table, [n_pieces].
+        starts, lengths: first token of each piece in its document, and its tokens, int64 [n_pieces].
+    """
+    return labels.count_others(IGNORE_INDEX, rows, starts + np.minimum(lengths, 1), starts + lengths)
 
 
 def agreed_lengths(columns: dict[str, TokenColumn], rows: NDArray[np.integer] | None) -> NDArray[np.int64]:

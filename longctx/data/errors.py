@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -75,3 +75,13 @@ class MemoryBound:
 
     def __exit__(self, *error: object) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, self._before)
+
+
+def check_selection(selected: Iterable[str], there: Iterable[str], *, may_lack: Iterable[str] = ()) -> None:
+    """Check that the columns that an entry of --datasets selects are there.
+
+    Raises:
+        DataError: for the first that is not.
+    """
+    if missing := sorted({*selected} - {*there, *may_lack}):
+        raise DataError(f"no column {missing[0]!r} to select; there are {', '.join(sorted(there))}.")

@@ -128,8 +128,8 @@ FORMATS_HELP = (
 )
 
 
-def files_loader(files: Sequence[Path], text_field: str) -> Loader:
-    """Return the loader of files that must all have one format."""
+def files_loader(files: Sequence[Path], text_field: str, columns: Sequence[str] | None = None) -> Loader:
+    """Return the loader of files that must all have one format; of JSON files it reads these columns, or all."""
     for file in files:
         if not file.is_file():  # a pipe or a device may have no end
             raise DataError(f"{file}: not a regular file. Expected {FORMATS_HELP}.")
@@ -142,7 +142,7 @@ def files_loader(files: Sequence[Path], text_field: str) -> Loader:
         )
     (format_name,) = formats
     if format_name == "json":
-        return generated_loader(lambda: JsonRecords(files, text_field))
+        return generated_loader(lambda: JsonRecords(files, text_field, columns))
     if format_name == "text":
         return generated_loader(lambda: TextFiles(files, text_field))
     return Loader(
@@ -207,7 +207,9 @@ def _records_key(records: JsonRecords | TextFiles, digests: Sequence[str]) -> st
 
     The features are those of the first file of all, which a part does not have.
     """
-    return cache_key(type(records).__name__, records.text_field, records.features.to_dict(), list(digests))
+    selected = records.selected if isinstance(records, JsonRecords) else None
+    chosen = [] if selected is None else [sorted(selected)]  # what is not selected is not checked either
+    return cache_key(type(records).__name__, records.text_field, records.features.to_dict(), list(digests), *chosen)
 
 
 class _Unchanged:

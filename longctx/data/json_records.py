@@ -18,6 +18,7 @@ from longctx.data.errors import (
     RECORD_MEMORY_BYTES,
     DataError,
     MemoryBound,
+    check_selection,
     name_files,
     name_record,
     no_records,
@@ -47,15 +48,20 @@ _ARRAY_BYTES = 1 << 30
 
 
 class JsonRecords:
-    """The records of JSON files, all of the first one's kind, cut to that kind's columns."""
+    """The records of JSON files, all of the first one's kind, cut to that kind's columns.
 
-    def __init__(self, files: Sequence[Path], text_field: str) -> None:
+    With `selected`, records are read as if they had no other columns.
+    """
+
+    def __init__(self, files: Sequence[Path], text_field: str, selected: Sequence[str] | None = None) -> None:
         self.files = list(files)
-        self.text_field = text_field
+        self.text_field, self.selected = text_field, selected
         first = next(self._iterate_raw(), None)
         if first is None:
             raise no_records(name_files(self.files))
         self.first_where, record = first
+        check_selection(selected or (), record, may_lack=CONVERSATION_EXTRAS)
+        record = self._select(record)
         self.kind = record_kind(_present(record), text_field, self.first_where)
         self.conversational = self.kind != "input_ids" and any(
             isinstance(record[column], list) for column in kind_columns(self.kind)
@@ -80,12 +86,18 @@ class JsonRecords:
             except OSError as error:
                 raise unreadable(path, error) from error
 
+    def _select(self, record: dict[str, Any]) -> dict[str, Any]:
+        if self.selected is None:
+            return record
+        return {column: value for column, value in record.items() if column in self.selected}
+
     def places(self) -> Iterator[str]:
         """File and line, or file and number, of each record."""
         return (where for where, _ in self._iterate_raw())
 
     def __call__(self) -> Iterator[dict[str, Any]]:
         for where, record in self._iterate_raw():
+            record = self._select(record)
             self._check_kind(record, where)
             yield {column: self._value(record.get(column), column, where) for column in self.columns}
 

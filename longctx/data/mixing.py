@@ -78,12 +78,13 @@ def mix(sources: Sequence[Dataset], mixture: Mixture, part: str = "train") -> tu
     Raises:
         DataError: for weights that would make it endless.
     """
-    order = _order([len(source) for source in sources], mixture)
+    drawn = order = _order([len(source) for source in sources], mixture)
     if mixture.test_size is not None:
-        order = _part(order, mixture, part)
+        order = _part(drawn, mixture, part)
     whole = datasets.concatenate_datasets(_with_same_columns(sources))
     chosen = whole if np.array_equal(order, np.arange(len(whole))) else whole.select(order)
-    return chosen, _reports([len(source) for source in sources], document_lengths(whole), order, mixture)
+    lengths = [len(source) for source in sources]
+    return chosen, _reports(lengths, document_lengths(whole), mixture, drawn=drawn, order=order)
 
 
 def _order(lengths: Sequence[int], mixture: Mixture) -> NDArray[np.int64]:
@@ -137,15 +138,21 @@ def _with_same_columns(sources: Sequence[Dataset]) -> list[Dataset]:
 
 
 def _reports(
-    lengths: Sequence[int], tokens: NDArray[np.int64], order: NDArray[np.int64], mixture: Mixture
+    lengths: Sequence[int],
+    tokens: NDArray[np.int64],
+    mixture: Mixture,
+    *,
+    drawn: NDArray[np.int64],
+    order: NDArray[np.int64],
 ) -> tuple[SourceReport, ...]:
     """
     Args:
         lengths: documents in each data set.
         tokens: int64 [documents], of all data sets one after another.
-        order: int64 [documents of the mixture], which of them it has.
+        drawn: int64 [documents of the mixture], which of them it has.
+        order: int64, those of them in the part that is counted; documents of the other part are not left out.
     """
-    times = np.bincount(order, minlength=len(tokens))
+    times, is_drawn = np.bincount(order, minlength=len(tokens)), np.bincount(drawn, minlength=len(tokens)) > 0
     ends = np.cumsum(lengths)
     spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
     return source_reports(
@@ -154,6 +161,7 @@ def _reports(
         tokens=[int((times[span] * tokens[span]).sum()) for span in spans],
         there=lengths,
         distinct=[int((times[span] > 0).sum()) for span in spans],
+        left_out=[int((~is_drawn[span]).sum()) for span in spans],
     )
 
 
@@ -164,10 +172,10 @@ def source_reports(
     tokens: Sequence[int],
     there: Sequence[int | None],
     distinct: Sequence[int],
+    left_out: Sequence[int | None],
 ) -> tuple[SourceReport, ...]:
     """Counts of each data set, as reports."""
     shares = mixture.shares() or [None] * len(mixture.names)
-    left_out = [None if all_ is None else all_ - once for all_, once in zip(there, distinct, strict=True)]
     return tuple(
         SourceReport(
             name=name,
@@ -198,9 +206,13 @@ class MixedStream:
         """
         self.sources, self.mixture = list(sources), mixture
         self.masked = any(source.encoder.masked for source in sources)
-        self._there: list[int | None] = [None] * len(sources)
-        self._documents, self._distinct = [0] * len(sources), [0] * len(sources)
-        self._tokens = [0] * len(sources)
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Forget what was read, as by a check before training: counts begin with the next iteration."""
+        num_sources = len(self.sources)
+        self._there: list[int | None] = [None] * num_sources
+        self._documents, self._distinct, self._tokens = ([0] * num_sources for _ in range(3))
         self._counted = 0  # documents of the next iteration that were counted before
 
     def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
@@ -275,7 +287,9 @@ class MixedStream:
 
     def reports(self, position: Mapping[str, Any]) -> tuple[SourceReport, ...]:
         """Return what was read of each data set up to a `position`."""
-        return source_reports(self.mixture, **position)
+        ends = zip(position["there"], position["distinct"], strict=True)
+        left_out = [None if there is None else there - distinct for there, distinct in ends]
+        return source_reports(self.mixture, **position, left_out=left_out)
 
 
 class _Reader:

@@ -41,7 +41,12 @@ _COMPANION_FILES = frozenset({"readme.md", "license", "license.txt", "license.md
 
 
 def load_records(
-    dataset_name: str, *, config: str | None = None, split: str = "train", text_field: str = "text"
+    dataset_name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    text_field: str = "text",
+    columns: Sequence[str] | None = None,
 ) -> Dataset:
     """Load one split of a data set as records.
 
@@ -53,6 +58,7 @@ def load_records(
         split: split name, optionally with a slice as `datasets` writes them (`train[:10%]`). Files and
             folders without split names are the split `train`.
         text_field: column of plain text; text files are put into this column.
+        columns: columns of JSON files that are read, as if there were no others; all when None.
 
     Returns:
         A memory-mapped Dataset with at least the columns of one kind of record. Blank lines of JSON-lines
@@ -62,7 +68,7 @@ def load_records(
         DataError: not found, unknown format, unreadable or malformed (with file and line), empty, no known
             kind of record, several kinds in one data set, or no such split (with those there are).
     """
-    splits = _splits(dataset_name, config, text_field)
+    splits = _splits(dataset_name, config, text_field, columns)
     if splits is None:
         dataset = _load_from_hub(dataset_name, config, split, Dataset)
     else:
@@ -74,7 +80,12 @@ def load_records(
 
 
 def stream_records(
-    dataset_name: str, *, config: str | None = None, split: str = "train", text_field: str = "text"
+    dataset_name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    text_field: str = "text",
+    columns: Sequence[str] | None = None,
 ) -> IterableDataset:
     """The records of `load_records` in the same order, read when they are asked for; nothing is written to a cache.
 
@@ -83,7 +94,7 @@ def stream_records(
     Raises:
         DataError: as `load_records`, for what shows before the first record; and for a slice of a split.
     """
-    splits = _splits(dataset_name, config, text_field)
+    splits = _splits(dataset_name, config, text_field, columns)
     if splits is None:
         records = _load_from_hub(dataset_name, config, split, IterableDataset)
     elif split in splits:
@@ -101,10 +112,16 @@ def stream_records(
 
 
 def record_place(
-    record: int, dataset_name: str, *, config: str | None = None, split: str = "train", text_field: str = "text"
+    record: int,
+    dataset_name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    text_field: str = "text",
+    columns: Sequence[str] | None = None,
 ) -> str:
     """File and line (or number) of a record of the data set that `load_records` gives for the same arguments."""
-    splits = _local_splits(dataset_name, text_field)
+    splits = _local_splits(dataset_name, text_field, columns)
     if splits is None:
         return f"{dataset_name} (split {split!r}), {name_record(record)}"
     if split in splits:
@@ -132,9 +149,9 @@ def local_files(dataset_name: str) -> list[Path] | None:
     return [path] if path.exists() else matching_files(str(path))
 
 
-def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader] | None:
+def _splits(name: str, config: str | None, text_field: str, columns: Sequence[str] | None) -> dict[str, Loader] | None:
     """Return `_local_splits`, or raise ValueError for a configuration, which local files do not have."""
-    splits = _local_splits(name, text_field)
+    splits = _local_splits(name, text_field, columns)
     if splits is not None and config is not None:
         raise DataError(
             f"--dataset_config {config!r}: only hub data sets have configurations and {name!r} is "
@@ -143,21 +160,21 @@ def _splits(name: str, config: str | None, text_field: str) -> dict[str, Loader]
     return splits
 
 
-def _local_splits(name: str, text_field: str) -> dict[str, Loader] | None:
+def _local_splits(name: str, text_field: str, columns: Sequence[str] | None = None) -> dict[str, Loader] | None:
     """Loader of each split of a local or built-in data set; None if the name is one for the hub."""
     if name == STDLIB:
         return {"train": generated_loader(lambda: TextFiles(stdlib_files(), text_field))}
     path = Path(name).expanduser()
     if path.is_dir():
-        return _folder_splits(path, text_field)
+        return _folder_splits(path, text_field, columns)
     if path.exists():
-        return {"train": files_loader([path], text_field)}
+        return {"train": files_loader([path], text_field, columns)}
     if glob.has_magic(name):
         found = matching_files(str(path))
         if not found:
             raise DataError(f"{name}: no file matches this glob (from {Path.cwd()}). Check the pattern.")
         _check_links(found, _folder_of_glob(path))
-        return {"train": files_loader(found, text_field)}
+        return {"train": files_loader(found, text_field, columns)}
     if _looks_like_a_path(name):
         raise DataError(f"{name}: no such file or folder (from {Path.cwd()}). Expected {FORMATS_HELP}.")
     return None
@@ -173,7 +190,7 @@ def _looks_like_a_path(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None or name.endswith(DATA_SUFFIXES)
 
 
-def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
+def _folder_splits(path: Path, text_field: str, columns: Sequence[str] | None) -> dict[str, Loader]:
     if is_saved(path):
         return saved_splits(path)
     files = _visible_files(path)
@@ -181,9 +198,9 @@ def _folder_splits(path: Path, text_field: str) -> dict[str, Loader]:
         raise DataError(f"{path}: the folder holds no files. Expected {FORMATS_HELP}.")
     _check_links(files, path)
     if not all(file.suffix.lower() in DATA_SUFFIXES for file in files):
-        return {"train": files_loader(files, text_field)}
+        return {"train": files_loader(files, text_field, columns)}
     check_folder(path, subfolders=True)  # `datasets` follows links to folders
-    return {name: files_loader(part, text_field) for name, part in _split_files(path, files).items()}
+    return {name: files_loader(part, text_field, columns) for name, part in _split_files(path, files).items()}
 
 
 def _check_links(files: Sequence[Path], folder: Path) -> None:

@@ -16,6 +16,7 @@ from longctx.data.columns import (
     arrow_table,
     document_lengths,
     list_array,
+    targets_of_pieces,
     token_columns,
 )
 
@@ -88,7 +89,7 @@ class PackedDataset:
             that the documents stay known where a trainer passes on only the model's own arguments.
         """
         index = self._checked(index)
-        pieces = self._pieces(index)
+        pieces = self._pieces(self._pieces_of_pack(index))
         row = self._cut(*pieces)
         seq_lengths = pieces[2]
         row["seq_lengths"] = seq_lengths
@@ -105,14 +106,30 @@ class PackedDataset:
             raise IndexError(f"pack {index} of {packs}")
         return int(index) % packs
 
-    def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
-        """Return (rows of the table, first tokens or None for 0, lengths) of a pack's pieces, int64 [pieces]."""
-        rows: NDArray[Any] = self.packing.documents(index).astype(np.int64)
+    def target_counts(self) -> NDArray[np.int64]:
+        """Return the tokens of each document that the loss counts in the packs, int64 [n_documents].
+
+        These are the tokens with a label that are not the first ones of a document or of a piece of one.
+        """
+        rows, starts, lengths = self._pieces(slice(None))
+        starts = np.zeros_like(lengths) if starts is None else starts
+        counts = targets_of_pieces(self._columns["labels"], rows, starts, lengths)
+        documents = np.repeat(self.packing.indices, len(counts) // max(len(self.packing.indices), 1))
+        totals = np.zeros(len(self._lengths()), dtype=np.int64)
+        np.add.at(totals, documents, counts)
+        return totals
+
+    def _pieces_of_pack(self, index: int) -> slice:
+        return slice(self.packing.offsets[index], self.packing.offsets[index + 1])
+
+    def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
+        """Return (rows of the table, first tokens or None for 0, lengths) of pieces of the plan, int64 [pieces]."""
+        rows: NDArray[Any] = self.packing.indices[pieces].astype(np.int64)
         if self._rows is not None:
             rows = self._rows[rows].astype(np.int64)
-        spans = self.packing.spans(index)
-        if spans is not None:
-            return rows, spans[0], spans[1] - spans[0]
+        if self.packing.starts is not None and self.packing.stops is not None:
+            first = self.packing.starts[pieces]
+            return rows, first, self.packing.stops[pieces] - first
         _, starts, stops = next(iter(self._columns.values())).spans(rows)
         return rows, None, np.subtract(stops, starts, dtype=np.int64)
 
@@ -137,7 +154,7 @@ class PackedDataset:
 
     def arrow_rows(self, indices: list[int]) -> pa.Table:
         """Return several packs as an Arrow table in the columns' own types, with `seq_lengths`."""
-        per_pack = [self._pieces(self._checked(index)) for index in indices]
+        per_pack = [self._pieces(self._pieces_of_pack(self._checked(index))) for index in indices]
         rows = _join([pieces[0] for pieces in per_pack])
         lengths = _join([pieces[2] for pieces in per_pack])
         starts = None if self.packing.starts is None else _join([pieces[1] for pieces in per_pack])

@@ -74,8 +74,8 @@ class PairedDataset(PackedDataset):
             row["position_ids"] = Segments.of(cu_seqlens, starts).position_ids()
         return row
 
-    def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
-        pairs = self.packing.documents(index).astype(np.int64)
+    def _pieces(self, pieces: slice) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
+        pairs = self.packing.indices[pieces].astype(np.int64)
         rows = pairs if self._rows is None else self._rows[pairs].astype(np.int64)
         starts, lengths = np.zeros((len(pairs), 2), dtype=np.int64), self.kept[pairs]
         starts[:, 1] = self.sides.chosen[pairs] + self.shared[pairs]

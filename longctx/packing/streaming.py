@@ -224,6 +224,11 @@ class PackedStream:
         self._check_settings(position)
         self._position = position
 
+    def reset_counts(self) -> None:
+        """Forget what the source counts over iterations; this stream's own counts begin anew with each of them."""
+        if hasattr(self.source, "reset_counts"):
+            self.source.reset_counts()
+
     def _read_again(self) -> Iterator[Mapping[str, Any]]:
         """Set out from a position; the documents that were not read then.
 

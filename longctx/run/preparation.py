@@ -160,14 +160,14 @@ def read_tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) 
         revision=settings["model_revision"],
         trust_remote_code=settings["trust_remote_code"],
     )
-    for kind in ("eos_token", "pad_token"):
+    path = settings["chat_template_path"]
+    if path and not is_template_file(path):
+        take_chat_template(tokenizer, path)
+    for kind in ("eos_token", "pad_token"):  # which SFTTrainer sets again: they come before those of the template
         if settings[kind] is not None:
             if settings[kind] not in tokenizer.get_vocab():
                 raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Use one that is.")
             setattr(tokenizer, kind, settings[kind])
-    path = settings["chat_template_path"]
-    if path and not is_template_file(path):
-        take_chat_template(tokenizer, path)
     vocab_size = model_config.get_text_config().vocab_size
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocab_size:
         raise ValueError(

@@ -49,7 +49,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
             show([Line("packing", f"{read.report}; the data set was begun {read.passes} times")])
             show(Line("mixture", str(source)) for source in trainer.mixture_read())
         if trainer.stop_on_signal.stopped_by is None:
-            _check_labels_seen(trainer, run)
+            _check_labels_seen(trainer, prepared)
             if is_first and trainer.has_stopped_early:
                 say(_stopped_early(trainer, run.settings["early_stopping_patience"]))
             trainer.save_results()
@@ -96,17 +96,19 @@ def _stopped_by_signal(trainer: SequenceTrainer) -> str:
     )
 
 
-def _check_labels_seen(trainer: SequenceTrainer, run: Run) -> None:
-    """Check after training that a stream, whose documents are not known before, had something to learn.
+def _check_labels_seen(trainer: SequenceTrainer, prepared: PreparedRun) -> None:
+    """Check after training that the steps had something to learn: a stream, or a few steps of other data, may not.
 
     Raises:
         DataError: if no step had a token with a label, so that nothing was trained.
     """
-    if trainer.stream_read is not None and not trainer.has_seen_labels:
+    if not trainer.has_seen_labels:
+        read = trainer.stream_read
+        data = "the data set" if read is None else "the stream"
         raise DataError(
-            f"the stream of {name_data(run.settings)} had no token with a label in {trainer.state.global_step} steps: "
-            f"{trainer.stream_read.report}. Nothing was trained, and no model is saved. Use a longer --max_length, or "
-            "--overlong split."
+            f"{data} of {name_data(prepared.run.settings)} had no token with a label in {trainer.state.global_step} "
+            f"steps: {prepared.data.report if read is None else read.report}. Nothing was trained, and no model is "
+            "saved. Use a longer --max_length, --overlong split, or more steps."
         )
 
 

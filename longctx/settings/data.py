@@ -52,7 +52,11 @@ def take_mixture(values: Values) -> Values:
 def _split_one(values: Values) -> Values:
     """Return values that split the single data set, as a mixture of one. TRL would ignore --test_split_size here."""
     name, config, split = (values[flag] for flag in _OF_ONE)
-    values = values.set(datasets=[DatasetConfig(path=name, name=config, split=split)])
+    values = values.set(
+        datasets=[DatasetConfig(path=name, name=config, split=split)],
+        dataset_weights=None,
+        dataset_stopping_strategy="first_exhausted",
+    )
     _check_test_split(values)
     size = values["test_split_size"]
     values = values.note(

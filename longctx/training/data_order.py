@@ -191,6 +191,8 @@ class StepStream(IterableDataset):
         passes, first_pass = position["passes"], position["first_pass"] and PackingReport(**position["first_pass"])
         if num_steps:
             self.stream.go_on_from(position["stream"])
+        else:
+            self.stream.reset_counts()
         yield from repeat(MicroBatch(None, self.stream.report, passes, position), num_steps * self.accumulation_steps)
         has_begun = num_steps > 0  # and so had rows
         while True:

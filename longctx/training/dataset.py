@@ -35,6 +35,7 @@ from longctx.data import (
     with_place,
 )
 from longctx.data.contents import cache_folder, cache_key
+from longctx.data.errors import check_selection
 from longctx.data.kinds import PAIRS
 from longctx.data.sides import sides_of_pairs
 from longctx.model.allow_list import head_size, num_heads
@@ -80,11 +81,22 @@ class TrainingData:
     """The rows of the evaluation split, in data set order; None without --eval_strategy."""
 
     def describe_targets(self) -> str | None:
-        """Return how many of the documents' tokens are trained on, or None if all are."""
+        """Return how many of the documents' tokens are trained on, or None if all are.
+
+        Documents are named, too, of which --overlong leaves tokens and none with a label.
+        """
         if "labels" not in self.documents.column_names:
             return None
-        targets, tokens = int(target_counts(self.documents).sum()), self.report.tokens
-        return f"{targets:,} of the {tokens:,} tokens in the documents ({targets / tokens:.1%}) are trained on"
+        counts, report = self.rows.target_counts(), self.report
+        targets, tokens = int(counts.sum()), report.tokens
+        described = f"{targets:,} of the {tokens:,} tokens in the documents ({targets / tokens:.1%}) are trained on"
+        if not report.too_long_documents:
+            return described
+        is_placed = np.bincount(self.rows.packing.indices, minlength=len(counts)) > 0
+        without = int(np.count_nonzero(is_placed & (counts == 0) & (target_counts(self.documents) > 0)))
+        if without:
+            described += f"; --overlong {report.overlong} leaves no token with a label in {without:,} {report.unit}"
+        return described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +246,7 @@ def _select(records: Records, settings: Mapping[str, Any]) -> Records:
     columns = settings.get("columns")
     if columns is None:
         return records
-    if missing := sorted(set(columns) - set(records.column_names)):
-        raise DataError(f"no column {missing[0]!r} to select; there are {', '.join(sorted(records.column_names))}.")
+    check_selection(columns, records.column_names)
     return records.select_columns(columns)
 
 
@@ -298,6 +309,7 @@ def _where(settings: Mapping[str, Any]) -> dict[str, Any]:
         "config": settings["dataset_config"],
         "split": settings["dataset_train_split"],
         "text_field": settings["dataset_text_field"],
+        "columns": settings.get("columns"),
     }
 
 

@@ -122,7 +122,8 @@ def data_identity(
 ) -> dict[str, Any]:
     """Return, by name, what decides each step's tokens and the model.
 
-    A stream, which cannot be read in advance, is identified by its files and by how it is packed.
+    A stream, which cannot be read in advance, is identified by its files and by how it is packed. Evaluation data
+    decides which step is the best, and is there only if the run evaluates.
     """
     order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
     order |= {name: settings[name] for name in ("dataloader_drop_last", "dtype")}
@@ -139,6 +140,8 @@ def data_identity(
     }
     if settings["datasets"]:
         order["mixture"] = _mixture_identity(Mixture.of_settings(settings))
+    if data.evaluation is not None:
+        order["evaluation"] = _evaluation_digest(data.evaluation)
     if isinstance(data, StreamedData):
         return _stream_identity(data, settings, files) | order
     return {
@@ -149,6 +152,15 @@ def data_identity(
         "balanced": data.costs is not None,
         **order,
     }
+
+
+def _evaluation_digest(part: TrainingData) -> str:
+    """Return the digest of the documents and of where they are cut. How they are packed changes no metric."""
+    packing, cuts = part.rows.packing, []
+    if packing.starts is not None and packing.stops is not None:
+        order = np.lexsort((packing.starts, packing.indices))
+        cuts = [array[order] for array in (packing.indices, packing.starts, packing.stops)]
+    return digest([*column_arrays(part.documents), *cuts])
 
 
 def is_preference(settings: Mapping[str, Any]) -> bool:

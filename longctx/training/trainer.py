@@ -133,7 +133,8 @@ class SequenceTrainer(EvaluatingTrainer):
         self._memory_warnings = MemoryWarnings()
         self._layers_checked = False
         self.has_seen_labels = False
-        """Whether a step of this run had a token with a label; the same on every rank."""
+        """Whether a step of this run, or of the run that it resumes, had a token with a label; the same on every
+        rank."""
         super().__init__(
             model=model,
             args=without_data_preparation(args),
@@ -203,10 +204,11 @@ class SequenceTrainer(EvaluatingTrainer):
             loader.dataset.go_on_from(step, position)
 
     def progress(self) -> dict[str, Any]:
-        return {"metrics": self.step_metrics.state_dict()}
+        return {"metrics": self.step_metrics.state_dict(), "has_seen_labels": self.has_seen_labels}
 
     def restore_progress(self, progress: Sequence[dict[str, Any]]) -> None:
         self.step_metrics.load_state_dicts([rank["metrics"] for rank in progress], rank=self.sequence.rank)
+        self.has_seen_labels = any(rank.get("has_seen_labels", True) for rank in progress)  # older ones do not say
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with self._wrapping():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from datasets import Dataset
 from longctx.data import (
     MixedStream,
     Mixture,
+    document_lengths,
     load_records,
     mix,
     name_data,
@@ -28,12 +30,13 @@ from longctx.data import (
     tokenize_stream,
 )
 from longctx.model.tiny import tiny_tokenizer
-from longctx.packing import PackedStream
+from longctx.packing import PackedDataset, PackedStream, plan_packing
 from longctx.run.preparation import prepare_data
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.train import main
+from longctx.training.data_order import StepStream
 from longctx.training.dataset import TrainingData
 from tests.training.test_resume import run_all, values, weights
 from tests.training.test_training import COMMON, make_documents, relative
@@ -161,7 +164,14 @@ def test_no_document_is_trained_and_evaluated_on(files, tokenizer):
     assert len(ids["test"]) == -(-sum(SIZES) // 4)
     assert sum(len(lines) for lines in ids.values()) == sum(SIZES)
     assert not {line for line in ids["train"] if len(line) > 3} & {line for line in ids["test"] if len(line) > 3}
-    assert sum(source.documents for source in parts["train"][1]) == len(ids["train"])
+    for part, (_, report) in parts.items():
+        assert sum(source.documents for source in report) == len(ids[part])
+        assert [(source.documents_left_out, source.documents_repeated) for source in report] == [(0, 0)] * 3, part
+    mixture = mixture_of(files, weights=SHARES, stopping_strategy=STRATEGIES[0])
+    _, whole = mix(sources, mixture)
+    for part in ("train", "test"):
+        _, report = mix(sources, replace(mixture, test_size=0.25), part)
+        assert [source.documents_left_out for source in report] == [source.documents_left_out for source in whole]
 
 
 def test_a_packed_mixture_goes_on_from_a_position(files, tokenizer):
@@ -188,6 +198,18 @@ def test_a_packed_mixture_goes_on_from_a_position(files, tokenizer):
         assert len(rest) == once - stop % once
         if stop > once:
             assert after.source.position() == whole.source.position()
+
+
+def test_only_what_training_reads_of_a_mixture_is_counted(files, tokenizer):
+    """The trainer looks at the first document, and --dataloader_drop_last counts the rows of a step."""
+    mixture = mixture_of(files, weights=SHARES)
+    stream = MixedStream([tokenize_stream(stream_records(f), tokenizer) for f in files], mixture)
+    steps = StepStream(PackedStream(stream, 128), micro_batch_size=2, accumulation_steps=1, dp=1, dp_rank=0)
+    expected = next(iter(steps)).position
+    assert [source.documents_repeated for source in stream.reports(expected["stream"]["source"])] == [0] * 3
+    for read in (stream, steps.stream):
+        list(islice(read, 5))
+    assert next(iter(steps)).position == expected
 
 
 # ------------------------------------------------------------------------------------------------
@@ -325,6 +347,10 @@ def test_a_part_of_a_single_data_set_is_kept_for_evaluation(files, monkeypatch):
     assert (len(expected["train"]), len(expected["test"])) == (225, 75)
     assert data.documents[:] == expected["train"][:]
     assert data.evaluation.documents[:] == expected["test"][:]
+    for idle in (["--dataset_weights", "0.7", "0.3"], ["--dataset_weights", "1", *REPEATS]):
+        run, weighted = prepared(*split, *idle)
+        assert weighted.documents[:] == data.documents[:]
+        assert "--dataset_weights has no effect without --datasets" in run.notes
     with pytest.raises(ValueError, match=r"--test_split_size 0\.25 of a stream"):
         prepared(*split, "--dataset_streaming", "True", "--max_steps", "2")
 
@@ -339,8 +365,9 @@ def test_the_tokens_that_are_trained_on_are_counted(files, tokenizer):
     assert len({*expected}) > 1 or sum(expected) > 3
 
     def described(documents, tokens):
-        report = SimpleNamespace(tokens=tokens)
-        return TrainingData(documents=documents, rows=None, report=report, costs=None).describe_targets()
+        packing, report = plan_packing(document_lengths(documents), 256)
+        rows, report = PackedDataset(documents, packing), replace(report, tokens=tokens)
+        return TrainingData(documents=documents, rows=rows, report=report, costs=None).describe_targets()
 
     assert described(tokens, 900) == "300 of the 900 tokens in the documents (33.3%) are trained on"
     assert described(text, 900) is None

@@ -31,7 +31,8 @@ from longctx.data import (
     with_place,
 )
 from longctx.model.load import take_chat_template
-from longctx.model.tiny import tiny_model, tiny_tokenizer
+from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.run.preparation import read_tokenizer
 from tests.data.test_data import (
     CHATS,
     TEXTS,
@@ -302,3 +303,14 @@ def test_the_template_of_another_tokenizer(tmp_path) -> None:
             take_chat_template(tiny_tokenizer(), _saved_tokenizer(tmp_path / name, **changes))
     with pytest.raises(ValueError, match="nowhere is not a tokenizer that can be loaded"):
         take_chat_template(tiny_tokenizer(), str(tmp_path / "nowhere"))
+
+
+def test_a_named_eos_token_comes_before_the_template_s(tmp_path) -> None:
+    """SFTTrainer sets the named one again before the tokenizer is saved, so documents have to end with it."""
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    other = _saved_tokenizer(tmp_path, chat_template=template, eos_token="<|im_end|>")
+    settings = {"model_name_or_path": "tiny", "model_revision": None, "trust_remote_code": False, "pad_token": None}
+    for named, expected in ((None, "<|im_end|>"), ("a", "a")):
+        given = settings | {"chat_template_path": other, "eos_token": named}
+        tokenizer = read_tokenizer(given, tiny_config())
+        assert (tokenizer.chat_template, tokenizer.eos_token) == (template, expected)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from longctx.packing import PackedDataset, plan_packing
 from longctx.train import main
+from longctx.training.checkpoint.files import read_manifest, write_manifest
+from longctx.training.dataset import TrainingData
+from longctx.training.fingerprint import _evaluation_digest
 from tests.reference import dense_loss
 from tests.training.test_training import COMMON, make_documents, write_jsonl
 from tests.workers import run_ranks
@@ -95,3 +103,48 @@ def test_bad_input(flags, parts, tmp_path, monkeypatch, capsys):
     assert main([*given, *flags]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in parts), error
+
+
+def test_the_best_model_is_chosen_on_one_evaluation_data_set(tmp_path, capsys):
+    """Runs and checkpoints without evaluation data go on, and packing it otherwise changes no metric."""
+    folder, out = tmp_path / "data", tmp_path / "out"
+    folder.mkdir()
+    for split in ("train", "test"):
+        write_jsonl(folder / f"{split}.jsonl", make_documents([40, 7, 31], seed=len(split)))
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", str(folder), "--max_length", "64", "--use_cpu", "True"]
+    flags += ["--eval_strategy", "steps", "--eval_steps", "1", "--save_strategy", "steps", "--save_steps", "1"]
+    flags += ["--report_to", "none", "--disable_tqdm", "True", "--output_dir", str(out)]
+    flags += ["--resume_from_checkpoint", "auto", "--dataset_streaming"]
+    for streaming in ("True", "False"):
+        if out.exists():
+            shutil.rmtree(out)
+        given = [*flags, streaming]
+        assert main([*given, "--max_steps", "1"]) == 0
+        assert main([*given, "--max_steps", "2", "--dataset_test_split", "train"]) == 2
+        assert "the evaluation data has changed since" in capsys.readouterr().err
+        assert main([*given, "--max_steps", "2", "--eval_packing", "False"]) == 0
+    manifest = read_manifest(out / "checkpoint-2")
+    assert main([*given, "--max_steps", "3", "--eval_strategy", "no"]) == 0
+    write_manifest(out / "checkpoint-2", replace(manifest, data=without_evaluation(manifest.data)))
+    shutil.rmtree(out / "checkpoint-3")
+    assert main([*given, "--max_steps", "3", "--dataset_test_split", "train"]) == 0
+
+
+def without_evaluation(data):
+    assert "evaluation" in data
+    return {name: value for name, value in data.items() if name != "evaluation"}
+
+
+def test_evaluation_data_is_known_by_where_documents_are_cut():
+    documents = Dataset.from_dict({"input_ids": [[1] * 9, [2] * 5]})
+
+    def known(documents, strategy, overlong):
+        packing, report = plan_packing([9, 5], 6, strategy=strategy, overlong=overlong)
+        part = TrainingData(documents=documents, rows=PackedDataset(documents, packing), report=report, costs=None)
+        return _evaluation_digest(part)
+
+    split = known(documents, "bfd", "split")
+    assert known(documents, "none", "split") == split
+    assert known(documents, "bfd", "truncate") != split
+    assert known(documents, "wrapped", "split") != split
+    assert known(Dataset.from_dict({"input_ids": [[1] * 9, [3] * 5]}), "bfd", "split") != split

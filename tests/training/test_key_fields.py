@@ -105,6 +105,7 @@ KNOWN_ELSEWHERE = {
     "by names and shapes of what is trained": (
         "lora_r lora_target_modules lora_target_parameters lora_modules_to_save use_dora"
     ),
+    "by the digest of evaluation data (test_best_model.py)": "dataset_test_split",
     "by the mixture, below": "datasets dataset_weights dataset_stopping_strategy test_split_size",
     "by the identity of 4-bit weights": "load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
     "by the model's configuration, which it sets": "router_aux_loss_coef",
@@ -135,8 +136,8 @@ MAY_CHANGE = {
         "num_train_epochs max_steps on_nonfinite early_stopping_patience early_stopping_threshold"
     ),
     "evaluation trains nothing": (
-        "eval_strategy eval_on_start eval_delay eval_packing eval_steps dataset_test_split greater_is_better "
-        "metric_for_best_model per_device_eval_batch_size load_best_model_at_end"
+        "eval_strategy eval_on_start eval_delay eval_packing eval_steps greater_is_better metric_for_best_model "
+        "per_device_eval_batch_size load_best_model_at_end"
     ),
     "logs, files and the hub": (
         "output_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 
 from longctx.packing import PackedStream
 from longctx.train import main
+from longctx.training.checkpoint.files import read_manifest, write_manifest
 from tests.reference import train_reference
 from tests.training.test_training import LEARNING_RATE, STEPS, make_documents, relative, write_jsonl
 from tests.workers import run_ranks
@@ -200,3 +202,21 @@ def test_a_stream_whose_labels_are_all_cut_off_saves_no_model(model, tmp_path, c
     assert main([*flags, *COMMON, "--overlong", "truncate", "--use_cpu", "True"]) == 2
     assert f"had no token with a label in {STEPS} steps" in capsys.readouterr().err
     assert not list(tmp_path.glob("out/*.safetensors"))
+
+
+def test_a_resumed_stream_without_further_labels_is_saved(model, tmp_path):
+    """The only label is in the first step, and the resumed run does not reach it again."""
+    records = [{"prompt": "Why? ", "completion": "So."}, *[{"prompt": "Why? " * 40, "completion": "So."}] * 4]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(tmp_path / "out"), *COMMON]
+    flags += ["--overlong", "truncate", "--packing", "False", "--use_cpu", "True", "--save_strategy", "steps"]
+    flags += ["--per_device_train_batch_size", "1", "--save_steps", "2", "--resume_from_checkpoint", "auto"]
+    assert main([*flags, "--max_steps", "2"]) == 0
+    assert main([*flags, "--max_steps", "4"]) == 0
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    manifest = read_manifest(checkpoint)
+    older = [{key: of[key] for key in of if key != "has_seen_labels"} for of in manifest.progress["ranks"]]
+    assert older != manifest.progress["ranks"]
+    write_manifest(checkpoint, replace(manifest, progress={**manifest.progress, "ranks": older}))
+    assert main([*flags, "--max_steps", "5"]) == 0

@@ -306,7 +306,15 @@ def check_same(
             "--gradient_accumulation_steps or --per_device_train_batch_size: their product × (processes / sp) has to "
             f"be {before}."
         )
-    if changes := _changes(manifest.data, data):
+    of_evaluation = {values["evaluation"] for values in (manifest.data, data) if values.get("evaluation")}
+    if len(of_evaluation) > 1:  # older checkpoints, and runs that do not evaluate, have none
+        raise CheckpointError(
+            f"the evaluation data has changed since {folder} was written, so that its best metric could not be "
+            "compared with new ones. Use the same evaluation data, or start again from its weights with "
+            "--model_name_or_path."
+        )
+    before_and_now = [{name: of[name] for name in of if name != "evaluation"} for of in (manifest.data, data)]
+    if changes := _changes(*before_and_now):
         raise CheckpointError(
             f"the data or the model has changed since {folder} was written, so that tokens could be repeated or lost "
             f"({changes}). Use the same data and flags, or start again from its weights with --model_name_or_path."
