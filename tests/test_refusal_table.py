@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from longctx.attention.backends import BACKENDS
-from longctx.attention.choice import Documents, choose_backend, documents_given, parallelize
+from longctx.attention.choice import Documents, choose_backend, documents_given
 from longctx.attention.interface import longctx_attention
 from longctx.attention.operator import varlen_attention
 from longctx.collate.sequence import _varlen_arguments
@@ -39,6 +39,7 @@ from longctx.model.files import _parameters
 from longctx.model.load import _config_errors
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.packing import plan_packing
+from longctx.parallel import parallelize
 from longctx.ring.attention import ring_schedule
 from longctx.ring.planner import plan_ring
 from longctx.ring.transport import check_shard

@@ -40,6 +40,7 @@ ATTRIBUTES = {
     "_version": ("torch:Tensor", "labels that were changed in place are counted anew"),
     # torch: modules and optimizers
     "_buffers": ("torch.nn:Module", "buffers that a model saves go to every rank"),
+    "_forward_hooks": ("torch.nn:Module", "routers that are watched already"),
     "_non_persistent_buffers_set": ("torch.nn:Module", "which of them are saved"),
     "_last_lr": ("torch.optim.lr_scheduler", "a resumed schedule goes on where it was"),
     "_step_count": ("torch.optim.lr_scheduler", "the same"),

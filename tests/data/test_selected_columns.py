@@ -14,6 +14,8 @@ from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.training.dataset import prepare_data_set
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 @pytest.mark.parametrize("streaming", ["False", "True"])
 def test_selected_columns_decide_the_kind_of_json_records(streaming, tmp_path, monkeypatch):
