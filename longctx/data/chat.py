@@ -49,6 +49,8 @@ class ChatEncoder(Encoder):
         self.assistant_only = assistant_only
         self.masks_prompt = masks_prompt
         self.masked = assistant_only or masks_prompt
+        self.has_nulls_of_structs = False
+        """Whether records come from Arrow structs, which give every record the keys of all, with nulls."""
 
     def encode(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
         input_ids, labels = [], []
@@ -61,7 +63,7 @@ class ChatEncoder(Encoder):
     def _encode_one(self, record: dict[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
         chats = []
         for column in kind_columns(self.kind):
-            chats.append(read_chat(record[column], column, name_record(index)))
+            chats.append(self._read(record[column], column, index))
         options = self._template_options(record, index)
         out = self._apply([message for chat in chats for message in chat], index, options, self.assistant_only)
         ids = np.asarray(out["input_ids"], dtype=np.int64)
@@ -79,6 +81,14 @@ class ChatEncoder(Encoder):
             labels = np.where(mask, labels, IGNORE_INDEX)
         return ids, labels
 
+    def _read(self, value: object, column: str, index: int) -> list[dict[str, Any]]:
+        """Return messages, whose calls of tools have no arguments that only calls of other tools have."""
+        chat = read_chat(value, column, name_record(index))
+        if not self.has_nulls_of_structs:
+            return chat
+        calls = ("tool_calls", "function_call")
+        return [m | {name: _without_nulls(m[name]) for name in calls if m.get(name) is not None} for m in chat]
+
     def _template_options(self, record: dict[str, Any], index: int) -> dict[str, Any]:
         tools = record.get("tools")
         try:
@@ -87,6 +97,8 @@ class ChatEncoder(Encoder):
             raise DataError(
                 f"{name_record(index)}: 'tools' is not JSON ({error}): {str(tools)[:60]!r}. Correct or remove it."
             ) from None
+        if self.has_nulls_of_structs:
+            tools = _without_nulls(tools)
         keywords = record.get("chat_template_kwargs") or {}
         if not isinstance(keywords, dict):
             raise DataError(
@@ -141,6 +153,13 @@ class ChatEncoder(Encoder):
             ) from e
         assert isinstance(out, Mapping), f"apply_chat_template(return_dict=True) gave {type(out).__name__}"
         return out
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return lists and objects without the keys that hold null, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _with_marked_calls(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -208,22 +227,26 @@ def _check_weights(chat: list[dict[str, Any]], markers: str, index: int) -> None
             )
 
 
-_USUAL_ROLES = {"human": "user", "gpt": "assistant"}
-"""The roles of ShareGPT's format, and what templates call them."""
+_USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+_USUAL_ROLES |= {"function_call": "assistant", "observation": "tool"}
+"""Roles of ShareGPT's and like formats, in lower case, and what templates call them."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _check_roles(chat: list[dict[str, Any]], template: str, text: str, index: int) -> None:
-    """Refuse roles of ShareGPT's that the template does not name, and messages that it leaves out or does not know.
+    """Refuse roles of other formats that the template does not name, and messages that it leaves out or does not know.
 
     It may cut an answer's reasoning off and write a tool's result in another way, so these two are not looked for.
     """
     position = 0
     for message in chat:
         role, content = message.get("role"), message.get("content")
-        if role in _USUAL_ROLES and role not in template:
+        usual = None if role in _ROLES else _USUAL_ROLES.get(str(role).lower(), str(role).lower())
+        if usual in _ROLES and str(role) not in template:
             raise DataError(
-                f"{name_record(index)}: the chat template does not know the role '{role}'. Call it "
-                f"'{_USUAL_ROLES[role]}', or use a template that knows it (--chat_template_path)."
+                f"{name_record(index)}: the chat template does not know the role '{role}'. Call it '{usual}', or use a "
+                "template that knows it (--chat_template_path)."
             )
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         if parts and str(content) in text:
@@ -232,6 +255,9 @@ def _check_roles(chat: list[dict[str, Any]], template: str, text: str, index: in
                 f"{str(content)[:60]!r} into the text. Write the content as a string, or use another template "
                 "(--chat_template_path)."
             )
+        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+        if role == "assistant" and message.get("tool_calls") and said not in text:
+            logger.warning_once("The chat template leaves out the text of answers beside their tool calls.")
         if role in ("assistant", "tool"):
             continue
         texts = [content] if isinstance(content, str) else [part.get("text") for part in parts]

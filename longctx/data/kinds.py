@@ -42,6 +42,9 @@ _MEDIA_PARTS = frozenset(f"{before}{of}" for of in ("image", "video", "audio") f
 _MEDIA_OF_MESSAGES = _MEDIA_PARTS | {"images", "videos", "audios"}
 """Keys of messages."""
 
+_REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+"""Columns of preferences from which TRL takes log-probabilities of the reference model."""
+
 _TOKEN_WEIGHTS = ("loss_mask", "loss_scale", "loss_weights", "token_weights")
 """Columns of pre-tokenised records that would say how much a token counts."""
 
@@ -140,6 +143,11 @@ def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, wher
             f"{where}: 'rejected_response' makes a record of '{kind}' a preference. For longctx dpo, write the columns "
             "'chosen' and 'rejected'. To train on the chosen answers alone, remove the column."
         )
+    if found := [column for column in _REFERENCE_COLUMNS if column in columns and "chosen" in kind]:
+        raise DataError(
+            f"{where}: the column '{found[0]}' is not read: longctx dpo computes the log-probabilities of the "
+            "reference model. Remove the column."
+        )
     if "system" in columns and not is_plain_text:
         raise DataError(
             f"{where}: the column 'system' is not read, and the model would be trained without its system prompts. "
@@ -177,7 +185,10 @@ def check_column_types(features: Features, kind: str) -> None:
             )
     for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if kind == "input_ids" else ():
         value = getattr(features.get(column), "feature", None)
-        if isinstance(value, Value) and not (pa.types.is_integer(value.pa_type) or pa.types.is_boolean(value.pa_type)):
+        may_be_boolean = column not in ("input_ids", "labels", "position_ids")
+        if isinstance(value, Value) and not (
+            pa.types.is_integer(value.pa_type) or (may_be_boolean and pa.types.is_boolean(value.pa_type))
+        ):
             raise DataError(
                 f"column '{column}' has values of the type {value.pa_type}; expected integers, one for each token. "
                 "Convert the column (Dataset.cast_column)."

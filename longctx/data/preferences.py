@@ -22,7 +22,7 @@ from longctx.data.chat import ChatEncoder
 from longctx.data.columns import IGNORE_INDEX
 from longctx.data.encoders import TextEncoder, common_prefix, warn_of_split_prompt
 from longctx.data.errors import DataError, name_record
-from longctx.data.kinds import check_text, kind_columns, read_chat
+from longctx.data.kinds import check_text, kind_columns
 
 _ANSWERS = ("chosen", "rejected")
 
@@ -83,7 +83,7 @@ class PairChatEncoder(_PairEncoder, ChatEncoder):
 
     def _encode_one(self, record: dict[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
         for column in kind_columns(self.kind):
-            record[column] = read_chat(record[column], column, name_record(index))
+            record[column] = self._read(record[column], column, index)
         record = with_prompt(record)
         options = self._template_options(record, index)
         if not record["prompt"]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -236,6 +236,12 @@ def _split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     base = os.path.abspath(folder)
     found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     splits = {str(name): _in_order(files, set(part)) for name, part in found.items()}
+    for (name, part), (other, its) in combinations(splits.items(), 2):
+        if both := sorted(set(part) & set(its)):
+            raise DataError(
+                f"{folder}: {both[0]} carries the names of two splits, {name} and {other}, and would be in both. "
+                "Rename it, or give a glob that selects the files."
+            )
     left = sorted(set(files).difference(*splits.values()))
     if left:
         raise DataError(

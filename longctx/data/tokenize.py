@@ -121,8 +121,7 @@ def choose_encoder(
         conversational = _holds_chats(dataset, columns[0])
         if text_field == PAIRS:
             encoder = _pair_encoder(tokenizer, kind, chat_template, conversational)
-            encoder.vocab_size = vocab_size
-            return dataset, encoder
+            return dataset, _completed(encoder, dataset.features[columns[0]], vocab_size)
         _check_options(kind, conversational, completion_only_loss, assistant_only_loss)
         masks_prompt = kind == "prompt+completion" and completion_only_loss is not False
         if conversational:
@@ -130,8 +129,15 @@ def choose_encoder(
             encoder = ChatEncoder(tokenizer, kind, template, assistant_only_loss, masks_prompt)
         else:
             encoder = TextEncoder(tokenizer, kind, masks_prompt)
+    return dataset, _completed(encoder, dataset.features[columns[0]], vocab_size)
+
+
+def _completed(encoder: Encoder, feature: Any, vocab_size: int | None) -> Encoder:
+    """Return the encoder with what it has to know of the model and of how records are stored."""
     encoder.vocab_size = vocab_size
-    return dataset, encoder
+    if isinstance(encoder, ChatEncoder):
+        encoder.has_nulls_of_structs = not isinstance(feature, Json)
+    return encoder
 
 
 def _pair_encoder(

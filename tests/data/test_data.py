@@ -142,6 +142,8 @@ def test_folder_where_only_some_files_name_a_split(tmp_path) -> None:
     message = _load_error(folder)
     assert "more.jsonl" in message
     assert "Name a split in every file" in message
+    (folder / "more.jsonl").rename(folder / "train_test.jsonl")
+    assert "train_test.jsonl carries the names of two splits, train and test" in _load_error(folder)
 
 
 def test_unreadable_file(tmp_path, monkeypatch) -> None:

@@ -191,6 +191,7 @@ def test_data_of_which_no_pair_is_left_is_refused(overlong, tmp_path, capsys):
         ({"prompt": "a", "completion": "b", "label": True}, "KTOTrainer"),
         ({"prompt": "a", "completion": "b"}, "no 'chosen' and 'rejected' answers"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen"),
+        ({"prompt": "a", "chosen": "c", "rejected": "b", "ref_chosen_logps": -1.0}, "'ref_chosen_logps' is not read"),
     ],
 )
 def test_bad_pairs(record, said, tmp_path):

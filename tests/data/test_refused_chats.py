@@ -1,0 +1,125 @@
+"""Chats that are refused, because their text would leave out what their messages say."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+
+from longctx.data import tokenize_records
+from tests.data.test_data import _tokenize_error
+from tests.data.test_tokens import MARKED
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+TEXT_AND_IMAGE = [{"type": "text", "text": "ab", "image": None}, {"type": "image", "text": None, "image": "a.png"}]
+OF_PARTS = (
+    "{% for m in messages %}{% for p in m['content'] %}"
+    "{{ '<image>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "type_"),
+    [
+        (TEXT_AND_IMAGE[1], "image"),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "image_url"),
+        ({"type": "input_audio", "input_audio": {"data": ""}}, "input_audio"),
+        ({"video": "a.mp4"}, "video"),
+    ],
+)
+def test_messages_with_images_video_or_audio_are_refused(part, type_, tokenizer) -> None:
+    """The template would write a token that stands for nothing. Text in parts is text."""
+    chat = [{"messages": [{"role": "user", "content": [TEXT_AND_IMAGE[0], part]}]}]
+    message = _tokenize_error(Dataset.from_list(chat), tokenizer, chat_template=OF_PARTS)
+    assert f"record 0 (counted from 0): a message in 'messages' has a part of the type '{type_}'" in message
+    alone = Dataset.from_list([{"messages": [{"role": "user", "content": TEXT_AND_IMAGE[1]}]}])
+    assert "has a part of the type 'image'" in _tokenize_error(alone, tokenizer)
+    beside = Dataset.from_list([{"messages": [{"role": "user", "content": "a", "images": ["a.png"]}]}])
+    assert "a message in 'messages' has 'images'" in _tokenize_error(beside, tokenizer)
+    text = [{"messages": [{"role": "user", "content": TEXT_AND_IMAGE[:1]}]}]
+    tokenized = tokenize_records(Dataset.from_list(text), tokenizer, chat_template=OF_PARTS)
+    assert tokenizer.decode(tokenized[0]["input_ids"]) == "ab"
+
+
+def test_messages_of_weight_0_are_refused_unless_the_template_reads_it(tokenizer) -> None:
+    """As in OpenAI's format, where it says that an answer is not to be trained on."""
+    answers = [{"role": "assistant", "content": text, "weight": weight} for text, weight in (("b", 0), ("c", 1))]
+    records = Dataset.from_list([{"messages": [{"role": "user", "content": "a", "weight": None}, *answers]}])
+    assert "a message has 'weight': 0, which would be ignored" in _tokenize_error(records, tokenizer)
+    assert "a message has 'weight': 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True)
+    reads = (
+        "{% for m in messages %}{% if m['weight'] == 1 %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    document = tokenize_records(records, tokenizer, assistant_only_loss=True, chat_template=reads)[0]
+    assert [tokenizer.decode(ids) for ids in (document["input_ids"], document["labels"][2:])] == ["abc", "c"]
+    assert document["labels"][:2] == [-100, -100]
+    assert "a message has 'weight': 0" in _tokenize_error(records, tokenizer, chat_template=reads)  # all tokens count
+    half = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", "weight": 0.5}]}])
+    assert "'weight': 0.5" in _tokenize_error(half, tokenizer, assistant_only_loss=True, chat_template=reads)
+    loss = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", "loss": False}]}])
+    comment = MARKED + "{# of another weight #}"
+    assert "'weight': 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True, chat_template=comment)
+    assert "'loss': False" in _tokenize_error(loss, tokenizer)
+
+
+OF_KNOWN_ROLES = (
+    "{% for m in messages %}{% if m['role'] in ['user', 'assistant'] %}{{ m['content'] | trim }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_message_that_the_template_leaves_out_is_refused(tokenizer) -> None:
+    """But for an answer's, whose reasoning many templates cut off, and a tool's result."""
+
+    def chat_with(role: str, content: str) -> Dataset:
+        messages = [{"role": "user", "content": " ab "}, {"role": role, "content": content}]
+        return Dataset.from_list([{"messages": [*messages, {"role": "user", "content": "a"}]}])
+
+    message = _tokenize_error(chat_with("developer", "cd"), tokenizer, chat_template=OF_KNOWN_ROLES)
+    assert "record 0 (counted from 0): the chat template leaves out a message of the role 'developer': 'cd'" in message
+    for role in ("assistant", "tool"):
+        tokenize_records(chat_with(role, "cd"), tokenizer, chat_template=OF_KNOWN_ROLES.replace(", 'assistant'", ""))
+
+
+def test_parts_that_the_template_takes_for_a_string_are_refused(tokenizer) -> None:
+    """Llama 3's template trims the content, and a list becomes what Python prints of it."""
+    chat = [
+        {"role": role, "content": [{"type": "text", "text": text}]} for role, text in (("user", "a"), ("user", "b"))
+    ]
+    trims = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"
+    message = _tokenize_error(Dataset.from_list([{"messages": chat}]), tokenizer, chat_template=trims)
+    assert "does not know messages of several parts, and would write \"[{'type': 'text'" in message
+
+
+def test_calls_have_no_arguments_of_other_calls(tokenizer) -> None:
+    """Arrow gives every call the arguments of all, and null for those that it does not have."""
+    template = "{% for m in messages %}{{ (m['tool_calls'] or []) | tojson }}{{ m['content'] }}{% endfor %}"
+
+    def chat(arguments: dict[str, object]) -> list[dict[str, object]]:
+        return [{"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": arguments}]}]
+
+    records = Dataset.from_list([{"messages": chat({"x": 1})}, {"messages": chat({"y": "b"})}])
+    documents = tokenize_records(records, tokenizer, chat_template=template)
+    texts = [tokenizer.decode(ids) for ids in documents["input_ids"][:]]
+    assert ['"x": 1' in text for text in texts] == ['"y"' not in text for text in texts] == [True, False]
+    assert not any("null" in text for text in texts)
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
+def test_a_call_that_the_template_leaves_out_is_refused(field, tokenizer) -> None:
+    """Its tool's name stands in the question, too."""
+    call = {"name": "get_weather", "arguments": "{}"}
+    answer = {"role": "assistant", "content": "", field: call if field == "function_call" else [{"function": call}]}
+    records = Dataset.from_list([{"messages": [{"role": "user", "content": "Use get_weather"}, answer]}])
+    assert "leaves out the call of the tool 'get_weather'" in _tokenize_error(records, tokenizer)
+
+
+def test_roles_of_sharegpt_are_refused_unless_the_template_knows_them(tokenizer) -> None:
+    """A template that writes any role would give the model other turns than it meets in use."""
+    records = Dataset.from_list([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}])
+    assert "does not know the role 'human'. Call it 'user'" in _tokenize_error(records, tokenizer)
+    other = Dataset.from_list([{"messages": [{"role": "User", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    assert "does not know the role 'User'. Call it 'user'" in _tokenize_error(other, tokenizer)
+    knows = "{% for m in messages %}{{ {'human': 'H', 'gpt': 'G'}[m['role']] + m['content'] }}{% endfor %}"
+    document = tokenize_records(records, tokenizer, chat_template=knows)[0]
+    assert tokenizer.decode(document["input_ids"]) == "HaGb"
