@@ -94,6 +94,15 @@ def test_what_is_said_beside_a_cut_batch_is_refused(parallelized):
             model(**shard.inputs, **more)
 
 
+def test_tuples_are_not_what_is_read():
+    """`config.return_dict = False` is stock transformers' older way."""
+    model, sequence = longctx.parallelize(tiny_model(), sp=1)
+    with torch.no_grad():
+        expected = sequence.log_probs(model, batch_of())
+        model.config.return_dict = False
+        assert torch.equal(expected, sequence.log_probs(model, batch_of()))
+
+
 def test_other_attention_is_refused_until_ours_is_back():
     model, sequence = longctx.parallelize(tiny_model(), sp=1)
     with torch.no_grad():

@@ -52,7 +52,7 @@ def check_layers(checkpoints: LayerCheckpoints, num_layers: int) -> None:
 
 
 def install_checkpoints(model: PreTrainedModel, checkpoints: LayerCheckpoints) -> None:
-    """Make the layers of `model` keep what `checkpoints` says, once activation checkpointing is switched on.
+    """Make the layers of `model` keep what `checkpoints` says, whenever activation checkpointing is switched on.
 
     Reentrant checkpointing always computes attention again, and is refused for layers that share keys and values.
 
@@ -64,6 +64,9 @@ def install_checkpoints(model: PreTrainedModel, checkpoints: LayerCheckpoints) -
     shares = bool(getattr(model.config.get_text_config(), "num_kv_shared_layers", 0))
     if shares or checkpoints != LayerCheckpoints():
         wrap_checkpointing_setter(model, partial(_set_by_layer, model, checkpoints, shares))
+        layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+        if run := next((run for layer in layers if (run := checkpointing_of(layer))), None):  # it is on already
+            _set_by_layer(model, checkpoints, shares, _leave, gradient_checkpointing_func=run)
 
 
 def _set_by_layer(
@@ -100,6 +103,10 @@ def _set_by_layer(
     if checkpoints.offloaded is not None:
         for layer in {*layers} - {*checkpointed[: checkpoints.offloaded]}:
             set_checkpointing_of(layer, partial(_on_device, checkpointing_of(layer) or _call))
+
+
+def _leave(**kwargs: Any) -> None:
+    """Take the place of transformers' setter where layers are checkpointed as they were told."""
 
 
 def _call(forward: Callable[..., Any], *args: Any) -> Any:

@@ -108,7 +108,7 @@ def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
                 )
             given = {} if shift_labels is None else {"shift_labels": shift_labels}
             return plain(self, *args, **kwargs, **given)
-        hidden = decoder_of(self)(*args, **kwargs).last_hidden_state
+        hidden = decoder_of(self)(*args, **kwargs | {"return_dict": True}).last_hidden_state
         head, sequence = self.get_output_embeddings(), kwargs.get("sequence")
         positions = None if sequence is None else sequence.learnt_positions(shift_labels)
         return head(

@@ -26,13 +26,20 @@ def a_batch():
     return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
 
 
-def step(monkeypatch, *, checkpointing=True, every_n_layers=1, **memory_options):
-    """Return the gradients, the runs of attention, and the numbers of layers whose tensors were offloaded."""
+def step(monkeypatch, *, checkpointing=True, every_n_layers=1, is_on_before=False, **memory_options):
+    """Return the gradients, the runs of attention, and the numbers of layers whose tensors were offloaded.
+
+    Args:
+        is_on_before: whether checkpointing is switched on before `parallelize`, and not after it.
+    """
     config = tiny_config()
     config.num_hidden_layers, config.layer_types = LAYERS, ["full_attention"] * LAYERS
-    model, sequence = longctx.parallelize(tiny_model(torch.float64, config), sp=1, **memory_options)
+    model = tiny_model(torch.float64, config)
+    if is_on_before:
+        model.activation_checkpointing_enable(every_n_layers=every_n_layers)
+    model, sequence = longctx.parallelize(model, sp=1, **memory_options)
     model.train()
-    if checkpointing:
+    if checkpointing and not is_on_before:
         model.activation_checkpointing_enable(every_n_layers=every_n_layers)
     runs, offloaded, current = [], set(), [None]
     forward = LocalSchedule.forward
@@ -78,12 +85,14 @@ def test_each_layer_keeps_what_it_is_told(run, memory_options, attended_again, o
     expected = run(checkpointing=False)[0]
     assert again == len(attended_again)
     assert gone == offloaded
+    assert run(is_on_before=True, **memory_options)[1:] == (again, gone)
     torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_layers_that_are_not_checkpointed_stay_on_the_device(run):
-    _, again, gone = run(every_n_layers=2, selective_checkpointing=False, offloaded_layers=2)
-    assert (again, gone) == (2, {0, 2})
+    for is_on_before in (False, True):
+        options = {"selective_checkpointing": False, "offloaded_layers": 2, "is_on_before": is_on_before}
+        assert run(every_n_layers=2, **options)[1:] == (2, {0, 2})
 
 
 @pytest.mark.parametrize(

@@ -430,6 +430,10 @@ def test_reentrant_checkpoints_of_shared_keys_are_refused():
     model, _ = parallelize(make_model(SHARED_KEYS), 1)
     with pytest.raises(ValueError, match="Set use_reentrant to False"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model = make_model(SHARED_KEYS)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="Set use_reentrant to False"):
+        parallelize(model, 1)
 
 
 def test_chunks_of_layers_that_share_keys_are_refused():
