@@ -351,6 +351,8 @@ def _load(path: Path, folder: Path) -> Dataset:
     """
     try:
         state = _json(folder / "state.json")
+        if state.get("_indices_data_files"):
+            raise ValueError("an old release of datasets has kept its selection of rows apart")
         tables = [folder / _own_name(file["filename"], folder / "state.json") for file in state["_data_files"]]
         with MemoryBound(GROUP_MEMORY_BYTES), ThreadPoolExecutor(_THREADS) as threads:
             list(threads.map(_validate, tables))

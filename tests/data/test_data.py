@@ -197,6 +197,10 @@ def test_saved_to_disk(tmp_path) -> None:
     parts.save_to_disk(str(tmp_path / "two"))
     assert load_records(str(tmp_path / "two"), split="test")["text"][:] == ["t"]
     assert "available: test, train" in _load_error(tmp_path / "two", split="dev")
+    state = json.loads((tmp_path / "one" / "state.json").read_text())
+    state["_indices_data_files"] = [{"filename": "indices.arrow"}]
+    (tmp_path / "one" / "state.json").write_text(json.dumps(state))
+    assert "has kept its selection of rows apart" in _load_error(tmp_path / "one")
     (tmp_path / "one" / "state.json").write_text("{}")
     assert "not a readable folder of Dataset.save_to_disk" in _load_error(tmp_path / "one")
 
