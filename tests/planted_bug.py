@@ -8,14 +8,15 @@ import time
 
 def divide_by_one_more() -> None:
     """With label smoothing, divide the loss by one token too many."""
-    from longctx.parallel import SequenceParallel
     from longctx.training.trainer import SequenceTrainer
 
-    def count(self, batch_samples, device):
-        tokens = SequenceParallel.count_label_tokens(self.sequence, batch_samples)
-        return tokens + (self.args.label_smoothing_factor > 0)
+    count_labels = SequenceTrainer._get_num_items_in_batch
 
-    SequenceTrainer._get_num_items_in_batch = functools.update_wrapper(count, SequenceTrainer._get_num_items_in_batch)
+    @functools.wraps(count_labels)
+    def count(self, batch_samples, device):
+        return count_labels(self, batch_samples, device) + (self.args.label_smoothing_factor > 0)
+
+    SequenceTrainer._get_num_items_in_batch = count
 
 
 def never_start() -> None:
