@@ -37,7 +37,7 @@ from longctx.recurrent.layers import check_recurrent
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
-from longctx.sequence.checks import check_batch, check_same_batch, check_world_size, digest_of_batch, has_values
+from longctx.sequence.checks import check_batch, check_same_batch, check_world_size
 from longctx.sequence.gather import all_reduce, gather
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
@@ -106,8 +106,9 @@ class SequenceParallel:
         schedule = self._schedule and partial(self._schedule, layout, self.groups)
         attention = partial(self._attention, layout, self.groups)
         context = AttentionContext(layout, self.groups.ulysses, attention, schedule, self.groups.sequence)
-        if not self._batches_agree and self.groups.sequence is not None and has_values(batch):
-            context.before_first_pass = partial(self._check_same_batch, digest_of_batch(batch, position_ids))
+        if not self._batches_agree and self.groups.sequence is not None:
+            tensors = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": position_ids}
+            context.before_first_pass = partial(self._check_same_batch, tensors)
         if self.routers is not None:
             context.real_tokens = send(cut(self._real_tokens(batch))[0], self.device)
         context.position_ids = send(cut(position_ids), self.device)
@@ -123,9 +124,9 @@ class SequenceParallel:
             context.know_learnt(targets, send(learnt_positions(own_labels), self.device))
         return ShardedBatch(inputs=inputs, shift_labels=targets, layout=layout, context=context)
 
-    def _check_same_batch(self, digest: bytes) -> None:
-        """Check the group's first batch, which shows whether a loader deals other batches out to every rank."""
-        check_same_batch(digest, self.groups.sequence)
+    def _check_same_batch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check the first batch of the group, and no later one: a data loader that deals out batches shows at once."""
+        check_same_batch(tensors, self.groups.sequence)
         self._batches_agree = True
 
     def _real_tokens(self, batch: Mapping[str, Any]) -> Tensor:

@@ -8,19 +8,17 @@ sampled: the prompt, and what tools returned.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.data import IGNORE_INDEX
 from longctx.ranks.agreement import gather_objects
-from longctx.regions import region
+from longctx.sequence.checks import digests_of_ranks
 from longctx.sequence.shard import complete_position_ids, document_starts, is_padding_document
 
 SequenceParallel = Any
@@ -335,12 +333,8 @@ def _check_same(sequence: SequenceParallel, tensors: Mapping[str, Tensor]) -> No
     """Check that the ranks of this rank's sequence group were given the same tensors."""
     if sequence.dims.sp == 1:
         return
-    data = {name: values.cpu().flatten().view(torch.uint8).numpy().tobytes() for name, values in tensors.items()}
-    mine = {name: hashlib.blake2b(values).digest() for name, values in data.items()}
-    everyone: list[Any] = [None] * sequence.dims.sp
-    with region("wait", "communication"):
-        dist.all_gather_object(everyone, mine, group=sequence.groups.sequence)
-    if differing := [name for name in mine if any(theirs.get(name) != mine[name] for theirs in everyone)]:
+    everyone = digests_of_ranks(tensors, sequence.groups.sequence)
+    if differing := [name for name in tensors if len({digests.get(name) for digests in everyone}) > 1]:
         raise ValueError(
             f"the ranks of a sequence group were given different {', '.join(differing)}. They share every document: "
             "sample and score on one of them, and send it to the others with torch.distributed.broadcast_object_list."

@@ -1,4 +1,4 @@
-"""Batches, models and calls that `longctx.parallelize` refuses, because they would train on something else."""
+"""Batches, models and calls that longctx refuses because training would not follow them exactly."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_is_said_beside_a_cut_batch_is_refused(parallelized):
 
 
 def test_tuples_are_not_what_is_read():
-    """`config.return_dict = False` is stock transformers' older way."""
+    """`config.return_dict = False` makes stock models return tuples."""
     model, sequence = longctx.parallelize(tiny_model(), sp=1)
     with torch.no_grad():
         expected = sequence.log_probs(model, batch_of())
@@ -158,7 +158,7 @@ def test_models_that_are_wrapped_or_have_no_head_are_refused_unchanged():
 
 
 def refusals_of_two_ranks():
-    """What each of two ranks says of batches that differ, and of a count for other processes."""
+    """Return the errors of a rank for batches that differ within the group, and for another number of processes."""
     import torch.distributed as dist
 
     said = []

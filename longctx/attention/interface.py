@@ -93,9 +93,9 @@ def longctx_attention(
 
 @torch.compiler.disable
 def _check_call(decoder: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Refuse a call with a batch that was cut where its attention would not be ours, or be told something else.
+    """Refuse a call with a cut batch if the model's attention is another one, or if the call adds a mask or a cache.
 
-    transformers passes no mask on to an implementation that it does not know.
+    transformers would drop the mask, since it does not know this implementation.
     """
     sequence: AttentionContext | None = kwargs.get("sequence")
     if sequence is None:
@@ -119,7 +119,7 @@ def _check_call(decoder: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -
 
 @torch.compiler.disable
 def _check_calls(num_layers: int, decoder: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Refuse a model of which a layer has not called us, and has not seen the other ranks' tokens."""
+    """Refuse a forward pass in which a layer has bypassed `longctx_attention` and seen this rank's tokens alone."""
     sequence: AttentionContext | None = kwargs.get("sequence")
     if sequence is not None and (calls := sequence.calls - sequence.calls_before) != num_layers:
         raise ValueError(

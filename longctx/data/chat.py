@@ -50,7 +50,8 @@ class ChatEncoder(Encoder):
         self.masks_prompt = masks_prompt
         self.masked = assistant_only or masks_prompt
         self.has_nulls_of_structs = False
-        """Whether records come from Arrow structs, which give every record the keys of all, with nulls."""
+        """Whether records come from Arrow structs. There, every record has the keys of all records, with null for its
+        missing ones."""
 
     def encode(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
         input_ids, labels = [], []
@@ -82,7 +83,7 @@ class ChatEncoder(Encoder):
         return ids, labels
 
     def _read(self, value: object, column: str, index: int) -> list[dict[str, Any]]:
-        """Return messages, whose calls of tools have no arguments that only calls of other tools have."""
+        """Return the messages of a chat, without the null arguments that Arrow adds to calls of tools."""
         chat = read_chat(value, column, name_record(index))
         if not self.has_nulls_of_structs:
             return chat
@@ -156,16 +157,17 @@ class ChatEncoder(Encoder):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return lists and objects without the keys that hold null, at any depth."""
+    """Return a JSON value without the keys that hold null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _with_marked_calls(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the conversation with another name for every call of a tool, and the tools by these names.
+    """Return a copy of the conversation in which every call has a unique name, and the tools' names by these names.
 
-    A tool's own name can also stand in a question, or in the list of tools.
+    Only unique names show that a call was rendered: a tool's own name can also occur in a question or in the list of
+    tools.
     """
     names: dict[str, str] = {}
 
@@ -188,11 +190,11 @@ def _with_marked_calls(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 
 
 def _check_tools(calls: dict[str, str], shown: str, tools: Any, text: str, index: int) -> None:
-    """Refuse a template without a place for tool calls, which a model would not learn then.
+    """Refuse a template that leaves out tool calls, because the model would not learn them.
 
     Args:
-        calls: tools by the names that `_with_marked_calls` gave their calls.
-        shown: the text with these names.
+        calls: the tools' names by the unique names of their calls, from `_with_marked_calls`.
+        shown: the rendered text with the unique names.
     """
     if left_out := [name for mark, name in calls.items() if mark not in shown]:
         raise DataError(
@@ -204,15 +206,14 @@ def _check_tools(calls: dict[str, str], shown: str, tools: Any, text: str, index
 
 
 _MARKS = ("weight", "loss", "train", "training")
-"""Fields of messages that say whether they are trained on: OpenAI's and ms-swift's, and axolotl's by usual names."""
+"""Fields that say whether a message is trained on: OpenAI's, ms-swift's, and the usual names of axolotl's."""
 
 
 def _check_weights(chat: list[dict[str, Any]], markers: str, index: int) -> None:
-    """Refuse messages that are not to be trained on, or in part.
+    """Refuse messages with a field that excludes them from training, unless the template reads the field.
 
     Args:
-        markers: the template whose generation markers decide what is trained on, which may read these fields; empty if
-            all tokens are trained on.
+        markers: the template, whose generation markers decide what is trained on; empty if all tokens are.
     """
     markers = re.sub(r"\{#.*?#\}", "", markers, flags=re.DOTALL)
     for message in chat:
@@ -229,15 +230,16 @@ def _check_weights(chat: list[dict[str, Any]], markers: str, index: int) -> None
 
 _USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _USUAL_ROLES |= {"function_call": "assistant", "observation": "tool"}
-"""Roles of ShareGPT's and like formats, in lower case, and what templates call them."""
+"""Roles of ShareGPT's and similar formats, in lower case, and the roles of templates that they stand for."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _check_roles(chat: list[dict[str, Any]], template: str, text: str, index: int) -> None:
-    """Refuse roles of other formats that the template does not name, and messages that it leaves out or does not know.
+    """Refuse roles of other formats that the template does not name, and messages that it does not render.
 
-    It may cut an answer's reasoning off and write a tool's result in another way, so these two are not looked for.
+    Answers and tools' results are not searched for, because templates may cut off the reasoning of an answer and
+    reformat a result.
     """
     position = 0
     for message in chat:

@@ -94,7 +94,7 @@ class TokenColumn:
     def count_others(
         self, value: int, rows: NDArray[np.integer], starts: NDArray[np.integer], stops: NDArray[np.integer]
     ) -> NDArray[np.int64]:
-        """Return how many values of each piece differ from `value`, int64 [k].
+        """Return the number of values that differ from `value` in each piece, int64 [k].
 
         Args:
             rows: row of each piece in the table, [k].
@@ -222,9 +222,9 @@ def target_counts(source: Any) -> NDArray[np.int64]:
 def targets_of_pieces(
     labels: TokenColumn, rows: NDArray[np.integer], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the tokens of each piece of a document that the loss counts, int64 [n_pieces].
+    """Return the number of targets in each piece of a document, int64 [n_pieces].
 
-    These are the tokens with a label, but for the first one of each piece, which is not a target.
+    A token with a label is a target unless it is the first token of its piece.
 
     Args:
         rows: row of each piece in the table, [n_pieces].

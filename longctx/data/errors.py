@@ -78,10 +78,10 @@ class MemoryBound:
 
 
 def check_selection(selected: Iterable[str], there: Iterable[str], *, may_lack: Iterable[str] = ()) -> None:
-    """Check that the columns that an entry of --datasets selects are there.
+    """Check that a data set has the columns that its entry in --datasets selects.
 
     Raises:
-        DataError: for the first that is not.
+        DataError: for the first missing column.
     """
     if missing := sorted({*selected} - {*there, *may_lack}):
         raise DataError(f"no column {missing[0]!r} to select; there are {', '.join(sorted(there))}.")

@@ -129,7 +129,7 @@ FORMATS_HELP = (
 
 
 def files_loader(files: Sequence[Path], text_field: str, columns: Sequence[str] | None = None) -> Loader:
-    """Return the loader of files that must all have one format; of JSON files it reads these columns, or all."""
+    """Return the loader of files, which must all have one format. Of JSON files, it reads only `columns` if given."""
     for file in files:
         if not file.is_file():  # a pipe or a device may have no end
             raise DataError(f"{file}: not a regular file. Expected {FORMATS_HELP}.")

@@ -48,7 +48,7 @@ _ARRAY_BYTES = 1 << 30
 
 
 class JsonRecords:
-    """The records of JSON files, all of the first one's kind, cut to that kind's columns.
+    """The records of JSON files. All must be of the first record's kind, and only the columns of that kind are kept.
 
     With `selected`, records are read as if they had no other columns.
     """
@@ -130,7 +130,7 @@ def _present(record: Mapping[str, Any]) -> list[str]:
 
 
 def _check_numbers(value: Any, column: str, where: str) -> None:
-    """Refuse numbers that `datasets` does not store as they are: it keeps 64 bits, and 10 decimals."""
+    """Refuse numbers that `datasets` would change: it stores whole numbers in 64 bits and others with 10 decimals."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _check_numbers(part, column, where)
@@ -268,7 +268,7 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, each of whose keys stands once: `json` would keep the last value alone."""
+    """Return a JSON object, and refuse a repeated key, of which `json` would keep only the last value."""
     made = dict(pairs)
     if len(made) < len(pairs):
         twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))

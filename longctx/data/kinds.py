@@ -27,26 +27,26 @@ PAIRS = "chosen and rejected"
 """In place of the column of plain text: records are pairs of answers, whatever other columns they have."""
 
 _MEDIA_COLUMNS = ("image", "images", "pixel_values")
-"""Columns of image-text records, by the names that TRL reads and its processors write."""
+"""Columns of image-text records: those that TRL reads, and one that processors write."""
 
 _MEDIA_OF_CHATS = ("video", "videos", "audio", "audios")
-"""More of them beside chats and prompts. Beside plain text, it may be what the text was written down from."""
+"""More such columns, which are refused beside chats and prompts. Plain text may be the transcript of a recording."""
 
 _MEDIA_PARTS = frozenset(f"{before}{of}" for of in ("image", "video", "audio") for before in ("", "input_")) | {
     "image_url",
     "video_url",
     "audio_url",
 }
-"""What the parts of a message that are no text are called, as their type or as the key of their content."""
+"""Types of message parts that are not text, and keys that hold their contents."""
 
 _MEDIA_OF_MESSAGES = _MEDIA_PARTS | {"images", "videos", "audios"}
-"""Keys of messages."""
+"""Keys by which a message has media beside its content."""
 
 _REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-"""Columns of preferences from which TRL takes log-probabilities of the reference model."""
+"""Columns of preferences in which TRL expects log-probabilities of the reference model."""
 
 _TOKEN_WEIGHTS = ("loss_mask", "loss_scale", "loss_weights", "token_weights")
-"""Columns of pre-tokenised records that would say how much a token counts."""
+"""Columns that weight the tokens of pre-tokenised records."""
 
 _COMPOSITE_KINDS = {
     "prompt+completion": ("prompt", "completion"),
@@ -126,7 +126,7 @@ def kind_columns(kind: str) -> tuple[str, ...]:
 
 
 def check_unread_columns(columns: Collection[str], kind: str, is_kto: bool, where: str) -> None:
-    """Refuse records with columns that are not read and say how to train, or that the record is more than its text.
+    """Refuse records with a column that longctx does not read, and that training on the text alone would contradict.
 
     Args:
         columns: those that hold something.
@@ -232,10 +232,10 @@ def check_chat(value: object, column: str, where: str) -> None:
 
 
 def read_chat(value: object, column: str, where: str) -> list[dict[str, Any]]:
-    """Return messages with `from` and `value` renamed to `role` and `content`, as by TRL's maybe_convert_to_chatml.
+    """Return the messages of a chat. `from` and `value` become `role` and `content`, as in TRL's SFTTrainer.
 
     Raises:
-        DataError: for what is no list of messages, and for messages with images, video or audio.
+        DataError: for anything but a list of messages, and for messages with images, video or audio.
     """
     check_chat(value, column, where)
     assert isinstance(value, list), "a chat"
@@ -258,7 +258,7 @@ def read_chat(value: object, column: str, where: str) -> list[dict[str, Any]]:
 
 
 def _media_in(part: object) -> str | None:
-    """Return the type of a message's part that is no text. Where parts have all keys, the unused ones are None."""
+    """Return the media type of a part of a message, or None for text. Keys that hold None do not count."""
     if not isinstance(part, Mapping):
         return None
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]

@@ -209,7 +209,7 @@ class MixedStream:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Forget what was read, as by a check before training: counts begin with the next iteration."""
+        """Start the counts again with the next iteration, for example after a check before training has read some."""
         num_sources = len(self.sources)
         self._there: list[int | None] = [None] * num_sources
         self._documents, self._distinct, self._tokens = ([0] * num_sources for _ in range(3))

@@ -133,7 +133,7 @@ def choose_encoder(
 
 
 def _completed(encoder: Encoder, feature: Any, vocab_size: int | None) -> Encoder:
-    """Return the encoder with what it has to know of the model and of how records are stored."""
+    """Tell the encoder the model's vocabulary size and how records are stored, and return it."""
     encoder.vocab_size = vocab_size
     if isinstance(encoder, ChatEncoder):
         encoder.has_nulls_of_structs = not isinstance(feature, Json)

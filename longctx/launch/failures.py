@@ -32,7 +32,7 @@ _OF_OTHERS = (
     *("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error"),
     "is killed by signal: Terminated",  # of a data loader's worker: launchers stop workers together with their rank
 )
-"""What an error says that another rank's end has caused."""
+"""Parts of messages of errors that the end of another rank causes."""
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def died(rank: str, by: str = "") -> str:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Return whether the error, or its cause, is that another rank cannot be reached, or that a launcher stops all."""
+    """Return whether another rank's end, or a launcher that stops all ranks, has caused the error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:  # an error that is raised again can be among its own causes
         seen.add(id(error))

@@ -106,7 +106,7 @@ def _set_by_layer(
 
 
 def _leave(**kwargs: Any) -> None:
-    """Take the place of transformers' setter where layers are checkpointed as they were told."""
+    """Leave the layers as they are, in place of transformers' setter, because they are checkpointed already."""
 
 
 def _call(forward: Callable[..., Any], *args: Any) -> Any:

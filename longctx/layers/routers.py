@@ -59,16 +59,18 @@ class _MicroBatch:
     """What routers share in one forward pass on a micro-batch, and in the recomputation of its layers."""
 
     def __init__(self, real: Tensor, num_routers: int, num_experts: int, *, adds_gradient: bool):
-        self.real, self.adds_gradient = real, adds_gradient
-        """bool [T/P]: the tokens of this rank that are not padding; and whether routers add the loss's gradient."""
+        self.real = real
+        """bool [T/P]: whether each of this rank's tokens is not padding."""
+        self.adds_gradient = adds_gradient
+        """Whether routers add the gradient of the auxiliary loss."""
         self.is_counting = False
-        """Whether choices are counted: in the forward pass, and not where a layer is computed again."""
+        """Whether choices are counted, as in the forward pass, but not where a layer is computed again."""
         zeros = partial(torch.zeros, dtype=torch.float64, device=real.device)
         self.sums = RouterSums(zeros(num_routers, num_experts), zeros(num_experts), zeros(num_experts))
         self.next_token = [0] * num_routers
         """The token that each router sees next: tiles and chunks of tokens come one after the other."""
         self.observed: set[int] = set()
-        """The routers that have run."""
+        """The numbers of the routers that have run."""
         self.gradient: Tensor | None = None
         """float32 [E], of each real token's probabilities; known once the backward pass has begun."""
 
@@ -83,7 +85,7 @@ class _MicroBatch:
 
 
 _under_way: ContextVar[_MicroBatch | None] = ContextVar("micro_batch_of_routers", default=None)
-"""That of the pass to which the layer that runs now belongs; None in stock transformers' own use of the model."""
+"""The micro-batch of the pass whose layer is running, or None if the model was called without a cut batch."""
 
 
 @contextmanager
@@ -96,7 +98,7 @@ def _part_of(batch: _MicroBatch | None) -> Iterator[None]:
 
 
 def keep_pass(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` as a part of the pass that is under way, also where a backward pass calls it later."""
+    """Return `run` bound to the current pass, so that a backward pass can call it later as a part of that pass."""
     return run if _under_way.get() is None else partial(_run_in, _under_way.get(), run)
 
 
@@ -123,14 +125,14 @@ class Routers:
         step's tokens. Over ranks and micro-batches of a step they sum to the loss and to 1."""
         self._latest: _MicroBatch | None = None
         self._has_loss = False
-        """Whether the last forward pass has its loss."""
+        """Whether a loss has been made from the last forward pass."""
         self._step: Tensor | None = None
         self._left: int | None = None
         """Micro-batches of the step that are still to come."""
 
     @property
     def coefficient(self) -> float:
-        """Return that of the auxiliary loss; 0 if it is left out."""
+        """Return the coefficient of the auxiliary loss, or 0 if the model trains without it."""
         return auxiliary_loss_coefficient(self.config)
 
     @property
@@ -186,7 +188,7 @@ class Routers:
         return _WithLoss.apply(loss, scale * share, batch, scale * factors)
 
     def _pass_of(self, loss: Tensor) -> _MicroBatch:
-        """Return the last forward pass, once it can be that of a loss."""
+        """Return the micro-batch of the last forward pass, after checking that the loss can belong to it."""
         batch = self._latest
         if batch is None or self._has_loss:
             raise ValueError(
@@ -323,9 +325,10 @@ class _AddGradient(torch.autograd.Function):
 
 
 def install_routers(model: PreTrainedModel) -> Routers | None:
-    """Watch the routers of `model`, before it is wrapped and after layers have got their `forward`; None without them.
+    """Watch the routers of `model`, or return None if it has none.
 
-    A copy of the model watches its own, and another call takes the place of the first one.
+    Call this after layers have been given another `forward`, and before the model is wrapped. A copy of the model
+    watches its own routers. Calling this again replaces the first call.
     """
     kind = router_class(model)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -364,7 +367,7 @@ def _decoder_forward(routers: Routers, plain: Callable[..., Any], *args: Any, **
 
 
 def _layer_forward(plain: Callable[..., Any], *args: Any, micro_batch: _MicroBatch | None = None, **kwargs: Any) -> Any:
-    """Run a layer as a part of the pass. Checkpointing of whole modules calls this again with the same keywords."""
+    """Run a layer as a part of its pass, also where checkpointing calls the layer again with the same keywords."""
     with _part_of(micro_batch):
         return plain(*args, **kwargs)
 
@@ -375,7 +378,7 @@ def _set_checkpointing(layers: list[Any], set_checkpointing: Callable[..., None]
 
 
 def _keep_passes(layers: list[Any]) -> None:
-    """Let transformers' checkpointing, which is inside of a layer's `forward`, run it again in the same pass."""
+    """Make transformers' checkpointing, which wraps a layer's `forward`, compute the layer again in the same pass."""
     for layer in layers:
         run = checkpointing_of(layer)
         if run is not None and not _runs(run, _checkpoint):

@@ -10,7 +10,7 @@ from longctx.model.allow_list import auxiliary_loss_coefficient, has_windows
 from longctx.model.recurrent import recurrent_sizes
 
 AUXILIARY_LOSS_OBSTACLE = "since the routers' auxiliary loss counts every token of a document"
-"""That of a mixture of experts, as long as its configuration has the loss."""
+"""The obstacle for a mixture of experts while its configuration includes the auxiliary loss."""
 
 
 def branch_obstacle(config: PretrainedConfig, *, backend_has_branches: bool, is_chunked: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""The modules of a model, and what its configuration says of them."""
+"""Checks of a model's modules, and what its configuration says about them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 
 def check_modules(model: PreTrainedModel) -> None:
-    """Check the modules of a model before anything about it is changed.
+    """Check that the modules of a model are supported. Call this before anything is changed in the model.
 
     Raises:
         ValueError: for a model that is wrapped or compiled already, one without a linear head, and active dropout.

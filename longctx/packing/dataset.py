@@ -107,9 +107,9 @@ class PackedDataset:
         return int(index) % packs
 
     def target_counts(self) -> NDArray[np.int64]:
-        """Return the tokens of each document that the loss counts in the packs, int64 [n_documents].
+        """Return the number of targets of each document in the packs, int64 [n_documents].
 
-        These are the tokens with a label that are not the first ones of a document or of a piece of one.
+        A token with a label is a target unless it is the first token of its document or piece.
         """
         rows, starts, lengths = self._pieces(slice(None))
         starts = np.zeros_like(lengths) if starts is None else starts

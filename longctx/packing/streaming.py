@@ -225,7 +225,7 @@ class PackedStream:
         self._position = position
 
     def reset_counts(self) -> None:
-        """Forget what the source counts over iterations; this stream's own counts begin anew with each of them."""
+        """Reset the counts that the source keeps over iterations. This stream's own start again with each iteration."""
         if hasattr(self.source, "reset_counts"):
             self.source.reset_counts()
 

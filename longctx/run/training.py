@@ -97,7 +97,7 @@ def _stopped_by_signal(trainer: SequenceTrainer) -> str:
 
 
 def _check_labels_seen(trainer: SequenceTrainer, prepared: PreparedRun) -> None:
-    """Check after training that the steps had something to learn: a stream, or a few steps of other data, may not.
+    """Check after training that at least one step had a token with a label.
 
     Raises:
         DataError: if no step had a token with a label, so that nothing was trained.

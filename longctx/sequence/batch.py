@@ -135,13 +135,13 @@ class AttentionContext:
         self.calls = 0
         """Attention layers, linear ones too, that have run on this batch, recomputation included."""
         self.calls_before = 0
-        """The same at the beginning of the last pass."""
+        """The value of `calls` when the last forward pass began."""
         self.real_tokens: Tensor | None = None
         """bool [T/P]: this rank's tokens that are not padding, where routers of a mixture of experts count them."""
         self.position_ids: Tensor | None = None
         """int64 [1, T/P]: the positions of this rank's tokens in their documents, of a batch that was cut."""
         self.before_first_pass: Callable[[], None] | None = None
-        """A check that needs all ranks of the group, before the model is called with the batch."""
+        """A check to run when the model is first called with this batch. It needs all ranks of the group."""
         self._learnt: tuple[Tensor, int, Tensor] | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""What a batch, and a call of the model with it, must not say: things that a cut batch could not follow."""
+"""Checks that a batch can be cut exactly, and that all ranks of a sequence group cut the same one."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from longctx.data import IGNORE_INDEX
 from longctx.packing.branches import branches_of
 from longctx.regions import region
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import real_tokens
+from longctx.sequence.shard import is_right_padding, real_tokens
 
 _UNREAD = ("inputs_embeds", "past_key_values", "cache", "pixel_values", "seq_idx")
 """Inputs of transformers' models that `shard` does not read."""
 
 
 def check_batch(batch: Mapping[str, Any], dims: ParallelDims) -> None:
-    """Check that a batch says nothing that `shard` would not follow.
+    """Check that a batch contains nothing that `shard` would ignore.
 
     Raises:
-        ValueError: for inputs that are not read, documents by `cu_seq_lens_q` alone, a mask other than of padding on
-            the right, labels on padding, negative labels other than −100, and a `layout` or `lengths` of another batch.
+        ValueError: for inputs that are not read, documents given by `cu_seq_lens_q` alone, a mask that is not right
+            padding, labels on padding, negative labels other than −100, and a `layout` or `lengths` of another batch.
     """
     if missing := [name for name in ("input_ids", "labels") if batch.get(name) is None]:
         raise ValueError(
@@ -44,8 +43,6 @@ def check_batch(batch: Mapping[str, Any], dims: ParallelDims) -> None:
             "longctx.collate.SequenceCollator, or with return_position_ids=True."
         )
     _check_layout(batch, dims)
-    if not has_values(batch):
-        return
     _check_mask(batch)
     labels, real = batch["labels"], real_tokens(batch)
     if ((labels < 0) & (labels != IGNORE_INDEX)).any():
@@ -53,11 +50,6 @@ def check_batch(batch: Mapping[str, Any], dims: ParallelDims) -> None:
         raise ValueError(f"labels hold {lowest}. Mark tokens that are not learnt by -100.")
     if real is not None and (stray := int(((labels != IGNORE_INDEX) & ~real.to(labels.device)).sum())):
         raise ValueError(f"{stray} labels stand on padding (by attention_mask or lengths). Set them to -100.")
-
-
-def has_values(batch: Mapping[str, Any]) -> bool:
-    """Return whether the batch is more than the shapes with which a step is traced."""
-    return not isinstance(batch["labels"], FakeTensor)
 
 
 def _check_layout(batch: Mapping[str, Any], dims: ParallelDims) -> None:
@@ -75,11 +67,11 @@ def _check_layout(batch: Mapping[str, Any], dims: ParallelDims) -> None:
 
 
 def _check_mask(batch: Mapping[str, Any]) -> None:
-    """Refuse a mask that hides tokens which positions, where there are some, count as a document's."""
+    """Refuse a mask beside `position_ids` that is not right padding, since positions alone decide attention."""
     mask = batch.get("attention_mask")
     if mask is None or batch.get("position_ids") is None:
         return
-    if mask.shape != batch["labels"].shape or (mask[:, 1:].bool() & ~mask[:, :-1].bool()).any():
+    if mask.shape != batch["labels"].shape or not is_right_padding(mask):
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} beside position_ids must be [B, S], and ones followed by "
             "zeros in every row (right padding): position_ids alone say which tokens a document has. Set "
@@ -88,7 +80,7 @@ def _check_mask(batch: Mapping[str, Any]) -> None:
 
 
 def check_world_size(dims: ParallelDims) -> None:
-    """Check that the processes are those for which the degrees were arranged."""
+    """Check that the number of processes is still the one that `parallelize` found."""
     if (world_size := dist.get_world_size()) != dims.world_size:
         raise ValueError(
             f"parallelize was called for {dims.world_size} processes, and there are {world_size}. Call it after "
@@ -96,22 +88,21 @@ def check_world_size(dims: ParallelDims) -> None:
         )
 
 
-def digest_of_batch(batch: Mapping[str, Any], position_ids: Tensor) -> bytes:
-    """Return a digest of the tokens, labels and positions of a batch."""
-    hashed = hashlib.blake2b()
-    for tensor in (batch["input_ids"], batch["labels"], position_ids):
-        hashed.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return hashed.digest()
-
-
-def check_same_batch(digest: bytes, group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks of a sequence group cut the same batch. They call it together."""
+def digests_of_ranks(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[dict[str, bytes]]:
+    """Return the digest of each tensor on every rank of a group. The ranks call it together."""
+    data = {name: values.cpu().flatten().view(torch.uint8).numpy().tobytes() for name, values in tensors.items()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with region("wait", "communication"):
-        dist.all_gather_object(everyone, digest, group=group)
-    if len(set(everyone)) > 1:
+        dist.all_gather_object(everyone, {name: hashlib.blake2b(d).digest() for name, d in data.items()}, group=group)
+    return everyone
+
+
+def check_same_batch(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Check that all ranks of a sequence group have cut the same batch. The ranks call it together."""
+    everyone = digests_of_ranks(tensors, group)
+    if (number := len({tuple(digests.values()) for digests in everyone})) > 1:
         raise ValueError(
-            f"the {len(everyone)} ranks of a sequence group have cut {len(set(everyone))} different batches. They "
-            "share every sequence: give a DataLoader's sampler the data-parallel rank and size, "
-            "dims.dp_rank(rank) and dims.dp, and do not let accelerate or the Trainer deal batches out to single ranks."
+            f"the {len(everyone)} ranks of a sequence group have cut {number} different batches. They share every "
+            "sequence: give a DataLoader's sampler the data-parallel rank and size, dims.dp_rank(rank) and dims.dp, "
+            "and do not let accelerate or the Trainer deal batches out to single ranks."
         )

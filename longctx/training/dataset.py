@@ -83,7 +83,7 @@ class TrainingData:
     def describe_targets(self) -> str | None:
         """Return how many of the documents' tokens are trained on, or None if all are.
 
-        Documents are named, too, of which --overlong leaves tokens and none with a label.
+        The line also counts the documents in which --overlong leaves tokens, but no token with a label.
         """
         if "labels" not in self.documents.column_names:
             return None

@@ -122,8 +122,8 @@ def data_identity(
 ) -> dict[str, Any]:
     """Return, by name, what decides each step's tokens and the model.
 
-    A stream, which cannot be read in advance, is identified by its files and by how it is packed. Evaluation data
-    decides which step is the best, and is there only if the run evaluates.
+    A stream, which cannot be read in advance, is identified by its files and by how it is packed. If the run evaluates,
+    the evaluation data is included, since it decides which step is the best.
     """
     order = {name: settings[name] for name in ("max_length", "packing", "overlong", "train_sampling_strategy")}
     order |= {name: settings[name] for name in ("dataloader_drop_last", "dtype")}
@@ -155,7 +155,7 @@ def data_identity(
 
 
 def _evaluation_digest(part: TrainingData) -> str:
-    """Return the digest of the documents and of where they are cut. How they are packed changes no metric."""
+    """Return a digest of the documents and their cuts, and not of their packs, which do not change metrics."""
     packing, cuts = part.rows.packing, []
     if packing.starts is not None and packing.stops is not None:
         order = np.lexsort((packing.starts, packing.indices))

@@ -127,10 +127,10 @@ def commit_of(config: PretrainedConfig) -> str:
 
 
 def needs_whole_weights(config: PretrainedConfig) -> bool:
-    """Return whether transformers looks into the parameters while it loads, which are empty under ZeRO-3.
+    """Return whether transformers reads the model's parameters while it loads weights. Under ZeRO-3, these are empty.
 
-    It splits one matrix for queries, keys and values by the parameters' sizes, and Youtu sets the row of its padding
-    token.
+    It does so to split one matrix into queries, keys and values, and, for Youtu, to set the embedding of the padding
+    token to zero.
     """
     if config.model_type == "youtu":
         return True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from longctx.attention.interface import longctx_attention
+from longctx.attention.interface import _check_calls, longctx_attention
 from longctx.attention.kernels import block_backward, block_forward, choose
 from longctx.attention.kernels.entries import Entries
 from longctx.attention.operator import varlen_attention
@@ -17,7 +18,7 @@ from longctx.model.tiny import tiny_config
 from longctx.packing.lookahead import LookAhead
 from longctx.sequence.batch import AttentionContext, AttentionKind, BatchLayout
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import check_outputs, complete_position_ids
+from longctx.sequence.shard import complete_position_ids
 from longctx.settings.machine_checks import LARGEST_INT32, check_row_length
 from longctx.training.metrics import StepMetrics, attention_work
 from longctx.training.trainer import SequenceTrainer
@@ -161,13 +162,12 @@ def test_layers_that_are_no_plain_causal_attention_are_refused(keywords, named):
 def test_layers_that_bypass_our_attention_stop_the_first_step(missing):
     """One layer too few that was counted, or one too many: every rank would see its own tokens alone in it."""
     config, context = tiny_config(), a_context(8)
-    layout = BatchLayout(shape=(1, 8), cu_seqlens=np.array([0, 8]), sp=1, plan=None)
-    shard = SimpleNamespace(context=context, layout=layout)
+    check = partial(_check_calls, config.num_hidden_layers, None, (), {"sequence": context}, None)
     context.calls = config.num_hidden_layers - missing
-    with pytest.raises(AssertionError, match=f"{context.calls} of {config.num_hidden_layers} attention layers"):
-        check_outputs(shard, torch.zeros(1, 8), config.num_hidden_layers)
+    with pytest.raises(ValueError, match=f"{context.calls} of {config.num_hidden_layers} attention layers"):
+        check()
     context.calls = config.num_hidden_layers
-    check_outputs(shard, torch.zeros(1, 8), config.num_hidden_layers)
+    check()
 
 
 def test_no_more_tokens_wait_than_asked_for():

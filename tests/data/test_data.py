@@ -347,7 +347,7 @@ def test_bad_line_is_named(tmp_path, name) -> None:
     ],
 )
 def test_a_record_that_is_more_than_its_text_is_refused(tmp_path, more, expected) -> None:
-    """The label of a class, no images and no system prompt change nothing."""
+    """A label that is a number, an empty list of images and an empty system prompt are accepted."""
     good = {"prompt": "a", "completion": "b", "label": 0, "images": [], "system": ""}
     message = _load_error(_write_lines(tmp_path / "a.jsonl", [good, good | more]))
     assert message.startswith(f"{tmp_path}/a.jsonl:2: the column")
@@ -366,7 +366,7 @@ def test_numbers_that_would_not_be_kept_are_refused(tmp_path, number, kept) -> N
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_a_name_like_a_pattern_is_a_name(tmp_path, suffix) -> None:
-    """`datasets` would read part1 in place of part[1]."""
+    """`datasets` takes part[1] for a pattern, which matches part1."""
     for name in ("part1", "part[1]"):
         table = pa.table({"text": [name]})
         if suffix == ".parquet":

@@ -201,7 +201,7 @@ def test_a_packed_mixture_goes_on_from_a_position(files, tokenizer):
 
 
 def test_only_what_training_reads_of_a_mixture_is_counted(files, tokenizer):
-    """The trainer looks at the first document, and --dataloader_drop_last counts the rows of a step."""
+    """Before training, the trainer reads the first document, and --dataloader_drop_last counts rows."""
     mixture = mixture_of(files, weights=SHARES)
     stream = MixedStream([tokenize_stream(stream_records(f), tokenizer) for f in files], mixture)
     steps = StepStream(PackedStream(stream, 128), micro_batch_size=2, accumulation_steps=1, dp=1, dp_rank=0)

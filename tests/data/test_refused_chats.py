@@ -1,4 +1,4 @@
-"""Chats that are refused, because their text would leave out what their messages say."""
+"""Chats that are refused because the rendered text would lose a part of their messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_PARTS = (
     ],
 )
 def test_messages_with_images_video_or_audio_are_refused(part, type_, tokenizer) -> None:
-    """The template would write a token that stands for nothing. Text in parts is text."""
+    """The template would write a placeholder without an image. Parts that are text are accepted."""
     chat = [{"messages": [{"role": "user", "content": [TEXT_AND_IMAGE[0], part]}]}]
     message = _tokenize_error(Dataset.from_list(chat), tokenizer, chat_template=OF_PARTS)
     assert f"record 0 (counted from 0): a message in 'messages' has a part of the type '{type_}'" in message
@@ -42,7 +42,7 @@ def test_messages_with_images_video_or_audio_are_refused(part, type_, tokenizer)
 
 
 def test_messages_of_weight_0_are_refused_unless_the_template_reads_it(tokenizer) -> None:
-    """As in OpenAI's format, where it says that an answer is not to be trained on."""
+    """In OpenAI's format, this weight excludes an answer from training."""
     answers = [{"role": "assistant", "content": text, "weight": weight} for text, weight in (("b", 0), ("c", 1))]
     records = Dataset.from_list([{"messages": [{"role": "user", "content": "a", "weight": None}, *answers]}])
     assert "a message has 'weight': 0, which would be ignored" in _tokenize_error(records, tokenizer)
@@ -69,7 +69,7 @@ OF_KNOWN_ROLES = (
 
 
 def test_a_message_that_the_template_leaves_out_is_refused(tokenizer) -> None:
-    """But for an answer's, whose reasoning many templates cut off, and a tool's result."""
+    """Answers and tools' results are exceptions: many templates cut off the reasoning of an answer."""
 
     def chat_with(role: str, content: str) -> Dataset:
         messages = [{"role": "user", "content": " ab "}, {"role": role, "content": content}]
@@ -82,7 +82,7 @@ def test_a_message_that_the_template_leaves_out_is_refused(tokenizer) -> None:
 
 
 def test_parts_that_the_template_takes_for_a_string_are_refused(tokenizer) -> None:
-    """Llama 3's template trims the content, and a list becomes what Python prints of it."""
+    """Llama 3's template trims the content, which turns a list into its representation in Python."""
     chat = [
         {"role": role, "content": [{"type": "text", "text": text}]} for role, text in (("user", "a"), ("user", "b"))
     ]
@@ -92,7 +92,7 @@ def test_parts_that_the_template_takes_for_a_string_are_refused(tokenizer) -> No
 
 
 def test_calls_have_no_arguments_of_other_calls(tokenizer) -> None:
-    """Arrow gives every call the arguments of all, and null for those that it does not have."""
+    """In Arrow, every call has the arguments of all calls, with null for those that it was made without."""
     template = "{% for m in messages %}{{ (m['tool_calls'] or []) | tojson }}{{ m['content'] }}{% endfor %}"
 
     def chat(arguments: dict[str, object]) -> list[dict[str, object]]:
@@ -107,7 +107,7 @@ def test_calls_have_no_arguments_of_other_calls(tokenizer) -> None:
 
 @pytest.mark.parametrize("field", ["tool_calls", "function_call"])
 def test_a_call_that_the_template_leaves_out_is_refused(field, tokenizer) -> None:
-    """Its tool's name stands in the question, too."""
+    """The name of the tool also occurs in the question."""
     call = {"name": "get_weather", "arguments": "{}"}
     answer = {"role": "assistant", "content": "", field: call if field == "function_call" else [{"function": call}]}
     records = Dataset.from_list([{"messages": [{"role": "user", "content": "Use get_weather"}, answer]}])
@@ -115,7 +115,7 @@ def test_a_call_that_the_template_leaves_out_is_refused(field, tokenizer) -> Non
 
 
 def test_roles_of_sharegpt_are_refused_unless_the_template_knows_them(tokenizer) -> None:
-    """A template that writes any role would give the model other turns than it meets in use."""
+    """If a template renders any role, the model would be trained on role names that it never sees in use."""
     records = Dataset.from_list([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}])
     assert "does not know the role 'human'. Call it 'user'" in _tokenize_error(records, tokenizer)
     other = Dataset.from_list([{"messages": [{"role": "User", "content": "a"}, {"role": "assistant", "content": "b"}]}])

@@ -1,4 +1,4 @@
-"""The columns that an entry of `datasets` selects, of files whose records have more."""
+"""Selected columns in an entry of `datasets`, for files whose records have more columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.mark.parametrize("streaming", ["False", "True"])
 def test_selected_columns_decide_the_kind_of_json_records(streaming, tmp_path, monkeypatch):
-    """As if there were no others, which are not checked either; a read without them finds nothing that was kept."""
+    """Other columns are neither read nor checked. A later read without a selection does not use the cached result."""
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     tokenizer, path = tiny_tokenizer(), tmp_path / "both.jsonl"
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -224,7 +224,7 @@ def told(slurm, job):
 def wait_for_queue(slurm, job, restarts, seconds=200):
     """Wait until the job is in the queue again, `restarts` times in all, and have it begin before SLURM's two minutes.
 
-    Not at once: a job that begins in the second in which it was put back fails, since its credential is revoked.
+    SLURM revokes the credential of a job that begins in the second in which it was requeued, so it begins 2 s later.
     """
     expected = {"JobState": "PENDING", "Restarts": str(restarts)}
     wait_until(lambda: expected.items() <= told(slurm, job).items(), f"restart {restarts} of {job}", seconds)

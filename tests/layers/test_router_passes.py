@@ -69,7 +69,7 @@ def expected_gradients(batch):
 
 
 def error_without_the_loss(batch, expected):
-    """Show that a test would notice a missing gradient."""
+    """Check that the gradient is large enough for a test to notice its absence."""
     model, sequence = parallelize(make_model(output_router_logits=False), 1)
     loss_of(model, sequence, batch).backward()
     return largest_error(gradients_of(model), expected)
@@ -95,7 +95,7 @@ def gradients_with(loss, **options):
 
 
 def of_two_batches(model, sequence):
-    """A step of two micro-batches with one backward pass."""
+    """Return the loss of a step with two micro-batches, for one backward pass."""
     step = [make_batch(16, padding=4), make_batch(24, padding=1, seed=2)]
     count = sequence.count_label_tokens(step)
     sequence.count_experts(model, step)
@@ -111,7 +111,7 @@ def beside_log_probs(model, sequence):
 @pytest.mark.parametrize("option", MEMORY_OPTIONS)
 @pytest.mark.parametrize("loss", [of_two_batches, beside_log_probs])
 def test_two_passes_before_one_backward_pass(loss, option):
-    """Layers that are computed again find the tokens and the gradient of their own pass."""
+    """A layer that is computed again uses the tokens and the gradient of its own pass."""
     expected = gradients_with(loss)
     assert largest_error(gradients_with(loss, **MEMORY_OPTIONS[option]), expected) <= 1e-5
 
@@ -176,7 +176,7 @@ def test_a_copy_is_parallelized_for_a_loss_of_its_own():
 
 
 def test_the_configuration_may_change_after_parallelize():
-    """As TRL's SFTTrainer changes it."""
+    """TRL's SFTTrainer changes the configuration in this way."""
     batch = make_batch(padding=4)
     model, sequence = parallelize(make_model(output_router_logits=False), 1)
     model.config.output_router_logits = True
@@ -223,7 +223,7 @@ def test_two_losses_of_one_pass():
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_routers_that_an_adapter_trains(order):
-    """peft trains a copy of the routers, made before or after `parallelize`."""
+    """peft trains copies of the routers, whether it makes them before or after `parallelize`."""
     batch = make_batch()
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"], task_type="CAUSAL_LM")
     torch.manual_seed(5)

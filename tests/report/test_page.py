@@ -1,4 +1,4 @@
-"""The page of a run shows its results and settings, and none of its secrets."""
+"""The page of a run shows its results and settings, but no secrets."""
 
 from __future__ import annotations
 

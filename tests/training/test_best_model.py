@@ -106,7 +106,7 @@ def test_bad_input(flags, parts, tmp_path, monkeypatch, capsys):
 
 
 def test_the_best_model_is_chosen_on_one_evaluation_data_set(tmp_path, capsys):
-    """Runs and checkpoints without evaluation data go on, and packing it otherwise changes no metric."""
+    """A run or a checkpoint without evaluation data can be resumed, and so can one that packs the data differently."""
     folder, out = tmp_path / "data", tmp_path / "out"
     folder.mkdir()
     for split in ("train", "test"):

@@ -21,7 +21,7 @@ from longctx.training.checkpoint.states import StateReader, write_states
 
 
 def test_ranges_of_any_size_come_together(tmp_path):
-    """Three ranks write. Two ranks read, whose ranges have other boundaries."""
+    """Three ranks write a checkpoint, and two ranks with other ranges read it."""
     model = torch.nn.Linear(5, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()

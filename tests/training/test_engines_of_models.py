@@ -82,7 +82,7 @@ def reference_run(folder, documents):
 
 
 def logits_of(model):
-    """Of the 256 bytes: transformers may set the row of Youtu's padding token to 0 when it reads a model."""
+    """Return the logits of the 256 bytes. transformers may set those of Youtu's padding token to 0 when it loads it."""
     with torch.no_grad():
         return model.eval()(input_ids=torch.arange(3, 40)[None], use_cache=False).logits[..., :256]
 

@@ -21,11 +21,11 @@ from tests.workers import run_ranks
 
 SECONDS = 4.0
 DOCUMENTS, PADDING = (6, 6), 4
-"""Of a row of 16 tokens."""
+"""The lengths in tokens of the documents and the padding in a row of 16 tokens."""
 
 
 def read_metrics() -> dict:
-    """On a rank of two, which share two micro-batches of one row: what is logged, after SECONDS and again after 1."""
+    """Return what one of two ranks logs after SECONDS, and again 1 second later, for two micro-batches of one row."""
     import torch.distributed as dist
 
     from longctx.ring.planner import plan_ring
@@ -89,7 +89,7 @@ def test_what_is_logged_of_two_ranks() -> None:
 
 
 def test_ulysses_ranks_share_pairs_equally() -> None:
-    """And in a hybrid the two of a ring rank share those of that rank."""
+    """In a hybrid, the two Ulysses ranks of a ring rank share the pairs of that rank."""
     from longctx.ring.planner import plan_ring
     from longctx.sequence.batch import BatchLayout
 

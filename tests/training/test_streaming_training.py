@@ -205,7 +205,7 @@ def test_a_stream_whose_labels_are_all_cut_off_saves_no_model(model, tmp_path, c
 
 
 def test_a_resumed_stream_without_further_labels_is_saved(model, tmp_path):
-    """The only label is in the first step, and the resumed run does not reach it again."""
+    """The only label is in the first step, which the resumed run does not repeat."""
     records = [{"prompt": "Why? ", "completion": "So."}, *[{"prompt": "Why? " * 40, "completion": "So."}] * 4]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -18,7 +18,7 @@ CAPACITY = 16
 
 
 def documents_of(lengths, masked):
-    """Documents of several chunks, in another order than their table and one of them twice; some labels masked."""
+    """Return documents from several chunks of a table, reordered and one of them twice, with some labels masked."""
     rng = np.random.default_rng(0)
     labels = [np.where(rng.random(length) < masked, -100, 7) for length in lengths]
     parts = [
@@ -29,7 +29,7 @@ def documents_of(lengths, masked):
 
 
 def counted_in_rows(rows):
-    """The targets of the loss, by the rows that the trainer gets."""
+    """Return the number of targets, counted in the rows that the trainer reads."""
     return sum(int((row["labels"][row["position_ids"] != 0] != -100).sum()) for row in rows)
 
 
@@ -49,7 +49,7 @@ def test_targets_are_counted_in_the_pieces_that_are_packed(overlong, strategy):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_targets_of_pairs_are_those_of_both_answers(share):
-    """Of a pair the documents count, of which truncation keeps the first tokens of each side."""
+    """Targets of pairs are counted on both sides, each of which truncation cuts at the end."""
     pairs = [[-100] * prompt + [7] * a + [-100] * prompt + [7] * b for prompt, a, b in ((3, 4, 2), (5, 9, 6))]
     documents = Dataset.from_dict({"input_ids": [[1] * len(pair) for pair in pairs], "labels": pairs})
     sides = sides_of_pairs(documents)
@@ -60,7 +60,7 @@ def test_targets_of_pairs_are_those_of_both_answers(share):
 
 
 def test_documents_that_lose_all_labels_are_named():
-    """Only those that had some, and that are in a pack."""
+    """Only documents that are in a pack and had labels before the cut are counted."""
     labels = [[-100] * 4 + [7] * 3, [-100] * 20 + [7] * 3, [-100] * 30 + [7], [-100] * 20]
     documents = Dataset.from_dict({"input_ids": [[1] * len(of) for of in labels], "labels": labels})
 
@@ -78,7 +78,7 @@ def test_documents_that_lose_all_labels_are_named():
 
 
 def test_a_run_whose_steps_have_no_label_saves_no_model(tmp_path, capsys):
-    """Some document has a label left, but none that the steps read."""
+    """One document still has a label, but no step reads that document."""
     records = [*[{"prompt": "Why? " * 40, "completion": "So."}] * 4, {"prompt": "Why? ", "completion": "So."}]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
