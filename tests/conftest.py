@@ -18,7 +18,7 @@ import pytest
 
 from tests import parity_page, refusals
 
-if "gpu" not in sys.argv:
+if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the environment of the command
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # forked ranks can start no CUDA that their parent has
 os.environ.setdefault("OMP_NUM_THREADS", "1")

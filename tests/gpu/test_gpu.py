@@ -19,7 +19,7 @@ from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
-from tests.model.test_models import make_batch, make_model, stock_step
+from tests.model.test_models import FAMILIES, make_batch, make_model, stock_step, tolerance
 from tests.reference import train_reference
 from tests.training.test_training import (
     COMMON,
@@ -122,6 +122,8 @@ MEMORY_OPTIONS = {
     "chunks": {"sequence_chunk_size": 8},
     "tiles": {"tiled_mlp_num_shards": 4},
 }
+ATTENTION_FAMILIES = ("qwen3", "gpt_oss, sinks and windows", "gemma3_text, windows", "qwen3_moe")
+RECURRENT_FAMILIES = () if IS_SOFT else ("qwen3_next", "kimi_linear", "nemotron_h")  # soft GPUs lack their operators
 BF16_OF_A_STEP = 3e-2
 """Of the norm of all gradients: twice what the rounding of weights, activations and gradients to bf16 comes to in the
 worst of these models on soft GPUs, which round as GPUs do (0.8 to 1.5 %)."""
@@ -136,11 +138,11 @@ def step_of(model, batch, *, bf16, device, sp=1, **settings):
         outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True)
         loss = sequence.reduce(outputs.losses, sequence.count_label_tokens([batch]))
     loss.backward()
-    return float(loss), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("memory_option", MEMORY_OPTIONS)
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss, sinks and windows", "gemma3_text, windows", "qwen3_moe"])
+@pytest.mark.parametrize("family", ATTENTION_FAMILIES)
 def test_a_step_equals_stock_transformers_in_fp32(family, memory_option, gpu):
     batch = make_batch()
     _, expected_loss, expected = stock_step(make_model(family))
@@ -150,7 +152,7 @@ def test_a_step_equals_stock_transformers_in_fp32(family, memory_option, gpu):
         assert float((gradients[name] - gradient).norm() / expected_norm(expected)) <= 1e-5, name
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss, sinks and windows", "gemma3_text, windows", "qwen3_moe"])
+@pytest.mark.parametrize("family", [*ATTENTION_FAMILIES, *RECURRENT_FAMILIES])
 def test_a_step_in_bf16_is_as_near_as_rounding_allows(family, gpu):
     _, expected_loss, expected = stock_step(make_model(family))
     loss, gradients = step_of(make_model(family), make_batch(), bf16=True, device=gpu)
@@ -179,6 +181,25 @@ def test_a_step_of_several_ranks_equals_stock_transformers(backend, family, bf16
     for name, gradient in expected.items():
         mean = sum(of_rank[name] for of_rank in gradients) / num_ranks
         assert float((mean - gradient).norm() / expected_norm(expected)) <= bound, name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", ATTENTION_FAMILIES if IS_SOFT else FAMILIES)
+def test_every_model_type_equals_stock_transformers_in_fp32(family, num_ranks, gpu):
+    """On one rank, and on a ring of two."""
+    batch = make_batch()
+    _, expected_loss, expected = stock_step(make_model(family))
+    models = [make_model(family) for _ in range(num_ranks)]
+
+    def step(rank, _):
+        return step_of(models[rank], batch, bf16=False, device=gpu, sp=num_ranks, sp_backend="ring")
+
+    steps = on_virtual_ranks(num_ranks, step) if num_ranks > 1 else [step(0, None)]
+    losses, gradients = zip(*steps, strict=True)
+    assert sum(losses) / num_ranks == pytest.approx(float(expected_loss), rel=tolerance(family))
+    for name, gradient in expected.items():
+        mean = sum(of_rank[name] for of_rank in gradients) / num_ranks
+        assert float((mean - gradient).norm() / expected_norm(expected)) <= tolerance(family), name
 
 
 def expected_norm(gradients):
@@ -221,6 +242,8 @@ RUN_MEMORY_OPTIONS = {
     "chunks": ["--sequence_chunk_size", "50"],
     "tiles": ["--tiled_mlp_num_shards", "4"],
 }
+if not IS_SOFT:  # both need Triton's compiler
+    RUN_MEMORY_OPTIONS |= {"Liger's kernels": ["--use_liger_kernel", "True"], "compiled": ["--torch_compile", "True"]}
 
 
 @pytest.mark.parametrize("memory_option", RUN_MEMORY_OPTIONS)
