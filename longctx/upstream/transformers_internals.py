@@ -115,10 +115,20 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
+ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
+"""How the names of routers end in modeling files of transformers."""
+
+
 def router_class(model: PreTrainedModel) -> type | None:
-    """Return the class of the model's routers, which transformers names to record their logits."""
+    """Return the class of the model's routers, which transformers names to record their logits.
+
+    Before 5.19 it names none for some models, and for EXAONE MoE the block around the router.
+    """
     recorder = (getattr(decoder_of(model), "_can_record_outputs", None) or {}).get("router_logits")
-    return getattr(recorder, "target_class", recorder)
+    named = getattr(recorder, "target_class", recorder)
+    if named is not None and not named.__name__.endswith("Block"):
+        return named
+    return next((type(module) for module in model.modules() if type(module).__name__.endswith(ROUTERS)), None)
 
 
 def commit_of(config: PretrainedConfig) -> str:
