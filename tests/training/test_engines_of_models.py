@@ -46,6 +46,7 @@ FEW = [
     (ODD, "ring on ZeRO-1"),
     ("youtu", "ulysses on ZeRO-3"),
 ]
+FEW = [case for case in FEW if case[0] in MODELS]  # an older transformers lacks some
 
 
 def every_case():
