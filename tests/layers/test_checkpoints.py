@@ -14,6 +14,9 @@ from longctx.forecast.memory_options import RunTraits, check_combinations
 from longctx.forecast.memory_presets import asked_memory_options, memory_flags, resolve_memory_options
 from longctx.model.tiny import tiny_config, tiny_model
 
+# The older name works everywhere.
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+
 LAYERS = 4
 DOCUMENTS = [5, 12, 7]
 
@@ -36,11 +39,11 @@ def step(monkeypatch, *, checkpointing=True, every_n_layers=1, is_on_before=Fals
     config.num_hidden_layers, config.layer_types = LAYERS, ["full_attention"] * LAYERS
     model = tiny_model(torch.float64, config)
     if is_on_before:
-        model.activation_checkpointing_enable(every_n_layers=every_n_layers)
+        model.gradient_checkpointing_enable(every_n_layers=every_n_layers)
     model, sequence = longctx.parallelize(model, sp=1, **memory_options)
     model.train()
     if checkpointing and not is_on_before:
-        model.activation_checkpointing_enable(every_n_layers=every_n_layers)
+        model.gradient_checkpointing_enable(every_n_layers=every_n_layers)
     runs, offloaded, current = [], set(), [None]
     forward = LocalSchedule.forward
     monkeypatch.setattr(LocalSchedule, "forward", lambda *args: runs.append(current[0]) or forward(*args))
