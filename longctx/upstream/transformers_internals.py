@@ -47,6 +47,13 @@ def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType
 # Activation checkpointing
 
 
+def enable_checkpointing(model: Any, **kwargs: Any) -> None:
+    """Switch activation checkpointing on, by the name of transformers 5.23 and newer or the one before it."""
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name) if hasattr(model, name) else model.gradient_checkpointing_enable
+    enable(**kwargs)
+
+
 def wrap_checkpointing_setter(model: PreTrainedModel, setter: Callable[..., None]) -> None:
     """Call `setter` with transformers' own setter first, wherever activation checkpointing is switched on.
 
