@@ -21,7 +21,8 @@ def tile_tokens(hidden_size: int) -> int:
     """Return the tokens of a tile of an MLP, where no number of tiles is asked for.
 
     There are as many as the model is wide, as in ALST (arXiv 2506.13996), and more in a model that is narrower than
-    4,096: tiles of 1,024 tokens made the step of a 0.6B model on an H200 wait for the host.
+    4,096. A kernel over 1,024 tokens of a model that is 1,024 wide moves about 10 MB, in 3 µs of an H200, and its host
+    takes 6 µs to launch the next one.
     """
     return max(hidden_size, -(-TILE_NUMBERS // hidden_size))
 
