@@ -95,19 +95,20 @@ def fused_losses(
     num_tokens, vocabulary = products.shape
     losses, log_probs, entropies, means = products.new_empty(4, num_tokens, dtype=torch.float32).unbind()
     guesses = targets.new_empty(num_tokens)
-    _losses_of_a_token[(num_tokens,)](
-        products,
-        targets,
-        losses,
-        log_probs,
-        entropies,
-        guesses,
-        means,
-        vocabulary,
-        float(factor),
-        float(label_smoothing),
-        WITH_GRAD=with_grad,
-        BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
-        num_warps=NUM_WARPS,
-    )
+    with torch.cuda.device_of(products):  # Triton launches on the current device
+        _losses_of_a_token[(num_tokens,)](
+            products,
+            targets,
+            losses,
+            log_probs,
+            entropies,
+            guesses,
+            means,
+            vocabulary,
+            float(factor),
+            float(label_smoothing),
+            WITH_GRAD=with_grad,
+            BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
+            num_warps=NUM_WARPS,
+        )
     return losses, log_probs, entropies, guesses, means
