@@ -366,7 +366,7 @@ def parallelize(
         overlap_exchange: whether Ulysses and hybrid exchange some heads while they attend to others. If None, they do
             so where it is modelled to be faster, as over slow links.
         tiled_mlp_num_shards: tiles of tokens that every MLP works on one after the other, forward and backward, see
-            `longctx.layers.tiled_mlp`; 0 for tiles as long as the model is wide, None for all tokens at once.
+            `longctx.layers.tiled_mlp`; 0 for tiles that suit the model's width, None for all tokens at once.
         sequence_chunk_size: tokens of this rank that a layer works on at a time, while others wait in host memory; see
             `longctx.layers.chunked`. This thread's backward passes then stay in one thread, so call backward in the
             thread that calls this.

@@ -11,8 +11,11 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from longctx.upstream.transformers_internals import enable_checkpointing
 
 PACKAGE = Path(__file__).parents[1] / "longctx"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.resolve().is_relative_to(PACKAGE)]
@@ -249,3 +252,10 @@ def test_a_method_that_is_overridden_is_still_the_librarys(name):
     others = [base for base in own.__mro__ if base.__module__.partition(".")[0] not in ("longctx", "builtins")]
     private = {method for method in vars(own) if method[:1] == "_" and method[:2] != "__"}
     assert {method for method in private if any(method in vars(base) for base in others)} == OVERRIDDEN[name]
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing_enable", "gradient_checkpointing_enable"])
+def test_checkpointing_has_another_name_before_transformers_5_23(name):
+    given = {}
+    enable_checkpointing(SimpleNamespace(**{name: given.update}), every_n_layers=2)
+    assert given == {"every_n_layers": 2}

@@ -7,6 +7,8 @@ import random
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from longctx.attention.backend import Backend
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup, device_named
@@ -148,7 +150,7 @@ class Case:
 VALUES: dict[str, tuple[Any, ...]] = {
     "method": tuple(PREFERENCES),
     "share_prompts": (False,),
-    "model": CAUSAL_MODELS,
+    "model": tuple(name for name in CAUSAL_MODELS if name in CONFIG_MAPPING),
     "heads": ("4:4", "4:1", "3:3", "5:1", "6:2", "7:7", "1:1", "8:2", "9:3"),
     "head_dim": (4, 6, 12, 16, 18, 32),
     "layers": (1, 3),

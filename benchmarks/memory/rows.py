@@ -32,6 +32,7 @@ from longctx.forecast.traced_step import (
     trace_fake_step,
     trace_training_step,
 )
+from longctx.upstream.transformers_internals import enable_checkpointing
 
 from ..published import CONFIGS
 
@@ -268,7 +269,7 @@ def trl_trace(on_host: Sequence[str]) -> Trace:
             with mode:
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
             add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-            model.activation_checkpointing_enable()
+            enable_checkpointing(model)
             model.train()
             prepare = fsdp2(StepSettings(length=tokens)) if on_host else lambda model: model
 

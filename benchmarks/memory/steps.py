@@ -27,6 +27,7 @@ from longctx.launch.network import choose_interface
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.sequence.host_tensors import SavedOnHost
 from longctx.training.engines import start_on_cpu
+from longctx.upstream.transformers_internals import enable_checkpointing
 
 from ..packing import print_head, print_row
 from ..ranks import results_of
@@ -190,7 +191,7 @@ def _timed_step(
     sequence: SequenceParallel
     model, sequence = parallelize(model, sp=1, **memory_options)
     if checkpointing is not None:
-        model.activation_checkpointing_enable(**checkpointing)
+        enable_checkpointing(model, **checkpointing)
     model.train()
     shard = sequence.shard(row_of([TIMED_TOKENS]))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -214,7 +215,7 @@ def _timed_trl_step() -> Callable[[], None]:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(timed_config(), attn_implementation="sdpa")
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    model.activation_checkpointing_enable()
+    enable_checkpointing(model)
     model.train()
     ids = torch.zeros(1, TIMED_TOKENS, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -31,6 +31,7 @@ from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.memory_trace import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.traced_step import StepSettings, trace_training_step
+from longctx.layers.chunked.tiles import tile_tokens
 
 VOCAB_SIZE = 1024
 """Vocabulary of the traced models, which is small since the loss is not calibrated."""
@@ -126,7 +127,9 @@ def layer_factor(config: PretrainedConfig, setup: MemorySetup) -> float:
     twin = replace(traceable(setup), model=ModelSizes.of_config(small), world_size=max(setup.sp, 2))
     if setup.engine == "none":
         twin = replace(twin, world_size=1)
-    fewer, more = (2 * times * config.get_text_config().hidden_size for times in (1, 2))
+    width = config.get_text_config().hidden_size
+    tile = width if setup.tiled_mlp_num_shards is None else tile_tokens(width)
+    fewer, more = (2 * times * tile for times in (1, 2))
     before, after = (trace_parts(small, _in_two_chunks(twin, tokens), tokens) for tokens in (fewer, more))
     traced = max(after[part][0] - before[part][0] for part in before.keys() & after.keys()) / (more - fewer)
 
@@ -194,7 +197,7 @@ def _traced_bytes(config: PretrainedConfig, setup: MemorySetup, tokens: int) -> 
     if setup.sequence_chunk_size is not None:
         more = 4 * setup.sequence_chunk_size
     else:
-        most = tokens if setup.tiled_mlp_num_shards is None else min(tokens, MOST_TILES * text.hidden_size)
+        most = tokens if setup.tiled_mlp_num_shards is None else min(tokens, MOST_TILES * tile_tokens(text.hidden_size))
         more = max(2, most // unit) * unit
     fewer = -(-more // 2 // unit) * unit
     all_layers, few = text.num_hidden_layers, pattern_length(config)

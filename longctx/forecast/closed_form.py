@@ -38,6 +38,7 @@ from longctx.forecast.coefficients import (
 )
 from longctx.forecast.layer_memory import Layer, chunked_layer_bytes, chunked_moments, layer_bytes
 from longctx.forecast.memory_setup import MemorySetup
+from longctx.layers.chunked.tiles import tile_tokens
 from longctx.layers.loss import TILE_BYTES
 from longctx.recurrent.cost import given_bytes, written_bytes
 
@@ -188,7 +189,7 @@ def _layer_moments(setup: MemorySetup, layer: Layer, tokens: float) -> dict[str,
     """Return what a whole layer has on the device at each moment of its backward pass, by category."""
     model, stream, in_tiles = setup.model, setup.stream_size, tokens
     if setup.tiled_mlp_num_shards is not None:
-        in_tiles = tokens / (setup.tiled_mlp_num_shards or max(1, math.ceil(tokens / model.hidden_size)))
+        in_tiles = tokens / (setup.tiled_mlp_num_shards or max(1, math.ceil(tokens / tile_tokens(model.hidden_size))))
     tiled = 3 * setup.element_size * model.hidden_size if in_tiles < tokens else 0  # inputs, outputs, gradients, whole
     return {
         "attention": {

@@ -32,6 +32,7 @@ from longctx.forecast.coefficients import FP32, LOGIT_BYTES
 from longctx.forecast.layer_memory import Pass, passes, saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.layers.chunked.tiles import tile_tokens
 from longctx.recurrent.cost import recurrent_time, written_seconds
 
 KERNELS: Mapping[str, Mapping[str, tuple[float, float]]] = SPEEDS.kernels()
@@ -259,7 +260,7 @@ def _gradient_sum_bytes(setup: MemorySetup, tokens: float) -> float:
     if setup.sequence_chunk_size is not None:
         parts, summed = tokens / setup.sequence_chunk_size, model.layer_parameters
     elif setup.tiled_mlp_num_shards is not None:
-        parts, summed = setup.tiled_mlp_num_shards or tokens / model.hidden_size, 3 * model.hidden_size
+        parts, summed = setup.tiled_mlp_num_shards or tokens / tile_tokens(model.hidden_size), 3 * model.hidden_size
         summed *= model.intermediate_size
     else:
         return 0.0

@@ -30,6 +30,7 @@ from longctx.layers import loss
 from longctx.parallel import SequenceParallel, parallelize
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.host_tensors import SavedOnHost, host_memory
+from longctx.upstream.transformers_internals import enable_checkpointing
 from longctx.upstream.trl_internals import offloading_on_cpu
 
 
@@ -106,7 +107,7 @@ def trace_training_step(
             **settings.memory_options,
         )
         if settings.activation_checkpointing is not None:
-            model.activation_checkpointing_enable(**settings.activation_checkpointing)
+            enable_checkpointing(model, **settings.activation_checkpointing)
         model.train()
         batch = row_of(settings.documents)
         shard = sequence.shard(batch)

@@ -111,7 +111,8 @@ class Routers:
     """The routers of a model. Made by `install_routers`.
 
     Args:
-        modules: routers that return logits [T, E], weights and indices [T, k], in the order of layers.
+        modules: one router of each layer. It returns logits [T, E], weights and indices [T, k], in this or the reverse
+            order.
         config: of the model, which says at any time whether there is an auxiliary loss.
         world_size: ranks over which engines average gradients.
     """
@@ -257,11 +258,12 @@ def _observe(number: int, top_k: int, router: nn.Module, args: Any, output: tupl
     batch = _under_way.get()
     if batch is None:
         return None
+    is_reversed = len(output) == 3 and not output[0].is_floating_point()  # Granite's, before transformers 5.21
     if len(output) == 2:  # Llama 4's scores of all experts, and logits
         weights, logits = output
         indices = logits.topk(top_k, dim=-1).indices
     else:
-        logits, weights, indices = output
+        logits, weights, indices = output[::-1] if is_reversed else output
     if type(router).__name__ in RETURN_PROBABILITIES:
         logits = logits.log()
     real = batch.take(number, len(logits))
@@ -269,7 +271,8 @@ def _observe(number: int, top_k: int, router: nn.Module, args: Any, output: tupl
         _count(batch.sums, number, logits.detach(), indices, real)
     if not batch.adds_gradient or not torch.is_grad_enabled() or not weights.requires_grad:
         return None
-    return logits, _AddGradient.apply(weights, logits, real, batch), indices
+    changed = logits, _AddGradient.apply(weights, logits, real, batch), indices
+    return changed[::-1] if is_reversed else changed
 
 
 def _setting(router: Any, name: str) -> int:

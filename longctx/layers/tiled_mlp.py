@@ -22,7 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longctx.layers.chunked.tiles import Autocast, ParameterGradients, ask_for_gradient, chunks_of, trained
+from longctx.layers.chunked.tiles import (
+    Autocast,
+    ParameterGradients,
+    ask_for_gradient,
+    chunks_of,
+    tile_tokens,
+    trained,
+)
 from longctx.layers.routers import keep_pass
 from longctx.upstream.deepspeed_internals import gather_once
 from longctx.upstream.transformers_internals import replace_forward
@@ -32,22 +39,22 @@ def install_tiled_mlp(model: PreTrainedModel, num_shards: int) -> None:
     """Make every MLP of `model` work on tiles. Call this before FSDP2 or DeepSpeed wraps the model.
 
     Args:
-        num_shards: tiles of each sequence; 0 for as many as make a tile as long as the model is wide.
+        num_shards: tiles of each sequence; 0 for tiles of `tile_tokens`.
 
     Raises:
         ValueError: for a negative number, or a model whose layers have no part of which it is known to be an MLP.
     """
     if num_shards < 0:
         raise ValueError(
-            f"tiled_mlp_num_shards {num_shards} is not a number of tiles. Use 0 for tiles as long as the model is "
-            "wide, or a number of at least 1."
+            f"tiled_mlp_num_shards {num_shards} is not a number of tiles. Use 0 for tiles that suit the "
+            "model's width, or a number of at least 1."
         )
     mlps: list[Any] = list(find_mlps(model))
     if not mlps:
         raise ValueError(f"No MLP was found in {type(model).__name__}. Leave tiled MLPs out for this model.")
-    width = model.config.get_text_config().hidden_size
+    automatic = tile_tokens(model.config.get_text_config().hidden_size)
     for part in [*mlps, *_norms(model)]:
-        replace_forward(part, partial(_forward, part, part.forward, num_shards, width))
+        replace_forward(part, partial(_forward, part, part.forward, num_shards, automatic))
         part.register_forward_pre_hook(ask_for_gradient)  # `_Keep` needs it, too
     for mlp in mlps:
         gather_once(mlp)
@@ -75,7 +82,9 @@ def _takes_one(part: nn.Module) -> bool:
 
 
 @torch.compiler.disable  # it differentiates while it is being differentiated
-def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, width: int, hidden_states: Tensor) -> Any:
+def _forward(
+    mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, automatic: int, hidden_states: Tensor
+) -> Any:
     """hidden_states [B, S, ...], or [T, h] -> what `run` gives: a tensor of this shape, or a tuple that starts with it.
 
     Llama 4's experts give [T, h] for any shape.
@@ -86,7 +95,7 @@ def _forward(mlp: nn.Module, run: Callable[[Tensor], Any], num_shards: int, widt
     if num_shards == 1:
         return run(hidden_states)
     x = hidden_states[None] if hidden_states.dim() == 2 else hidden_states.reshape(1, -1, *hidden_states.shape[2:])
-    size = -(-x.shape[1] // num_shards) if num_shards else width
+    size = -(-x.shape[1] // num_shards) if num_shards else automatic
     kept = _Keep.apply(x)
     out = _Tiles.apply(mlp, keep_pass(run), size, kept.grad_fn, kept, *trained(mlp))
     first, *others = out if isinstance(out, tuple) else (out,)

@@ -11,8 +11,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,7 +24,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from longctx.model.allow_list import MULTIMODAL_MODELS
+from longctx.model.allow_list import ADDED_IN, MULTIMODAL_MODELS
 from longctx.model.config_file import (
     check_config_numbers,
     check_config_values,
@@ -82,11 +84,23 @@ def _read_config(name: str, *, revision: str | None, trust_remote_code: bool, **
     if trust_remote_code:
         check_own_code(name, values)
     check_config_values(name, values)
+    _check_release(name, values)
     try_config(name, values)
     with _config_errors(name):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False, **overrides)
     forget_implementations(config)
     return config
+
+
+def _check_release(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse a model type that is supported with a later transformers than the installed one."""
+    model_type = values.get("model_type")
+    if model_type in ADDED_IN and model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"--model_name_or_path {name}: its model type is {model_type!r}, which transformers has from "
+            f"{ADDED_IN[model_type]} on, and {transformers.__version__} is installed. Upgrade transformers: pip "
+            "install -U transformers."
+        )
 
 
 @contextmanager

@@ -203,7 +203,7 @@ class DeltaHeads:
     """The heads of a layer with a delta rule."""
 
     values_per_key: int
-    """Value heads that share a key head, V/K."""
+    """Value heads that share a key head when the rule is called, V/K, or 1 if the layer repeats its key heads."""
     key_size: int
     value_size: int
     of_channels: bool
@@ -214,6 +214,8 @@ class DeltaHeads:
         """Return the heads of a layer of transformers."""
         if hasattr(layer, "num_v_heads"):
             shared, sizes = layer.num_v_heads // layer.num_k_heads, (layer.head_k_dim, layer.head_v_dim)
+            if "repeat_interleave" in inspect.unwrap(type(layer).forward).__code__.co_names:
+                shared = 1  # before transformers 5.23
             return cls(values_per_key=shared, key_size=sizes[0], value_size=sizes[1], of_channels=False)
         return cls(values_per_key=1, key_size=layer.head_dim, value_size=layer.head_dim, of_channels=True)
 

@@ -24,7 +24,7 @@ from longctx.recurrent.mamba2 import mamba2_by_states
 from longctx.recurrent.passing import convolve_pieces
 from longctx.recurrent.pieces import Pieces
 from longctx.sequence.batch import AttentionContext, BatchLayout, refuse_uncut
-from longctx.upstream.transformers_internals import attention_implementation, replace_forward, with_names
+from longctx.upstream.transformers_internals import attention_implementation, decoder_of, replace_forward, with_names
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
@@ -35,6 +35,9 @@ MAMBA2_IN_ONE = "mamba2_split_conv1d_scan_combined"
 
 PrefersHeads = Callable[[BatchLayout, Pieces], bool]
 """Whether the ranks exchange tokens for heads in the gated delta rules of a batch; else states pass between them."""
+
+DOCUMENTS_KEYWORD = "seq_idx"
+"""transformers' name of the keyword that tells recurrent layers where documents begin, for kernels that need it."""
 
 STATE_KEYWORDS = ("cache", "cache_params", "past_key_values", "attention_mask")
 
@@ -61,9 +64,24 @@ def install_recurrent(model: PreTrainedModel, name: str, prefers_heads: PrefersH
         name: our `attn_implementation`. While a model has it, its recurrent layers need batches that were cut.
         prefers_heads: asked once for each batch.
     """
-    for layer in recurrent_layers(model):
+    layers = recurrent_layers(model)
+    if not all(_takes_every_keyword(layer) for layer in layers):
+        decoder_of(model).register_forward_pre_hook(_pass_as_documents, with_kwargs=True)
+    for layer in layers:
         is_parallelized = partial(_is_named, model, name)
         replace_forward(layer, partial(_forward, layer, layer.forward, is_parallelized, prefers_heads))
+
+
+def _takes_every_keyword(layer: nn.Module) -> bool:
+    """Whether a layer's own forward has **kwargs, so that its decoder layer passes `sequence` on to it."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(layer.forward).parameters.values())
+
+
+@torch.compiler.disable
+def _pass_as_documents(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Pass `sequence` under a second name, the only one that LFM2 passes on before transformers 5.22."""
+    sequence = kwargs.get("sequence")
+    return None if sequence is None else (args, kwargs | {DOCUMENTS_KEYWORD: sequence})
 
 
 def _is_named(model: PreTrainedModel, name: str) -> bool:
@@ -82,6 +100,8 @@ def _forward(
     **kwargs: Any,
 ) -> Tensor:
     """Compute a layer in transformers' signature: hidden_states [1, s, h] -> [1, s, h]."""
+    if isinstance(kwargs.get(DOCUMENTS_KEYWORD), AttentionContext):  # see `_pass_as_documents`
+        sequence = kwargs[DOCUMENTS_KEYWORD]
     if sequence is None:
         if is_parallelized():
             refuse_uncut(type(layer).__name__)

@@ -119,7 +119,7 @@ class SequenceArguments:
     tiled_mlp: bool | None = field(default=None, metadata={"help": "Run each MLP on a few tokens at a time."})
     tiled_mlp_num_shards: int | None = field(
         default=None,
-        metadata={"help": "Number of tiles with --tiled_mlp. Default: a tile is as long as the model is wide."},
+        metadata={"help": "Number of tiles with --tiled_mlp. Default: as many as suit the model's width."},
     )
     heads_k_stride: int | None = field(
         default=None,

@@ -47,6 +47,13 @@ def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType
 # Activation checkpointing
 
 
+def enable_checkpointing(model: Any, **kwargs: Any) -> None:
+    """Switch activation checkpointing on, by the name of transformers 5.23 and newer or the one before it."""
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name) if hasattr(model, name) else model.gradient_checkpointing_enable
+    enable(**kwargs)
+
+
 def wrap_checkpointing_setter(model: PreTrainedModel, setter: Callable[..., None]) -> None:
     """Call `setter` with transformers' own setter first, wherever activation checkpointing is switched on.
 
@@ -115,10 +122,20 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
+ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
+"""How the names of routers end in modeling files of transformers."""
+
+
 def router_class(model: PreTrainedModel) -> type | None:
-    """Return the class of the model's routers, which transformers names to record their logits."""
+    """Return the class of the model's routers, which transformers names to record their logits.
+
+    Before 5.19 it names none for some models, and for EXAONE MoE the block around the router.
+    """
     recorder = (getattr(decoder_of(model), "_can_record_outputs", None) or {}).get("router_logits")
-    return getattr(recorder, "target_class", recorder)
+    named = getattr(recorder, "target_class", recorder)
+    if named is not None and not named.__name__.endswith("Block"):
+        return named
+    return next((type(module) for module in model.modules() if type(module).__name__.endswith(ROUTERS)), None)
 
 
 def commit_of(config: PretrainedConfig) -> str:

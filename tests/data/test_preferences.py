@@ -30,7 +30,7 @@ from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.settings.values import read_values
 from longctx.training.preference import LOSSES, Pairs, sides_of_batch
-from tests.model.more_families import LFM3, LLAMA4, SMALL
+from tests.model.more_families import LLAMA4, SMALL
 
 TEXT = [
     {"prompt": "one ", "chosen": "two", "rejected": "three and four"},
@@ -260,7 +260,11 @@ def test_simpo_is_that_of_trl():
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
 NOT_SHARED = {  # model, flags and the reason
     "a window in one layer": (Qwen3Config(**SMALL, **WINDOWS), [], "since layers have a sliding window"),
-    "convolutions": (CONFIG_MAPPING["lfm3"](**LFM3), [], "since recurrent layers pass a state"),
+    "convolutions": (
+        CONFIG_MAPPING["lfm2"](**SMALL, layer_types=["conv", "full_attention"]),
+        [],
+        "since recurrent layers pass a state",
+    ),
     "chunked attention": (CONFIG_MAPPING["llama4_text"](**LLAMA4), [], "since layers attend within chunks"),
     "chunks of the sequence": (tiny_config(), ["--sequence_chunk_size", "16"], "since the sequence-chunked step"),
     "as asked": (tiny_config(), ["--share_prompts", "False"], "as --share_prompts False asks"),

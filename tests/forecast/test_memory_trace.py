@@ -169,6 +169,7 @@ def test_agrees_with_mem_tracker_to_the_byte() -> None:
     assert ours.peak_bytes == theirs["Total"]
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
 def test_a_real_step_takes_what_the_fake_one_does() -> None:
     """Both with the CPU's kernel; and the same again, byte for byte."""
 
@@ -179,7 +180,7 @@ def test_a_real_step_takes_what_the_fake_one_does() -> None:
             with mode:
                 model = Qwen3ForCausalLM(tiny_config())
         model, sequence = parallelize(model, sp=1)
-        model.activation_checkpointing_enable(offload=True)
+        model.gradient_checkpointing_enable(offload=True)
         model.train()
         shard = sequence.shard(row_of([100, 28]))
         if fake:
@@ -222,7 +223,7 @@ def real_step(backend: str, memory_options: dict) -> int:
     """On this rank of a gloo group: bytes at the peak of a real step, the first one over."""
     settings = _real_settings(backend, memory_options)
     model, sequence = parallelize(Qwen3ForCausalLM(_real_config()), SP, sp_backend=backend, **memory_options)
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     model.train()
     model = fsdp2(settings)(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

@@ -6,10 +6,12 @@ On a soft GPU (tests/softcuda) the same tests run with short sequences, so that 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3Config
 
 from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
@@ -19,7 +21,7 @@ from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
-from tests.model.test_models import FAMILIES, make_batch, make_model, stock_step, tolerance
+from tests.model.test_models import FAMILIES, make_batch, make_model, tolerance
 from tests.reference import train_reference
 from tests.training.test_training import (
     COMMON,
@@ -129,6 +131,17 @@ BF16_OF_A_STEP = 3e-2
 worst of these models on soft GPUs, which round as GPUs do (0.8 to 1.5 %)."""
 
 
+@pytest.fixture(scope="session")
+def stock_steps(request, tmp_path_factory):
+    """{family: (loss, gradients)} of one step of stock transformers on the CPU, in fp32."""
+    file = tmp_path_factory.mktemp("stock") / "steps.pt"
+    asked = {item.callspec.params.get("family") for item in request.session.items if hasattr(item, "callspec")}
+    families = [name for name in FAMILIES if name in asked and FAMILIES[name][0] in CONFIG_MAPPING]
+    command = [sys.executable, "-m", "tests.gpu.stock_steps", str(file), *families]
+    subprocess.run(command, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    return torch.load(file)
+
+
 def step_of(model, batch, *, bf16, device, sp=1, **settings):
     """Loss and gradients of one step of `parallelize` on this rank."""
     model, sequence = parallelize(model, sp, device=device, **settings)
@@ -143,9 +156,9 @@ def step_of(model, batch, *, bf16, device, sp=1, **settings):
 
 @pytest.mark.parametrize("memory_option", MEMORY_OPTIONS)
 @pytest.mark.parametrize("family", ATTENTION_FAMILIES)
-def test_a_step_equals_stock_transformers_in_fp32(family, memory_option, gpu):
+def test_a_step_equals_stock_transformers_in_fp32(family, memory_option, stock_steps, gpu):
     batch = make_batch()
-    _, expected_loss, expected = stock_step(make_model(family))
+    expected_loss, expected = stock_steps[family]
     loss, gradients = step_of(make_model(family), batch, bf16=False, device=gpu, **MEMORY_OPTIONS[memory_option])
     assert loss == pytest.approx(float(expected_loss), rel=1e-5)
     for name, gradient in expected.items():
@@ -153,8 +166,8 @@ def test_a_step_equals_stock_transformers_in_fp32(family, memory_option, gpu):
 
 
 @pytest.mark.parametrize("family", [*ATTENTION_FAMILIES, *RECURRENT_FAMILIES])
-def test_a_step_in_bf16_is_as_near_as_rounding_allows(family, gpu):
-    _, expected_loss, expected = stock_step(make_model(family))
+def test_a_step_in_bf16_is_as_near_as_rounding_allows(family, stock_steps, gpu):
+    expected_loss, expected = stock_steps[family]
     loss, gradients = step_of(make_model(family), make_batch(), bf16=True, device=gpu)
     assert loss == pytest.approx(float(expected_loss), rel=1e-2)
     difference = torch.stack([(gradients[name] - gradient).norm() for name, gradient in expected.items()]).norm()
@@ -167,10 +180,10 @@ VIRTUAL = {"ring": 2, "gather": 2, "ulysses": 2, "hybrid": 4}
 @pytest.mark.parametrize(("bf16", "bound"), [(False, 1e-5), (True, BF16_OF_A_STEP)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss, sinks and windows"])
 @pytest.mark.parametrize("backend", VIRTUAL)
-def test_a_step_of_several_ranks_equals_stock_transformers(backend, family, bf16, bound, gpu):
+def test_a_step_of_several_ranks_equals_stock_transformers(backend, family, bf16, bound, stock_steps, gpu):
     """On ranks that share this GPU, each with the whole model; engines average gradients over ranks."""
     num_ranks, batch = VIRTUAL[backend], make_batch()
-    _, expected_loss, expected = stock_step(make_model(family))
+    expected_loss, expected = stock_steps[family]
     models = [make_model(family) for _ in range(num_ranks)]
 
     def step(rank, _):
@@ -185,10 +198,10 @@ def test_a_step_of_several_ranks_equals_stock_transformers(backend, family, bf16
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("family", ATTENTION_FAMILIES if IS_SOFT else FAMILIES)
-def test_every_model_type_equals_stock_transformers_in_fp32(family, num_ranks, gpu):
+def test_every_model_type_equals_stock_transformers_in_fp32(family, num_ranks, stock_steps, gpu):
     """On one rank, and on a ring of two."""
     batch = make_batch()
-    _, expected_loss, expected = stock_step(make_model(family))
+    expected_loss, expected = stock_steps[family]
     models = [make_model(family) for _ in range(num_ranks)]
 
     def step(rank, _):

@@ -7,6 +7,7 @@ transformers' own function of the router logits of all documents of the step.
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from itertools import accumulate
 
 import peft
@@ -72,15 +73,33 @@ def save_model(folder, model_type="qwen3_moe", **settings):
     return str(folder)
 
 
+@contextmanager
+def router_logits_of(model):
+    """[T, E] of each layer, as its router returns them; transformers 5.17 has no Granite model return them."""
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    found = []
+
+    def record(router, _, output):
+        found.append(next(x for x in output if x.is_floating_point() and x.shape[-1] == len(router.weight)))
+
+    hooks = [router.register_forward_hook(record) for router in routers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def stock_loss(model, documents, coefficient):
     """Loss of all documents with its auxiliary part, that part, and the load of each layer's experts [L, E]."""
     total, count, routed = torch.zeros(()), 0, []
     for ids, labels in documents:
-        output = model(input_ids=torch.tensor([ids]), use_cache=False, output_router_logits=True)
+        with router_logits_of(model) as router_logits:
+            output = model(input_ids=torch.tensor([ids]), use_cache=False, output_router_logits=True)
         targets = torch.tensor([*labels[1:], -100])
         total = total + torch.nn.functional.cross_entropy(output.logits[0], targets, ignore_index=-100, reduction="sum")
         count += int((targets != -100).sum())
-        routed.append(output.router_logits)
+        routed.append(tuple(router_logits) if output.router_logits is None else output.router_logits)
     layers = tuple(torch.cat(of_documents) for of_documents in zip(*routed, strict=True))
     stock = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     aux_loss, top_k = auxiliary_loss(stock, layers), stock.num_experts_per_tok
@@ -291,8 +310,12 @@ SP_1 = [(model_type, 1, "auto") for model_type in AUXILIARY_LOSS_MODELS]
 SP_2 = [(model_type, 2, backend) for model_type in AUXILIARY_LOSS_MODELS for backend in ("ring", "ulysses")]
 
 
-def errors_of_type(model_type, sp, backend):
-    """Relative errors of loss, auxiliary loss and gradients of a small model against stock transformers."""
+def errors_of_type(model_type, sp, backend, before=None, after=None):
+    """Relative errors of loss, auxiliary loss and gradients of a small model against stock transformers.
+
+    Args:
+        before, after: change the model before and after `parallelize`.
+    """
     family = next(name for name, (found, _) in FAMILIES.items() if found == model_type)
     model, batch = make_model(family), make_batch()
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, COEFFICIENT
@@ -305,7 +328,11 @@ def errors_of_type(model_type, sp, backend):
     expected.backward()
     gradients = gradients_of(model)
     model.zero_grad()
+    if before is not None:
+        before(model)
     model, sequence = parallelize(model, sp, sp_backend=backend)
+    if after is not None:
+        after(model)
     (loss,) = run_step(model, sequence, [{**batch, "lengths": [ends[-1]]}])
     loss.backward()
     actual, found = gradients_of(model), torch.stack((loss.detach().double(), sequence.routers.shares[0] * sp)) / sp
@@ -329,6 +356,29 @@ def test_every_type_has_the_loss_of_transformers():
 def test_every_type_has_the_loss_of_transformers_on_two_ranks():
     for errors in run_ranks(2, f"{__name__}:errors_of_types", SP_2):
         assert {case: error for case, error in errors.items() if not error <= 1e-5} == {}
+
+
+def name_block(model):
+    """As EXAONE MoE does before transformers 5.19."""
+    (block,) = {type(module) for module in model.modules() if type(module).__name__.endswith("Block")}
+    model.model._can_record_outputs = {"router_logits": block}
+
+
+def name_no_router(model):
+    """As Granite does before transformers 5.18."""
+    model.model._can_record_outputs = {}
+
+
+def reverse(model):
+    """As the routers of Granite return their results before transformers 5.21; a second call undoes the first."""
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _, args, output: output[::-1])
+
+
+@pytest.mark.parametrize(("before", "after"), [(name_block, None), (name_no_router, None), (reverse, reverse)])
+def test_routers_of_older_releases(before, after):
+    assert errors_of_type("qwen3_moe", 1, "auto", before, after) <= 1e-5
 
 
 def run_step(model, sequence, step, *, count_experts=True):

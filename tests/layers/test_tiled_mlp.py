@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
+from longctx.layers import tiled_mlp
+from longctx.layers.chunked.tiles import tile_tokens
 from longctx.layers.tiled_mlp import find_mlps, install_tiled_mlp
 from longctx.model.tiny import tiny_tokenizer
 from tests.model.test_models import FAMILIES, make_model
@@ -94,6 +96,22 @@ def test_parts_behind_frozen_embeddings_and_copies_of_them_are_trained():
     assert float((copied.weight.grad - expected).norm() / expected.norm()) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("width", "tokens"), [(1024, 16_384), (2560, 6554), (4096, 4096), (8192, 8192)])
+def test_automatic_tiles_are_as_long_as_the_model_is_wide_or_longer_if_it_is_narrow(width, tokens):
+    """A kernel over a tile's hidden states then has no less to do than the host has to launch it."""
+    assert tile_tokens(width) == tokens
+
+
+def test_an_automatic_tile_is_that_long(monkeypatch):
+    monkeypatch.setattr(tiled_mlp, "tile_tokens", lambda width: width // 4)
+    model = make_model("qwen3")
+    install_tiled_mlp(model, 0)
+    seen = []
+    model.model.layers[0].mlp.gate_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    model.model.layers[0].mlp(torch.randn(1, 20, 32))
+    assert seen == [8, 8, 4]
+
+
 def test_what_is_no_number_of_tiles_is_refused():
     with pytest.raises(ValueError, match="tiled_mlp_num_shards -1 is not a number of tiles"):
         install_tiled_mlp(make_model("llama, yarn rope"), -1)
@@ -121,14 +139,15 @@ def checkpointed_step(num_shards):
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-def test_checkpointing_computes_each_tile_twice_as_it_does_without_tiles():
+def test_checkpointing_computes_each_tile_twice_as_it_does_without_tiles(monkeypatch):
     whole, expected = checkpointed_step(None)
     tiled, gradients = checkpointed_step(4)
     assert whole == [[240, 240]] * len(whole)
     assert tiled == [[60] * 8] * len(whole)
     assert float((gradients - expected).norm() / expected.norm()) <= 1e-6  # the same sums in groups
-    by_width, _ = checkpointed_step(0)
-    assert by_width == [[128, 112] * 2] * len(whole)  # tiny is 128 wide
+    monkeypatch.setattr(tiled_mlp, "tile_tokens", lambda width: width)
+    automatic, _ = checkpointed_step(0)
+    assert automatic == [[128, 112] * 2] * len(whole)  # tiny is 128 wide
 
 
 ZERO = {

@@ -72,6 +72,7 @@ PART = {  # settings of each type of text part
 KINDS = {
     model_type: (model_type, CONFIG_MAPPING[model_type]().get_text_config().model_type)
     for model_type in MULTIMODAL_MODELS
+    if model_type in CONFIG_MAPPING  # see test_types_are_left_out_only_before_the_release_that_added_them
 }
 KINDS |= {f"llava of {part}": ("llava", part) for part in MULTIMODAL_MODELS["llava"] if part != KINDS["llava"][1]}
 KINDS |= {"glm46v of experts": ("glm46v", "glm4v_moe_text"), "gemma3, head of its own": ("gemma3", "gemma3_text")}

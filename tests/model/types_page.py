@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from longctx.model import load
-from longctx.model.allow_list import CAUSAL_MODELS, WINDOW_MODELS, _dropouts, _reasons, _text_of
+from longctx.model.allow_list import ADDED_IN, CAUSAL_MODELS, WINDOW_MODELS, _dropouts, _reasons, _text_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 EXACT, REFUSED, UNKNOWN = "exact", "refused", "not yet compared"
@@ -42,15 +42,19 @@ def status(model_type: str) -> Status:
     except Exception:  # a type without defaults, for which a config.json has to say more
         return Status(UNKNOWN)
     if config.model_type in CAUSAL_MODELS:
-        return Status(EXACT, _how_exact(config))
+        return Status(EXACT, _how_exact(config) + _added_in(model_type))
     if (part := _exact_part(config)) is not None:
-        return Status(EXACT, f"text part ({part})")
+        return Status(EXACT, f"text part ({part})" + _added_in(model_type))
     found = _specific_reasons(config)
     return Status(REFUSED, " ".join(found)) if found else Status(UNKNOWN)
 
 
 def _how_exact(config: PretrainedConfig) -> str:
     return "every backend" + (", with sliding windows" if config.model_type in WINDOW_MODELS else "")
+
+
+def _added_in(model_type: str) -> str:
+    return f"; transformers {ADDED_IN[model_type]} or newer" if model_type in ADDED_IN else ""
 
 
 def _exact_part(config: PretrainedConfig) -> str | None:

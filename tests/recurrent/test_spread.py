@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from itertools import pairwise
 from unittest import mock
 
@@ -9,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import CONFIG_MAPPING
 
 from longctx import parallelize
 from longctx.model.allow_list import RECURRENT_MODELS
 from longctx.recurrent.gated_delta import delta_rule
+from longctx.recurrent.layers import recurrent_layers
 from longctx.recurrent.pieces import Pieces
 from tests.model import test_models
-from tests.model.test_models import make_batch, make_model, sharded_step
+from tests.model.test_models import gradients, largest_error, make_batch, make_model, sharded_step, stock_step
 from tests.recurrent import cases
 from tests.workers import run_ranks
 
@@ -125,7 +129,11 @@ BOTH_WAYS = [
     *(("qwen3_next", "ring", True), ("qwen3_next", "ring", False), ("qwen3_5_text", "ulysses", False)),
     *(("kimi_linear", "gather", True), ("kimi_linear", "ring", False)),
 ]
-KINDS = [next(name for name, (kind, _) in test_models.FAMILIES.items() if kind == each) for each in RECURRENT_MODELS]
+KINDS = [
+    next(name for name, (kind, _) in test_models.FAMILIES.items() if kind == each)
+    for each in RECURRENT_MODELS
+    if each in CONFIG_MAPPING
+]
 FAMILIES = [name for name in KINDS if name not in ("qwen3_next", "qwen3_5_text")]
 
 
@@ -213,3 +221,39 @@ def test_recurrent_layers_refuse_batches_that_were_not_cut():
         model(input_ids=make_batch()["input_ids"], use_cache=False)
     model.set_attn_implementation("sdpa")
     assert model(input_ids=make_batch()["input_ids"], use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its older name works everywhere
+@pytest.mark.parametrize("family", ["lfm2", "lfm2_moe"])
+def test_layers_that_take_named_keywords_alone(family, monkeypatch):
+    """As LFM2's do before transformers 5.22, here with any release. Recomputation needs the keyword as well."""
+    model, batch = make_model(family), make_batch()
+    _, expected_loss, expected_gradients = stock_step(model)
+    (layer,) = recurrent_layers(model)
+    stock = type(layer).forward
+
+    def forward(self, hidden_states, seq_idx=None):
+        return stock(self, hidden_states)
+
+    signature = inspect.signature(forward)
+    functools.update_wrapper(forward, stock)
+    forward.__signature__ = signature
+    monkeypatch.setattr(type(layer), "forward", forward)
+
+    def leave_out(_, args, kwargs):
+        return args, {name: kwargs[name] for name in signature.parameters if name in kwargs}
+
+    layer.register_forward_pre_hook(leave_out, with_kwargs=True)
+    model, sequence = parallelize(model, 1)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard = sequence.shard(batch)
+    logits = model(**shard.inputs).logits
+    loss = sequence.loss(logits, shard.shift_labels, sequence.count_label_tokens([batch]))
+    loss.backward()
+    assert shard.context.calls == 2 * len(model.model.layers)  # each layer ran again in the backward pass
+    assert float((loss.detach() / expected_loss - 1).abs()) <= test_models.TOLERANCE
+    assert largest_error(gradients(model), expected_gradients) <= test_models.TOLERANCE
+    with pytest.raises(ValueError, match=r"ShortConv was put in place .* needs batches cut by its second"):
+        model(input_ids=batch["input_ids"], use_cache=False)
+    model.set_attn_implementation("sdpa")
+    assert model(input_ids=batch["input_ids"], use_cache=False).logits.isfinite().all()

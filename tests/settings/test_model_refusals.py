@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from longctx.model.allow_list import check_model
+from longctx.model.allow_list import ADDED_IN, check_model
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.train import main
 from tests.workers import run_main
@@ -91,6 +92,13 @@ def test_models_that_are_not_known_to_be_exact(case, tmp_path, refused):
     folder = save_config(tmp_path, model_type, **settings)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     refused("--model_name_or_path", folder, "--dataset_name", "stdlib", parts=("refused", *parts))
+
+
+def test_a_type_that_a_later_release_of_transformers_has(tmp_path, refused, monkeypatch):
+    monkeypatch.setitem(ADDED_IN, "brand_new", "99.0")
+    (tmp_path / "config.json").write_text('{"model_type": "brand_new"}', encoding="utf-8")
+    parts = ("'brand_new', which transformers has from 99.0 on", f"{version('transformers')} is installed", "Upgrade")
+    refused("--model_name_or_path", str(tmp_path), "--dataset_name", "stdlib", parts=parts)
 
 
 def test_compiled_mixtures_of_experts(tmp_path, refused):

@@ -93,7 +93,7 @@ OPTIONS = {
     "memory longest": ["--memory", "longest"],
     "memory auto": ["--memory", "auto"],
     "activations on the host": ["--activation_offloading", "True"],
-    "tiled MLP": ["--tiled_mlp", "True"],
+    "tiled MLP": ["--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],
     "sequence chunks": ["--sequence_chunk_size", "50"],
     "one head at a time": ["--heads_k_stride", "1"],
     "optimizer on the host": ["--offload_optimizer_device", "cpu"],
