@@ -281,6 +281,7 @@ FEATURES = {
     "Liger kernels": Feature(
         only_on_gpu=True,
         flags=("--use_liger_kernel", "True"),
+        last_on_gpu="2026-11-26, one H200 at sp 1: runs of five steps equal one process on the CPU",
         without_gpu=(
             Proof(
                 NUMBERS, "the layers equal those of transformers at sp 1 and 2, and train", "tests/layers/test_liger.py"

@@ -20,6 +20,7 @@ from benchmarks.max_length.__main__ import _parser as bench_parser
 from longctx.attention.backends import BACKENDS
 from longctx.plan import _parser as plan_parser
 from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.settings.help import installed_name
 from longctx.settings.methods import DPO
 from tests.test_docs import PAGES, ROOT
 
@@ -92,6 +93,7 @@ def test_flags_that_a_page_names_exist(page):
         ours |= {"check", "output", "record"}
         ours |= {action.dest for parser in (differential_parser(), gpu_parser()) for action in parser._actions}
         ours |= {"list", "only"}  # of benchmarks.mutants
+    named = {installed_name(name, ours) for name in named}
     assert named - ours - set(" ".join(of_launchers.values()).split()) == set()
 
 
@@ -118,7 +120,8 @@ def test_the_flags_page_names_every_flag():
     assert set(re.findall(r"^\| `--(\w+)` \|", page, re.MULTILINE)) >= {f.name for f in fields(SequenceArguments)}
     named = set(re.findall(r"`--(\w+)`", page))
     # Those that no table names are refused when they are set, and told so.
-    assert named - set(parse_flags([]).values) == {"help", "config_file"}
+    known = set(parse_flags([]).values)
+    assert {installed_name(name, known) for name in named} - known == {"help", "config_file"}
     assert {"learning_rate", "lora_r", "save_steps", "eval_steps", "load_in_4bit", "deepspeed"} <= named
 
 

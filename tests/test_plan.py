@@ -413,7 +413,7 @@ def test_pairs_that_do_not_share_their_prompt_are_planned_as_two_documents(tmp_p
     for number, config in enumerate((tiny_config(), windows)):
         config.save_pretrained(tmp_path / str(number))
         flags = ["--model_name_or_path", str(tmp_path / str(number)), "--method", "dpo", "--json", "--no_calibration"]
-        sizes = ["--gpus", "2", "--max_length", "65536", "--lengths", "65536", "--memory", "balanced"]
+        sizes = ["--gpus", "2", "--max_length", "524288", "--lengths", "524288", "--memory", "balanced"]
         assert main([*flags, *sizes]) == 0
         plans.append(json.loads(capsys.readouterr().out))
     assert [plan["shares_prompts"] for plan in plans] == [True, False]

@@ -107,8 +107,8 @@ class StepTime:
     """Seconds of one step of one micro-batch."""
 
     parts: Mapping[str, float]
-    """Seconds by part: linear, elementwise, attention, recurrent, recomputed, weights, host, optimizer. Hidden ones are
-    left out. They are arrays if the setup has arrays."""
+    """Seconds by part: linear, elementwise, attention, recurrent, recomputed, launches, weights, host, optimizer.
+    Hidden ones are left out. They are arrays if the setup has arrays."""
     tokens: int
     """Tokens of all ranks."""
     world_size: int
@@ -141,6 +141,8 @@ def step_time(setup: MemorySetup, length: int, speeds: Speeds, *, documents: Seq
         "recomputed": recomputed + attended_again_seconds(setup, pairs, speeds),
     }
     computed = sum(parts.values())
+    parts["launches"] = np.maximum(0.0, launch_seconds(setup, speeds.device) - computed)
+    computed += parts["launches"]
     parts["weights"] = np.maximum(0.0, weights_seconds(setup, speeds.device) - computed)
     parts["host"] = host_seconds(setup, length, pairs, speeds, computed)
     parts["optimizer"] = optimizer_seconds(setup, speeds)
@@ -182,6 +184,20 @@ def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[
     elementwise += _gradient_sum_bytes(setup, tokens) / speeds.device.memory_speed
     elementwise += (1 + again + 1) * _dequantized_bytes(setup) / speeds.device.memory_speed
     return once * (1 + 1 + model.num_trained_parameters / model.num_parameters), once * again, elementwise
+
+
+LAUNCHES_OF_A_LAYER = 800
+"""Launches of empty kernels in the time in which the host goes through a layer, forward and backward. Steps of
+Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 700 to 960 (benchmarks/results/gpu_H200)."""
+
+
+def launch_seconds(setup: MemorySetup, device: Device) -> NDArray[np.float64]:
+    """Return the seconds in which the host goes through the layers of a micro-batch, of any length.
+
+    A forward pass that is computed again is taken to be a third of both.
+    """
+    passes_over = np.asarray(1 + _recomputed_share(setup) / 3, np.float64)
+    return setup.model.num_layers * LAUNCHES_OF_A_LAYER * device.launch_seconds * passes_over
 
 
 def attended_again_seconds(setup: MemorySetup, pairs: float | NDArray[Any], speeds: Speeds) -> NDArray[np.float64]:

@@ -15,58 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
 from longctx.layers.chunked.copies import synchronize, to_device, to_host
+from longctx.layers.loss_tile import UNSCALED, LogitScaling, TileLoss, TokenOutputs, losses_of_tile
 from longctx.regions import region
 from longctx.sequence.host_tensors import host_empty
 from longctx.upstream.transformers_internals import decoder_of, replace_forward
 
 TILE_BYTES = 2**28
 """Bytes of one tile's logits in fp32, for at least one token. A tile needs two to three times as much in all."""
-
-
-class TokenOutputs(NamedTuple):
-    """The results of this rank's tokens: [1, S] each, fp32 or wider, 0 where a token has no target.
-
-    Only the losses are differentiable.
-    """
-
-    losses: Tensor
-    log_probs: Tensor
-    """Of the targets."""
-    entropy: Tensor
-    is_top1: Tensor
-    """bool: the target is the most likely token, the first of them if several are."""
-    mean_logits: Tensor | None = None
-    """Mean of the token's logits over the vocabulary, where it was asked for."""
-
-
-class LogitScaling(NamedTuple):
-    """What a model does to the products of its head before they are logits, in this order."""
-
-    factor: float = 1.0
-    softcap: float | None = None
-    """c · tanh(logit / c)."""
-    temperature: float = 1.0
-    """What logits are divided by, as in sampling."""
-
-    @classmethod
-    def of_model(cls, config: PretrainedConfig) -> LogitScaling:
-        """By the names that models of transformers give it."""
-        text = config.get_text_config()
-        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
-            if (factor := getattr(text, name, None)) is not None:
-                break
-        else:
-            factor = getattr(text, "logits_scaling", None) or 1.0
-            if text.model_type != "hyperclovax":  # Granite and MiniCPM3 divide by what HyperCLOVA X multiplies by
-                factor = 1 / factor
-        return cls(factor, getattr(text, "final_logit_softcapping", None))
-
-
-UNSCALED = LogitScaling()
 
 
 def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
@@ -196,28 +155,21 @@ def fused_token_outputs(
     device = weight.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     head = _Head(
-        label_smoothing,
-        scaling,
-        dtype,
+        TileLoss(label_smoothing, scaling, dtype, mean_logits),
         tile=max(1, tile_bytes // (4 * len(weight))),
         hidden_on_host=hidden_on_host or hidden.device != device,
         grads_ahead=summed and torch.is_grad_enabled(),
-        mean_logits=mean_logits,
         positions=positions,
     )
     return TokenOutputs(*_FusedHead.apply(head, shift_labels, hidden, weight, bias))
 
 
 class _Head(NamedTuple):
-    label_smoothing: float
-    scaling: LogitScaling
-    dtype: torch.dtype
-    """Of the products."""
+    of: TileLoss
     tile: int
     """Tokens."""
     hidden_on_host: bool
     grads_ahead: bool
-    mean_logits: bool
     positions: Tensor | None
     """int64 [n]: those of the tokens that are learnt, if the host knows them."""
 
@@ -268,8 +220,8 @@ def _tile_by_tile(
     grad_losses: Tensor | None = None,
 ) -> tuple[TokenOutputs, Gradients]:
     """Return the outputs, and the gradients for these upstream gradients [1, S], which are 1 if None."""
-    wide = torch.promote_types(head.dtype, torch.float32)
-    dtypes = (wide, wide, wide, torch.bool) + (wide,) * head.mean_logits
+    wide = torch.promote_types(head.of.dtype, torch.float32)
+    dtypes = (wide, wide, wide, torch.bool) + (wide,) * head.of.mean_logits
     outputs = TokenOutputs(*(labels.new_zeros(labels.shape, dtype=dtype) for dtype in dtypes))
     grad_hidden = _zeros_beside(hidden, head, weight.device) if wanted[0] else None
     rows = [output.view(-1) for output in outputs if output is not None]
@@ -279,10 +231,10 @@ def _tile_by_tile(
     grad_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     with torch.autocast(weight.device.type, enabled=False):
-        w, b = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
+        w, b = weight.to(head.of.dtype), None if bias is None else bias.to(head.of.dtype)
         for tile in _tiles(learnt, head):
-            x = hidden[tile].to(weight.device, non_blocking=True).to(head.dtype)
-            values, grad = _project(head, F.linear(x, w, b), labels[tile].clamp(min=0), with_grad=any(wanted))
+            x = hidden[tile].to(weight.device, non_blocking=True).to(head.of.dtype)
+            values, grad = losses_of_tile(head.of, F.linear(x, w, b), labels[tile].clamp(min=0), with_grad=any(wanted))
             for row, value in zip(rows, values[: len(rows)], strict=True):
                 assert value is not None, "as many as the rows"
                 row[tile] = value * learnt[tile]
@@ -294,23 +246,11 @@ def _tile_by_tile(
                 else:
                     grad_hidden.view(hidden.shape)[tile] = of_tile
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, (x * factors).to(head.dtype))
+                _add_product(grad_weight, grad.T, (x * factors).to(head.of.dtype))
             if grad_bias is not None:
                 grad_bias += grad.T.to(wide) @ upstream[tile]
             del grad  # before the next tile
     return outputs, (grad_hidden, grad_weight, grad_bias)
-
-
-def _project(head: _Head, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
-    """Of one tile: outputs [t], and the losses' gradient [t, V] with respect to the products, empty if not wanted."""
-    logits = _scale(products.to(torch.promote_types(head.dtype, torch.float32)), head.scaling)
-    del products
-    probabilities = logits.softmax(-1)
-    mean_logits = logits.mean(-1) if head.mean_logits else None
-    outputs = _measure(logits, probabilities, targets, head)._replace(mean_logits=mean_logits)
-    if not with_grad:
-        return outputs, logits.new_empty(0)
-    return outputs, _differentiate(logits, probabilities, targets, head).to(head.dtype)
 
 
 def _zeros_beside(hidden: Tensor, head: _Head, device: torch.device) -> Tensor:
@@ -334,47 +274,6 @@ def _tiles(learnt: Tensor, head: _Head) -> Sequence[slice | Tensor]:
 def learnt_positions(shift_labels: Tensor) -> Tensor:
     """Return int64 [n], the positions of the labels [1, S] that are not −100. For labels on a GPU the host waits."""
     return (shift_labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
-
-
-def _scale(products: Tensor, scaling: LogitScaling) -> Tensor:
-    """Turn the head's products [t, V] into logits, in place."""
-    if scaling.factor != 1:
-        products.mul_(scaling.factor)
-    if scaling.softcap:
-        products.div_(scaling.softcap).tanh_().mul_(scaling.softcap)
-    return products if scaling.temperature == 1 else products.div_(scaling.temperature)
-
-
-def _measure(logits: Tensor, probabilities: Tensor, targets: Tensor, head: _Head) -> TokenOutputs:
-    """logits and their probabilities [t, V], targets [t] -> [t] each. The logits are kept where a soft cap needs them.
-
-    A product in place and its sum read and write less than the strided matrix-vector product that an einsum becomes: on
-    an H200 that took longer than the softmax.
-    """
-    top, guess = logits.max(-1)
-    lse = top - probabilities.gather(-1, guess[:, None])[:, 0].log()
-    log_probs = logits.gather(-1, targets[:, None])[:, 0] - lse
-    losses = -log_probs
-    if smoothing := head.label_smoothing:
-        losses = (1 - smoothing) * losses + smoothing * (lse - logits.mean(-1))
-    if head.scaling.softcap:
-        weighted = torch.einsum("tv,tv->t", probabilities, logits)
-    else:
-        weighted = logits.mul_(probabilities).sum(-1)
-    entropy = lse - weighted
-    return TokenOutputs(losses, log_probs, entropy, guess == targets)
-
-
-def _differentiate(logits: Tensor, probabilities: Tensor, targets: Tensor, head: _Head) -> Tensor:
-    """Turn the probabilities into the losses' gradient with respect to the head's products [t, V], in place."""
-    grad, (factor, softcap, temperature) = probabilities, head.scaling
-    grad.scatter_add_(-1, targets[:, None], grad.new_full((len(targets), 1), head.label_smoothing - 1))
-    if head.label_smoothing:
-        grad.sub_(head.label_smoothing / grad.shape[-1])
-    if softcap:  # tanh' = 1 − tanh²
-        grad.addcmul_(grad, logits.square_(), value=-((temperature / softcap) ** 2))
-    factor /= temperature
-    return grad.mul_(factor) if factor != 1 else grad
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal, NoReturn
@@ -25,6 +25,7 @@ from longctx.settings.help import (
     applied_default,
     check_config,
     config_path,
+    installed_name,
     read_config,
     todays_name,
 )
@@ -212,7 +213,7 @@ def parse_flags(arguments: Sequence[str], method: Method = SFT) -> Flags:
         SystemExit: after --help-all.
     """
     parser = _parser(tuple(BACKENDS.spread), method)
-    given = [_today(argument) for argument in arguments]
+    given = [_today(argument, parser.names()) for argument in arguments]
     path = config_path(given)
     from_file = _read_config(path, parser) if path else {}
     # Scalars are parsed like the command line, which checks their types and choices; `--flag=value` cannot express
@@ -321,12 +322,12 @@ class _Parser(TrlParser):
         return {name: value for name, value in values.items() if value is not unset}
 
 
-def _today(argument: str) -> str:
-    """Return `--flag` or `--flag=value` with the flag's present name, and underscores for dashes."""
+def _today(argument: str, names: Set[str]) -> str:
+    """Return `--flag` or `--flag=value` with the flag's name among `names`, and underscores for dashes."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument[2:].partition("=")
-    return f"--{todays_name(name)}{equals}{value}"
+    return f"--{installed_name(todays_name(name), names)}{equals}{value}"
 
 
 MEANINGS = {
@@ -359,7 +360,7 @@ _OF_SEVERAL = {
 
 def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
     """Return {flag: value} of a YAML file, and set the variables of its `env:` block, as TRL does."""
-    config = read_config(path)
+    config = {installed_name(name, parser.names()): value for name, value in read_config(path).items()}
     env = config.pop("env", {})
     if not isinstance(env, dict):
         raise ValueError(f"--config {path}: env is {env!r}, expected a block of 'VARIABLE: value' lines.")

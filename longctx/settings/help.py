@@ -146,7 +146,7 @@ def check_names(arguments: Sequence[str], also: Iterable[str] = (), method: Meth
     }
     aliases = {alias for flag in known.values() for alias in flag.aliases}
     for argument in _flags_among(arguments):
-        name = todays_name(argument.removeprefix("--"))
+        name = installed_name(todays_name(argument.removeprefix("--")), names)
         if name not in names and argument not in aliases:
             raise ValueError(f"{argument} is not a flag.{advice(name, {*known, *also}, method)}")
     if path := config_path(arguments):
@@ -177,6 +177,12 @@ def todays_name(name: str) -> str:
     """Return the present name of a flag, with underscores for dashes."""
     name = name.replace("-", "_")
     return OLDER_NAMES.get(name, name)
+
+
+def installed_name(name: str, known: Collection[str]) -> str:
+    """Return the name of a flag among those that are known: before transformers 5.23, these are older ones."""
+    older = name.replace("activation_checkpointing", "gradient_checkpointing")
+    return older if name not in known and older in known else name
 
 
 def config_path(arguments: Sequence[str]) -> str | None:
@@ -213,5 +219,5 @@ def check_config(path: str, config: Mapping[str, Any], known: Collection[str], m
         ValueError: for the first that is not.
     """
     for name in config:
-        if name not in known and name != "env":
+        if installed_name(name, known) not in known and name != "env":
             raise ValueError(f"--config {path} sets {name}, which is not a flag.{advice(name, known, method)}")

@@ -17,10 +17,13 @@ from longctx import parallelize
 from longctx.attention.kernels.check import BOUNDS, make_entries, make_inputs
 from longctx.attention.kernels.choose import candidates, choose_kernel
 from longctx.forecast.closed_form import predict
+from longctx.layers.loss_kernel import fused_losses
+from longctx.layers.loss_tile import BOUND_OF_OUTPUTS, kernel_agrees
 from longctx.model.tiny import tiny_tokenizer
 from longctx.settings.flags import parse_flags
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
+from tests import loss_kernel_cases
 from tests.model.test_models import FAMILIES, make_batch, make_model, tolerance
 from tests.reference import train_reference
 from tests.training.test_training import (
@@ -114,6 +117,24 @@ def test_every_kernel_equals_fp64(kind, length, gpu):
         for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), exact, strict=True):
             error = (actual.double() - expected).norm() / expected.norm()
             assert float(error) <= BOUNDS[torch.bfloat16], (kernel.name, name)
+
+
+def test_the_kernel_of_the_loss_equals_fp64(gpu):
+    """With the vocabulary of Qwen3, of which no tile of the interpreter's tests is."""
+    if IS_SOFT:
+        pytest.skip("needs Triton's compiler; tests/layers/test_loss_kernel.py has its numbers")
+    for dtype in (torch.float16, torch.bfloat16):
+        assert kernel_agrees(gpu, dtype)
+        products, targets = (x.to(gpu) for x in loss_kernel_cases.problem(151_936, dtype))
+        expected = loss_kernel_cases.exact(products.double(), targets, label_smoothing=0.1)
+        losses, log_probs, _, guesses, _ = fused_losses(
+            products, targets, factor=1.0, label_smoothing=0.1, with_grad=True
+        )
+        assert torch.equal(guesses, expected["guesses"])
+        error = loss_kernel_cases.relative
+        assert error(losses, expected["losses"]) <= BOUND_OF_OUTPUTS
+        assert error(log_probs, expected["log_probs"]) <= BOUND_OF_OUTPUTS
+        assert error(products, expected["gradient"]) <= 2 ** (-11 if dtype == torch.float16 else -8)
 
 
 # Steps

@@ -105,7 +105,7 @@ def test_tests_run_on_the_cpu_of_a_machine_with_gpus():
     shown = [
         subprocess.run(
             [sys.executable, "-c", look, *arguments],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+            env={k: v for k, v in os.environ.items() if k != "PYTEST_XDIST_WORKER"} | {"CUDA_VISIBLE_DEVICES": "0"},
             capture_output=True,
             text=True,
             check=True,

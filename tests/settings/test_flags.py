@@ -11,6 +11,7 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.settings.help import check_names, installed_name
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT, REASONS
@@ -65,6 +66,22 @@ def test_older_and_dashed_names_of_max_length(name, tmp_path):
     ):
         assert flags.max_length == 99
         assert flags.explicit == {"max_length"}
+
+
+def test_both_names_of_checkpointing_are_taken_by_every_transformers(tmp_path):
+    """Before 5.23, it has the older ones alone."""
+    for prefix in ("gradient", "activation"):
+        text = f"{prefix}_checkpointing: true\n{prefix}-checkpointing_kwargs: '{{\"every_n_layers\": 2}}'\n"
+        arguments = [*OWN, "--config", write(tmp_path, text)]
+        check_names(arguments)
+        memory_options = resolved(*arguments).memory_options
+        assert memory_options.activation_checkpointing
+        assert memory_options.every_n_layers == 2
+    older = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "packing"}
+    assert installed_name("activation_checkpointing_kwargs", older) == "gradient_checkpointing_kwargs"
+    both = {*older, "activation_checkpointing"}
+    assert installed_name("activation_checkpointing", both) == "activation_checkpointing"
+    assert installed_name("activation_checkpoints", older) == "activation_checkpoints"
 
 
 @pytest.mark.parametrize("name", ["torch_dtype", "torch-dtype", "dtype"])

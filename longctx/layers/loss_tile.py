@@ -1,0 +1,227 @@
+"""The losses of one tile of tokens, and their gradient with respect to the products of the head.
+
+On GPUs, `longctx.layers.loss_kernel` computes them where it agrees with torch's operators. These compute them
+elsewhere.
+
+Shape legend: S tokens of this rank, t tokens of a tile, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+
+class TokenOutputs(NamedTuple):
+    """The results of this rank's tokens: [1, S] each, fp32 or wider, 0 where a token has no target.
+
+    Only the losses are differentiable.
+    """
+
+    losses: Tensor
+    log_probs: Tensor
+    """Of the targets."""
+    entropy: Tensor
+    is_top1: Tensor
+    """bool: the target is the most likely token, the first of them if several are."""
+    mean_logits: Tensor | None = None
+    """Mean of the token's logits over the vocabulary, where it was asked for."""
+
+
+class LogitScaling(NamedTuple):
+    """What a model does to the products of its head before they are logits, in this order."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+    """c · tanh(logit / c)."""
+    temperature: float = 1.0
+    """What logits are divided by, as in sampling."""
+
+    @classmethod
+    def of_model(cls, config: PretrainedConfig) -> LogitScaling:
+        """By the names that models of transformers give it."""
+        text = config.get_text_config()
+        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
+            if (factor := getattr(text, name, None)) is not None:
+                break
+        else:
+            factor = getattr(text, "logits_scaling", None) or 1.0
+            if text.model_type != "hyperclovax":  # Granite and MiniCPM3 divide by what HyperCLOVA X multiplies by
+                factor = 1 / factor
+        return cls(factor, getattr(text, "final_logit_softcapping", None))
+
+
+UNSCALED = LogitScaling()
+
+
+class TileLoss(NamedTuple):
+    """What is computed of a tile."""
+
+    label_smoothing: float
+    scaling: LogitScaling
+    dtype: torch.dtype
+    """Of the products, and of their gradient."""
+    mean_logits: bool
+
+
+def losses_of_tile(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
+    """Return the outputs of a tile's tokens, [t] each, and their losses' gradient with respect to the products.
+
+    Args:
+        products: [t, V], of the head. They are not kept.
+        targets: int64 [t].
+
+    Returns:
+        The gradient is [t, V] of the products' dtype, and empty if it is not wanted.
+    """
+    if of.scaling.softcap is None and _takes_kernel(products):
+        return _by_kernel(of, products, targets, with_grad=with_grad)
+    return _by_operators(of, products, targets, with_grad=with_grad)
+
+
+# ------------------------------------------------------------------------------------------------
+# By the kernel
+# ------------------------------------------------------------------------------------------------
+
+
+def _by_kernel(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
+    from longctx.layers.loss_kernel import fused_losses
+
+    losses, log_probs, entropies, guesses, means = fused_losses(
+        products,
+        targets,
+        factor=of.scaling.factor / of.scaling.temperature,
+        label_smoothing=of.label_smoothing,
+        with_grad=with_grad,
+    )
+    outputs = TokenOutputs(losses, log_probs, entropies, guesses == targets, means if of.mean_logits else None)
+    return outputs, products if with_grad else products.new_empty(0)
+
+
+def _takes_kernel(products: Tensor) -> bool:
+    """Whether the kernel computes such products."""
+    if not products.is_cuda or products.dtype not in HALF or isinstance(products, FakeTensor):
+        return False
+    return kernel_agrees(products.device, products.dtype)
+
+
+HALF = (torch.float16, torch.bfloat16)
+BOUND_OF_OUTPUTS = 1e-5
+BOUND_OF_GRADIENT = 1e-3
+"""Largest relative errors. Both compute in fp32 from the same products, and round the gradient to half precision: they
+differ by a rounding of fp32, and where that is near the middle between two numbers, by one of half precision."""
+_TOKENS, _VOCABULARY = 5, 20_000  # more than two blocks of the kernel
+
+
+@functools.cache
+def kernel_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernel agrees with torch's operators on this device, which is tried once a process."""
+    try:
+        for of in (TileLoss(0.0, UNSCALED, dtype, False), TileLoss(0.1, LogitScaling(0.5, None, 2.0), dtype, True)):
+            products, targets = _problem(device, dtype)
+            expected = _by_operators(of, products.clone(), targets, with_grad=True)
+            actual = _by_kernel(of, products, targets, with_grad=True)
+            for name, error, bound in _errors(actual, expected):
+                if not error <= bound:  # NaN is wrong too
+                    raise ValueError(f"{name} is off by {error:.1e}, allowed is {bound:.0e}")
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or driver raises
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning(
+            "longctx: the Triton kernel of the loss is passed over on %s, and torch's operators take its place, which "
+            "are slower: %s: %s",
+            *(device, type(error).__name__, reason),
+        )
+        return False
+    return True
+
+
+def _problem(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    products = 3 * torch.randn(_TOKENS, _VOCABULARY, generator=generator)
+    targets = torch.tensor([0, _VOCABULARY - 1, 8191, 8192, 777])
+    products[2, 9000] = 20.0  # a guess that is nearly certain
+    return products.to(device, dtype), targets.to(device)
+
+
+def _errors(
+    actual: tuple[TokenOutputs, Tensor], expected: tuple[TokenOutputs, Tensor]
+) -> Iterator[tuple[str, float, float]]:
+    """Yield (what, relative error, bound)."""
+    for name, found, wanted in zip(TokenOutputs._fields, actual[0], expected[0], strict=True):
+        if wanted is not None:
+            assert found is not None, name
+            yield name, _relative(found, wanted), BOUND_OF_OUTPUTS
+    yield "the gradient", _relative(actual[1], expected[1]), BOUND_OF_GRADIENT
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+# ------------------------------------------------------------------------------------------------
+# By torch's operators
+# ------------------------------------------------------------------------------------------------
+
+
+def _by_operators(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
+    logits = _scale(products.to(torch.promote_types(of.dtype, torch.float32)), of.scaling)
+    del products
+    probabilities = logits.softmax(-1)
+    mean_logits = logits.mean(-1) if of.mean_logits else None
+    outputs = _measure(logits, probabilities, targets, of)._replace(mean_logits=mean_logits)
+    if not with_grad:
+        return outputs, logits.new_empty(0)
+    return outputs, _differentiate(logits, probabilities, targets, of).to(of.dtype)
+
+
+def _scale(products: Tensor, scaling: LogitScaling) -> Tensor:
+    """Turn the head's products [t, V] into logits, in place."""
+    if scaling.factor != 1:
+        products.mul_(scaling.factor)
+    if scaling.softcap:
+        products.div_(scaling.softcap).tanh_().mul_(scaling.softcap)
+    return products if scaling.temperature == 1 else products.div_(scaling.temperature)
+
+
+def _measure(logits: Tensor, probabilities: Tensor, targets: Tensor, of: TileLoss) -> TokenOutputs:
+    """logits and their probabilities [t, V], targets [t] -> [t] each. The logits are kept where a soft cap needs them.
+
+    A product in place and its sum read and write less than the strided matrix-vector product that an einsum becomes: on
+    an H200 that took longer than the softmax.
+    """
+    top, guess = logits.max(-1)
+    lse = top - probabilities.gather(-1, guess[:, None])[:, 0].log()
+    log_probs = logits.gather(-1, targets[:, None])[:, 0] - lse
+    losses = -log_probs
+    if smoothing := of.label_smoothing:
+        losses = (1 - smoothing) * losses + smoothing * (lse - logits.mean(-1))
+    if of.scaling.softcap:
+        weighted = torch.einsum("tv,tv->t", probabilities, logits)
+    else:
+        weighted = logits.mul_(probabilities).sum(-1)
+    entropy = lse - weighted
+    return TokenOutputs(losses, log_probs, entropy, guess == targets)
+
+
+def _differentiate(logits: Tensor, probabilities: Tensor, targets: Tensor, of: TileLoss) -> Tensor:
+    """Turn the probabilities into the losses' gradient with respect to the head's products [t, V], in place."""
+    grad, (factor, softcap, temperature) = probabilities, of.scaling
+    grad.scatter_add_(-1, targets[:, None], grad.new_full((len(targets), 1), of.label_smoothing - 1))
+    if of.label_smoothing:
+        grad.sub_(of.label_smoothing / grad.shape[-1])
+    if softcap:  # tanh' = 1 − tanh²
+        grad.addcmul_(grad, logits.square_(), value=-((temperature / softcap) ** 2))
+    factor /= temperature
+    return grad.mul_(factor) if factor != 1 else grad
