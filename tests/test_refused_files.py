@@ -98,6 +98,7 @@ def test_a_slice_without_records_is_named(tmp_path):
             "contradicts itself|not divisible|multiple",
         ),
         ('{"model_type": "llama", "rope_parameters": 5}', "cannot be used|expected"),
+        ('{"model_type": ["llama"]}', "cannot be used"),
     ],
 )
 def test_configurations_that_cannot_be_used_are_named(content, words, tmp_path):

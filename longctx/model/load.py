@@ -95,7 +95,7 @@ def _read_config(name: str, *, revision: str | None, trust_remote_code: bool, **
 def _check_release(name: str, values: Mapping[str, Any]) -> None:
     """Refuse a model type that is supported with a later transformers than the installed one."""
     model_type = values.get("model_type")
-    if model_type in ADDED_IN and model_type not in CONFIG_MAPPING:
+    if isinstance(model_type, str) and model_type in ADDED_IN and model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"--model_name_or_path {name}: its model type is {model_type!r}, which transformers has from "
             f"{ADDED_IN[model_type]} on, and {transformers.__version__} is installed. Upgrade transformers: pip "

@@ -153,7 +153,7 @@ def test_two_ranks_equal_stock_transformers():
 TRAINED = {
     "ulysses, ZeRO-3": ("--sp_backend", "ulysses", "--engine", "deepspeed"),
     "gather, FSDP2, checkpoints": ("--sp_backend", "gather", "--gradient_checkpointing", "True"),
-    "tiled MLP": ("--sp_backend", "ring", "--tiled_mlp", "True"),
+    "tiled MLP": ("--sp_backend", "ring", "--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"),
     "offloaded activations": ("--sp_backend", "ring", "--activation_offloading", "True"),
     "chunks": ("--sp_backend", "ulysses", "--memory", "longest"),
     "norms alone": ("--sp_backend", "ring", "--liger_kernel_config", '{"rope": false, "swiglu": false}'),

@@ -53,6 +53,7 @@ def test_a_kernel_that_is_off_or_fails_is_passed_over():
         "sound": True,
         "without smoothing": False,
         "with a rounded gradient": False,
+        "with neighbours in odd vocabularies": False,
         "failing": False,
     }
 

@@ -162,7 +162,8 @@ CASES = {  # those on DeepSpeed come last, whose changes to torch stay in the pr
     "ulysses, zero3, eager experts": [*ULYSSES, "deepspeed", *ACCUMULATED, *experts("eager")],
     "ring, zero3, batched experts": [*RING, "deepspeed", *ACCUMULATED, *experts("batched_mm")],
     "ulysses, zero3, tiled grouped experts": [
-        *[*ULYSSES, "deepspeed", *ACCUMULATED, *experts("grouped_mm"), "--tiled_mlp", "True"],
+        *[*ULYSSES, "deepspeed", *ACCUMULATED, *experts("grouped_mm")],
+        *["--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],
     ],
     "ring, zero3, tiled": [
         *[*RING, "deepspeed", *ACCUMULATED, "--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],

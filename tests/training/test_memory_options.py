@@ -24,13 +24,14 @@ def offload(*kinds, device="cpu"):
 
 ULYSSES = ["--sp", "2", "--sp_backend", "ulysses"]
 LONGEST = ["--memory", "longest"]
+TILED = ["--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"]
 EITHER = {
     "offloaded": ["--activation_offloading", "True"],
     "offloaded whole": ["--activation_offloading", "True", "--activation_checkpointing", "False"],
     "kept and offloaded": ["--activation_checkpointing_kwargs", '{"selective": true, "offload": true}'],
     "by layer": ["--activation_checkpointing_kwargs", '{"whole_layers": 1, "selective": 1, "offload": 1}'],
     "every 2 layers": ["--activation_checkpointing_kwargs", '{"every_n_layers": 2}'],
-    "tiled MLP": ["--tiled_mlp", "True", "--tiled_mlp_num_shards", "3"],
+    "tiled MLP": TILED,
     "one head": ["--heads_k_stride", "1"],
     "fastest": ["--memory", "fastest"],
 }
@@ -38,7 +39,10 @@ ON = {
     "ring on FSDP2": {
         "flags": ["--sp_backend", "ring", "--engine", "fsdp2"],
         "cases": EITHER
-        | {"parameters offloaded": offload("param"), "longest, whole layers": [*LONGEST, "--tiled_mlp", "True"]},
+        | {
+            "parameters offloaded": offload("param"),
+            "longest, whole layers": [*LONGEST, *TILED],
+        },
     },
     "ulysses on ZeRO-3": {
         "flags": ["--sp_backend", "ulysses", "--engine", "deepspeed"],
@@ -49,7 +53,7 @@ ON = {
             "both offloaded": offload("optimizer", "param"),
             "sequence chunks": ["--sequence_chunk_size", "50"],
             "exchange beside attention": ["--overlap_exchange", "True"],
-            "longest, whole layers": [*LONGEST, "--tiled_mlp", "True", *offload("param")],
+            "longest, whole layers": [*LONGEST, *TILED, *offload("param")],
         },
     },
 }
