@@ -52,11 +52,16 @@ def errors() -> dict[tuple[str, str, str], dict[str, float]]:
 
 
 def problem(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Products whose largest is in the first block, in the last, or there twice; targets at both ends and between."""
+    """Products whose largest is in the first block, in the last, or there twice; targets at both ends and between.
+
+    Some logits are -inf, as of a part of the vocabulary that is left out: one, or all of the first block.
+    """
     generator = torch.Generator().manual_seed(vocabulary)
     products = 4 * torch.randn(TOKENS, vocabulary, generator=generator)
     products[0, 5] = products[1, -2] = products[2, 7] = products[2, -3] = 30.0
-    products[3, 11] = float("-inf")  # a part of the vocabulary that is left out
+    products[3, 11] = float("-inf")
+    if vocabulary > 8192:
+        products[4, :8192] = float("-inf")
     return products.to(dtype), torch.tensor([0, vocabulary - 1, 7, 5, vocabulary // 2, 1])
 
 
@@ -92,6 +97,19 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     assert torch.equal(actual[infinite].nan_to_num(), expected[infinite].nan_to_num()), (actual, expected)
     actual, expected = actual[~infinite], expected[~infinite]
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def refusal_of_a_target_beyond_the_vocabulary() -> str:
+    """The message, for a target that is a product of the next token."""
+    triton_on_cpu.install()
+    from longctx.layers.loss_kernel import fused_losses
+
+    products = torch.zeros(2, 8, dtype=torch.bfloat16)
+    try:
+        fused_losses(products, torch.tensor([9, 0]), factor=1.0, label_smoothing=0.0, with_grad=False)
+    except (IndexError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def agreements() -> dict[str, bool]:
@@ -133,7 +151,7 @@ def compiled() -> dict[tuple[int, bool], list[str]]:
 
     from longctx.layers import loss_kernel
 
-    pointers = {"products": "*bf16", "targets": "*i64", "guesses": "*i64"}
+    pointers = {"products": "*bf16", "targets": "*i64", "of_targets": "*bf16", "guesses": "*i64"}
     pointers |= dict.fromkeys(("losses", "log_probs", "entropies", "means"), "*fp32")
     scalars = {"vocabulary": "i32", "factor": "fp32", "smoothing": "fp32"}
     made = {}

@@ -117,7 +117,7 @@ def _assumed(length: int, *, packed: bool) -> list[int]:
 
 def _forward_seconds(time: StepTime) -> float:
     """Return the seconds of a forward pass of one micro-batch; backward counts as two."""
-    return sum(time.parts.get(name, 0.0) for name in ("linear", "elementwise", "attention", "weights")) / 3
+    return sum(time.parts.get(name, 0.0) for name in ("linear", "elementwise", "attention", "launches", "weights")) / 3
 
 
 def _optimizer_step(time: StepTime, accumulation: int) -> float:

@@ -28,6 +28,7 @@ from longctx.forecast.step_time import (
     attended_again_seconds,
     attention_setup,
     host_seconds,
+    launch_seconds,
     optimizer_seconds,
     recurrent_seconds,
     tokenwise_seconds,
@@ -40,6 +41,7 @@ class SimulatedStep:
     """How every rank spends a step: float64 [world_size] seconds each, which add up to the same for all."""
 
     compute: Seconds
+    """Seconds of computing, and of waiting for the host that goes through the layers."""
     exchange: Seconds
     """Seconds until messages and copies arrive, while nothing is computed."""
     wait: Seconds
@@ -104,6 +106,7 @@ def _micro_batch(
         pairs: legal pairs that a rank of the slowest group attends to.
     """
     done = np.concatenate([group for group, _ in groups], axis=1)
+    done[0] += np.maximum(0.0, launch_seconds(setup, speeds.device) - done.sum(0))
     slowest = done.sum(0).max()
     done[2] += slowest - done.sum(0)
     link = max(link for _, link in groups) if _share_links(setup) else 0.0
@@ -136,7 +139,8 @@ def _least_seconds(
     flops = (FLOPS_FORWARD + FLOPS_BACKWARD) * setup.model.query_size * setup.model.num_attended
     attended = pairs * flops / speeds.device.attention_flops + float(attended_again_seconds(setup, pairs, speeds))
     each = sum(tokenwise_seconds(setup, length, speeds)) + recurrent_seconds(setup, length, speeds)
-    return len(micro_batches) * each + attended
+    launched = float(launch_seconds(setup, speeds.device))
+    return max(len(micro_batches) * each + attended, len(micro_batches) * launched)
 
 
 def _check(setup: MemorySetup, micro_batches: Sequence[Sequence[RingWork]]) -> None:

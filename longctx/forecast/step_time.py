@@ -154,7 +154,7 @@ def forward_seconds(setup: MemorySetup, time: StepTime, speeds: Speeds) -> float
     """Return the modelled time of the forward pass in a step, as a reference model runs it.
 
     Of matrices it is one of the two or three passes of the step, and of operators that only move bytes one of three or
-    four. Of weights that are waited for it is taken to be a third.
+    four, as it is of waiting for the host. Of weights that are waited for it is taken to be a third.
     """
     model, parts = setup.model, time.parts
     attention = speeds.device.attention_flops * FLOPS_FORWARD / speeds.attention_forward_flops
@@ -162,6 +162,7 @@ def forward_seconds(setup: MemorySetup, time: StepTime, speeds: Speeds) -> float
         "linear": 1 / (2 + model.num_trained_parameters / model.num_parameters),
         "attention": attention / (FLOPS_FORWARD + FLOPS_BACKWARD),
         "elementwise": 1 / (3 + _recomputed_share(setup)),
+        "launches": 1 / (3 + _recomputed_share(setup)),
         "weights": 1 / 3,
     }
     return float(sum(share * parts.get(name, 0.0) for name, share in shares.items()))
@@ -188,7 +189,7 @@ def tokenwise_seconds(setup: MemorySetup, length: int, speeds: Speeds) -> tuple[
 
 LAUNCHES_OF_A_LAYER = 800
 """Launches of empty kernels in the time in which the host goes through a layer, forward and backward. Steps of
-Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 700 to 960 (benchmarks/results/gpu_H200)."""
+Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 710 to 920 (benchmarks/results/gpu_H200)."""
 
 
 def launch_seconds(setup: MemorySetup, device: Device) -> NDArray[np.float64]:

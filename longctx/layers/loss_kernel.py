@@ -22,6 +22,7 @@ NUM_WARPS = 16
 def _losses_of_a_token(
     products,
     targets,
+    of_targets,
     losses,
     log_probs,
     entropies,
@@ -36,7 +37,7 @@ def _losses_of_a_token(
     token = tl.program_id(0).to(tl.int64)
     products += token * vocabulary
     target = tl.load(targets + token)
-    of_target = tl.load(products + target).to(tl.float32) * factor  # before any thread writes a gradient
+    of_target = tl.load(of_targets + token).to(tl.float32) * factor
     lanes = tl.arange(0, BLOCK)
 
     # The softmax's denominator, Σ eˣ, and Σ x·eˣ, both over e to the largest logit so far
@@ -54,8 +55,9 @@ def _losses_of_a_token(
         largest = tl.max(logits, 0)
         guess = tl.where(largest > top, start + tl.argmax(logits, 0), guess)
         new_top = tl.maximum(top, largest)
-        powers = tl.exp(logits - new_top)
-        rescale = tl.exp(top - new_top)
+        finite_top = tl.where(new_top > float("-inf"), new_top, 0.0)  # so far, all logits may be -inf
+        powers = tl.exp(logits - finite_top)
+        rescale = tl.exp(top - finite_top)
         total = total * rescale + tl.sum(powers, 0)
         weighted = weighted * rescale + tl.sum(tl.where(powers > 0, logits, 0.0) * powers, 0)
         top = new_top
@@ -92,22 +94,26 @@ def fused_losses(
     Returns:
         All in fp32, but for the guesses, the positions of the largest logits, int64.
     """
+    assert products.is_contiguous(), "the kernel steps through rows"
     num_tokens, vocabulary = products.shape
+    of_targets = products.gather(-1, targets[:, None])  # which stops at a target that is not in the vocabulary
     losses, log_probs, entropies, means = products.new_empty(4, num_tokens, dtype=torch.float32).unbind()
     guesses = targets.new_empty(num_tokens)
-    _losses_of_a_token[(num_tokens,)](
-        products,
-        targets,
-        losses,
-        log_probs,
-        entropies,
-        guesses,
-        means,
-        vocabulary,
-        float(factor),
-        float(label_smoothing),
-        WITH_GRAD=with_grad,
-        BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
-        num_warps=NUM_WARPS,
-    )
+    with torch.cuda.device_of(products):  # Triton launches on the current device
+        _losses_of_a_token[(num_tokens,)](
+            products,
+            targets,
+            of_targets,
+            losses,
+            log_probs,
+            entropies,
+            guesses,
+            means,
+            vocabulary,
+            float(factor),
+            float(label_smoothing),
+            WITH_GRAD=with_grad,
+            BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
+            num_warps=NUM_WARPS,
+        )
     return losses, log_probs, entropies, guesses, means

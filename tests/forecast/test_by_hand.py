@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,11 +23,13 @@ from longctx.attention.cost import Arrangement, Device, Link, RingWork, Setup
 from longctx.attention.modelled import attention_time, modelled_seconds
 from longctx.forecast import closed_form
 from longctx.forecast.closed_form import predict
+from longctx.forecast.expected_step import expect_step
+from longctx.forecast.hardware import Hardware
 from longctx.forecast.layer_memory import layer_bytes, saved_by_layer
 from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.forecast.simulate import simulate
-from longctx.forecast.step_time import Speeds, optimizer_seconds, step_time, weights_seconds
+from longctx.forecast.step_time import Speeds, forward_seconds, optimizer_seconds, step_time, weights_seconds
 
 CONFIG = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}
 CONFIG |= {"num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False}
@@ -138,7 +141,7 @@ def speeds(**slow: float) -> Speeds:
         within=link,
         across=link,
         message_seconds=0.0,
-        launch_seconds=0.0,
+        launch_seconds=slow.get("launch", 0.0),
     )
     return Speeds(
         matmul_flops=slow.get("matmul", math.inf),
@@ -221,6 +224,32 @@ def test_host_memory() -> None:
     there = replace(ULYSSES, engine="zero3", offload_optimizer="cpu")
     assert optimizer_seconds(there, speeds(host_memory=1e3)) == pytest.approx(42 * 1044 * 2 / 1e3)
     assert optimizer_seconds(there, speeds(host_link=1e3)) == pytest.approx(10 * 1044 / 1e3)
+
+
+LAUNCHED = 2 * 800 * (1 + 1 / 3)
+"""Launches in the time in which the host goes through both layers, forward, backward and forward again."""
+
+
+def test_the_host_that_goes_through_the_layers() -> None:
+    """What the device computes meanwhile hides it. Attention's kernel is launched twice a layer."""
+    attention = 2 * 2 * 1e3
+    assert parts(launch=1e3) == pytest.approx({"attention": attention, "launches": LAUNCHED * 1e3 - attention})
+    once = replace(ULYSSES, gradient_checkpointing=False)
+    assert parts(once, launch=1e3)["launches"] == pytest.approx(2 * 800 * 1e3 - attention)
+    computed = 8 * MATRICES * TOKENS / 1e3 + 2 * 2 * 8.0
+    assert parts(matmul=1e3, launch=8.0)["launches"] == pytest.approx(LAUNCHED * 8.0 - computed)
+    assert "launches" not in parts(matmul=1e3, launch=1.0)
+
+
+def test_a_forward_pass_alone_also_waits_for_the_host() -> None:
+    """The step computes its forward pass again, and counts experts by a forward pass of each of two micro-batches."""
+    slow = speeds(launch=1e3, attention=1e9, attention_forward=1e9)
+    step = step_time(ULYSSES, LENGTH, slow)
+    assert forward_seconds(ULYSSES, step, slow) == pytest.approx(LAUNCHED * 1e3 / 4, rel=1e-3)
+    h100 = Hardware(gpus=2, gpu_name="H100", gpu_bytes=1, host_bytes=1)
+    expect = partial(expect_step, ULYSSES, h100, length=LENGTH, multiple=2, accumulation=2, packed=False)
+    plain, counting = expect(), expect(counts_experts=True)
+    assert counting.seconds - plain.seconds == pytest.approx(2 * LAUNCHED * 5e-6 / 3, rel=0.01)
 
 
 def test_tokens_a_second() -> None:

@@ -80,6 +80,16 @@ def test_one_row_on_one_node_is_the_step_time_model(how, documents) -> None:
     assert step.tokens_per_second_per_device == pytest.approx(expected.tokens_per_second_per_device, rel=0.01)
 
 
+@pytest.mark.parametrize("how", [{"ring": 1}, {"ring": 8}], ids=str)
+def test_short_rows_wait_for_the_host(how) -> None:
+    setup = a_setup(8, 8, **how)
+    expected = step_time(setup, 2048, SPEEDS)
+    assert expected.parts["launches"] > 0.3 * expected.seconds
+    step = simulate(setup, works(setup, [[[2048]]]), SPEEDS)
+    assert step.seconds == pytest.approx(expected.seconds, rel=0.01)
+    assert step.efficiency <= 1 + 1e-12
+
+
 def test_groups_wait_for_the_one_with_the_longest_document() -> None:
     speeds = replace(SPEEDS, device=replace(FREE, within=Link.of(math.inf), across=Link.of(math.inf)))
     setup = a_setup(16, 8, ring=1, selective_checkpointing=True)

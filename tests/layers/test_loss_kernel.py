@@ -36,6 +36,10 @@ def test_it_equals_fp64(errors, vocabulary, kind, dtype):
     assert max(found.values()) <= BOUND_OF_OUTPUTS, found
 
 
+def test_a_target_beyond_the_vocabulary_is_refused():
+    assert "out of bounds" in alone("refusal_of_a_target_beyond_the_vocabulary")
+
+
 def test_a_step_with_it_equals_one_with_torchs_operators():
     loss, gradients, launched = alone("step")
     assert set(launched) == {"_losses_of_a_token"}
