@@ -75,8 +75,9 @@ def losses_of_one_process() -> list[float]:
 # Of the losses below: fp32 sums over other tokens first; four AdamW steps amplify their rounding.
 
 
+@pytest.mark.long
 def test_the_sft_example_on_two_ranks_has_the_losses_of_one_process(tmp_path):
-    """A plain pytest runs the loop of docs/howto/loop.md, too."""
+    """A plain pytest runs the loop of docs/howto/loop.md instead."""
     losses = losses_in(run_script(2, EXAMPLES / "sft_trainer.py", tmp_path))
     assert losses == pytest.approx(losses_of_one_process(), rel=1e-5)
 

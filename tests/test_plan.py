@@ -206,7 +206,8 @@ UNKNOWN = Gemma3TextConfig(
 """Four norms a layer, twice what the closed form counts."""
 
 
-@pytest.mark.parametrize("backend", ["ulysses", pytest.param("ring", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ulysses", "ring"])
 def test_calibrated_layers_are_those_of_a_trace(backend) -> None:
     """At another length, degree and depth than those that calibrate: the bytes that 4,096 more tokens take."""
     found = [c for c in candidates(UNKNOWN, replace(MACHINE, gpus=4), presets=["balanced"]) if c.backend == backend]

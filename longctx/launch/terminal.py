@@ -11,11 +11,13 @@ from pathlib import Path
 
 from longctx.ranks import is_first_on_node, is_first_rank
 
-DEPRECATIONS_BETWEEN_LIBRARIES = (
+BETWEEN_LIBRARIES = (
     r"`(is_)?gradient_checkpointing` is deprecated",  # transformers, about a name that TRL, peft and users use
     r"`torch\.distributed\.\w+` is deprecated",  # torch, about DeepSpeed's calls in every step
     r"Slicing a flattened dim from root mesh will be deprecated",  # torch, about accelerate's mesh
+    r"barrier\(\): using the device under current context",  # torch, about DeepSpeed's process group; ranks set it
 )
+"""Warnings that one library gives another, by how they begin."""
 
 USAGE_ERROR = 2
 """The exit code of a command that refuses its input."""
@@ -34,7 +36,7 @@ def quieten() -> None:
     """Show warnings on the first rank only, and none that one library gives another."""
     if not is_first_rank():
         warnings.simplefilter("ignore")
-    for message in DEPRECATIONS_BETWEEN_LIBRARIES:
+    for message in BETWEEN_LIBRARIES:
         for category in (FutureWarning, UserWarning):
             warnings.filterwarnings("ignore", message=message, category=category)
 

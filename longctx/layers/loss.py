@@ -19,13 +19,17 @@ from transformers import PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
 from longctx.layers.chunked.copies import synchronize, to_device, to_host
-from longctx.layers.loss_tile import UNSCALED, LogitScaling, TileLoss, TokenOutputs, losses_of_tile
+from longctx.layers.loss_tile import UNSCALED, LogitScaling, TileLoss, TokenOutputs, losses_of_tile, takes_kernel
 from longctx.regions import region
 from longctx.sequence.host_tensors import host_empty
 from longctx.upstream.transformers_internals import decoder_of, replace_forward
 
 TILE_BYTES = 2**28
 """Bytes of one tile's logits in fp32, for at least one token. A tile needs two to three times as much in all."""
+
+LONGER_WITH_KERNEL = 4
+"""Times the tokens of such a tile, in one of the kernel, which has its logits in half precision alone: twice as many
+bytes. The fp32 gradient of the head's weight, of several GB, is then read and written for a quarter of the tiles."""
 
 
 def fuse_head(model: PreTrainedModel, *, hidden_on_host: bool = False) -> None:
@@ -146,7 +150,7 @@ def fused_token_outputs(
             because on a machine without a GPU its device does not say it. All tokens are projected.
         summed: the losses' gradient will be that of a sum. Where it is not known to be, nothing is made ahead.
         mean_logits: also return the mean of every token's logits.
-        tile_bytes: bound of a tile's logits in fp32.
+        tile_bytes: bound of a tile's logits in fp32; see LONGER_WITH_KERNEL.
 
     Returns:
         Its sums, and those of the weight's gradient, run in fp32 or wider; products in autocast's dtype, else in the
@@ -154,9 +158,10 @@ def fused_token_outputs(
     """
     device = weight.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+    of = TileLoss(label_smoothing, scaling, dtype, mean_logits)
     head = _Head(
-        TileLoss(label_smoothing, scaling, dtype, mean_logits),
-        tile=max(1, tile_bytes // (4 * len(weight))),
+        of,
+        tile=max(1, tile_bytes // (4 * len(weight))) * (LONGER_WITH_KERNEL if takes_kernel(of, weight) else 1),
         hidden_on_host=hidden_on_host or hidden.device != device,
         grads_ahead=summed and torch.is_grad_enabled(),
         positions=positions,

@@ -83,7 +83,7 @@ def losses_of_tile(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad
     Returns:
         The gradient is [t, V] of the products' dtype, and empty if it is not wanted.
     """
-    if of.scaling.softcap is None and _takes_kernel(products):
+    if takes_kernel(of, products):
         return _by_kernel(of, products, targets, with_grad=with_grad)
     return _by_operators(of, products, targets, with_grad=with_grad)
 
@@ -107,11 +107,11 @@ def _by_kernel(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad: bo
     return outputs, products if with_grad else products.new_empty(0)
 
 
-def _takes_kernel(products: Tensor) -> bool:
-    """Whether the kernel computes such products."""
-    if not products.is_cuda or products.dtype not in HALF or isinstance(products, FakeTensor):
+def takes_kernel(of: TileLoss, x: Tensor) -> bool:
+    """Whether the kernel computes tiles on the device of x, which are products or the head's weight."""
+    if of.scaling.softcap is not None or of.dtype not in HALF or not x.is_cuda or isinstance(x, FakeTensor):
         return False
-    return kernel_agrees(products.device, products.dtype)
+    return kernel_agrees(x.device, of.dtype)
 
 
 HALF = (torch.float16, torch.bfloat16)
@@ -166,7 +166,8 @@ def _errors(
     actual: tuple[TokenOutputs, Tensor], expected: tuple[TokenOutputs, Tensor]
 ) -> Iterator[tuple[str, float, float]]:
     """Yield (what, relative error, bound)."""
-    for name, found, wanted in zip(TokenOutputs._fields, actual[0], expected[0], strict=True):
+    names = ("the losses", "log-probabilities", "entropy", "the guesses", "the mean of logits")
+    for name, found, wanted in zip(names, actual[0], expected[0], strict=True):
         if wanted is not None:
             assert found is not None, name
             yield name, _relative(found, wanted), BOUND_OF_OUTPUTS

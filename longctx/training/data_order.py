@@ -5,9 +5,14 @@ The collators add to a batch its layout over ranks, its token counts and the pos
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice, repeat
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,6 +127,37 @@ class StepLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch. The Trainer calls it at the start of every epoch."""
         self.batch_sampler.set_epoch(epoch)
+
+
+PARENT_ENDS_SECONDS = 10.0
+"""For a process whose connections are closed to end, as it may first have to close a GPU."""
+
+
+def end_with_parent(worker: int) -> None:
+    """Make this worker of a data loader end, without a traceback, when its parent is killed. A `worker_init_fn`.
+
+    torch's workers end once they have another parent, which those of a fork server never have. The thread that sends
+    tensors passes its errors to `sys.excepthook`.
+    """
+    parent, show = multiprocessing.parent_process(), sys.excepthook
+    assert parent is not None, "a worker is a process of multiprocessing"
+
+    def show_unless_parent_ends(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if issubclass(kind, (ConnectionError, EOFError)):
+            _exit_after(parent, PARENT_ENDS_SECONDS)
+        show(kind, error, traceback)
+
+    sys.excepthook = show_unless_parent_ends
+    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+def _exit_after(parent: Any, timeout: float | None = None) -> None:
+    """Wait until the parent has ended, and exit; return if it has not within so many seconds."""
+    parent.join(timeout)
+    if not parent.is_alive():
+        os._exit(1)
 
 
 class MicroBatch(NamedTuple):

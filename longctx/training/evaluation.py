@@ -24,7 +24,7 @@ from longctx.regions import region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.mesh import ParallelDims
 from longctx.training.checkpoint import ResumableTrainer
-from longctx.training.data_order import StepLoader, StepSampler
+from longctx.training.data_order import StepLoader, StepSampler, end_with_parent
 from longctx.training.metrics import StepMetrics, TokenMeans
 from longctx.training.objective import Objective
 from longctx.upstream.transformers_internals import memory_tracker
@@ -63,6 +63,7 @@ class EvaluatingTrainer(ResumableTrainer):
             "num_workers": args.dataloader_num_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
             "multiprocessing_context": args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
+            "worker_init_fn": end_with_parent,
         }
 
     def _loader(self, rows: PackedDataset | Dataset, sampler: StepSampler, **options: Any) -> StepLoader:

@@ -70,14 +70,11 @@ def test_wrong_result_is_not_timed() -> None:
         assert message.startswith("late is wrong: relative error ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "rows"),
     [
-        pytest.param(
-            ["--dtype", "float32", "bfloat16"],
-            len(attention.CASES) * 2 * len(attention.WAYS),
-            marks=pytest.mark.long,
-        ),
+        (["--dtype", "float32", "bfloat16"], len(attention.CASES) * 2 * len(attention.WAYS)),
         (["--dtype", "float32", "--virtual_ranks", "2", "4"], len(attention.CASES) * 2 * len(VIRTUAL_WAYS)),
     ],
 )

@@ -250,6 +250,7 @@ def cells(folder, heading):
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
+@pytest.mark.long
 def test_a_sweep_of_two_ranks(tmp_path) -> None:
     flags = ["--gpus", "2", "--backends", "ring", "hybrid", "--lengths", "64", "1024", "--steps", "2"]
     combinations, fits, timed = sweep(tmp_path, *flags, "--memory_budget_gib", "0.008", "--precision", "0.1")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data._utils import worker
 
 from longctx.launch.failures import _is_consequence
 from longctx.train import main
 from tests.training.test_resume import values, weights
 from tests.training.test_training import COMMON, make_documents, write_jsonl
+from tests.workers import start_warm_server
 
 BOUND = 30
 """Seconds from a fault to the end of all ranks, by the promise."""
@@ -150,6 +156,45 @@ def test_a_killed_data_loader_worker_is_named(flags):
     (error,) = lines_of_error(output)
     assert re.search(r"rank 1 \(pid .* stopped with RuntimeError: DataLoader worker \(pid\(?s?\)? ?\d+\)", error)
     assert "[rank0]" not in output
+
+
+def train_until_a_worker_sends(arguments, output):
+    """Train in this process, which kills itself when a data loader's worker has begun to send it a tensor."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    worker.MP_STATUS_CHECK_INTERVAL = 3600  # seconds after which torch looks whether a worker has another parent
+    connection.answer_challenge = _be_killed
+    sys.exit(main(arguments))
+
+
+def _be_killed(sender, _):
+    sender.poll(None)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_of_a_killed_rank_end_silently(flags):
+    """One sends a tensor, and the other waits."""
+    start_warm_server()
+    receiver, output = multiprocessing.Pipe(duplex=False)
+    arguments = [*flags, "--dataloader_num_workers", "2", "--dataloader_multiprocessing_context", "fork"]
+    context = multiprocessing.get_context("forkserver")
+    rank = context.Process(target=train_until_a_worker_sends, args=(arguments, output))
+    rank.start()
+    output.close()
+    printed, is_open = b"", True
+    try:
+        while is_open and receiver.poll(200):
+            part = os.read(receiver.fileno(), 1 << 16)
+            printed, is_open = printed + part, bool(part)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+        rank.join()
+    assert not is_open, "a process has the output open"
+    assert rank.exitcode == -signal.SIGKILL
+    assert b"Traceback" not in printed, printed.decode()
 
 
 def test_restarts_on_several_nodes_need_a_store_of_each_attempt(monkeypatch, capsys):

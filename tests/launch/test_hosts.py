@@ -96,6 +96,7 @@ dist.destroy_process_group()  # threads of gloo that still run would abort the p
 """
 
 
+@pytest.mark.long
 def test_ranks_of_two_hosts_meet_where_their_names_are_of_the_loopback(tmp_path):
     (tmp_path / "meeting.py").write_text(MEETING)
     with two_hosts(tmp_path, own_name="127.0.1.1") as hosts:

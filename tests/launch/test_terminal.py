@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+import warnings
+
+import pytest
+import torch.distributed as dist
 
 from longctx.launch.console import Line, show_summary
-from longctx.launch.terminal import HAS_STARTED, say_hello
+from longctx.launch.terminal import HAS_STARTED, quieten, say_hello
 
 
 def test_a_summary_is_short_and_explained_when_asked(capsys):
@@ -37,3 +42,26 @@ def test_the_first_sign_of_life_comes_before_the_slow_imports():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "is starting" in done.stdout
+
+
+BARRIER = "barrier(): using the device under current context. "
+
+
+def test_warnings_of_one_library_about_another_are_not_shown():
+    assert f'"{BARRIER}"' in inspect.getsource(dist.barrier)  # as the installed torch words it
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        quieten()
+        warnings.warn(BARRIER + "You can specify `device_id`.", UserWarning, stacklevel=1)
+        warnings.warn("a warning for users", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["a warning for users"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_only_the_first_rank_shows_warnings(rank, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        quieten()
+        warnings.warn("a warning for users", UserWarning, stacklevel=1)
+    assert len(shown) == (rank == "0")

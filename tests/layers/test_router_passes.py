@@ -127,7 +127,8 @@ def test_two_micro_batches_with_one_backward_pass_equal_two():
     assert largest_error(gradients_with(of_two_batches), gradients_with(one_by_one)) <= 1e-5
 
 
-@pytest.mark.parametrize("part", ["layers", pytest.param("model", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["layers", "model"])
 def test_compiled_models_have_the_gradient(part):
     batch = make_batch(padding=4)
     expected = expected_gradients(batch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from transformers import Qwen3Config
 from longctx.model.tiny import tiny_model
 from longctx.packing import Packing, balanced_order, pack, pack_costs, shuffled_order, spread_step
 from longctx.packing.balance import LINEAR_COST, WINDOW_STEPS
-from longctx.training.data_order import StepSampler
+from longctx.training import data_order
+from longctx.training.data_order import StepSampler, end_with_parent
 from longctx.training.dataset import linear_cost
 
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))  # micro-batch size, dp, accumulation
@@ -183,3 +186,24 @@ def test_no_grouping_of_a_window_waits_less(costs, other):
 def test_cost_of_a_long_pack():
     one = Packing(indices=np.zeros(1, np.uint8), offsets=np.array([0, 1]), capacity=1 << 20)
     assert pack_costs(one, np.array([1 << 20]))[0] == pytest.approx((1 << 20) * LINEAR_COST + (1 << 40))
+
+
+def _errors_shown(pipe):
+    errors = []
+    sys.excepthook = lambda *error: errors.append(repr(error[1]))
+    data_order.PARENT_ENDS_SECONDS = 0.01
+    end_with_parent(0)
+    for error in (ConnectionResetError(), EOFError(), ValueError()):
+        sys.excepthook(type(error), error, None)
+    pipe.send(errors)
+
+
+def test_a_worker_shows_all_errors_while_it_has_a_parent():
+    """tests/launch/test_faults.py kills the parent."""
+    receiver, sender = get_context("fork").Pipe(duplex=False)
+    worker = get_context("fork").Process(target=_errors_shown, args=(sender,))
+    worker.start()
+    sender.close()
+    assert receiver.recv() == ["ConnectionResetError()", "EOFError()", "ValueError()"]
+    worker.join()
+    assert worker.exitcode == 0
