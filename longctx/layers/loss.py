@@ -159,9 +159,10 @@ def fused_token_outputs(
     device = weight.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     of = TileLoss(label_smoothing, scaling, dtype, mean_logits)
+    is_longer = bias is None and takes_kernel(of, weight)  # a bias's gradient is summed from an fp32 copy of the tile's
     head = _Head(
         of,
-        tile=max(1, tile_bytes // (4 * len(weight))) * (LONGER_WITH_KERNEL if takes_kernel(of, weight) else 1),
+        tile=max(1, tile_bytes // (4 * len(weight))) * (LONGER_WITH_KERNEL if is_longer else 1),
         hidden_on_host=hidden_on_host or hidden.device != device,
         grads_ahead=summed and torch.is_grad_enabled(),
         positions=positions,
