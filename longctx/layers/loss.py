@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from longctx.data import IGNORE_INDEX
 from longctx.layers.chunked.copies import synchronize, to_device, to_host
-from longctx.layers.loss_tile import UNSCALED, LogitScaling, TileLoss, TokenOutputs, losses_of_tile, takes_kernel
+from longctx.layers.loss_tile import UNSCALED, LogitScaling, TileLoss, TokenOutputs, losses_of_tiles, takes_kernel
 from longctx.regions import region
 from longctx.sequence.host_tensors import host_empty
 from longctx.upstream.transformers_internals import decoder_of, replace_forward
@@ -236,11 +236,12 @@ def _tile_by_tile(
     upstream = learnt.to(wide) if grad_losses is None else learnt * grad_losses.flatten()
     grad_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+    losses_of_tile = losses_of_tiles(head.of, weight)
     with torch.autocast(weight.device.type, enabled=False):
         w, b = weight.to(head.of.dtype), None if bias is None else bias.to(head.of.dtype)
         for tile in _tiles(learnt, head):
             x = hidden[tile].to(weight.device, non_blocking=True).to(head.of.dtype)
-            values, grad = losses_of_tile(head.of, F.linear(x, w, b), labels[tile].clamp(min=0), with_grad=any(wanted))
+            values, grad = losses_of_tile(head.of, F.linear(x, w, b), labels[tile].clamp(min=0), any(wanted))
             for row, value in zip(rows, values[: len(rows)], strict=True):
                 assert value is not None, "as many as the rows"
                 row[tile] = value * learnt[tile]

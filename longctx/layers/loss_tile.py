@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -73,19 +73,16 @@ class TileLoss(NamedTuple):
     mean_logits: bool
 
 
-def losses_of_tile(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
-    """Return the outputs of a tile's tokens, [t] each, and their losses' gradient with respect to the products.
+LossesOfTile = Callable[[TileLoss, Tensor, Tensor, bool], tuple[TokenOutputs, Tensor]]
+"""A function of what is computed, a tile's products [t, V], its targets int64 [t], and whether the gradient is wanted.
 
-    Args:
-        products: [t, V], of the head. They are not kept.
-        targets: int64 [t].
+It returns the outputs of the tokens, [t] each, and their losses' gradient with respect to the products, [t, V] of the
+products' dtype, or empty if it is not wanted. It frees the products, so the caller must not hold them."""
 
-    Returns:
-        The gradient is [t, V] of the products' dtype, and empty if it is not wanted.
-    """
-    if takes_kernel(of, products):
-        return _by_kernel(of, products, targets, with_grad=with_grad)
-    return _by_operators(of, products, targets, with_grad=with_grad)
+
+def losses_of_tiles(of: TileLoss, weight: Tensor) -> LossesOfTile:
+    """Return the function that computes tiles of a head with this weight [V, h]."""
+    return _by_kernel if takes_kernel(of, weight) else _by_operators
 
 
 # ------------------------------------------------------------------------------------------------
@@ -93,7 +90,7 @@ def losses_of_tile(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad
 # ------------------------------------------------------------------------------------------------
 
 
-def _by_kernel(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
+def _by_kernel(of: TileLoss, products: Tensor, targets: Tensor, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
     from longctx.layers.loss_kernel import fused_losses
 
     losses, log_probs, entropies, guesses, means = fused_losses(
@@ -184,7 +181,7 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
 # ------------------------------------------------------------------------------------------------
 
 
-def _by_operators(of: TileLoss, products: Tensor, targets: Tensor, *, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
+def _by_operators(of: TileLoss, products: Tensor, targets: Tensor, with_grad: bool) -> tuple[TokenOutputs, Tensor]:
     logits = _scale(products.to(torch.promote_types(of.dtype, torch.float32)), of.scaling)
     del products
     probabilities = logits.softmax(-1)
