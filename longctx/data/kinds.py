@@ -40,7 +40,7 @@ _MEDIA_PARTS = frozenset(f"{before}{of}" for of in ("image", "video", "audio") f
 """Types of message parts that are not text, and keys that hold their contents."""
 
 _MEDIA_OF_MESSAGES = _MEDIA_PARTS | {"images", "videos", "audios"}
-"""Keys by which a message has media beside its content."""
+"""Keys of a message that hold media, outside its content."""
 
 _REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 """Columns of preferences in which TRL expects log-probabilities of the reference model."""

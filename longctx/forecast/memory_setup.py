@@ -61,7 +61,7 @@ class MemorySetup:
     offloaded_layers: int | None = None
     """The first of the checkpointed layers, whose checkpoints alone do; None means all."""
     tiled_mlp_num_shards: int | None = None
-    """Tiles of the MLP: 0 means as many as suit the width of the model (`tile_tokens`), None all tokens at once."""
+    """Number of MLP tiles. 0 stands for tiles of `tile_tokens` tokens, and None for no tiles."""
     heads_k_stride: int | None = None
     """Key/value heads of a rank at a time; None means all, or a quarter of them for a gather."""
     overlap_exchange: bool = False

@@ -193,7 +193,7 @@ Qwen3-0.6B with 4,096 tokens on an H200, which waits for its host, take 710 to 9
 
 
 def launch_seconds(setup: MemorySetup, device: Device) -> NDArray[np.float64]:
-    """Return the seconds in which the host goes through the layers of a micro-batch, of any length.
+    """Return the seconds that the host takes to launch the kernels of a micro-batch's layers, at any length.
 
     A forward pass that is computed again is taken to be a third of both.
     """

@@ -104,11 +104,11 @@ def _by_kernel(of: TileLoss, products: Tensor, targets: Tensor, with_grad: bool)
     return outputs, products if with_grad else products.new_empty(0)
 
 
-def takes_kernel(of: TileLoss, x: Tensor) -> bool:
-    """Whether the kernel computes tiles on the device of x, which are products or the head's weight."""
-    if of.scaling.softcap is not None or of.dtype not in HALF or not x.is_cuda or isinstance(x, FakeTensor):
+def takes_kernel(of: TileLoss, weight: Tensor) -> bool:
+    """Whether the kernel computes the tiles of a head with this weight."""
+    if of.scaling.softcap is not None or of.dtype not in HALF or not weight.is_cuda or isinstance(weight, FakeTensor):
         return False
-    return kernel_agrees(x.device, of.dtype)
+    return kernel_agrees(weight.device, of.dtype)
 
 
 HALF = (torch.float16, torch.bfloat16)

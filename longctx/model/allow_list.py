@@ -113,22 +113,6 @@ CAUSAL_MODELS = (
 )
 """model_type of every decoder that tests/model/test_models.py compares with stock transformers, each document alone."""
 
-ADDED_IN = {
-    "kolibri1": "5.20",
-    "flint": "5.21",
-    "internlm3": "5.23",
-    "iquestcoder": "5.23",
-    "lfm3": "5.23",
-    "apertus1p5_text": "5.24",
-    "exaone": "5.24",
-    "sarvam_mla": "5.24",
-    "sarvam_moe": "5.24",
-    "hyperclovax_vision_v2": "5.18",
-    "minicpmv4_7": "5.18",
-    "lfm3_vl": "5.23",
-}
-"""The release of transformers that added a type, for those that the oldest supported release does not have."""
-
 WINDOW_MODELS = (
     "afmoe",
     "cohere2_moe",

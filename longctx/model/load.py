@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from longctx.model.allow_list import ADDED_IN, MULTIMODAL_MODELS
+from longctx.model.allow_list import MULTIMODAL_MODELS
 from longctx.model.config_file import (
     check_config_numbers,
     check_config_values,
@@ -38,6 +38,7 @@ from longctx.model.config_file import (
 from longctx.model.files import check_no_adapter, check_weight_files, on_meta
 from longctx.model.multimodal import load_text_part, takes_text_alone, text_part
 from longctx.model.quantized import parameter_sizes
+from longctx.model.releases import ADDED_IN
 from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 from longctx.upstream.transformers_internals import (

@@ -154,7 +154,7 @@ def end_with_parent(worker: int) -> None:
 
 
 def _exit_after(parent: Any, timeout: float | None = None) -> None:
-    """Wait until the parent has ended, and exit; return if it has not within so many seconds."""
+    """Exit this process once its parent has ended. Return if the parent is alive after `timeout` seconds."""
     parent.join(timeout)
     if not parent.is_alive():
         os._exit(1)

@@ -12,7 +12,8 @@ from importlib.metadata import version
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from longctx.model.allow_list import ADDED_IN, check_model
+from longctx.model.allow_list import check_model
+from longctx.model.releases import ADDED_IN
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from longctx.train import main
 from tests.workers import run_main

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from longctx.attention.cost import PEAK_FLOPS
 from longctx.training.metrics import StepMetrics, _peak_flops, attention_work
 from longctx.training.peak_memory import GIB, PeakMemory
 from tests.forecast.test_by_hand import CONFIG
+from tests.model.test_models import FAMILIES
 from tests.workers import run_ranks
 
 SECONDS = 4.0
@@ -156,3 +157,12 @@ def test_seconds_pass_in_a_pause_of_the_metrics_and_do_not_count() -> None:
     with metrics.paused():
         time.sleep(0.05)
     assert time.perf_counter() - metrics._started < 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "peak"), [("llama", 989e12), ("mixtral", None), ("mistral, window", None), ("qwen3_5_text", None)]
+)
+def test_utilisation_is_not_guessed(family, peak):
+    """mfu counts all parameters and all keys, which mixtures of experts and windows do not use."""
+    model_type, settings = FAMILIES[family]
+    assert _peak_flops("NVIDIA H100 80GB HBM3", CONFIG_MAPPING[model_type](**settings)) == peak
