@@ -1,4 +1,4 @@
-"""Imports follow the data: a stage imports itself and what comes before it, and light modules stay light."""
+"""Imports follow the data, light modules stay light, and each room keeps to its budget of lines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import ast
 import functools
 import subprocess
 import sys
+import tokenize
+import warnings
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -134,3 +138,106 @@ def test_light_modules_stay_light(statement, unwanted) -> None:
     script = f"import sys; {statement}; print(*(sys.modules.keys() & {unwanted}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
+
+
+# Budgets
+
+
+class Budget(NamedTuple):
+    most: int
+    """Lines that hold code: no blank line, comment or docstring. Once a room is rebuilt, what it has reached."""
+    rebuilt: bool = False
+    """Whether the room has to keep to its budget. The sizes of other rooms are printed as a warning."""
+
+
+# A room is a folder of longctx/, or several; `top level` are the modules beside the folders.
+ROOMS = {
+    "settings": Budget(1_450),
+    "launch": Budget(410),
+    "run": Budget(540),
+    "verify": Budget(455),
+    "report": Budget(520),
+    "untrusted": Budget(160),
+    "upstream": Budget(225),
+    "machine": Budget(300),
+    "forecast": Budget(1_120),
+    "data": Budget(1_250),
+    "packing": Budget(705),
+    "collate + sequence": Budget(490),
+    "attention": Budget(1_310),
+    "ring": Budget(1_000),
+    "ulysses": Budget(325),
+    "recurrent": Budget(490),
+    "layers": Budget(1_290),
+    "model": Budget(1_210),
+    "training": Budget(2_120),
+    "ranks": Budget(110),
+    "top level": Budget(930),
+    "library": Budget(17_000),
+    "tests": Budget(21_000),
+    "benchmarks": Budget(8_000),
+    "words of README and docs": Budget(17_000),
+}
+LONGEST_FILE = 450
+
+
+def _lines_of_code(path: Path) -> int:
+    """Lines of a Python file that hold a token of code; those of a text that stands alone are no code."""
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in {*layout, tokenize.ENCODING}]
+    held = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            held.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(held)
+
+
+def _python_files(top: str) -> list[Path]:
+    """Those of a folder, without what its links lead to."""
+    return [path for path in sorted((ROOT / top).rglob("*.py")) if path.resolve().is_relative_to(ROOT / top)]
+
+
+def _sizes() -> Counter[str]:
+    """The size of each room."""
+    room_of = {folder: room for room in ROOMS for folder in room.split(" + ")}
+    sizes = Counter(dict.fromkeys(ROOMS, 0))
+    for path in _python_files("longctx"):
+        folder = path.relative_to(ROOT / "longctx").parts[0]
+        room = "top level" if folder.endswith(".py") else room_of.get(folder, folder)
+        sizes.update({room: (lines := _lines_of_code(path)), "library": lines})
+    for top in ("tests", "benchmarks"):
+        sizes[top] = sum(map(_lines_of_code, _python_files(top)))
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    sizes["words of README and docs"] = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+    return sizes
+
+
+def test_rooms_keep_to_their_budgets() -> None:
+    sizes = _sizes()
+    assert sizes.keys() == ROOMS.keys(), (
+        "give each new folder of longctx/ a budget in ROOMS, taken from the spare lines"
+    )
+    above = {
+        room: f"{room}: {sizes[room]:,} of {budget.most:,}"
+        for room, budget in ROOMS.items()
+        if sizes[room] > budget.most
+    }
+    if waiting := [text for room, text in above.items() if not ROOMS[room].rebuilt]:
+        warnings.warn("\n".join(["rooms above their budgets that are not rebuilt yet", *waiting]), stacklevel=1)
+    assert not [text for room, text in above.items() if ROOMS[room].rebuilt], "delete, or take lines from another room"
+
+
+def test_no_file_is_longer_than_one_can_read() -> None:
+    lengths = {
+        path: len(path.read_text(encoding="utf-8").splitlines())
+        for top in ("longctx", "tests", "benchmarks", "docs")
+        for path in _python_files(top)
+    }
+    assert not {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > LONGEST_FILE}
+
+
+def test_only_lines_that_hold_code_are_counted(tmp_path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text('"""Text.\n\nMore."""\n\n# A comment.\nNAMES = [\n    1,\n\n    2,  # two\n]\nTEXT = """a\nb"""\n')
+    assert _lines_of_code(path) == 6
