@@ -22,10 +22,13 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from longctx.launch.network import choose_interface
 from longctx.launch.store import listen_on_loopback, meeting_point, private_folder, store_file
 from longctx.launch.terminal import tell
+from longctx.untrusted.working_directory import leave_out_of_imports
 from tests.launch.test_faults import OWN, RING, SAVING, check_killed, flags_of
 
+ROOT = Path(__file__).parents[2]
 SHADOWS = ["trl", "torch", "yaml", "psutil", "difflib", "accelerate", "tomllib"]
 
 
@@ -140,6 +143,32 @@ def test_the_command_line_runs_nothing_of_its_folder(planted, tmp_path):
     done = subprocess.run([sys.executable, "-m", "longctx", "trian"], cwd=planted, capture_output=True, text=True)
     assert "Did you mean train?" in done.stderr  # by difflib
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(("module", "stays"), [("longctx.train", True), ("longctx", False)])
+def test_the_working_directory_is_left_out_unless_it_is_a_checkout(module, stays, monkeypatch, tmp_path):
+    """Of the search path, before anything else is imported, and of that of processes that it starts."""
+    folder = ROOT if stays else tmp_path
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(sys, "path", [str(folder), "/elsewhere"])
+    monkeypatch.setattr(sys, "argv", ["-m", "--sp", "2"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", module, "--sp", "2"])
+    leave_out_of_imports()
+    assert sys.path == ([str(folder)] if stays else []) + ["/elsewhere"]
+    assert os.environ.get("PYTHONSAFEPATH") == (None if stays else "1")
+
+
+def test_the_interface_is_the_loopback_on_one_machine_unless_the_user_chose_one():
+    alone = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    (name,) = [name for name, found in psutil.net_if_addrs().items() if "127.0.0.1" in {each.address for each in found}]
+    loopback = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    ours = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "ib0"}
+    cases = [(alone, loopback), (alone | ours, ours), (alone | {"WORLD_SIZE": "8"} | ours, ours)]
+    for env, expected in cases:
+        env = dict(env)
+        choose_interface(env)
+        assert {name: value for name, value in env.items() if "IFNAME" in name} == expected
 
 
 def _hold(pipe):

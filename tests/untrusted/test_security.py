@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.fuzz.__main__ import main as fuzz
 from longctx.data import DataError, load_records, tokenize_records
+from longctx.model.config_file import check_config_values
 from longctx.model.load import load_config, load_model, load_tokenizer
 from longctx.model.tiny import tiny_tokenizer
 from longctx.train import main
@@ -106,6 +107,32 @@ def test_code_of_a_folder_does_not_run(folder, tmp_path, values):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_tokenizers_own_code_runs_only_where_it_is_trusted(folder, tmp_path, monkeypatch, trusted):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    marker = tmp_path / "marker"
+    code = "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+    (folder / "own.py").write_text(f"open({str(marker)!r}, 'w')\n{code}")
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    values |= {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    load_config(str(folder), trust_remote_code=trusted)
+    assert type(load_tokenizer(str(folder), trust_remote_code=trusted)).__name__ == "Own" or not trusted
+    assert marker.exists() == trusted
+
+
+def test_a_script_beside_data_is_not_run(tmp_path):
+    """In the place where `datasets` looked for the script of a data set."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "data.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "a b"}\n')
+    with pytest.raises(DataError, match="mixed formats"):
+        load_records(str(tmp_path / "data"))
+    assert len(load_records(str(tmp_path / "data" / "*.jsonl"))) == 1
+    assert not (tmp_path / "marker").exists()
+
+
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_kernels_that_a_config_names_are_not_fetched(folder, key):
     change(folder, **{key: "someone/kernel"})
@@ -152,6 +179,24 @@ def test_numbers_that_no_model_has_are_refused_by_name(folder, key, value):
 
 
 @pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("max_position_embeddings", 2**31),
+        ("n_layers", 4096),
+        ("num_local_experts", 4096),
+        ("moe_intermediate_size_of_experts", 2**31),
+        ("num_labels", 65_536),
+    ],
+)
+def test_numbers_of_a_configuration_end_at_the_limits_of_the_page(key, most):
+    for values in ({key: most}, {"parts": [{"deep": [{key: [1, most]}]}]}):
+        check_config_values("a model", values)
+    for values in ({key: most + 1}, {"parts": [{"deep": [{key: [1, most + 1]}]}]}):
+        with pytest.raises(ValueError, match=rf"sets {key} to {most + 1:,}; expected .* to {most:,}\."):
+            check_config_values("a model", values)
+
+
+@pytest.mark.parametrize(
     ("values", "key"),
     [
         ({"save_pretrained": 1}, "save_pretrained"),
@@ -184,6 +229,15 @@ def test_a_model_larger_than_its_files_takes_no_memory(folder):
     with pytest.raises(ValueError, match=r"describes a model of [\d,]{10,} parameters, and its files hold"):
         load(folder)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def test_a_model_of_up_to_twice_its_files_is_compared_by_its_shapes(folder):
+    held = sum(weight.numel() for weight in load_file(folder / "model.safetensors").values())
+    hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
+    for rows, message in ((held // hidden, "has the shape"), (held // hidden + 1, "describes a model of")):
+        change(folder, vocab_size=272 + rows)  # the embeddings are tied to the head
+        with pytest.raises(ValueError, match=message):
+            load(folder)
 
 
 def test_a_configuration_of_other_shapes_than_the_files_is_refused_by_name(folder):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,13 @@ from pathlib import Path
 import datasets
 import pytest
 
-from longctx.data import DataError, load_records
+from longctx.data import DataError, encoders, errors, json_records, load_records
+from longctx.model import config_file
+from longctx.model import files as model_files
 from longctx.model.load import load_config, load_tokenizer
 from longctx.training.checkpoint.files import CheckpointError, read_manifest
 from longctx.training.fingerprint import _data_files_identity
+from longctx.untrusted.confined import Bounds
 from longctx.untrusted.files import matching_files
 from tests.untrusted.test_security import checkpoint, load
 
@@ -44,13 +48,15 @@ def put_in_place(path: Path, kind: str) -> None:
     path.unlink(missing_ok=True)
     if kind == "a pipe":
         os.mkfifo(path)
+    elif kind == "a socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
     elif kind == "a device":
         path.symlink_to("/dev/zero")
     else:
         path.symlink_to("..", target_is_directory=True)
 
 
-KINDS = ["a pipe", "a device", "a link to a folder"]
+KINDS = ["a pipe", "a socket", "a device", "a link to a folder"]
 MODEL_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"]
 MODEL_FILES += ["generation_config.json", "adapter_config.json", "special_tokens_map.json"]
 
@@ -87,11 +93,13 @@ def test_folders_that_lead_in_circles(tmp_path):
     assert matching_files(str(folder / "**")) == [folder / "part" / "train.jsonl"]
     assert len(load_records(str(folder / "**" / "*.jsonl"))) == 1
     assert _data_files_identity(str(folder / "**" / "*.jsonl")) is not None
+    (folder / "part" / "train.jsonl").rename(folder / "part" / "train.txt")
+    assert load_records(str(folder))["text"][:] == ['{"text": "a b"}\n']
 
 
 @pytest.mark.parametrize("read", ["{}", "{}/*", "{}/**"])
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-@pytest.mark.parametrize("kind", ["a pipe", "a device", "a link to gone, where no file is"])
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a device", "a link to gone, where no file is"])
 def test_nothing_of_a_data_set_is_passed_over(tmp_path, kind, suffix, read):
     for name in ("train-0", "train-1"):
         (tmp_path / f"{name}.{suffix}").write_text('{"text": "a b"}\n')
@@ -123,12 +131,13 @@ def test_globs_match_what_they_did(tmp_path):
     assert found("b/.*") == ["b/.g.txt"]
 
 
-def test_a_saved_data_set_holds_regular_files(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_data_set_holds_regular_files(tmp_path, kind):
     parts = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a b"]})})
     for name in ("state.json", "dataset_info.json"):
         parts.save_to_disk(str(tmp_path / name))
-        put_in_place(tmp_path / name / "train" / name, "a pipe")
-        with pytest.raises(DataError, match=rf"train/{name} is a pipe"):
+        put_in_place(tmp_path / name / "train" / name, kind)
+        with pytest.raises(DataError, match=rf"train/{name} is {kind}"):
             load_records(str(tmp_path / name))
 
 
@@ -141,6 +150,18 @@ def test_files_of_flags_are_regular(refusal, tmp_path):
 
 
 # What files unpack to
+
+
+def test_the_limits_are_those_of_the_page():
+    """Other tests lower them, so that they need neither gigabytes nor minutes."""
+    gib, million = 1 << 30, 10**6
+    sizes = [errors.RECORD_BYTES, json_records._ARRAY_BYTES, errors.RECORD_MEMORY_BYTES, errors.GROUP_MEMORY_BYTES]
+    assert sizes == [256 * MIB, gib, 4 * gib, 8 * gib]
+    assert encoders._CHARACTERS_AT_A_TIME // million == 1
+    for characters in (0, million, 5 * million):
+        assert Bounds.of_text(characters) == Bounds(30 + 50 * characters / million, 2 * gib + 512 * characters)
+    assert config_file.BOUNDS == model_files.BOUNDS == Bounds(seconds=120, memory_bytes=4 * gib)
+    assert model_files._MOST_IN_A_BUFFER == 2**28
 
 
 WRITE = """
