@@ -134,6 +134,10 @@ def test_what_is_repeated_and_left_out_is_counted(strategy, files, tokenizer):
         assert counted.share_of_documents == len(there) / len(drawn)
         assert counted.share_of_tokens == pytest.approx(sum(map(len, there)) / sum(map(len, drawn)))
         assert counted.epochs == len(there) / len(own)
+        told = {"repeated": counted.documents_repeated, "left out": counted.documents_left_out}
+        shares = f"({share:.1%} requested) of the documents and {counted.share_of_tokens:.1%} of the tokens; "
+        more = "".join(f"; {number} documents {word}" for word, number in told.items() if number)
+        assert str(counted).endswith(f"{shares}{counted.epochs:.2f} epochs{more}")
     repeated = sum(source.documents_repeated for source in report)
     assert (repeated > 0) == (strategy == "all_exhausted")
     assert (sum(source.documents_left_out for source in report) > 0) == (strategy == "first_exhausted")
@@ -304,15 +308,16 @@ def test_other_weights_or_data_sets_are_not_gone_on_with(corpora, models, tmp_pa
 def test_a_mixture_is_prepared_evaluated_and_printed(corpora, tmp_path, capsys):
     """From a file in TRL's form."""
     config = tmp_path / "run.yaml"
-    entries = "".join(f"  - path: {path}\n    columns: [input_ids, labels]\n" for path in (corpora.a, corpora.b))
+    entries = f"  - path: {corpora.a}\n    columns: [input_ids, labels]\n  - path: {corpora.b}\n    split: train[:80%]\n"
     config.write_text(f"model_name_or_path: tiny\nmax_length: 160\ndatasets:\n{entries}test_split_size: 0.2\n")
     given = ["--config", str(config), "--eval_strategy", "steps", "--eval_steps", "1", "--output_dir", str(tmp_path)]
     assert main([*given, "--prepare_only", "True"]) == 0
     printed = capsys.readouterr().out
+    assert "packing   9 documents" in printed  # of 8, and of 80% of 5, less a fifth
     assert re.search(rf"mixture   {corpora.a}: \d documents with [\d,]+ tokens, \d\d.\d% of the documents", printed)
     assert main([*given, "--max_steps", "1", "--report_to", "none", "--disable_tqdm", "True"]) == 0
     printed = capsys.readouterr().out
-    assert f"data      a mixture of {corpora.a}, {corpora.b}, packed" in printed
+    assert f"data      a mixture of {corpora.a}, {corpora.b} [train[:80%]], packed" in printed
     assert "evaluate  3 documents with" in printed
     targets, tokens = re.search(r"targets   ([\d,]+) of the ([\d,]+) tokens in the documents \(", printed).groups()
     assert 0 < int(targets.replace(",", "")) < int(tokens.replace(",", ""))

@@ -192,6 +192,7 @@ def test_data_of_which_no_pair_is_left_is_refused(overlong, tmp_path, capsys):
         ({"prompt": "a", "completion": "b"}, "no 'chosen' and 'rejected' answers"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen"),
         ({"prompt": "a", "chosen": "c", "rejected": "b", "ref_chosen_logps": -1.0}, "'ref_chosen_logps' is not read"),
+        ({"prompt": "a", "chosen": "c", "rejected": "b", "system": "s"}, "the column 'system' is not read"),
     ],
 )
 def test_bad_pairs(record, said, tmp_path):
@@ -221,6 +222,7 @@ NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
         ([*NAMED, "--sync_ref_model", "True"], "--sync_ref_model True is refused"),
         ([*NAMED, "--label_smoothing_factor", "0.1"], "That of preferences is --label_smoothing"),
         ([*NAMED, "--loss_type", "aot"], "--loss_type aot is refused: it sorts"),
+        ([*NAMED, "--loss_type", "aot_unpaired"], "--loss_type aot_unpaired is refused: it sorts"),
         ([*NAMED, "--loss_type", "sigmoid", "dpo"], "--loss_type dpo is refused: Use any of"),
         ([*NAMED, "--loss_weights", "1", "2"], "--loss_weights has 2 values"),
         ([*NAMED, "--loss_type", "simpo", "sft"], "Use simpo alone"),

@@ -57,10 +57,11 @@ def test_messages_of_weight_0_are_refused_unless_the_template_reads_it(tokenizer
     assert "a message has 'weight': 0" in _tokenize_error(records, tokenizer, chat_template=reads)  # all tokens count
     half = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", "weight": 0.5}]}])
     assert "'weight': 0.5" in _tokenize_error(half, tokenizer, assistant_only_loss=True, chat_template=reads)
-    loss = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", "loss": False}]}])
     comment = MARKED + "{# of another weight #}"
     assert "'weight': 0" in _tokenize_error(records, tokenizer, assistant_only_loss=True, chat_template=comment)
-    assert "'loss': False" in _tokenize_error(loss, tokenizer)
+    for mark in ("loss", "train", "training"):
+        left_out = Dataset.from_list([{"messages": [{"role": "assistant", "content": "ab", mark: False}]}])
+        assert f"'{mark}': False" in _tokenize_error(left_out, tokenizer)
 
 
 OF_KNOWN_ROLES = (

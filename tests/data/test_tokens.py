@@ -89,6 +89,15 @@ def test_same_tokens_and_labels_as_trl(name, tmp_path, tokenizer, trl_prepare) -
             assert documents.features[column] == datasets.List(datasets.Value("int32"))
 
 
+def test_a_record_of_several_kinds_is_of_the_first_one(tokenizer) -> None:
+    record = {"input_ids": [1, 2], "prompt": "a", "completion": "b", "messages": CHATS[1], "text": "c"}
+    for kind in (["input_ids"], ["prompt", "completion"], ["messages"], ["text"]):
+        of_all = Dataset.from_list([record])
+        alone = Dataset.from_list([{column: record.pop(column) for column in kind}])
+        found, expected = (tokenize_records(source, tokenizer)["input_ids"][:] for source in (of_all, alone))
+        assert found == expected, kind
+
+
 def test_known_template_without_markers_gets_trls_training_version(tokenizer, trl_prepare, monkeypatch) -> None:
     from trl.chat_template_utils import qwen3_chat_template
 
@@ -328,7 +337,10 @@ def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
         ({"prompt": ["a"]}, "a 'prompt' alone is for methods that generate, such as GRPO"),
         ({"prompt": ["a"], "completion": ["b"], "label": [True]}, "'label' says which completions are desirable (KTO)"),
         ({"prompt": ["a"], "completion": ["b"], "system": ["c"]}, "the column 'system' is not read"),
+        ({"messages": [CHATS[0]], "system": ["c"]}, "the column 'system' is not read"),
         ({"text": ["a"], "image": ["a.png"]}, "the column 'image' holds images, video or audio"),
+        ({"messages": [CHATS[0]], "video": ["a.mp4"]}, "the column 'video' holds images, video or audio"),
+        ({"input_ids": [[1, 2]], "loss_weights": [[0.0, 1.0]]}, "the column 'loss_weights' would say which tokens"),
         ({"input_ids": [[1, 2]], "pixel_values": [[0.5]]}, "the column 'pixel_values' holds images"),
         ({"prompt": ["a"], "completion": ["b"], "audios": [["a.wav"]]}, "the column 'audios' holds images, video or"),
         ({"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}, "the column 'loss_mask' would say which tokens count"),
@@ -365,6 +377,8 @@ def test_tokenizer_without_what_is_needed(monkeypatch) -> None:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.chat_template = template
     assert "{% generation %}" in _tokenize_error(chat, tokenizer, assistant_only_loss=True)
+    pair = Dataset.from_list([{"prompt": CHATS[1][:1], "completion": CHATS[1][1:]}])  # needs no markers
+    assert tokenizer.decode([i for i in tokenize_records(pair, tokenizer)["labels"][0] if i != -100]) == "hello there"
     tokenizer.chat_template = None
     assert "no chat template" in _tokenize_error(chat, tokenizer)
     tokenizer.eos_token = None

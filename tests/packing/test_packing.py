@@ -297,6 +297,8 @@ def test_overlong_error_weighs_the_choices() -> None:
 
 
 def test_report_reads_well() -> None:
+    for overlong, lost in {"truncate": "16 tokens cut off", "drop": "2 documents dropped", "split": "2 split"}.items():
+        assert plan_packing([4, 25, 11, 0], 10, overlong=overlong)[1].short().endswith(f"; {lost}")
     text = str(plan_packing([4, 25, 11, 0], 10, overlong="truncate")[1])
     assert "4 documents with 40 tokens in 3 packs" in text
     assert "16 tokens cut off (40.00%)" in text

@@ -286,12 +286,13 @@ def last_state(output_dir):
     return json.loads((output_dir / "trainer_state.json").read_text())
 
 
-def test_a_run_that_is_made_longer_has_the_learning_rates_of_its_new_length(copied, models, caplog):
+@pytest.mark.parametrize("longer", [["--max_steps", "8"], ["--max_steps", "-1", "--num_train_epochs", "2"]])
+def test_a_run_that_is_made_longer_has_the_learning_rates_of_its_new_length(longer, copied, models, caplog):
     data, output_dir = copied
     for folder in (output_dir, output_dir / "checkpoint-4"):
         (folder / "training_args.bin").write_bytes(b"a file that is never read")
     _sign(output_dir / "checkpoint-4")
-    assert resumed(models, data, output_dir, "--resume_from_checkpoint", "auto", "--max_steps", "8") == 0
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", "auto", *longer) == 0
     assert "checkpoint-4 is of a run of 5 steps, and this one has 8" in caplog.text
     rates = [entry["learning_rate"] for entry in last_state(output_dir)["log_history"] if "loss" in entry]
     assert rates[4:] == pytest.approx([LEARNING_RATE * (1 - step / 8) for step in (4, 5, 6, 7)])

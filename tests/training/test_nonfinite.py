@@ -74,6 +74,7 @@ def test_the_step_is_refused_or_left_out(layout, poisoned, tmp_path, monkeypatch
         (line,) = (tmp_path / case / "nonfinite.jsonl").read_text().splitlines()
         told = json.loads(line)
         assert (told["step"], told["rows"], told["documents"]) == (2, [2, 3], [2, 3])
+    assert not list((tmp_path / "stop").glob("*.safetensors"))
     told = "Failed in step 2: NonFiniteError: the gradient of step 2, with documents 2, 3, has the norm"
     assert told in (tmp_path / "stop" / "run_report.html").read_text()
     assert "Finished after 4 steps" in (tmp_path / "skip" / "run_report.html").read_text()

@@ -187,7 +187,7 @@ def test_a_bad_record_ends_the_run_with_its_place(model, tmp_path):
     command += ["--dataset_name", str(data), "--packing", "False", "--per_device_train_batch_size", "200"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert done.stderr.count("longctx: error: ") == 1
     assert f"longctx: error: {data}:601: malformed JSON" in done.stderr
     assert "Traceback" not in done.stderr
