@@ -308,7 +308,9 @@ def test_other_weights_or_data_sets_are_not_gone_on_with(corpora, models, tmp_pa
 def test_a_mixture_is_prepared_evaluated_and_printed(corpora, tmp_path, capsys):
     """From a file in TRL's form."""
     config = tmp_path / "run.yaml"
-    entries = f"  - path: {corpora.a}\n    columns: [input_ids, labels]\n  - path: {corpora.b}\n    split: train[:80%]\n"
+    entries = (
+        f"  - path: {corpora.a}\n    columns: [input_ids, labels]\n  - path: {corpora.b}\n    split: train[:80%]\n"
+    )
     config.write_text(f"model_name_or_path: tiny\nmax_length: 160\ndatasets:\n{entries}test_split_size: 0.2\n")
     given = ["--config", str(config), "--eval_strategy", "steps", "--eval_steps", "1", "--output_dir", str(tmp_path)]
     assert main([*given, "--prepare_only", "True"]) == 0

@@ -15,6 +15,7 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.report.test_page import TOKEN, Page
 from tests.training.test_training import COMMON, make_documents, run_cases, write_jsonl
 from tests.workers import run_ranks
 
+ROOT = Path(__file__).parents[2]
 DASHBOARDS = [name for name in ("tensorboard", "trackio") if importlib.util.find_spec(name)]
 STEPS, TRACED, MICRO_BATCHES = 4, 2, 2
 LAYERS = 2
@@ -134,6 +136,13 @@ def check_trace(folder, backend):
                     assert inside(event, events, outer), event
 
 
+def test_the_page_names_every_region():
+    page = (ROOT / "docs/howto/watch.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`longctx\.([a-zN ]+)`", page.replace("step N", "step")))
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "longctx").rglob("*.py"))
+    assert named == {name.rstrip("0 ") for name in re.findall(r'with .*region\(f?"([a-z0 ]+)', code)}
+
+
 def test_parts_add_up_to_the_time_between_log_lines(run):
     check_parts(run)
 
@@ -154,6 +163,8 @@ def check_parts(folder):
             assert entry[f"{part}_fraction"] == pytest.approx(sum(entry["seconds"][part]) / whole, abs=1e-2)
         assert min(entry["seconds"]["attention"]) > 0
         assert min(entry["seconds"]["communication"]) > 0
+        assert len(entry["memory"]["host"]["gib_by_rank"]) == 4
+        assert entry["mfu"] is None
 
 
 def numbers(folder):
@@ -221,6 +232,7 @@ def test_the_page_of_a_run_is_whole_and_fetches_nothing(run):
         HIDDEN,
         "world 4 = ",
         "these settings reach",
+        *("Command", "Packing", "Versions", "Checkpoints", "Flags that were set", "All flags"),
     ):
         assert said in text, said
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
@@ -228,6 +240,10 @@ def test_the_page_of_a_run_is_whole_and_fetches_nothing(run):
     [numbers] = re.findall(r"<table class=numbers>.*?</table>", html)
     assert numbers.count("<tr>") == 1 + STEPS, "an evaluation is in the row of its step"
     svgs = re.findall(r"<svg.*?</svg>", html)
+    drawn = re.findall(r"<figcaption>([^<,]*)", html)
+    shown = ["Loss", "Tokens per second", "Gradient norm", "Learning rate", "Padding", "Attention imbalance"]
+    assert sorted(drawn) == sorted([*shown, "Peak host memory by rank", *["Where the time went"] * 2])
+    assert "@media (prefers-color-scheme: dark)" in html
     assert len(svgs) == 9
     assert all(re.match(r'<svg [^>]*role="img"><title>[^<]+</title><desc>[^<]+</desc>', svg) for svg in svgs)
     assert not any("not recorded" in svg for svg in svgs)

@@ -205,6 +205,26 @@ def test_evaluation_has_trls_interval_and_a_batch_of_one_sequence(given, eval_st
     assert (arguments["eval_steps"] or arguments["logging_steps"]) == (eval_steps or 3)
 
 
+DEFAULTS = {
+    "balance_packs": True,
+    "dataset_stopping_strategy": "first_exhausted",
+    "ddp_timeout": 1800,
+    "hub_strategy": "every_save",
+    "metric_for_best_model": "loss",
+    "on_nonfinite": "stop",
+    "overlong": "raise",
+    "profile_steps": 3,
+    "report_to": "none",
+    "router_aux_loss_coef": None,
+}
+
+
+def test_defaults_that_the_pages_name():
+    evaluates = ["--eval_strategy", "steps", "--dataset_test_split", "train", "--early_stopping_patience", "3"]
+    found = resolved(*OWN, *evaluates).settings
+    assert {name: getattr(found[name], "value", found[name]) for name in DEFAULTS} == DEFAULTS
+
+
 def test_what_is_set_is_kept():
     given = {"packing": False, "max_length": 64, "per_device_train_batch_size": 2, "logging_steps": 5}
     run = resolved(*OWN, *(word for name, value in given.items() for word in (f"--{name}", str(value))))

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -18,6 +19,7 @@ import longctx.data.encoders
 import longctx.data.tokenize as tokenize
 import longctx.training.dataset
 from longctx.data.encoders import Encoder
+from longctx.model.load import load_config
 from longctx.packing import Packing, load_plan, plan_packing, save_plan
 from longctx.train import main
 from longctx.training.checkpoint.trainer import _OPTIMIZATION
@@ -379,9 +381,13 @@ def test_ranks_wait_for_the_first_beyond_the_time_out_and_end_with_it(tmp_path):
     assert (first["after all"][0], second["after all"][0]) == (0, 1)
 
 
-def prepare_on_two_nodes(folder):
-    """Rank 0 on one node, ranks 1 and 2 on another, each with a disk of its own behind the same relative path."""
-    from longctx.ranks.agreement import main_process_first
+def prepare_on_two_nodes(folder, model):
+    """Rank 0 on one node, ranks 1 and 2 on another, each with a disk of its own behind the same relative path: what
+    each has prepared, how often it has read the files of model and stream, and where --save_on_each_node acts."""
+    from longctx.ranks.agreement import RefusedOnAllRanks, main_process_first
+    from longctx.run.preparation import agree_on_output
+    from longctx.training import fingerprint
+    from longctx.training.dataset import StreamedData
 
     rank = short_time_out()
     node = Path(folder, "first" if rank == 0 else "second")
@@ -397,13 +403,38 @@ def prepare_on_two_nodes(folder):
         Path("made").write_text(str(rank))
         return "made", str(rank), (begin, time.monotonic())
 
-    return main_process_first(work, "cache")
+    prepared = main_process_first(work, "cache")
+    args = SimpleNamespace(process_index=rank, local_process_index=max(rank - 1, 0), save_only_model=False)
+    settings = {"model_name_or_path": model, "use_peft": True, "datasets": [], "dataset_name": f"{folder}/stream.txt"}
+    settings |= {"dataset_streaming": True, "dataset_text_field": "text"}
+    read, content_digests = [], fingerprint.content_digests
+    fingerprint.content_digests = lambda files: read.append(files) or content_digests(files)
+    fingerprint.compare_files(settings, load_config(model), StreamedData(documents=None, rows=None), args)
+
+    def on_each_node(output_dir, asked, best=False):
+        args.output_dir, args.save_on_each_node, args.load_best_model_at_end = output_dir, asked, best
+        try:
+            agree_on_output(args)
+        except RefusedOnAllRanks as refused:
+            return str(refused)
+        return args.save_on_each_node
+
+    outputs = on_each_node(f"{folder}/common", True), on_each_node("own", True)
+    return prepared, len(read), outputs, (on_each_node("own", False), on_each_node("own", True, best=True))
 
 
-def test_each_node_prepares_once_where_files_are_not_shared(tmp_path):
-    (*first, at), (*second, meanwhile), third = run_ranks(3, f"{__name__}:prepare_on_two_nodes", str(tmp_path))
+def test_each_node_prepares_once_where_files_are_not_shared(models, tmp_path):
+    (tmp_path / "stream.txt").write_text("a stream")
+    found = run_ranks(3, f"{__name__}:prepare_on_two_nodes", str(tmp_path), models["GQA 4:2"])
+    prepared, read, outputs, refused = zip(*found, strict=True)
+    (*first, at), (*second, meanwhile), third = prepared
     assert (first, second, third) == (["made", "0"], ["made", "1"], ("read", "1", None))
     assert max(at[0], meanwhile[0]) < min(at[1], meanwhile[1])  # both at the same time
+    assert read == (2, 2, 0)  # model and stream, by the first rank of each node
+    assert set(outputs) == {(False, True)}  # rank 0 writes into a common folder, with the flag too
+    for without, with_best in refused:
+        assert "is not the folder that rank 0 has by that name. Name one on a file system that all nodes" in without
+        assert "--load_best_model_at_end reads the files of all ranks" in with_best
 
 
 def test_documents_are_known_by_their_labels_too():

@@ -17,7 +17,7 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from longctx.training.peak_memory import GIB, PeakMemory
-from longctx.training.progress import ROWS_PER_HEADER, StepLines
+from longctx.training.progress import StepLines
 from tests.training.test_training import COMMON, make_documents, write_jsonl
 
 LOGS = {"loss": 2.3456, "tokens_per_second": 12345.6, "tokens_per_second_per_device": 3086.4, "grad_norm": 1.0}
@@ -66,9 +66,17 @@ def test_a_gpu_has_its_utilisation_and_its_own_memory():
 
 
 def test_the_header_comes_again():
-    printed = follow(io.StringIO(), steps=range(1, ROWS_PER_HEADER + 2), max_steps=30).splitlines()
+    printed = follow(io.StringIO(), steps=range(1, 22), max_steps=30).splitlines()
     headers = [index for index, line in enumerate(printed) if line.split()[:1] == ["step"]]
-    assert headers == [0, 1 + 2 * ROWS_PER_HEADER]
+    assert headers == [0, 1 + 2 * 20]
+
+
+def test_the_time_left_is_that_of_the_steps_after_the_first(monkeypatch):
+    """The first of 10 steps takes 100 s, and the others take 2 s each."""
+    times = iter([0, 100, 102, 104])
+    monkeypatch.setattr("longctx.training.progress.time", SimpleNamespace(monotonic=lambda: next(times)))
+    left = [line.split()[-2:] for line in follow(io.StringIO(), steps=(1, 2, 3)).splitlines() if "/10 " in line]
+    assert left[1:] == [["16", "s"], ["14", "s"]]
 
 
 def read_all(leader):
@@ -81,8 +89,11 @@ def read_all(leader):
     return seen.decode()
 
 
-@pytest.mark.parametrize(("columns", "title"), [(80, "mem GiB"), (120, "memory GiB")])
-def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, monkeypatch):
+@pytest.mark.parametrize(
+    ("columns", "title", "no_color"), [(80, "mem GiB", ""), (120, "memory GiB", ""), (120, "memory GiB", "1")]
+)
+def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, no_color, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("COLUMNS", str(columns))  # rich asks the standard streams, which are pytest's here
     monkeypatch.setenv("TERM", "xterm-256color")
     leader, follower = pty.openpty()
@@ -91,7 +102,9 @@ def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, monkeypatc
         follow(terminal, logs=LOGS | {"mfu": 0.4}, memory=GPU, steps=(5, 6, 1000), max_steps=1000)
     seen = read_all(leader)
     assert "evaluation: batch 1 of 2" in seen
-    assert re.search(r"\x1b\[33m *73.0/80.0\x1b\[0m", seen), "memory that is nearly full is yellow"
+    yellow = re.search(r"\x1b\[33m *73.0/80.0\x1b\[0m", seen)
+    assert (yellow is None) == bool(no_color), "memory that is nearly full is yellow"
+    assert bool(re.search(r"\x1b\[[\d;]*3\d", seen)) != bool(no_color)
     lines = re.sub(r"\x1b\[[\d;]*m", "", seen).splitlines()
     assert title in lines[0]
     assert max(map(len, lines)) <= columns
