@@ -153,7 +153,9 @@ def test_prepare_only_prints_the_report_and_loads_no_weights(run_flags, tmp_path
     output = capsys.readouterr().out
     assert "packing   40 documents with " in output
     assert "no token lost" in output
-    assert len(plans(tmp_path)) == 1
+    (plan,) = plans(tmp_path)
+    packing, _ = load_plan(plan.parent, plan.stem.removeprefix("plan-"))
+    assert packing.capacity == 256  # of the whole sequence, whatever --sp is
     assert not (tmp_path / "out").exists()
 
 
@@ -384,7 +386,7 @@ def test_ranks_wait_for_the_first_beyond_the_time_out_and_end_with_it(tmp_path):
 def prepare_on_two_nodes(folder, model):
     """Rank 0 on one node, ranks 1 and 2 on another, each with a disk of its own behind the same relative path: what
     each has prepared, how often it has read the files of model and stream, and where --save_on_each_node acts."""
-    from longctx.ranks.agreement import RefusedOnAllRanks, main_process_first
+    from longctx.ranks.agreement import main_process_first
     from longctx.run.preparation import agree_on_output
     from longctx.training import fingerprint
     from longctx.training.dataset import StreamedData
@@ -413,11 +415,7 @@ def prepare_on_two_nodes(folder, model):
 
     def on_each_node(output_dir, asked, best=False):
         args.output_dir, args.save_on_each_node, args.load_best_model_at_end = output_dir, asked, best
-        try:
-            agree_on_output(args)
-        except RefusedOnAllRanks as refused:
-            return str(refused)
-        return args.save_on_each_node
+        return outcome(agree_on_output, args)[0] or args.save_on_each_node
 
     outputs = on_each_node(f"{folder}/common", True), on_each_node("own", True)
     return prepared, len(read), outputs, (on_each_node("own", False), on_each_node("own", True, best=True))
@@ -432,7 +430,7 @@ def test_each_node_prepares_once_where_files_are_not_shared(models, tmp_path):
     assert max(at[0], meanwhile[0]) < min(at[1], meanwhile[1])  # both at the same time
     assert read == (2, 2, 0)  # model and stream, by the first rank of each node
     assert set(outputs) == {(False, True)}  # rank 0 writes into a common folder, with the flag too
-    for without, with_best in refused:
+    for (_, without, _), (_, with_best, _) in refused:
         assert "is not the folder that rank 0 has by that name. Name one on a file system that all nodes" in without
         assert "--load_best_model_at_end reads the files of all ranks" in with_best
 
