@@ -214,7 +214,7 @@ def row_sets(number: int = 200) -> Iterator[tuple[str, list[Batch] | Batch, bool
     for place in range(number):
         name, random = names[place % len(names)], Random(place)
         yield f"{place:03}, {name}", makers[name](random), name.endswith("padding-free")
-    yield f"{number:03}, empty, as on ranks without rows", [], False
+    yield "empty, as on ranks without rows", [], False
 
 
 # --------------------------------------------------------------------------------------------------
