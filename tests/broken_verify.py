@@ -63,6 +63,18 @@ def break_gradients():
     longctx.attention.operator.LocalSchedule.backward = twice
 
 
+def break_bits():
+    """A document's outputs follow the tokens of others by less than rounding lets the loss show."""
+    unshard = longctx.parallel.SequenceParallel.unshard
+
+    def drifted(self, values, layout):
+        whole = unshard(self, values, layout)
+        break_bits.calls = getattr(break_bits, "calls", 0) + 1
+        return whole * (1 + 1e-6 * break_bits.calls) if whole.is_floating_point() else whole
+
+    longctx.parallel.SequenceParallel.unshard = drifted
+
+
 def verify_broken(broken, arguments):
     """(exit code, what rank 0 prints) on a rank of a group that runs already."""
     globals()[f"break_{broken}"]()

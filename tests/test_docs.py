@@ -267,6 +267,15 @@ def test_a_command_that_nobody_runs_is_seen(folder):
         check(["pip", "install", "longctx"])
 
 
+def test_the_host_memory_that_a_page_names_is_what_its_command_is_predicted_to_need(folder):
+    page = (ROOT / "docs/howto/launch.md").read_text(encoding="utf-8")
+    [(gib, text)] = re.findall(r"needs about (\d+) GiB of\s+free host memory:\n\n```bash\n(.*?)```", page, re.DOTALL)
+    [command] = Block(ROOT, text).commands
+    with machine_of(1):
+        run = resolve(parse_flags(command[2:]), read_profile({}), {})
+    assert run.forecast.memory.host_bytes / 2**30 == pytest.approx(int(gib), rel=0.02)
+
+
 def test_nothing_tells_people_to_install_the_other_longctx():
     """The index has another project by that name. Ours is installed from its folder."""
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == DISTRIBUTION != "longctx"

@@ -125,6 +125,21 @@ def test_the_flags_page_names_every_flag():
     assert {"learning_rate", "lora_r", "save_steps", "eval_steps", "load_in_4bit", "deepspeed"} <= named
 
 
+def test_the_lengths_in_the_readme_are_those_of_its_table():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"For (\S+) on (\d+) × H100 80 GB, it predicts sequences of (\S+) tokens, or (\S+) with `--memory longest` "
+        r"\(\[table\]\((\S+)\)\)",
+        text,
+    )
+    model, gpus, *lengths, table = said.groups()
+    rows = (ROOT / table).read_text(encoding="utf-8").partition(f"## {model}\n")[2].partition("\n## ")[0]
+    found = re.findall(rf"^\| {gpus} \| \w+ \| ([\d,]+) \| ([\d,]+) \|", rows, re.MULTILINE)
+    longest = max(found, key=lambda row: int(row[0].replace(",", "")))
+    balanced, with_longest = (int(length.replace(",", "")) for length in longest)
+    assert lengths == [f"{balanced // 1000}k", f"{with_longest // 100_000 / 10}M"]  # rounded down
+
+
 @pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason='the docs extra: pip install -e ".[docs]"')

@@ -350,6 +350,9 @@ def test_order_of_kernels(capability, monkeypatch):
     in_fp32 = [kernel.name for kernel in candidates() if kernel.fits(cuda, torch.float32, 128)]
     assert in_fp32 == ["aten memory-efficient"]
     assert not any(kernel.fits(cuda, torch.bfloat16, 100) for kernel in candidates())
+    of_large_heads = [kernel.name for kernel in candidates() if kernel.fits(cuda, torch.bfloat16, 512)]
+    assert (of_large_heads, blockwise.DENSE_TOKENS) == (["aten memory-efficient"], 8192)
+    assert blockwise.CappedDenseKernel.max_scores * 4 * 8 == 2**30  # bytes of eight copies in fp32
 
 
 def test_libraries_that_are_not_installed_are_no_candidates(monkeypatch):

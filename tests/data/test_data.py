@@ -271,7 +271,7 @@ def test_config_of_a_local_file(tmp_path) -> None:
     assert "--dataset_config 'en'" in _load_error(path, config="en")
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".CSV", ".ndjson", ".pkl", ".pt", ".bin", ".npz", ".gz", ".zip", ".tar", ".7z"])
+@pytest.mark.parametrize("suffix", [".csv", ".CSV", ".ndjson", ".pkl", ".pt", ".bin", ".npz", ".gz", ".zip", ".tar"])
 def test_unknown_format(tmp_path, suffix) -> None:
     (tmp_path / f"data{suffix}").write_text("a,b\n")
     message = _load_error(tmp_path / f"data{suffix}")

@@ -90,12 +90,14 @@ REFUSED = {
     "tiles": (["--tiled_mlp", "True"], "--tiled_mlp True, which runs MLPs tile by tile"),
     "number of tiles": (["--tiled_mlp_num_shards", "4"], "--tiled_mlp_num_shards 4, which runs MLPs tile by tile"),
     "adapter": (["--use_peft", "True"], "--use_peft True, which puts adapters into layers"),
+    "Liger": (["--use_liger_kernel", "True"], "--use_liger_kernel True, which puts kernels of its own into layers"),
     "ZeRO": (["--sp", "2", "--sp_backend", "ulysses"], "the engine is deepspeed, .* Use --engine fsdp2"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_compiled_layers_are_not_verified_with_is_refused(case):
+def test_what_compiled_layers_are_not_verified_with_is_refused(case, monkeypatch):
+    monkeypatch.setattr("longctx.settings.resolve.check_liger_device", lambda *_, **__: None)  # it needs a GPU
     flags, message = REFUSED[case]
     with pytest.raises(ValueError, match=f"--torch_compile True.*{message}"):
         resolve(parse_flags(["--torch_compile", "True", *flags]), read_profile({}), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from longctx.ranks import agreement
 from longctx.ranks.agreement import broadcast_object, gather_objects
-from longctx.ranks.watchdog import Position, _stack, current_watchdog, limit_waiting, phase, speaks_after
+from longctx.ranks.watchdog import LEAVE_SECONDS, Position, _stack, current_watchdog, limit_waiting, phase, speaks_after
 from tests.workers import run_ranks
 
 NCCL_ALONE = "cuda:nccl"
@@ -66,6 +67,28 @@ def told_in_a_file():
     output = os.open(os.environ["HANG_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 2)
     return one_rank_does_not_come()
+
+
+def one_node_is_gone():
+    """Rank 1 is on a node of its own, and falls silent without leaving."""
+    rank = dist.get_rank()
+    socket.gethostname = lambda: f"node{rank}"
+    watchdog = current_watchdog()
+    watchdog.register()
+    dist.barrier()
+    if rank == 1:
+        watchdog._left.set()  # ends its thread alone
+        watchdog._thread.join()
+    dist.barrier()
+    failure = watchdog.wait_for_failure(3.0) if rank == 0 else None
+    watchdog.leave()
+    dist.barrier()
+    return failure and (failure.kind, failure.message.partition(" (")[0], failure.message.rpartition(" ")[2])
+
+
+def test_a_node_that_falls_silent_is_named():
+    assert LEAVE_SECONDS == 10  # how long a run that has lost a connection listens
+    assert run_ranks(2, f"{__name__}:one_node_is_gone") == [("died", "rank 1", "node1)"), None]
 
 
 def objects_over_nccl():

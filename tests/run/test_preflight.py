@@ -71,9 +71,13 @@ def test_text_is_trained_on_as_a_whole():
     assert re.fullmatch(r"\d+ of these documents have more than --max_length 4,096 tokens: .* split", lines["overlong"])
 
 
-def test_documents_that_the_run_would_refuse_are_refused(chats, capsys):
-    flags = ["--model_name_or_path", "tiny", "--dataset_name", chats, "--dry_run"]
+def test_documents_that_the_run_would_refuse_are_refused(chats, tmp_path, monkeypatch, capsys):
+    for name in ("longctx.run.fit", "longctx.run.model.load_model", "longctx.launch.spawn.spawn"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("it did not stop"))
+    flags = ["--model_name_or_path", "tiny", "--dataset_name", chats, "--dry_run", "--use_cpu"]
+    flags += ["--sp", "2", "--output_dir", str(tmp_path / "out")]
     assert main([*flags, "--max_length", "2048"]) == 0
+    assert not (tmp_path / "out").exists()
     assert main([*flags, "--max_length", "256"]) == 2
     assert "1 of these documents have more than --max_length 256 tokens" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
+from longctx.attention.backends import BACKENDS
 from longctx.settings.flags import SequenceArguments, parse_flags
 from longctx.settings.help import check_names, installed_name
 from longctx.settings.profile import read_profile
@@ -239,6 +240,12 @@ def test_one_of_model_and_data_asks_for_the_other(given, missing):
         resolved(f"--{given}", "tiny")
 
 
+@pytest.mark.parametrize("backend", BACKENDS.spread)
+def test_ulysses_runs_on_zero_3_and_other_backends_on_fsdp2_unless_asked(backend):
+    run = resolved(*OWN, "--sp", "4", "--sp_backend", backend)
+    assert (run.engine, run.zero_stage) == (("deepspeed", 3) if backend == "ulysses" else ("fsdp2", None))
+
+
 def test_no_clipping_still_measures_the_norm():
     assert resolved("--max_grad_norm", "0").settings["max_grad_norm"] == float("inf")
 
@@ -265,6 +272,10 @@ def test_every_flag_is_classified_once(name):
         f"--{name} is in {tables or 'no table'} of longctx/settings/trl_flags.py. Find out whether it acts in "
         "SequenceTrainer exactly as on one device, and enter it in one table."
     )
+
+
+def test_every_field_of_trl_is_a_flag_of_its_name():
+    assert parse_flags([]).values.keys() >= ALL_FIELDS.keys()
 
 
 def test_no_table_names_a_flag_that_is_gone():

@@ -46,6 +46,7 @@ MODELS = {
     "mamba": ("mamba", {"state_size": 4}, ("'mamba'", "state_size is 4", "state-space", "llama")),
     "mamba and attention": ("jamba", {}, ("'jamba'", "mamba_d_state")),
     "linear attention": ("minimax", {}, ("layer_types holds linear_attention",)),
+    "indexer": ("deepseek_v32", {}, ("layer_types holds indexed_attention", "an indexer picks")),
     "noise": ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "--model_init_kwargs")),
     "chunks without a size": (
         "llama4_text",

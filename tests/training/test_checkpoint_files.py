@@ -146,3 +146,6 @@ def test_padding_of_a_part_is_not_written():
         assert (piece.start, piece.states["weight"].tolist()) == (4 * rank, flat[2 : 2 + numel].tolist())
     zero._get_param_partition_rank = lambda parameter: 2
     assert not list(parameter_shards(model, zero))
+    zero._swappable_optimizer_subgroup = lambda group: True
+    with pytest.raises(ValueError, match=r"optimizer states on NVMe are neither saved .*--save_only_model True"):
+        list(parameter_shards(model, zero))

@@ -20,9 +20,10 @@ from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.training.reference import check_reference_fits, reference_bytes
 from longctx.verify import machine, parity
+from longctx.verify.__main__ import _result
 from longctx.verify.machine import check_settings, check_shared_memory, check_versions, measure_pairs, slow_pairs
 from longctx.verify.parity import gradient_errors, worst_gradient
-from longctx.verify.report import Check, as_advice, as_json, as_table, culprit, error_check
+from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit, error_check
 from longctx.verify.setup import few_layers, with_defaults
 from tests.workers import run_main, run_ranks
 
@@ -101,6 +102,13 @@ def test_what_is_exact_passes(arguments, start, tmp_path):
     assert code == 0, (result, stderr)
     assert result["ok"] is True
     assert result["culprit"] is None
+    bounds = {check["name"]: check["bound"] for check in result["checks"]}
+    of_errors = [bounds[name] for name in ("loss", "largest gradient error", "gradient norm")]
+    if "--bf16" in arguments:
+        assert of_errors == [of_errors[0]] * 3
+        assert of_errors[0] > 1e-3
+    else:
+        assert of_errors[:2] == [1e-5, 1e-5] <= of_errors[1:]
     assert [check["name"] for check in result["checks"]][: len(CHECKS)] == CHECKS
     assert result["run"]["engine"] == ("deepspeed" if "ulysses" in arguments else "fsdp2")
     assert result["run"]["num_layers"] == 2
@@ -129,6 +137,7 @@ def test_a_config_alone_is_enough_and_accelerate_may_start_it(tmp_path):
         pytest.param("count", "loss denominator", marks=pytest.mark.long),
         pytest.param("cut", "shard length", marks=pytest.mark.long),
         pytest.param("gradients", "largest gradient error", marks=pytest.mark.long),
+        pytest.param("bits", "document isolation", marks=pytest.mark.long),
     ],
 )
 def test_what_is_broken_fails_and_is_named(broken, named):
@@ -192,6 +201,24 @@ def test_large_models_are_verified_on_layers_of_every_kind(tmp_path, monkeypatch
 def test_what_the_user_sets_stays():
     flags = with_defaults(parse_flags(["--max_length", "64", "--dataset_name", "x.jsonl"]), read_profile({}))
     assert (flags.max_length, flags.dataset_name, flags.overlong) == (64, "x.jsonl", "split")
+    flags = with_defaults(parse_flags([]), read_profile({}))
+    assert (flags.model_name_or_path, flags.dataset_name) == ("tiny", "stdlib")
+
+
+def test_flags_without_effect_on_one_step_are_fixed():
+    given = {"max_steps": "9", "optim": "adamw_torch", "max_grad_norm": "1", "eval_strategy": "steps"}
+    given |= {"logging_steps": "7", "report_to": "all", "save_strategy": "steps", "push_to_hub": "True"}
+    flags = parse_flags([word for name, value in given.items() for word in (f"--{name}", value)])
+    assert {name: with_defaults(flags, read_profile({})).values[name] for name in given} == {
+        "max_steps": 1,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "eval_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "push_to_hub": False,
+    }
 
 
 def test_the_first_check_that_is_off_is_the_culprit():
@@ -201,8 +228,12 @@ def test_the_first_check_that_is_off_is_the_culprit():
     assert culprit([fine]) is None
     assert culprit([fine, off, after]) is off
     assert json.loads(as_json({"sp": 2}, [fine, off], []))["culprit"] == "gradient norm"
+    slow = Finding(name="settings", value="NCCL_P2P_DISABLE=1", ok=False, remedy="unset it")
+    assert json.loads(as_json({"sp": 2}, [fine], [slow]))["ok"]  # it is advice
     assert [line.split()[0:2] for line in as_table([fine, off]).splitlines()][1] == ["loss", "1.0e-07"]
     assert "OFF" in as_table([fine, off]).splitlines()[2]
+    for checks, last in (([fine], "exact: sp 2 and one device agree"), ([fine, off], "NOT exact: gradient norm: nan")):
+        assert _result(resolved("--sp", "2"), checks, [slow], 1.0, for_scripts=False).splitlines()[-1] == last
 
 
 def test_gradients_that_are_missing_or_not_numbers_are_the_worst():
@@ -221,6 +252,7 @@ def test_errors_above_the_promised_ones_fail():
     """1e-5 relative in fp32, which the README names; NaN is above every bound."""
     for error, ok in ((0.9e-5, True), (1.1e-5, False), (float("nan"), False)):
         assert error_check("loss", error, parity.FP32_BOUND, "").ok == ok
+    assert parity.ROUNDING_FACTOR == 1.5
 
 
 def test_random_weights_are_the_same_everywhere():
