@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from longctx.train import main
 from longctx.training.checkpoint.files import check_files, read_manifest
 from tests.hub import stand_in
 from tests.training.test_training import make_documents, write_jsonl
@@ -103,6 +105,42 @@ def test_the_hub_has_what_the_folder_has(start, tmp_path):
     assert re.search(r"\| last in the log \| step 4: [\d,]+ tokens, loss \d", card)
     assert "None" not in card
     assert str(tmp_path) not in card
+
+
+BY_STRATEGY = {  # what is pushed of steps 2 and 4, and the folders of checkpoints there
+    "every_save": (["step 2", "step 4"], set()),
+    "checkpoint": (["step 2", "step 2, checkpoint", "step 4", "step 4, checkpoint"], {"last-checkpoint"}),
+    "all_checkpoints": (
+        ["step 2", "step 2, checkpoint", "step 4", "step 4, checkpoint"],
+        {"checkpoint-2", "checkpoint-4"},
+    ),
+    "end": ([], set()),
+}
+
+
+def test_every_strategy_pushes_what_its_name_says(tmp_path, monkeypatch):
+    """And what was in the folder before; a run goes on from the last-checkpoint that comes back from the hub."""
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 7, 41, 64]))
+    with stand_in() as hub:
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+        for name, value in {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        for strategy, (pushed, folders) in BY_STRATEGY.items():
+            folder, before = tmp_path / strategy, len(hub.commits)
+            (folder / "out").mkdir(parents=True)
+            (folder / "out" / "earlier.html").write_text("the page of another run")
+            flags = run_flags(folder, data)
+            asked = [] if strategy == "every_save" else ["--hub_strategy", strategy]
+            assert main([*flags, "--hub_model_id", f"someone/{strategy}", *asked]) == 0
+            commits = ["End of training", *(f"Training in progress, {what}" for what in pushed)]
+            assert sorted(hub.commits[before:]) == commits
+            files = hub.files[f"someone/{strategy}"]
+            assert files["earlier.html"] == b"the page of another run"
+            assert {name.partition("/")[0] for name in files if "checkpoint" in name} == folders
+            written(files, folder / "pushed")
+            for name in folders & {"last-checkpoint"}:
+                again = [*flags, "--push_to_hub", "False", "--max_steps", "5", "--output_dir", str(folder / "again")]
+                assert main([*again, "--resume_from_checkpoint", str(folder / "pushed" / name)]) == 0
 
 
 REFUSED = {  # at the start, and by what

@@ -139,6 +139,19 @@ def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter
     assert trainer.step_metrics.flops_per_token == 6 * learnt + 4 * frozen
 
 
+def test_an_entry_of_two_steps_has_their_loss_and_the_norm_and_rate_of_the_last(models, tmp_path) -> None:
+    from tests.training.test_resume import log_of
+    from tests.training.test_training import COMMON, make_documents, write_jsonl
+
+    data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 41, 130]))
+    flags = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", data, "--use_cpu", "True"]
+    flags += ["--output_dir", str(tmp_path), "--max_steps", "2", "--max_length", "140", "--logging_steps"]
+    of_each, [both] = ([e for e in log_of([*flags, steps]) if "loss" in e] for steps in ("1", "2"))
+    assert both["loss"] == pytest.approx(np.mean([entry["loss"] for entry in of_each]))
+    for name in ("grad_norm", "learning_rate", "num_tokens", "step"):
+        assert (both[name] == of_each[1][name]) != (both[name] == of_each[0][name]), name
+
+
 def test_peak_memory_of_four_ranks_on_two_nodes() -> None:
     peak = PeakMemory.of_ranks([(n * GIB, 2 * n * GIB, (5 - n) * GIB, 0, 80 * GIB, 100 * GIB) for n in (1, 2, 4, 3)])
     assert peak.to_dict() == {
