@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from longctx.training.checkpoint.trainer import ResumableTrainer
 from longctx.untrusted.confined import Bounds, Confined, OutOfBounds
 from longctx.untrusted.files import check_file
 from tests.training.test_training import COMMON, make_documents, write_jsonl
-from tests.workers import run_main
+from tests.workers import call_main
 
 STATE = {"global_step": 1, "log_history": [], "stateful_callbacks": {"EarlyStoppingCallback": {"attributes": [1]}}}
 
@@ -101,10 +102,11 @@ def run(models, tmp_path_factory):
     data = write_jsonl(folder / "data.jsonl", make_documents([90, 7, 41, 130]))
     flags = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", data, "--max_steps", "2"]
     flags += ["--save_strategy", "steps", "--save_steps", "1", "--output_dir", str(folder / "out")]
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "__stdout__", sys.__stdout__)  # which the call replaces
         for name, secret in SECRETS.items():
-            environment.setenv(name, secret)
-        [(code, printed, errors)] = run_main(1, "longctx.train", [*flags, "--hub_token", "MARKED5"])
+            patched.setenv(name, secret)
+        code, printed, errors = call_main("longctx.train", [*flags, "--hub_token", "MARKED5"])
     assert code == 0, errors
     return folder / "out", printed + errors
 
