@@ -1,0 +1,147 @@
+"""Text that is easily read wrong: surrogates, numbers, repeated keys, encodings, line ends, what is compressed.
+
+Every file gives the same documents, or the same error with the place in the file, whether it is loaded or streamed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from longctx.data import DataError, record_place, stream_records, tokenize_stream
+from tests.data.test_data_fuzz import TOKENIZER, documents_in, write
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def chat(value: str) -> str:
+    """A conversation with a value that its template does not read."""
+    return f'{{"messages": [{{"role": "user", "content": "a", "more": {value}}}]}}\n'
+
+
+FINE = '{"text": "fine"}\n'
+IDS = '{"input_ids": [1]}\n{"input_ids": [1, %s]}\n'
+HALF = "is half a surrogate pair"
+CHAT = "<|im_start|>user\na<|im_end|>"
+BINARY = "(: NUL byte at offset|:1: not UTF-8)"
+CHANGED = "which would be kept as None"
+MARK = "\ufeff"
+TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
+    "a surrogate pair": (".jsonl", FINE + r'{"text": "\ud83d\ude00"}', ["fine", "\U0001f600"]),
+    "a surrogate pair, its halves exchanged": (".jsonl", FINE + r'{"text": "\ude00\ud83d"}', rf":2: .*\\ude00 {HALF}"),
+    "half a surrogate pair in a key": (".jsonl", FINE + r'{"text": "a", "\ud83d": 1}', rf":2: .*\\ud83d {HALF}"),
+    "half a surrogate pair in a chat": (".jsonl", chat("1") + chat(r'"\uD83D"'), rf":2: .*\\ud83d {HALF}"),
+    "half a surrogate pair in an array": (".json", f'[{FINE}, {{"text": "\\udc00"}}]', rf", record 1 .*\\udc00 {HALF}"),
+    "a surrogate in UTF-8": (".txt", b"a\xed\xb0\x80", r":1: not UTF-8 \(byte 0xed at offset 1\)"),
+    "NaN in a chat": (".jsonl", chat("1") + chat("NaN"), f":2: 'messages' holds the number nan, {CHANGED}"),
+    "-Infinity in a chat": (
+        ".jsonl",
+        chat("1") + chat('[{"a": -Infinity}]'),
+        f":2: .* holds the number -inf, {CHANGED}",
+    ),
+    "1e400 in a chat": (".jsonl", chat("1") + chat("1e400"), f":2: 'messages' holds the number inf, {CHANGED}"),
+    "NaN as a token": (".jsonl", IDS % "NaN", ":2: 'input_ids' is .* expected a flat list of integers"),
+    "1e400 as a token": (".jsonl", IDS % "1e400", ":2: 'input_ids' is .* expected a flat list of integers"),
+    "numbers in a column that is not read": (
+        ".jsonl",
+        FINE + '{"text": "a", "n": [NaN, 1e400, -9e999]}',
+        ["fine", "a"],
+    ),
+    "the largest number of 64 bits": (".jsonl", chat(f"{2**63 - 1}") + chat(f"{-(2**63)}"), [CHAT, CHAT]),
+    "a number of more than 64 bits": (".jsonl", chat("1") + chat(f"{2**63}"), ":2: .* a whole number beyond 64 bits"),
+    "the same, negative": (".jsonl", chat("1") + chat(f"[{-(2**63) - 1}]"), ":2: .* a whole number beyond 64 bits"),
+    "a token of 32 bits": (".jsonl", IDS % 2**31, f":2: 'input_ids' holds {2**31}, which is beyond 32-bit"),
+    "a token of 64 bits": (
+        ".jsonl",
+        IDS % 2**63,
+        f":2: 'input_ids' (holds {2**63}|is ).*(32-bit|flat list of integers)",
+    ),
+    "a token of -64 bits": (".jsonl", IDS % -(2**63), f":2: 'input_ids' holds {-(2**63)}, which is beyond 32-bit"),
+    "a token of 65 bits": (".jsonl", IDS % (2**64 + 1), ":2: 'input_ids' is .* expected a flat list of integers"),
+    "a key twice": (".jsonl", FINE + '{"text": "a", "text": "a"}', ":2: .*the key 'text' stands twice"),
+    "a key twice, once escaped": (
+        ".jsonl",
+        FINE + r'{"text": "a", "te\u0078t": "b"}',
+        ":2: .*the key 'text' stands twice",
+    ),
+    "a key twice in a chat": (".jsonl", chat("1") + chat('{"x": 1, "x": 1}'), ":2: .*the key 'x' stands twice"),
+    "a key twice in an array": (".json", '[{"text": "a", "x": {"y": 1, "y": 2}}]', ": .*the key 'y' stands twice"),
+    "UTF-16": (".jsonl", FINE.encode("utf-16"), r":1: not UTF-8 \(byte 0xff at column 1\)"),
+    "UTF-16 without a mark": (".jsonl", FINE.encode("utf-16-be"), ":1: malformed JSON"),
+    "UTF-16 array": (".json", f"[{FINE}]".encode("utf-16"), r":1: not UTF-8 \(byte 0xff at column 1\)"),
+    "UTF-16 text": (".txt", "a b".encode("utf-16"), BINARY),
+    "a mark at the start": (".jsonl", MARK + FINE + FINE, ["fine", "fine"]),
+    "two marks at the start": (".jsonl", MARK * 2 + FINE, ":1: malformed JSON .*BOM"),
+    "a mark before a line": (".jsonl", FINE + MARK + FINE, ":2: malformed JSON .*BOM"),
+    "a mark within a line": (".jsonl", FINE + f'{{"text":{MARK} "a"}}', ":2: malformed JSON"),
+    "a mark within an array": (".json", f"[{FINE},{MARK}{FINE}]", ":2: malformed JSON"),
+    "a mark within a text": (".jsonl", FINE + f'{{"text": "a{MARK}b"}}', ["fine", f"a{MARK}b"]),
+    "marks in a text file": (".txt", f"{MARK}a{MARK}b", [f"a{MARK}b"]),
+    "lines that end with CR": (".jsonl", FINE.replace("\n", "\r") * 2, ":1: malformed JSON .Extra data"),
+    "CR within a text": (".jsonl", FINE + '{"text": "a\rb"}', ":2: malformed JSON .Invalid control character"),
+    "lines of CR alone": (".jsonl", f"\r{FINE}\r\r\n{FINE}", ["fine", "fine"]),
+    "CR in a text file": (".txt", b"a\rb\r\nc\n", ["a\rb\r\nc\n"]),
+    "empty and blank lines": (".jsonl", f"\n \n\t\r\n{FINE}\n\n \x0b\x0c \n{FINE} \n", ["fine", "fine"]),
+    "a line of a no-break space": (".jsonl", FINE + "\u00a0\n" + FINE, ":2: malformed JSON"),
+    "other line ends of Unicode": (".jsonl", '{"text": "a\u2028b\u0085c"}\n' + FINE, ["a\u2028b\u0085c", "fine"]),
+}
+
+
+def packed(codec: str, suffix: str = "") -> bytes:
+    """Lines of JSON, or a table of texts, compressed."""
+    texts = [f"{number * 2654435761:x}" * 40 for number in range(50)]
+    if not suffix:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        return gzip.compress(lines, mtime=0) if codec == "gzip" else pa.compress(lines, codec, asbytes=True)
+    table, sink = pa.table({"text": texts}), pa.BufferOutputStream()
+    if suffix == ".parquet":
+        pq.write_table(table, sink, compression=codec, use_dictionary=False, write_statistics=False)
+    else:
+        with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def spoilt(data: bytes) -> bytes:
+    return data[: len(data) // 2] + bytes(8) + data[len(data) // 2 + 8 :]
+
+
+COMPRESSED = {(".parquet", "gzip"), (".parquet", "zstd"), (".arrow", "zstd")}
+TRICKY |= {
+    f"{codec} in {suffix}, {how}": (suffix, change(packed(codec, suffix)), r"(: |, record 0 .*: )not (a )?readable")
+    for suffix, codec in sorted(COMPRESSED)
+    for how, change in {"cut": lambda data: data[: len(data) // 2], "spoilt": spoilt}.items()
+}
+TRICKY |= {
+    f"{codec} named {suffix}{', cut' * is_cut}": (suffix, packed(codec)[: 30 if is_cut else None], said)
+    for codec, own in {"gzip": ".gz", "zstd": ".zst"}.items()
+    for suffix, said in {f".jsonl{own}": f": unknown format '{own}'", ".jsonl": ":1: not UTF-8", ".txt": BINARY}.items()
+    for is_cut in (False, True)
+}
+
+
+def streamed_from(path: Path) -> list[str] | str:
+    """As `documents_in`, of a stream."""
+    try:
+        records = stream_records(str(path))
+        documents = tokenize_stream(records, TOKENIZER, place=lambda number: record_place(number, str(path)))
+        return [TOKENIZER.decode(document["input_ids"][:-1]) for document in documents]
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", TRICKY)
+def test_it_is_read_right_or_named(tmp_path, name):
+    suffix, data, expected = TRICKY[name]
+    path = write(tmp_path, suffix, data if isinstance(data, bytes) else data.encode())
+    for found in (documents_in(path), streamed_from(path)):
+        if isinstance(expected, list):
+            assert found == expected
+        else:
+            assert re.match(re.escape(str(path)) + expected, str(found)), found
