@@ -296,6 +296,39 @@ def test_templates_come_to_an_end_and_reach_nothing(tmp_path, one_second, templa
             list(tokenize_stream(stream_records(str(path)), tiny_tokenizer(), chat_template=template))
 
 
+UNSAFE = "is unsafe"
+NO_LOADER = "no loader for this environment"
+ESCAPES = {
+    "{{ ''|attr('__class__') }}": "",
+    "{{ ''['__class__'] }}{{ messages.__class__ }}{{ messages|map(attribute='__class__')|join }}": "",
+    "{{ self._TemplateReference__context }}{{ self.__init__ }}{{ raise_exception.__globals__ }}": "",
+    "{{ os }}{{ open }}{{ config }}{{ __builtins__ }}": "",
+    "{{ '{0.__class__.__mro__}'.format('') }}": UNSAFE,
+    "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}": UNSAFE,
+    "{{ cycler.__init__.__globals__ }}": UNSAFE,
+    "{{ lipsum.__globals__['os'].popen('id').read() }}": UNSAFE,
+    "{{ messages.append(messages[0]) }}": UNSAFE,
+    "{{ messages[0].update({'content': 'x'}) }}": UNSAFE,
+    "{% include '/etc/passwd' %}": NO_LOADER,
+    "{% import 'os' as os %}": NO_LOADER,
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "maximum recursion depth",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "maximum recursion depth",
+}
+
+
+@pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape[:60])
+def test_a_template_sees_nothing_but_its_variables(tmp_path, escape):
+    """It writes nothing in the place of what it reaches for, or the record is refused."""
+    records = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "ab"}]}])
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}[" + escape + "]"
+    if not ESCAPES[escape]:
+        (ids,) = tokenize_records(records, tiny_tokenizer(), chat_template=template)["input_ids"]
+        assert tiny_tokenizer().decode(ids) == "ab[]"
+    else:
+        with pytest.raises(DataError, match=rf"record 0 .*{ESCAPES[escape]}"):
+            tokenize_records(records, tiny_tokenizer(), chat_template=template)
+
+
 def test_a_loop_in_the_generation_block_comes_to_an_end(tmp_path, one_second):
     """It is rendered once more for the assistant's tokens, and first by TRL's check of the template."""
     path = tmp_path / "data.jsonl"
