@@ -380,6 +380,23 @@ def test_bad_input_is_refused(flags, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("in_4_bit", [False, True])
+def test_the_defaults_are_those_of_the_help(in_4_bit, wide_layers, monkeypatch) -> None:
+    asked = []
+
+    def stop(config, machine, *, presets, **_):
+        asked.append((machine, presets))
+        raise ValueError("that is all")
+
+    monkeypatch.setattr("longctx.forecast.candidates.candidates", stop)
+    more = ["--model_name_or_path", wide_layers, "--use_peft", "--load_in_4bit"] if in_4_bit else []
+    assert main([*TINY, *more]) == 2
+    [(machine, presets)] = asked
+    assert presets == (["balanced", "auto"] if in_4_bit else ["balanced", "longest", "fastest", "auto"])
+    assert (machine.gpus, machine.gpus_per_node, machine.device) == (8, 8, "H100")
+    assert round(machine.host_bytes / 8 / 2**30) == 221
+
+
 def test_what_fits_nowhere_ends_with_1(tmp_path, capsys) -> None:
     flags = ["--gpus", "1", "--max_length", str(10**9), "--lengths", str(10**9), "--output", str(tmp_path)]
     assert main([*TINY, *flags]) == 1

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from benchmarks.attention import ways as attention
 from benchmarks.attention.__main__ import main
 from benchmarks.attention.timing import VIRTUAL_WAYS, measure
+from benchmarks.elsewhere.cases import packed_trainings, weighting_trainings, window_trainings
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,17 @@ def test_packs_are_full_and_within_the_limit() -> None:
         packs = attention.draw_packs(1024, longest, 3)
         assert len(packs) == 3
         assert all(p.sum() == 1024 and p.max() <= longest and p.min() > 0 for p in packs)
+
+
+def test_cases_of_the_stock_stack_include_controls_in_which_it_is_exact():
+    trainings = [*packed_trainings(), *weighting_trainings(), *window_trainings()]
+    [page] = (ROOT / "benchmarks" / "results").glob("elsewhere_*.md")
+    table = [row.strip("| ").split(" | ") for row in page.read_text().splitlines() if row.startswith("| ")]
+    assert {training.situation for training in trainings} <= {situation for situation, *_ in table}
+    controls = [row for row in table if row[0].startswith("control: ") and "logit" not in row[0]]
+    assert len(controls) == sum(training.situation.startswith("control: ") for training in trainings) == 4
+    assert all(exact == stock == ours for _, exact, stock, ours in controls)
+    assert all(exact == ours for situation, exact, _, ours in table if exact.startswith("loss"))
 
 
 def test_the_list_has_every_benchmark_and_the_index_every_result():

@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.max_length import results as states
-from benchmarks.max_length.__main__ import main
+from benchmarks.max_length.__main__ import _check, _fill_in, _parser, main
 from benchmarks.max_length.results import Results, read
 from benchmarks.max_length.search import AIMS, bracket, next_length
 from benchmarks.ranks import run_group
+from longctx.attention.backends import BACKENDS
 from tests.softcuda.ranks import soft_environment
 
 ROOT = Path(__file__).parents[2]
@@ -328,6 +329,9 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_result(undisturbed, tmp_pat
         process.kill()
         print(f"killed {wait:.2f} s after line {lines}; exit code {process.wait()}")
         assert not left_behind(str(folder))
+        lines = list(read(folder / states.FILE)) if (folder / states.FILE).exists() else []
+        decided = sum(line["kind"] == states.FIT and line["status"] != states.RUNNING for line in lines)
+        assert decided < 2 or (folder / "table.md").is_file(), "it is written after every probe"
     assert sweep(folder, *SHORT) == undisturbed[1]
 
 
@@ -374,6 +378,28 @@ def test_flags_that_make_no_sense_are_refused(tmp_path, capsys, flags, message) 
     assert main(["--output", str(tmp_path / "sweep"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "sweep").exists()
+
+
+def test_an_interrupted_sweep_ends_with_130(tmp_path, monkeypatch, capsys) -> None:
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.max_length.__main__._sweep", interrupted)
+    assert main(["--output", str(tmp_path)]) == 130
+    assert "the same command goes on from here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("use_cpu", "expected"), [(True, ("tiny", 0.02, 5, 1)), (False, ("Qwen/Qwen3-8B", None, 10, 3))]
+)
+def test_defaults_depend_on_whether_there_are_gpus(use_cpu, expected) -> None:
+    options = _parser().parse_args(["--output", "sweep"])
+    _fill_in(options, use_cpu)
+    assert (options.model_name_or_path, options.memory_budget_gib, options.steps, options.warmup) == expected
+    assert (options.gpus, options.memory, options.precision) == ([1, 2, 4, 8], "balanced", 0.02)
+    assert (options.max_length, options.timeout) == (67_108_864, 1800)
+    _check(options)
+    assert set(options.backends) == {*BACKENDS.spread, "trl"} - {"gather"}
 
 
 def test_an_output_that_is_no_folder_is_refused(tmp_path, capsys) -> None:
