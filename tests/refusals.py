@@ -1,15 +1,22 @@
 """The refusals of longctx/: every `raise` of an error for users, and which test meets it.
 
-`tests/refusals.tsv` holds one line for each: the file, the function, the beginning of the message, and the test that
-makes the product raise it. `tests/test_refusal_table.py` compares the table with the source, so that a refusal that is
-taken away fails there. While the tests run, every `raise` in longctx/ is recorded (`install`), and a test that the
-table names and that does not meet its refusal fails the run (`tests/conftest.py`), so that a refusal that no longer
-comes fails, too. After a change, write the table anew with
+`tests/refusals.tsv` holds one line for each: the file, the function, the message as the source has it, and the test
+that makes the product raise it. `tests/test_refusal_table.py` compares the table with the source, so that a refusal
+that is taken away fails there. While the tests run, every `raise` in longctx/ is recorded (`install`), and a test that
+the table names and that does not meet its refusal fails the run (`tests/conftest.py`), so that a refusal that no longer
+comes fails, too.
+
+`tests/golden/data/refusals.json` holds, for each message of the source, the texts that users see in these tests, so
+that a text that changes fails the run as well. Texts are recorded without what varies from run to run (`_VARYING`); a
+message whose texts vary all the same has null there, entered by hand, and its texts are not compared.
+
+After a change, write both anew with
 
     pytest --record-refusals        # the tests that meet the new refusals, or all
 
-A refusal that only a child process meets, which nothing here sees, is marked `(child)` behind its test. One that no
-test can meet has a reason in the place of the test, in parentheses.
+A refusal that has moved to another function keeps its test and its texts, whichever tests are run. A refusal that only
+a child process meets, which nothing here sees, is marked `(child)` behind its test. One that no test can meet has a
+reason in the place of the test, in parentheses.
 """
 
 from __future__ import annotations
@@ -18,7 +25,11 @@ import ast
 import functools
 import importlib.abc
 import importlib.machinery
+import json
+import re
+import socket
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +38,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "refusals.tsv"
+TEXTS = ROOT / "tests" / "golden" / "data" / "refusals.json"
 
 NO_REFUSALS = {"AssertionError", "AttributeError", "IndexError", "NotImplementedError", "SystemExit", "_Leave"}
 """What programs, not users, get to see."""
@@ -35,8 +47,21 @@ UNMET = "(unmet)"
 """In the place of the test of a refusal that has none yet."""
 CHILD = " (child)"
 
-_SHOWN = 70
-"""Characters of a message that are enough to find it."""
+MOST_TEXTS = 8
+"""Texts of one `raise` that are kept of one run of a test: the first ones."""
+
+_VARYING = tuple(
+    (re.compile(pattern), put)
+    for pattern, put in (
+        (rf"{re.escape(tempfile.gettempdir())}/pytest-of-[^/]+/pytest-[^/]+(/popen-gw\d+)?/[^/\s'\",:;)]+", "TMP"),
+        (rf"{re.escape(tempfile.gettempdir())}/[\w.-]+", "TMP"),
+        (re.escape(str(ROOT)), "ROOT"),
+        (re.escape(sys.prefix), "PREFIX"),
+        (r"\b0x[0-9a-f]{6,}", "0x0"),
+        (rf"(?<=on ){re.escape(socket.gethostname())}\b", "HOST"),
+    )
+)
+"""What a text may have that varies from run to run, and what is recorded in its place."""
 
 
 class Refusal(NamedTuple):
@@ -45,7 +70,12 @@ class Refusal(NamedTuple):
     file: str
     function: str
     message: str
-    """Its beginning, with {} for each value; without one, the expression."""
+    """With {} for each value; where the source has none, the expression."""
+
+    @property
+    def template(self) -> str:
+        """The message, which a refusal keeps when it moves."""
+        return re.sub(r" #\d+$", "", self.message)
 
 
 @functools.cache
@@ -85,15 +115,17 @@ def _name(call: ast.Call) -> str:
 
 def _message(node: ast.Raise) -> str:
     assert isinstance(node.exc, ast.Call)
-    said = node.exc.args[0] if node.exc.args else None
+    text = _text(node.exc.args[0]) if node.exc.args else ""
+    return " ".join((text if text.strip("{} ") else ast.unparse(node.exc)).split())
+
+
+def _text(said: ast.expr) -> str:
+    """What an expression says, with {} for each value."""
     if isinstance(said, ast.BinOp):
-        said = said.left
-    text = ""
+        return _text(said.left) + _text(said.right)
     if isinstance(said, ast.JoinedStr):
-        text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in said.values)
-    elif isinstance(said, ast.Constant) and isinstance(said.value, str):
-        text = said.value
-    return " ".join((text if text.strip("{} ") else ast.unparse(node.exc)).split())[:_SHOWN].strip()
+        return "".join(map(_text, said.values))
+    return said.value if isinstance(said, ast.Constant) and isinstance(said.value, str) else "{}"
 
 
 # The table
@@ -110,6 +142,24 @@ def write_table(table: dict[Refusal, str]) -> None:
     TABLE.write_text("".join("\t".join([*row, table[row]]) + "\n" for row in refusals() if row in table))
 
 
+def read_texts() -> dict[str, list[str] | None]:
+    """What `refusals.json` has: the texts of each message; None where they vary."""
+    return json.loads(TEXTS.read_text(encoding="utf-8")) if TEXTS.exists() else {}
+
+
+def moved(table: dict[Refusal, str]) -> dict[Refusal, Refusal]:
+    """Refusals of the source that the table has in another place, each with the row that it had."""
+    gone: dict[str, list[Refusal]] = {}
+    for row in table.keys() - refusals().keys():
+        gone.setdefault(row.template, []).append(row)
+    found = {}
+    for row in refusals().keys() - table.keys():
+        if candidates := gone.get(row.template):
+            found[row] = max(candidates, key=lambda old: (old.function == row.function, old.file == row.file, old))
+            candidates.remove(found[row])
+    return found
+
+
 def is_test(test: str) -> bool:
     """Whether there is a test function `tests/training/test_x.py::test_y`."""
     file, _, function = test.removesuffix(CHILD).partition("::")
@@ -124,8 +174,22 @@ def _functions(file: str) -> frozenset[str]:
 
 # Recording
 
-met: set[tuple[str, int]] = set()
-"""File and line of every `raise` in longctx/ since somebody cleared it."""
+met: dict[tuple[str, int], dict[str, None]] = {}
+"""The texts of every `raise` in longctx/ since somebody cleared it, by file and line, in the order of their coming."""
+
+
+def _note(file: str, line: int, error: BaseException) -> BaseException:
+    texts = met.setdefault((file, line), {})
+    if len(texts) < MOST_TEXTS:
+        texts[_plain(str(error))] = None
+    return error
+
+
+def _plain(text: str) -> str:
+    """A text without what varies, in characters that every file takes."""
+    for pattern, put in _VARYING:
+        text = pattern.sub(put, text)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def install() -> None:
@@ -145,7 +209,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles a module with a note before every `raise`; lines stay where they are, and nothing is cached."""
+    """Compiles a module with a note of every error that it raises; lines stay where they are, nothing is cached."""
 
     def get_code(self, fullname):
         path = Path(self.path).resolve()
@@ -155,7 +219,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(tree, self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module):
-        module.__dict__["__met__"] = met.add
+        module.__dict__["__met__"] = _note
         super().exec_module(module)
 
 
@@ -163,18 +227,19 @@ class _Noting(ast.NodeTransformer):
     def __init__(self, file: str):
         self.file = file
 
-    def visit_Raise(self, node: ast.Raise) -> list[ast.stmt]:
-        note = ast.parse(f"__met__(({self.file!r}, {node.lineno}))").body[0]
-        for part in ast.walk(note):
-            ast.copy_location(part, node)
-        return [note, node]
+    def visit_Raise(self, node: ast.Raise) -> ast.Raise:
+        if isinstance(node.exc, ast.Call):
+            where = [ast.Constant(self.file), ast.Constant(node.lineno)]
+            noted = ast.Call(ast.Name("__met__", ast.Load()), [*where, node.exc], [])
+            node.exc = ast.copy_location(noted, node.exc)
+        return node
 
 
 class RefusalsMet:
     """A pytest plugin: which test meets which refusal, held against the table at the end."""
 
     def __init__(self):
-        self.met: dict[str, set[tuple[str, int]]] = {}
+        self.met: dict[str, dict[tuple[str, int], dict[str, None]]] = {}
         self.collected: Counter[str] = Counter()
         self.passed: Counter[str] = Counter()
         self.partial: set[str] = set()
@@ -192,7 +257,8 @@ class RefusalsMet:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self):
         report = yield
-        report.refusals_met = sorted(met)  # travels with the report from the process that ran the test
+        # Travels with the report from the process that ran the test.
+        report.refusals_met = [(file, line, list(texts)) for (file, line), texts in met.items()]
         return report
 
     def pytest_deselected(self, items):
@@ -213,17 +279,56 @@ class RefusalsMet:
         self.collected, self.partial = Counter(told["collected"]), set(told["partial"])
 
     def pytest_runtest_logreport(self, report):
-        self.met.setdefault(self.function(report.nodeid), set()).update(map(tuple, getattr(report, "refusals_met", ())))
+        found = self.met.setdefault(self.function(report.nodeid), {})
+        for file, line, texts in getattr(report, "refusals_met", ()):
+            found.setdefault((file, line), {}).update(dict.fromkeys(texts))
         self.passed[self.function(report.nodeid)] += report.when == "call" and report.passed
+
+    def whole(self):
+        """Tests that ran with all of their parameters and passed."""
+        return {test for test, count in self.collected.items() if self.passed[test] == count} - self.partial
 
     def missed(self):
         """Refusals that the test they have in the table ran through without meeting them."""
-        whole = {test for test, count in self.collected.items() if self.passed[test] == count} - self.partial
-        return [(row, test) for row, test in read_table().items() if test in whole and not self._has(row, test)]
+        whole = self.whole()
+        return [(row, test) for row, test in read_table().items() if test in whole and not self._texts(row, test)]
 
-    def _has(self, refusal, test):
+    def _texts(self, refusal, test):
+        """The texts of a refusal that a test met; empty if it did not meet it."""
         file, first, last = refusals().get(refusal, ("", 0, 0))
-        return any((file, line) in self.met.get(test, ()) for line in range(first, last + 1))
+        texts = (self.met.get(test, {}).get((file, line), ()) for line in range(first, last + 1))
+        return [text for found in texts for text in found]
+
+    def texts(self):
+        """The texts of each message whose tests ran whole, among the tests of the table."""
+        found: dict[str, set[str]] = {}
+        left_out, whole = set(), self.whole()
+        for row, test in read_table().items():
+            if test in whole:
+                found.setdefault(row.template, set()).update(self._texts(row, test))
+            elif is_test(test) and not test.endswith(CHILD):
+                left_out.add(row.template)
+        return {template: sorted(texts) for template, texts in found.items() if template not in left_out}
+
+    def changed(self):
+        """Lines about messages that users now see with other texts than those of `refusals.json`."""
+        recorded = read_texts()
+        for template, now in self.texts().items():
+            if (before := recorded.get(template, [])) is not None and before != now:
+                yield f"{template}:"
+                yield from (f"    no longer: {text}" for text in before if text not in now)
+                yield from (f"    new: {text}" for text in now if text not in before)
+
+    def pytest_sessionfinish(self, session):
+        if hasattr(session.config, "workeroutput") or session.config.getoption("--record-refusals"):
+            return
+        if session.exitstatus == pytest.ExitCode.OK and any(self.changed()):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter, config):
+        if not config.getoption("--record-refusals") and (changed := list(self.changed())):
+            terminalreporter.section("refusals with other texts than in tests/golden/data/refusals.json", red=True)
+            terminalreporter.write_line("\n".join(changed))
 
     def _by_how_special(self):
         """Tests that met something, those first that met the least else; what random data meets counts for nothing."""
@@ -232,9 +337,15 @@ class RefusalsMet:
     def record(self):
         """Enter what this run has shown where the table has no test that holds."""
         table = read_table() if TABLE.exists() else {}
+        table |= {row: table[old] for row, old in moved(table).items()}
         gone = {test for test in table.values() if "::" in test and not is_test(test)}
         missed = {row for row, _ in self.missed()} if table else set()
         for row in refusals():
             if table.get(row) in {None, UNMET, *gone} or row in missed:
-                table[row] = next((test for test in self._by_how_special() if self._has(row, test)), UNMET)
+                table[row] = next((test for test in self._by_how_special() if self._texts(row, test)), UNMET)
         write_table(table)
+        known = {row.template for row in refusals()}
+        texts = {template: texts for template, texts in read_texts().items() if template in known}
+        texts |= {template: now for template, now in self.texts().items() if texts.get(template, ()) is not None}
+        lines = (f"{json.dumps(key)}: {json.dumps(texts[key], ensure_ascii=False)}" for key in sorted(texts))
+        TEXTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

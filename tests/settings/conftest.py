@@ -15,6 +15,12 @@ from longctx.train import main
 @pytest.fixture
 def launch(monkeypatch, tmp_path):
     """`launch(config file or None, *launcher flags)` -> what `accelerate launch` would start, its environment added."""
+    monkeypatch.chdir(tmp_path)  # accelerate leaves a .deepspeed_env file where it is called
+    return launcher(monkeypatch)
+
+
+def launcher(monkeypatch):
+    """`accelerate launch` without the start of the processes."""
     import torch.distributed.run as torchrun
     from accelerate.commands import launch as command
 
@@ -29,7 +35,6 @@ def launch(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torchrun, "run", lambda args: record(os.environ, **_where(args)))
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=lambda cmd, env: record(env, command=cmd)))
-    monkeypatch.chdir(tmp_path)  # accelerate leaves a .deepspeed_env file where it is called
 
     def run(config_file, *flags):
         started.clear()
