@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -20,6 +23,7 @@ from longctx.model import config_file
 from longctx.model import files as model_files
 from longctx.model.load import load_config, load_tokenizer
 from longctx.training.checkpoint.files import CheckpointError, read_manifest
+from longctx.training.checkpoint.states import StateReader
 from longctx.training.fingerprint import _data_files_identity
 from longctx.untrusted.confined import Bounds
 from longctx.untrusted.files import matching_files
@@ -147,6 +151,73 @@ def test_files_of_flags_are_regular(refusal, tmp_path):
     assert "run.yaml is a pipe" in refusal("--config", str(tmp_path / "run.yaml"))
     template = str(tmp_path / "template.jinja")
     assert "template.jinja is not a file" in refusal("--model_name_or_path", "tiny", "--chat_template_path", template)
+
+
+# Headers and tags
+
+
+def safetensors(header: object, data: int = 0, size: int | None = None) -> bytes:
+    """A file with this header, and so many bytes behind it; its size may be said wrongly."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + bytes(data)
+
+
+def tensor(shape: Sequence[object] = (2,), start: int = 0, end: int = 8, dtype: str = "F32") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+NAME = "model.norm.weight"
+FORGED_HEADERS = {
+    "of 2^63 bytes": safetensors({}, size=1 << 63),
+    "longer than the file": safetensors({}, size=10**6),
+    "cut off": safetensors({NAME: tensor()}, data=8)[:40],
+    "missing": b"\1",
+    "no JSON": safetensors(b"{"),
+    "no object": safetensors([]),
+    "nested": safetensors(b"[" * 100_000),
+    "not UTF-8": safetensors(b'{"\xff": 1}'),
+    "data that is not there": safetensors({NAME: tensor()}, data=4),
+    "data behind the last tensor": safetensors({NAME: tensor()}, data=16),
+    "a hole": safetensors({NAME: tensor(), "x": tensor(start=12, end=20)}, data=20),
+    "two tensors in one place": safetensors({NAME: tensor(), "x": tensor()}, data=8),
+    "tensors that overlap": safetensors({NAME: tensor(), "x": tensor(start=4, end=12)}, data=12),
+    "an end before the start": safetensors({NAME: tensor(start=8, end=0)}, data=8),
+    "a negative start": safetensors({NAME: tensor(start=-8)}, data=8),
+    "a shape of another size": safetensors({NAME: tensor((3,))}, data=8),
+    "a negative shape": safetensors({NAME: tensor((-2,))}, data=8),
+    "a shape that wraps to 0 bytes": safetensors({NAME: tensor((1 << 62, 4), end=0)}),
+    "a shape of 1e400": safetensors(json.dumps({NAME: tensor((7,))}).replace("7", "1e400").encode(), data=8),
+    "an unknown type": safetensors({NAME: tensor(dtype="PICKLE")}, data=8),
+    "a tensor twice": safetensors(json.dumps({"a": tensor(), "b": tensor((2,), 8, 16)}).replace("b", "a").encode(), 16),
+    "metadata of numbers": safetensors({"__metadata__": {"a": 1}, NAME: tensor()}, data=8),
+    "a pickle in its place": pickle.dumps({NAME: 1}),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED_HEADERS)
+def test_a_forged_header_is_refused_by_the_name_of_its_file(saved_model, tmp_path, forged):
+    """Of a model, and of a checkpoint whose manifest has the digest of the forged file."""
+    folder = shutil.copytree(saved_model, tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(FORGED_HEADERS[forged])
+    with pytest.raises(ValueError, match=r"^\S+/model\.safetensors cannot be read: .*\. Download it again\.$"):
+        load(folder)
+    (tmp_path / "states-00000-000.safetensors").write_bytes(FORGED_HEADERS[forged])
+    with pytest.raises(CheckpointError, match=r"states-00000-000\.safetensors cannot be read \("):
+        StateReader(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["object/apply:os.system", "object/new:os.system", "name:os.system", "module:os"])
+def test_tags_of_yaml_make_no_objects(refusal, tmp_path, tag):
+    """In the file of flags; the card of a data set is not read."""
+    text = f"run_name: !!python/{tag} ['touch {tmp_path}/marker']\n"
+    (tmp_path / "run.yaml").write_text(text)
+    error = refusal("--config", f"{tmp_path}/run.yaml")
+    assert "run.yaml cannot be read as YAML: could not determine a constructor for the tag" in error
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "README.md").write_text(f"---\n{text}---\n")
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "a b"}\n')
+    assert len(load_records(str(tmp_path / "data"))) == 1
+    assert not (tmp_path / "marker").exists()
 
 
 # What files unpack to
