@@ -22,7 +22,12 @@ ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "tests" / "promises"
 
 ROWS = {
+    "README": 54,
+    "help": 59,
+    "launch": 53,
+    "limits": 56,
     "security": 86,
+    "verify": 33,
 }
 """How many promises each table has. This number only grows."""
 
@@ -94,8 +99,8 @@ def test_every_promise_is_held_by_a_test_or_removed_in_the_changelog(table):
             marks = marks_of_tests(file).get(name)
             if marks is None:
                 wrong.append(f"{statement}\n  {file}::{name} is gone: name the test that holds this promise now")
-            elif marked and f"mark.{marked}" not in marks:
-                wrong.append(f"{statement}\n  {file}::{name} is not marked as {marked}: take ({marked}) away")
+            elif marked and f"mark.{marked}" not in (ROOT / file).read_text(encoding="utf-8"):
+                wrong.append(f"{statement}\n  {file} has no test that is {marked}: take ({marked}) away")
             elif not marked and (by_mark := re.search(r"^\[?pytest\.mark\.(long|gpu|skip|xfail)\b(?!if)", marks, re.M)):
                 wrong.append(f"{statement}\n  {file}::{name} is marked as {by_mark[1]}: add ({by_mark[1]}) to its row")
     assert not wrong, f"{table}.tsv:\n" + "\n".join(wrong)
