@@ -1,0 +1,147 @@
+"""What training runs do, step by step: counts, the log, and what they save for resuming.
+
+Committed are integers, names and learning rates, with losses and gradient norms in four digits, which must agree to
+0.2% (2% in bf16). `measured` has the same runs' losses and everything else in the log, in all digits, and a digest of
+the final weights. A run that was killed and resumed is held against the run that was not: committed is that they are
+the same in every bit. The committed checkpoint must resume, to the committed losses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tests.golden.compare import changes
+from tests.golden.runs import QUICK, RESUMED, RUNS, Outcome, arguments_of, flat, outcome, tensors_of
+from tests.workers import run_ranks
+
+TIMED = re.compile(r"second|runtime|memory|mfu|(attention|communication|data)_fraction")
+"""Names in the log of what is measured, and never the same twice."""
+STEP = ("step", "num_tokens", "epoch", "learning_rate", "padding_fraction", "attention_imbalance")
+STATE = ("global_step", "max_steps", "num_train_epochs", "train_batch_size", "total_flos", "best_global_step")
+"""What no rounding of the model's arithmetic can change."""
+ABOUT = ("loss", "grad_norm", "eval_loss", "train_loss", "rewards/margins")
+OF_THE_MACHINE = ("base_model", "dataset_name", "files", "model_config")
+"""Values that identify data and model, and depend on folders, on random weights, or on transformers' release."""
+DECIDED = ("sp 1", "ring 2, DPO")
+FP32, BF16 = 2e-3, 3e-2
+
+
+def golden(quick: bool) -> Iterator[tuple[str, Any]]:
+    for name in QUICK if quick else RUNS:
+        ended = outcome(name)
+        if RUNS[name].sent:
+            yield f"{name}: files left", ended.left
+            continue
+        yield f"{name}: steps", _steps(ended)
+        yield f"{name}: names in the log", _names(ended)
+        yield f"{name}: about", _about(ended)
+        if manifest := _manifest(ended):
+            yield f"{name}: manifest", manifest
+        if name in RESUMED:
+            yield f"{name}: equals the run that was not interrupted", _compared(ended, outcome(RESUMED[name]))
+    decided = {name: (RUNS[name].method, arguments_of(name)) for name in DECIDED}
+    for name, names in run_ranks(1, "tests.golden.ranks:decided", decided)[0].items():
+        yield f"{name}: what ranks agree on", " ".join(names)
+
+
+def measured() -> Iterator[tuple[str, Any]]:
+    for name, run in RUNS.items():
+        if not run.sent:
+            yield f"{name}: trace", _trace(outcome(name))
+            yield f"{name}: weights", weights(outcome(name).folder)
+
+
+def differs(name: str, recorded: Any, now: Any) -> str:
+    if name.endswith(": about") and recorded.keys() == now.keys():
+        limit = BF16 if "bf16" in name else FP32
+        pairs = [(key, *pair) for key in recorded for pair in zip(recorded[key], now[key], strict=False)]
+        lengths = any(len(recorded[key]) != len(now[key]) for key in recorded)
+        far = [
+            f"{key} {before} -> {after}" for key, before, after in pairs if abs(after - before) > limit * abs(before)
+        ]
+        return "; ".join(far) or ("another number of values" if lengths else "")
+    return "; ".join(changes(recorded, now))
+
+
+def _steps(run: Outcome) -> dict[str, Any]:
+    """Integers, and ratios of integers, of each step."""
+    entries = [entry for entry in run.log if "loss" in entry]
+    found = {name: [_rounded(entry.get(name)) for entry in entries] for name in STEP}
+    found |= {name: run.state[name] for name in STATE}
+    packing = {name: value for name, value in run.log[0].items() if name.startswith("packing.")}
+    evaluated = [entry["step"] for entry in run.log if "eval_loss" in entry]
+    return found | {"denominators": run.denominators, "evaluated": evaluated} | packing
+
+
+def _names(run: Outcome) -> list[dict[str, Any]]:
+    """The names in the log's entries, and the steps whose entry has them."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for entry in run.log:
+        found.setdefault(tuple(sorted(entry)), []).append(entry["step"])
+    return [{"steps": steps, "names": " ".join(names)} for names, steps in found.items()]
+
+
+def _about(run: Outcome) -> dict[str, list[float]]:
+    """Losses and gradient norms in four digits."""
+    held = {name: [float(f"{entry[name]:.4g}") for entry in run.log if name in entry] for name in ABOUT}
+    return {name: values for name, values in held.items() if values}
+
+
+def _manifest(run: Outcome) -> dict[str, Any] | None:
+    """What the last checkpoint says of itself; None if the run has none, or has saved weights alone."""
+    path = run.checkpoint and run.checkpoint / "longctx.json"
+    if path is None or not path.exists():
+        return None
+    manifest = json.loads(path.read_text())
+    data = manifest["data"].items()
+    return {
+        "names": sorted(manifest),
+        **{name: manifest[name] for name in ("format", "step", "layout", "optimization", "position")},
+        "data": {
+            name: sorted(value) if name == "model_config" else value
+            for name, value in data
+            if name not in OF_THE_MACHINE
+        },
+        "data of this machine": [name for name, _ in data if name in OF_THE_MACHINE],
+        "progress of a rank": sorted(name for name, _ in flat(manifest["progress"]["ranks"][0])),
+        "ranks": len(manifest["progress"]["ranks"]),
+    }
+
+
+def _compared(resumed: Outcome, whole: Outcome) -> dict[str, Any]:
+    """Whether the two are the same in every bit, and the steps that were trained after the signal."""
+    same = {"log": _trace(resumed) == _trace(whole), "weights": weights(resumed.folder) == weights(whole.folder)}
+    folders = resumed.checkpoint, whole.checkpoint
+    same["checkpoint"] = None not in folders and weights(folders[0]) == weights(folders[1])
+    return same | {"steps": len(resumed.denominators)}
+
+
+def _trace(run: Outcome) -> list[dict[str, Any]]:
+    return [{name: _hex(value) for name, value in entry.items() if not TIMED.search(name)} for entry in run.log]
+
+
+def _hex(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_hex(part) for part in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """A digest of all tensors in each safetensors file of a folder, with their names, dtypes and shapes."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state = xxhash.xxh3_64()
+        for name, (kind, contents) in tensors_of(path).items():
+            state.update(f"{name} {kind}".encode() + contents)
+        found[path.name] = state.hexdigest()
+    return found
