@@ -210,15 +210,21 @@ def traced(config: PretrainedConfig, tokens: int, changes: Mapping[str, Any], *,
 
 NAMES = {"A100": "NVIDIA A100-SXM4-80GB", "H100": "NVIDIA H100 80GB HBM3", "RTX 4090": "NVIDIA GeForce RTX 4090"}
 DEVICE_GIB = {"A100": 79.2, "H100": 79.2, "RTX 4090": 23.6, "Some Other GPU": 48.0, "CPU": 0.0}
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables that launchers set."""
 
 
 @contextlib.contextmanager
-def found(machine: Machine) -> Iterator[None]:
-    """Let a run find these devices and as much host memory, instead of those of the machine at hand."""
+def found(machine: Machine, env: Mapping[str, str]) -> Iterator[None]:
+    """Let a run find these devices, as much host memory and this launch, instead of those of the machine at hand."""
     gpus, gpu, host = machine.gpus, machine.gpu, machine.host_gib * GIB
     device_bytes = int(DEVICE_GIB[gpu] * GIB)
     hardware = Hardware(gpus=gpus, gpu_name=NAMES.get(gpu, gpu), gpu_bytes=device_bytes, host_bytes=host)
     with pytest.MonkeyPatch.context() as patch:
+        for name in LAUNCH:
+            patch.delenv(name, raising=False)
+        for name, value in env.items():
+            patch.setenv(name, value)
         patch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
         patch.setattr(Hardware, "here", lambda gpus: hardware)
         for module in ("longctx.settings.machine_checks", "longctx.report.memory_advice"):

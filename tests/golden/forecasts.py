@@ -62,6 +62,7 @@ MODELS: dict[str, PretrainedConfig] = {
         num_key_value_heads=8,
         head_dim=256,
         vocab_size=262208,
+        sliding_window=1024,
         max_position_embeddings=131072,
     ),
     "Qwen2.5-0.5B": Qwen2Config(
@@ -170,18 +171,20 @@ BACKENDS: list[tuple[str, int, str, dict[str, Any]]] = [
     (MIDDLE, 8, ONE, {}),
     (MIDDLE, 8, SHORT, {}),
     (SMALL, 32, ONE, {}),
-    (LARGE, 16, ONE, {"per_node": 4}),
+    (MIDDLE, 8, ONE, {"device": "RTX 4090"}),
     ("Qwen2.5-0.5B", 4, ONE, {}),
-    (MIDDLE, 8, MIXED, {"per_node": 4}),
     ("small Qwen3.5", 8, ONE, {}),
+    (MIDDLE, 8, SHORT, {"before": ONE}),
     (LARGE, 8, MIXED, {"name": "hybrid", "ring_size": 4}),
+    (MIDDLE, 8, MIXED, {"per_node": 4}),
     *((model, sp, ONE, {}) for model in (SMALL, "Qwen3-30B-A3B", "gemma-3-12b") for sp in (2, 16)),
-    *((MIDDLE, 8, rows, {"device": device}) for device in ("A100", "RTX 4090", "CPU") for rows in (ONE, MIXED)),
+    *((MIDDLE, 8, rows, {"device": device}) for device in ("A100", "CPU") for rows in (ONE, MIXED)),
+    (MIDDLE, 8, MIXED, {"device": "RTX 4090"}),
+    (LARGE, 16, ONE, {"per_node": 4}),
     (LARGE, 64, "1M", {}),
     (MIDDLE, 16, MIXED, {}),
     (MIDDLE, 32, "4M", {"device": "H200"}),
     ("Qwen2.5-0.5B", 6, MIXED, {"per_node": 6}),
-    (MIDDLE, 8, SHORT, {"before": ONE}),
     (MIDDLE, 8, MIXED, {"before": ONE, "per_node": 2}),
     (MIDDLE, 8, MIXED, {"pad_to_multiple_of": 8}),
     (MIDDLE, 8, ONE, {"heads_k_stride": 1}),
@@ -230,8 +233,8 @@ RUNS: list[tuple[str, Machine, list[str], dict[str, str]]] = [
     (SMALL, NO_GPU, ["--sp", "auto", "--memory", "auto", "--max_length", "1024", "--num_processes", "2"], {}),
 ]
 OUT_OF_MEMORY: list[tuple[str, Machine, list[str], dict[str, str]]] = [
-    (SMALL, NO_GPU, ["--max_length", "65536", "--gradient_checkpointing", "False"], {}),
     (MIDDLE, H100S, ["--max_length", "262144", "--sp", "4", "--num_processes", "8"], {}),
+    (SMALL, NO_GPU, ["--max_length", "65536", "--gradient_checkpointing", "False"], {}),
     (MIDDLE, CARDS, ["--max_length", "131072", "--sp", "2", "--num_processes", "2", "--use_peft", "True"], {}),
     (LARGE, H100S, ["--max_length", "1048576", "--sp", "16", "--memory", "longest"], WORLD_16),
 ]
@@ -251,7 +254,7 @@ def _resolved(kind: str, cases: Sequence[Any], work: Any) -> Iterator[tuple[str,
         for model, machine, flags, env in cases:
             MODELS[model].save_pretrained(model)
             given = ["--model_name_or_path", model, "--dataset_name", "stdlib", "--output_dir", "out", *flags]
-            with cost_model.found(machine):
+            with cost_model.found(machine, env):
                 yield f"{kind}: {model} on {machine.gpus} {machine.gpu}, {' '.join(flags)}", work(given, env)
 
 
@@ -318,6 +321,9 @@ def _differences(recorded: Any, now: Any, path: str = "", kind: str = "", whole:
     elif isinstance(recorded, list) and isinstance(now, list) and len(recorded) == len(now):
         name_all = _columns if len(now) == len(COLUMNS) and not kind else _lines
         yield from _differences(name_all(recorded), name_all(now), path, kind)
+    elif isinstance(recorded, list) and isinstance(now, list):
+        alone = ([value for value in one if value not in other] for one, other in ((recorded, now), (now, recorded)))
+        yield float("inf"), f"{path}: " + " -> ".join(map(str, alone))
     elif isinstance(recorded, float | int) and isinstance(now, float | int):
         apart = _apart(recorded, now, whole)
         if apart > TOLERANCES.get(kind, 0.0):
