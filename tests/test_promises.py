@@ -22,12 +22,21 @@ ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "tests" / "promises"
 
 ROWS = {
-    "README": 54,
+    "README": 55,
+    "checkpoints": 84,
+    "data": 80,
     "help": 59,
     "launch": 53,
     "limits": 56,
+    "loop": 15,
+    "lora": 19,
+    "policy": 25,
+    "preference": 52,
     "security": 86,
+    "train": 66,
+    "troubleshooting": 49,
     "verify": 33,
+    "watch": 56,
 }
 """How many promises each table has. This number only grows."""
 
