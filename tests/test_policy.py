@@ -6,6 +6,7 @@ in tests/layers/test_log_probs.py, with its tolerance.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -254,6 +255,34 @@ def test_measures_are_those_of_the_dense_model(results):
         high = (ratio > 1.2) & (record["advantage"] > 0) & learnt
         assert torch.equal(outputs.clipped[row, 1:length], high.double() - low.double())
         assert not any(outputs[field][row, length:].any() for field in range(1, 5))
+    measures = outputs.log_probs, outputs.entropy, outputs.kl, outputs.clipped
+    assert [part.requires_grad for part in (outputs.loss, *measures)] == [True, False, False, False, False]
+
+
+def test_defaults_are_those_of_trl():
+    """But for `max_completion_length`, which has to be named where it is a divisor."""
+    from trl import GRPOConfig
+
+    theirs = {field.name: field.default for field in fields(GRPOConfig)}
+    ours = {field.name: field.default for field in fields(PolicyLoss) if field.name in theirs}
+    assert len(ours) == len(fields(PolicyLoss)) - 1  # normalization
+    assert {name: theirs[name] for name in ours} == ours | {"max_completion_length": 512}
+
+
+def test_advantages_of_tokens_and_current_log_probs():
+    """A document's advantage for each of its tokens, and the model's own log-probabilities, are what is left out."""
+    model, sequence = longctx.parallelize(tiny_model(), sp=1)
+    records = make_answers()
+    batch = SequenceCollator(0, 64, padding_free=True)(records)
+    counts, values = sequence.count_policy_step([batch]), [record["advantage"] for record in records]
+    of_tokens = placed(batch, [np.full(len(r["labels"]), value) for r, value in zip(records, values, strict=True)])
+    with torch.no_grad():
+        now = sequence.log_probs(model, batch)
+    losses = [
+        sequence.policy_loss(model, batch, *given, counts=counts).loss
+        for given in ([torch.tensor(values)], [torch.tensor(values), now], [of_tokens])
+    ]
+    assert [float(loss) for loss in losses] == pytest.approx([float(losses[0])] * 3, rel=1e-6)
 
 
 def test_group_normalization_is_the_mean_over_groups():
@@ -335,6 +364,7 @@ def shifted(log_probs):
         ({"policy": {"beta": 0.1}}, "beta 0.1 needs ref_log_probs"),
         ({"policy": {"normalization": "group"}}, "Pass groups"),
         ({"policy": {"loss_type": "bnpo"}}, "Use dapo"),
+        ({"policy": {"loss_type": "vespo"}}, "'vespo' is not supported: use one of"),
         ({"policy": {"loss_type": "ppo"}}, "use one of grpo, sapo, dapo"),
         ({"policy": {"loss_type": "cispo"}}, "largest weight of a token"),
         ({"policy": {"loss_type": "dr_grpo"}}, "divides by max_completion_length, which is None"),

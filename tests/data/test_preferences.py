@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import MISSING, fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +13,13 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3MoeConfig
-from trl import DPOTrainer
+from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from longctx.collate import SequenceCollator
 from longctx.data import DataError, load_records, tokenize_records
 from longctx.data.kinds import PAIRS
+from longctx.data.preferences import PairTextEncoder
 from longctx.data.sides import sides_of_pairs
 from longctx.dpo import main
 from longctx.model.branches import branch_obstacle
@@ -25,7 +27,7 @@ from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.packing import PairedDataset, kept_of_sides, plan_pairs
 from longctx.settings.flags import parse_flags
 from longctx.settings.methods import DPO
-from longctx.settings.preference import check_model_of_pairs
+from longctx.settings.preference import PreferenceConfig, check_model_of_pairs
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.settings.values import read_values
@@ -238,6 +240,48 @@ NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
 def test_flags_that_are_refused(flags, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         read_values(parse_flags(flags, DPO))
+
+
+def test_flags_have_the_names_and_defaults_of_trl():
+    """But for the one that has no effect: see the test of who has a reference."""
+
+    def defaults(config):
+        made = {f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING}
+        return {field.name: field.default for field in fields(config)} | made
+
+    ours, theirs = defaults(PreferenceConfig), defaults(DPOConfig)
+    assert {n for n in theirs if n not in ours or ours[n] != theirs[n]} == {"precompute_ref_log_probs"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "notes"),
+    [
+        ([], ["reference: the model before training, whose log-probabilities are computed once"]),
+        (["--reference_free", "True"], ["reference: none"]),
+        (["--loss_type", "simpo"], ["reference: none"]),
+        (
+            ["--loss_type", "sft", "--precompute_ref_log_probs", "False"],
+            ["the reference is computed before training in any case", "reference: none"],
+        ),
+    ],
+    ids=str,
+)
+def test_who_has_a_reference(flags, notes):
+    assert [note for note in read_values(parse_flags([*NAMED, *flags], DPO)).notes if "reference" in note] == notes
+
+
+def test_a_prompt_that_the_tokenizer_merges_with_the_answers_ends_earlier(monkeypatch):
+    """As in TRL; the token of both parts is of the answer."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["e b"])
+    said, record = [], {"prompt": "the", "chosen": " blue", "rejected": " black"}
+    monkeypatch.setattr("longctx.data.preferences.warn_of_split_prompt", lambda: said.append("prompt"))
+    encoder = PairTextEncoder(tokenizer, "prompt+chosen+rejected")
+    [ids], _ = encoder.encode({name: [text] for name, text in record.items()}, [0])
+    [expected] = trl_pairs([record], tokenizer)
+    prompt, chosen, rejected = (expected[f"{part}_ids"] for part in ("prompt", "chosen", "rejected"))
+    assert ids.tolist() == prompt + chosen + prompt + rejected
+    assert (tokenizer.decode(prompt), said) == ("th", ["prompt"])
 
 
 def test_a_model_with_a_loss_of_its_own_is_refused():

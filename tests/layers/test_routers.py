@@ -19,7 +19,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from longctx import parallelize
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS
 from longctx.model.tiny import tiny_tokenizer
-from longctx.train import main
 from longctx.training.metrics import TokenMeans
 from tests.model.test_models import FAMILIES, largest_error, make_batch, make_model
 from tests.model.test_models import LENGTHS as DOCUMENT_LENGTHS
@@ -129,7 +128,13 @@ def check_run(log, expected, case):
         found = [entry[name] for entry in steps]
         assert relative(found[:1], values[:1]) <= 1e-5, (case, name, found, values)
         assert relative(found, values) <= 1e-4, (case, name, found, values)
+    for evaluation in (entry for entry in log[:2] if "eval_loss" in entry):  # of the same documents, before training
+        assert evaluation["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
+        assert evaluation["eval_aux_loss"] == pytest.approx(aux_losses[0], rel=1e-5)
     load = loads[0].double()
+    of_layers = steps[0]["experts"]  # to four digits
+    assert of_layers["max_over_mean"] == pytest.approx((load.amax(1) / load.mean(1)).tolist(), abs=1e-4)
+    assert of_layers["unused_fraction"] == pytest.approx((load == 0).double().mean(1).tolist(), abs=1e-4)
     assert steps[0]["expert_load_imbalance"] == pytest.approx(float((load.amax(1) / load.mean(1)).max()))
     assert steps[0]["unused_experts_fraction"] == pytest.approx(float((load == 0).double().mean()))
 
@@ -201,12 +206,16 @@ def test_an_adapter_equals_one_process(parameters, folder, tmp_path):
     assert saved == pytest.approx(right, rel=1e-4)
 
 
-@pytest.mark.parametrize("memory_option", ["tiled_mlp", "sequence_chunk_size"])
-def test_adapted_experts_with_memory_options_that_are_not_compared(memory_option, folder, capsys):
-    value = "True" if memory_option == "tiled_mlp" else "32"
-    arguments = [*ADAPTER, "--lora_target_parameters", *EXPERTS, f"--{memory_option}", value, "--use_cpu"]
-    assert main([*arguments, "--model_name_or_path", folder, "--dataset_name", "stdlib"]) == 2
-    assert f"--{memory_option} {value} with --lora_target_parameters is not verified" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "options", ["tiled_mlp True", "sequence_chunk_size 32", "offload_param_device cpu --sp 2", "load_in_4bit True"]
+)
+def test_adapted_experts_with_memory_options_that_are_not_compared(options, folder, refusal, monkeypatch):
+    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
+    arguments = [*ADAPTER, "--lora_target_parameters", *EXPERTS, *f"--{options}".split(), "--use_cpu"]
+    error = refusal(*arguments, "--model_name_or_path", folder)
+    assert f"--{options.partition(' --')[0]} with --lora_target_parameters is not verified" in error or (
+        "--lora_target_parameters" in error and "with --load_in_4bit True is not verified" in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,8 @@ def test_training_equals_one_process(names, folder, tmp_path):
     documents = make_documents(LENGTHS)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     common = [*COMMON, "--dataset_name", data, "--model_name_or_path", folder, "--output_dir", str(tmp_path / "out")]
+    common += ["--eval_strategy", "steps", "--eval_on_start", "True", "--eval_steps", str(STEPS)]
+    common += ["--dataset_test_split", "train"]
     expected = reference(folder, documents)
     assert relative(reference(folder, documents, coefficient=0.0)[1][:1], expected[1][:1]) > 1e-2  # the loss acts
     cases = {name: [*common, *CASES[name]] for name in names}

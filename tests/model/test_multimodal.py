@@ -20,6 +20,9 @@ from longctx.model.load import load_config, load_model
 from longctx.model.multimodal import names_in_whole
 from longctx.model.rope import extended
 from longctx.model.tiny import tiny_tokenizer
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from tests.model.more_families import GEMMA4, LFM3, LLAMA4
 from tests.model.test_families import documents_loss
 from tests.model.test_models import (
@@ -321,6 +324,10 @@ def test_settings_of_the_text_part(kind, key, value, message, tmp_path):
 
 def test_the_text_part_is_what_the_flags_change(tmp_path):
     save_whole("qwen3_5", tmp_path)
+    flags = ["--model_name_or_path", str(tmp_path), "--dataset_name", "stdlib", "--use_cpu", "True"]
+    [note] = [note for note in resolve(parse_flags(flags), read_profile({}), {}).notes if "text part" in note]
+    assert note.startswith("this is a qwen3_5 model: its text part (qwen3_5_text) is trained, on text alone, and saved")
+    assert f"longctx whole DIR --model_name_or_path {tmp_path} --output_dir WHOLE" in note
     assert load_config(str(tmp_path), rms_norm_eps=1e-3).rms_norm_eps == 1e-3
     with pytest.raises(ValueError, match=r"sets hidden, which a qwen3_5_text configuration does not have"):
         load_config(str(tmp_path), hidden=3)

@@ -17,6 +17,9 @@ from longctx.forecast.closed_form import placed_states
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import load_config, load_model
 from longctx.model.quantized import ALIGNMENT, ShardableLinear4bit, loading_pieces, make_shardable
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from longctx.train import main
 from tests.model.test_peft import Adapt
 from tests.reference import dense_loss, train_reference
@@ -126,6 +129,7 @@ def run_spread(cases):
             "whole": sum(layer.weight.numel() for layer in layers),
             "held": sum(layer.weight.to_local().untyped_storage().nbytes() for layer in layers),
             "unsharded at once": max(unsharded),
+            "trained in": {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad},
             "all parameters": sum(tensor.numel() * tensor.element_size() for tensor in parameters),
         }
         results[case] = trainer.state.log_history, held, placed_states(prepared.run.memory_setup(1))["parameters"]
@@ -183,6 +187,7 @@ def test_spread_4_bit_weights_train_evaluate_and_resume_as_on_one_process(folder
             assert held["whole"] / shards <= held["held"] <= held["whole"] / shards + 14 * ALIGNMENT, case
             assert held["unsharded at once"] == held["whole"] / 2
             assert held["all parameters"] == pytest.approx(forecast, rel=0.05)
+            assert held["trained in"] == {torch.float32}
     for name in RESUMED:
         assert_same_files(tmp_path / name, tmp_path / "resumed" / name)
 
@@ -209,6 +214,15 @@ def test_the_forecast_counts_four_bit_weights_whole(folder):
     found, expected = ModelSizes.of_model(quantized), ModelSizes.of_model(load_model(folder, config))
     for name in ("num_parameters", "layer_parameters", "linear_parameters"):
         assert getattr(found, name) == getattr(expected, name)
+
+
+def test_bytes_of_a_4_bit_weight_and_its_scale(folder, monkeypatch):
+    """As the plan counts them; the long tests hold them against the parameters of a run."""
+    common = ["--model_name_or_path", folder, "--dataset_name", "stdlib", *FLAGS, "--use_cpu", "True"]
+    monkeypatch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
+    for flags, expected in (([], 0.56), (["--use_bnb_nested_quant", "True"], 0.52)):
+        run = resolve(parse_flags([*common, *flags]), read_profile({}), {})
+        assert round(run.memory_setup(1).quantized_weight_bytes, 2) == expected
 
 
 @pytest.mark.parametrize("has_experts", [False, True])
@@ -277,6 +291,11 @@ REFUSED = {
     "DeepSpeed": (["--use_peft", "--engine", "deepspeed", "--sp", "2"], ("on deepspeed", "--engine fsdp2")),
     "DoRA": (["--use_peft", "--use_dora"], ("--use_dora True with --load_in_4bit",)),
     "tiles": (["--use_peft", "--tiled_mlp", "True"], ("--tiled_mlp True with --load_in_4bit",)),
+    "chunks": (["--use_peft", "--sequence_chunk_size", "64"], ("--sequence_chunk_size 64 with --load_in_4bit",)),
+    "whole modules": (
+        ["--use_peft", "--lora_modules_to_save", "norm"],
+        ("--lora_modules_to_save ['norm'] with --load_in_4bit",),
+    ),
     "storage": (["--use_peft", "--bnb_4bit_quant_storage", "bfloat16"], ("--bnb_4bit_quant_storage bfloat16",)),
     "offload": (
         ["--use_peft", "--offload_param_device", "cpu", "--sp", "2"],

@@ -102,6 +102,23 @@ def test_a_page_of_a_long_run_on_many_ranks_is_short():
     assert highest < charts.TOP + 20  # the one step at 99 is seen
 
 
+def test_where_the_time_went_is_a_mean_in_a_long_run():
+    """All of a step's time is attention's, and all of the next step's is the rest: half of each."""
+    history = [
+        {
+            "step": step,
+            "loss": 1.0,
+            "seconds": {part: [float(part == ("attention", "rest")[step % 2])] for part in PARTS},
+        }
+        for step in range(4 * charts.MOST_POINTS)
+    ]
+    [chart] = re.findall(r"<title>Where the time went, over steps</title>.*?</svg>", report(history=history).html())
+    areas = re.findall(r'<polygon class="area[^>]* points="([^"]*)"', chart)
+    heights = [sorted({float(y) for y in re.findall(r",([\d.]+)", area)}) for area in areas]
+    assert [len(both) for both in heights] == [2, 2]
+    assert heights[0][0] == heights[1][1] == pytest.approx((heights[0][1] + heights[1][0]) / 2, abs=0.1)
+
+
 def test_a_page_of_an_evaluation_alone_has_its_loss():
     page = Page(report(history=[{"step": 0, "eval_loss": 1.2345}]).html())
     assert page.text.count("1.2345") == 1, "in the table"

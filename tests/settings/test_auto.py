@@ -120,6 +120,23 @@ def test_all_keeps_the_sequences_of_an_optimizer_step(resolved):
         assert sequences * run.settings["gradient_accumulation_steps"] == 16
 
 
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [("--sp 2", 2), ("--sp 2 --dp_replicate 3", 6), ("--sp 2 --num_processes 4", 4), ("--sp all", 8), ("--sp auto", 8)],
+)
+def test_processes_that_longctx_starts_and_the_equations_that_it_prints(resolved, flags, world_size):
+    run = resolved("--max_length", "4096", "--gradient_accumulation_steps", "3", *flags.split())
+    dims, micro = run.dims, run.settings["per_device_train_batch_size"]
+    assert dims.world_size == world_size == dims.dp_replicate * dims.dp_shard * dims.sp
+    printed = [*run.describe(), *map(str, run.describe_batch())]
+    equation = f"world {world_size} = dp_replicate {dims.dp_replicate} × dp_shard {dims.dp_shard} × sp {dims.sp}"
+    assert [line for line in printed if line.startswith("mesh ") and equation in line]
+    assert (
+        f"batch     {micro * world_size // dims.sp * 3} sequences a step = per_device_train_batch_size {micro} × "
+        f"(world {world_size} / sp {dims.sp}) × gradient_accumulation_steps 3"
+    ) in printed
+
+
 def test_auto_shares_the_processes_that_a_launcher_started(resolved):
     env = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     run = resolved("--max_length", "131072", "--sp", "auto", env=env)

@@ -12,9 +12,12 @@ from importlib.metadata import version
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from longctx.model.allow_list import check_model
+from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, CAUSAL_MODELS, auxiliary_loss_coefficient, check_model
 from longctx.model.releases import ADDED_IN
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+from longctx.settings.flags import parse_flags
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from longctx.train import main
 from tests.workers import run_main
 
@@ -47,6 +50,7 @@ MODELS = {
     "mamba and attention": ("jamba", {}, ("'jamba'", "mamba_d_state")),
     "linear attention": ("minimax", {}, ("layer_types holds linear_attention",)),
     "indexer": ("deepseek_v32", {}, ("layer_types holds indexed_attention", "an indexer picks")),
+    "phi-3.5-moe": ("phimoe", {}, ("'phimoe'", "router_jitter_noise")),
     "noise": ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "--model_init_kwargs")),
     "chunks without a size": (
         "llama4_text",
@@ -149,6 +153,22 @@ def test_a_coefficient_for_routers_without_an_auxiliary_loss(model_type, kind, t
     given = ["--model_name_or_path", save_config(tmp_path, model_type), "--dataset_name", "stdlib"]
     parts = ("--router_aux_loss_coef 0.1", f"{model_type} {kind}", "Leave it out")
     refused(*given, "--router_aux_loss_coef", "0.1", parts=parts)
+
+
+def test_types_with_a_coefficient_are_those_whose_auxiliary_loss_is_built():
+    """transformers computes none for Llama 4, and longctx none for FLINT."""
+    installed = {name: CONFIG_MAPPING[name] for name in CAUSAL_MODELS if name in CONFIG_MAPPING}
+    types = {name for name, config in installed.items() if hasattr(config(), "router_aux_loss_coef")}
+    assert types - {"flint", "llama4_text"} == set(AUXILIARY_LOSS_MODELS) & installed.keys()
+
+
+@pytest.mark.parametrize(("given", "coefficient"), [([], 0.02), (["0.1"], 0.1), (["0"], 0)])
+def test_the_coefficient_of_the_flag_comes_before_that_of_the_model(given, coefficient, tmp_path):
+    folder = save_config(tmp_path, "mixtral", num_key_value_heads=2, router_aux_loss_coef=0.02)
+    flags = ["--model_name_or_path", folder, "--dataset_name", "stdlib"]
+    flags += ["--router_aux_loss_coef", *given] if given else []
+    run = resolve(parse_flags(flags), read_profile({}), {})
+    assert auxiliary_loss_coefficient(run.model_config) == coefficient
 
 
 def test_the_remedy_for_dropout_works(tmp_path, without_preflight):

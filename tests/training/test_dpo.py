@@ -29,6 +29,7 @@ from longctx.settings.methods import DPO
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.training.preference import LOSS_FLAGS, PreferenceLoss
+from longctx.training.reference_model import ReferencedPreferenceLoss
 from tests.parity_page import DPO as STARTED_BY
 from tests.training.test_training import log_of
 from tests.workers import one_by_one, run_main, run_ranks
@@ -390,7 +391,8 @@ RESUMED = {"ring": ["--cp", "2", *PACKED], "ulysses with LoRA": [*ULYSSES, *ONE,
 def resume(cases, cache, folder):
     """Entries of whole runs and of runs that go on from their second step, with and without the reference's cache."""
     datasets.config.HF_DATASETS_CACHE = Path(cache)
-    found = {}
+    found, compute, computed = {}, ReferencedPreferenceLoss._compute, []
+    ReferencedPreferenceLoss._compute = lambda *rows: computed.append(rows) or compute(*rows)
     for case, flags in cases.items():
         output = f"{folder}/{case}"
         found[case] = histories({"whole": [*flags, "--output_dir", output]})["whole"]
@@ -402,8 +404,10 @@ def resume(cases, cache, folder):
                     file.unlink()
             dist.barrier()
             arguments = [*flags, "--output_dir", output, "--resume_from_checkpoint", f"{output}/checkpoint-2"]
+            before = len(computed)
             found[f"{case}, {'kept' if kept else 'anew'}"] = histories({"": arguments})[""]
             assert files
+            assert len(computed) - before == (not kept)
     return found
 
 

@@ -13,7 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from longctx.run.preparation import prepare_data
+from longctx.settings.flags import parse_flags
 from longctx.settings.methods import SFT
+from longctx.settings.profile import read_profile
+from longctx.settings.resolve import resolve
 from longctx.train import main
 from tests.reference import dense_logits
 from tests.small_model import save_small_model
@@ -276,6 +280,16 @@ def test_bad_input(flags, parts, model, data, capsys):
     assert main(["--model_name_or_path", model, "--dataset_name", data, "--max_length", "128", *flags]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in parts), error
+
+
+def test_a_mixture_is_evaluated_on_the_whole_split_of_every_data_set(data, tmp_path):
+    """Whatever its weights are."""
+    write_jsonl(tmp_path / "train.jsonl", TRAIN)
+    write_jsonl(tmp_path / "test.jsonl", TRAIN[:3])
+    flags = ["--model_name_or_path", "tiny", "--datasets", data, str(tmp_path), "--dataset_weights", "9", "1"]
+    flags += ["--eval_strategy", "steps", "--dataset_test_split", "test", "--max_length", "128", "--use_cpu", "True"]
+    evaluation = prepare_data(resolve(parse_flags(flags), read_profile({}), {})).evaluation
+    assert evaluation.documents["input_ids"][:] == [ids for ids, _ in [*EVALUATION, *TRAIN[:3]]]
 
 
 def test_a_split_without_labels(model, tmp_path, capsys):
