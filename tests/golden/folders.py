@@ -7,6 +7,8 @@ has digests of their contents.
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,24 @@ from tests.golden.runs import QUICK, RUNS, inputs, outcome, tensors_of
 from tests.golden.training import weights
 
 KINDS = (
-    *("sp 1", "sp 1, stopped", "ring 2, FSDP2", "ring 2, untied head", "ring 2, stream", "ring 2, experts"),
-    *("ring 2, bf16", "ring 2, LoRA", "ring 2, QLoRA", "ring 2, evaluation and best model", "ring 2, weights only"),
-    *("ring 2, DPO", "Ulysses 2, ZeRO-3", "Ulysses 2, bf16", "Ulysses 2, LoRA"),
-    "Ulysses 2, evaluation and best model",
+    *(
+        "sp 1",
+        "ring 2, FSDP2",
+        "ring 2, untied head",
+        "ring 2, LoRA",
+        "ring 2, QLoRA",
+        "ring 2, bf16",
+        "ring 2, experts",
+    ),
+    *(
+        "ring 2, evaluation and best model",
+        "ring 2, weights only",
+        "ring 2, DPO",
+        "Ulysses 2, ZeRO-3",
+        "Ulysses 2, LoRA",
+    ),
 )
-"""Runs whose folders differ in kind; `stopped` is the run that resumed in that folder."""
+"""Runs whose folders differ in kind."""
 UNLIKE = ("trainer_state.json", "longctx.json", "training_args.bin", "run_report.html")
 """Files with times, or with the paths of this machine."""
 
@@ -45,16 +59,17 @@ def _folders(quick: bool) -> Iterator[tuple[str, Path]]:
     for name in KINDS:
         if name not in RUNS or (quick and name not in QUICK):
             continue
-        ended = outcome(f"{name}, resumed" if RUNS[name].sent else name)
+        ended = outcome(name)
         yield f"{name}: output folder", ended.folder
         if ended.checkpoint:
             yield f"{name}: {ended.checkpoint.name}", ended.checkpoint
 
 
 def _described(path: Path) -> Any:
-    """What a file holds by name; "" for one without names that a program reads."""
+    """What a file holds by name, with layers counted; "" for one that is not JSON or safetensors."""
     if path.suffix == ".safetensors":
-        return {name: kind for name, (kind, _) in tensors_of(path).items()}
+        kinds = ((re.sub(r"layers\.\d+", "layers.*", name), kind) for name, (kind, _) in tensors_of(path).items())
+        return {name: f"{count} × {kind}" for (name, kind), count in Counter(kinds).items()}
     return " ".join(sorted(json.loads(path.read_text()))) if path.suffix == ".json" else ""
 
 
