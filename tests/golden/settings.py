@@ -100,7 +100,9 @@ def _place() -> Iterator[Callable[[Case], Any]]:
             found |= {f"--{k}": v for k, v in run.settings.items() if v != given_defaults.get(k, MISSING)}
             found |= {f"SFTConfig.{k}": v for k, v in run.training_arguments().items() if v != _of_trl().get(k)}
             left = {name: value for name, value in env.items() if case.env.get(name) != value}
-            found |= {"taken out of the environment": sorted(case.env.keys() - env.keys()), "put into it": left}
+            found |= {
+                f"environment.{name}": left.get(name) for name in sorted(case.env.keys() - env.keys() | left.keys())
+            }
             return json.loads(
                 _plain(json.dumps(found, default=lambda value: getattr(value, "value", str(value))), folder)
             )
@@ -255,7 +257,7 @@ def _profiles() -> Iterator[tuple[str, Any, list[Case]]]:
 # Values
 # ------------------------------------------------------------------------------------------------
 
-_QUICK = 12
+_QUICK = 20
 """One case of so many is resolved in every run of the tests."""
 
 
