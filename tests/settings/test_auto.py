@@ -122,7 +122,7 @@ def test_all_keeps_the_sequences_of_an_optimizer_step(resolved):
 
 @pytest.mark.parametrize(
     ("flags", "world_size"),
-    [("--sp 2", 2), ("--sp 2 --dp_replicate 3", 6), ("--sp 2 --num_processes 4", 4), ("--sp all", 8), ("--sp auto", 8)],
+    [("--sp 2", 2), ("--sp 2 --dp_replicate 3", 6), ("--sp 2 --num_processes 4", 4), ("--sp all", 8)],
 )
 def test_processes_that_longctx_starts_and_the_equations_that_it_prints(resolved, flags, world_size):
     run = resolved("--max_length", "4096", "--gradient_accumulation_steps", "3", *flags.split())
