@@ -15,8 +15,9 @@ from typing import Any
 
 import xxhash
 
+from tests.golden.compare import changes
 from tests.golden.runs import QUICK, RUNS, inputs, outcome, tensors_of
-from tests.golden.training import weights
+from tests.golden.training import by_word, weights
 
 KINDS = (
     *(
@@ -53,6 +54,10 @@ def measured() -> Iterator[tuple[str, Any]]:
             f"{name}: bytes",
             weights(folder) | {path.name: _digest(path) for path in texts if path.name not in UNLIKE},
         )
+
+
+def differs(name: str, recorded: Any, now: Any) -> str:
+    return "; ".join(changes(by_word(recorded), by_word(now)))
 
 
 def _folders(quick: bool) -> Iterator[tuple[str, Path]]:

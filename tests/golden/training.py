@@ -68,7 +68,16 @@ def differs(name: str, recorded: Any, now: Any) -> str:
             if abs(after - before) > limit * max(abs(before), 0.1)
         ]
         return "; ".join(far) or ("another number of values" if lengths else "")
-    return "; ".join(changes(recorded, now))
+    return "; ".join(changes(by_word(recorded), by_word(now)))
+
+
+def by_word(value: Any) -> Any:
+    """The value with texts of several names as dictionaries, so that a difference names the one that is new or gone."""
+    if isinstance(value, dict):
+        return {name: by_word(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [by_word(part) for part in value]
+    return dict.fromkeys(value.split(), "") if isinstance(value, str) and " " in value else value
 
 
 def _steps(run: Outcome, *, counts_flos: bool) -> dict[str, Any]:
