@@ -423,6 +423,10 @@ def test_the_auxiliary_loss_of_experts_is_that_of_all_documents_of_the_step(tmp_
             assert (added - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
 
 
+def test_weights_keep_the_names_of_transformers():
+    assert longctx.parallelize(tiny_model(), sp=1)[0].state_dict().keys() == tiny_model().state_dict().keys()
+
+
 def test_groups_that_do_not_fit_are_refused():
     _, sequence = longctx.parallelize(tiny_model(), sp=1)
     batch = SequenceCollator(0, 64, padding_free=True)(make_answers())
