@@ -553,16 +553,17 @@ def check_changelog(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     unreleased = re.split(r"^## ", text, flags=re.MULTILINE)[1]
     sections = re.split(r"^### ", unreleased, flags=re.MULTILINE)
     told = {part.split("\n")[0]: part for part in sections if part.startswith(("Changed", "Removed"))}
-    missing = []
+    missing: dict[str, str] = {}
     for name in sorted(before):
         identifier = name.rpartition(": ")[2]
         named = re.compile(rf"`{re.escape(identifier)}(?![\w-])[^`]*`")
         if name not in now and not named.search(told.get("Removed", "")):
-            missing.append(f"under Removed: `{identifier}` ({name})")
+            missing.setdefault(f"under Removed: `{identifier}`", name)
         elif name in now and before[name] != now[name] and not named.search("".join(told.values())):
-            missing.append(f"under Changed: `{identifier}` ({name}: {before[name]} -> {now[name]})")
+            missing.setdefault(f"under Changed: `{identifier}`", f"{name}: {before[name]} -> {now[name]}")
     if missing:
-        raise SystemExit("\n".join(["CHANGELOG.md, section Unreleased, does not name", *missing]))
+        lines = (f"{line} ({what})" for line, what in missing.items())
+        raise SystemExit("\n".join(["CHANGELOG.md, section Unreleased, does not name", *lines]))
 
 
 before_record = check_changelog

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-NAMES = ("Python functions", "C functions", "files opened", "processes started", "bytes read")
+NAMES = ("Python functions", "C functions", "files opened", "processes started", "KiB read")
+"""Of each count; bytes are counted of what is read."""
 PYTHON, C, OPENED, STARTED, READ = range(len(NAMES))
 _STARTS = {"subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
 
