@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Records, dict[str, Any]]] = {
     "chat of prompt and completion": (SPLIT_CHATS, {}),
     "chat of prompt and completion, all tokens": (SPLIT_CHATS, {"completion_only_loss": False}),
     "chat of prompt and completion, assistant's part": (
-        [{"prompt": CHATS[0][:2], "completion": CHATS[0][2:]}],
+        [{"prompt": CHATS[0][:at], "completion": CHATS[0][at:]} for at in (2, 4)],
         ONLY_ASSISTANT,
     ),
     "tokens": (TOKENS, {}),
