@@ -211,6 +211,7 @@ CASES: dict[str, tuple[Records, dict[str, Any]]] = {
 }
 QUICK = (
     "text",
+    "chat of prompt and completion, assistant's part",
     "tools, assistant only",
     "prompt and completion",
     "tokens with both masks",
