@@ -90,7 +90,7 @@ def test_flags_that_a_page_names_exist(page):
     ours |= {"config", "json", "num_layers", "version", "help", "support"}
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text))
     if page.name in ("CONTRIBUTING.md", "support-matrix.md", "scaling.md"):
-        ours |= {"check", "output", "record"}
+        ours |= {"check", "output", "record", "against"}
         ours |= {action.dest for parser in (differential_parser(), gpu_parser()) for action in parser._actions}
         ours |= {"list", "only"}  # of benchmarks.mutants
     named = {installed_name(name, ours) for name in named}
