@@ -157,6 +157,7 @@ GATED_DELTA_MODELS = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_
 AUXILIARY_LOSS_MODELS = (
     "ernie4_5_moe",
     "flex_olmo",
+    "flint",
     "gpt_oss",
     "granitemoe",
     "granitemoe_swa",

@@ -156,10 +156,10 @@ def test_a_coefficient_for_routers_without_an_auxiliary_loss(model_type, kind, t
 
 
 def test_types_with_a_coefficient_are_those_whose_auxiliary_loss_is_built():
-    """transformers computes none for Llama 4, and longctx none for FLINT."""
+    """transformers computes none for Llama 4."""
     installed = {name: CONFIG_MAPPING[name] for name in CAUSAL_MODELS if name in CONFIG_MAPPING}
     types = {name for name, config in installed.items() if hasattr(config(), "router_aux_loss_coef")}
-    assert types - {"flint", "llama4_text"} == set(AUXILIARY_LOSS_MODELS) & installed.keys()
+    assert types - {"llama4_text"} == set(AUXILIARY_LOSS_MODELS) & installed.keys()
 
 
 @pytest.mark.parametrize(("given", "coefficient"), [([], 0.02), (["0.1"], 0.1), (["0"], 0)])
