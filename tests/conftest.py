@@ -130,6 +130,7 @@ def pytest_runtest_makereport(item, call):
 
 
 SLOWEST_FIRST = [
+    "test_golden.py",
     "gpu/test_soft_training.py",
     "model/test_models.py",
     "training/test_training.py",
