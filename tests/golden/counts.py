@@ -94,12 +94,8 @@ def of_commands(folder: Path, commands: Mapping[str, str]) -> dict[str, list[int
 
 def _of_process(folder: Path, arguments: list[str], environment: Mapping[str, str]) -> list[int]:
     with tempfile.TemporaryDirectory() as counts:
-        site = [str(Path(counter.__file__).parent), *filter(None, [environment.get("PYTHONPATH")])]
-        counting = {
-            "PYTHONPATH": os.pathsep.join(site),
-            "GOLDEN_COUNTS": counts,
-            "GOLDEN_COUNTS_UNTIL": "on_step_begin",
-        }
+        path = os.pathsep.join((str(Path(counter.__file__).parent), str(ROOT)))
+        counting = {"PYTHONPATH": path, "GOLDEN_COUNTS": counts, "GOLDEN_COUNTS_UNTIL": "on_step_begin"}
         command = [sys.executable, "-m", "longctx", *arguments]
         done = subprocess.run(command, cwd=folder, env={**environment, **counting}, capture_output=True, check=False)
         assert done.returncode in (0, 2), done.stderr.decode()
