@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
     """Train, and return the exit code. Input that cannot be trained on exactly ends with a one-line error."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
-    from longctx.launch.terminal import end_refused, quieten, say_hello
+    from longctx.launch.terminal import end_refused, say_hello
     from longctx.settings.help import check_names, short_help
 
     if {"-h", "--help"} & set(arguments) and (text := short_help(method)):
@@ -34,9 +34,17 @@ def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
         check_names(arguments, method=method)  # takes milliseconds, and what follows seconds
     except ValueError as error:
         return end_refused(error)
-    if is_first_rank():
-        say_hello(longctx.__version__)
+    from longctx.launch.interrupts import interrupts_end
+
+    with interrupts_end():
+        if is_first_rank():
+            say_hello(longctx.__version__)
+        return _main(arguments, method)
+
+
+def _main(arguments: list[str], method: Method) -> int:
     from longctx.launch.console import say
+    from longctx.launch.terminal import end_refused, quieten
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
 
     quieten()

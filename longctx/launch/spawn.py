@@ -79,10 +79,11 @@ def _run_agent(
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.2,
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # ranks stop by themselves on the others
+        signals_to_handle="SIGHUP,SIGQUIT",  # ranks stop by themselves on the others
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its end is reported below
-    before = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    # Ranks have sessions of their own, so that Ctrl-C reaches this process alone.
+    before = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:

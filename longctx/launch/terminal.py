@@ -21,6 +21,8 @@ BETWEEN_LIBRARIES = (
 
 USAGE_ERROR = 2
 """The exit code of a command that refuses its input."""
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ends before it has anything to save, as shells give it."""
 HAS_STARTED = "LONGCTX_HAS_STARTED"
 """Environment variable that tells the processes that a run starts that the terminal shows it already."""
 

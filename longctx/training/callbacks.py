@@ -1,4 +1,4 @@
-"""Callbacks: the log, the schedule, `--profile`, and stopping on a scheduler's SIGTERM or SIGUSR1.
+"""Callbacks: the log, the schedule, `--profile`, and stopping on Ctrl-C or a scheduler's SIGTERM or SIGUSR1.
 
 A run that is stopped finishes its step, saves, and exits with the code `RESUMABLE`.
 """
@@ -6,7 +6,10 @@ A run that is stopped finishes its step, saves, and exits with the code `RESUMAB
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,6 +25,7 @@ from trl import SFTConfig
 from longctx.data import SourceReport
 from longctx.forecast.expected_step import ExpectedStep
 from longctx.launch.console import say
+from longctx.launch.terminal import INTERRUPTED
 from longctx.packing import PackingReport
 from longctx.training.data_order import MicroBatch, StepSampler
 from longctx.training.peak_memory import GIB
@@ -141,22 +145,38 @@ class EpochEndsWithItsStep(DefaultFlowCallback):
 RESUMABLE = 75
 """Exit code of a run that was stopped by a signal and has saved: sysexits' EX_TEMPFAIL."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopOnSignal(TrainerCallback):
-    """Saves and stops after the step in which any rank gets one of SIGNALS. All ranks agree on the step."""
+    """Saves and stops after the step in which any rank gets one of SIGNALS. All ranks agree on the step.
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    A second SIGINT ends the process at once. A thread answers signals, because the main thread may spend minutes in a
+    kernel or a collective before it returns to Python.
+
+    Args:
+        device: of the tensor by which the ranks agree.
+        prints: whether this rank prints that a signal has come.
+    """
+
+    def __init__(self, device: torch.device, *, prints: bool):
+        self.device, self.prints = device, prints
         self.stopped_by: signal.Signals | None = None
         self._received = 0
+        self._step, self._step_seconds, self._since = 0, 0.0, 0.0
         self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._step, self._since = state.global_step, time.monotonic()
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer)
+        threading.Thread(target=self._answer, args=(reader,), name="signals", daemon=True).start()
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
     def on_step_end(self, args: SFTConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        now = time.monotonic()
+        self._step, self._step_seconds, self._since = state.global_step, now - self._since, now
         received = self._received
         if dist.is_initialized():
             agreed = torch.tensor(received, device=self.device)
@@ -168,12 +188,34 @@ class StopOnSignal(TrainerCallback):
 
     def restore_handlers(self) -> None:
         """Restore the signal handlers from before the training, which may have failed."""
+        if not self._before:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._writer)  # ends the thread
         self._before = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
+
+    def _answer(self, reader: int) -> None:
+        """Print at the first of SIGNALS what happens now, and end at a second SIGINT."""
+        has_come: set[int] = set()
+        with open(reader, "rb", buffering=0) as signals:
+            while byte := signals.read(1):
+                number = byte[0]
+                if number == signal.SIGINT in has_come:
+                    os._exit(INTERRUPTED)
+                if number in SIGNALS and not has_come and self.prints:
+                    say(self._describe_end(signal.Signals(number)))
+                has_come.add(number)
+
+    def _describe_end(self, received: signal.Signals) -> str:
+        left = max(self._step_seconds - (time.monotonic() - self._since), 0)
+        estimate = f", which takes about {left:.0f} s more," if self._step_seconds else ""
+        again = " Ctrl-C again ends the run at once, without a checkpoint." if received == signal.SIGINT else ""
+        return f"{received.name}: the run finishes step {self._step + 1}{estimate} and saves a checkpoint.{again}"
 
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -136,6 +137,7 @@ PARENT_ENDS_SECONDS = 10.0
 def end_with_parent(worker: int) -> None:
     """Make this worker of a data loader end, without a traceback, when its parent is killed. A `worker_init_fn`.
 
+    A terminal's Ctrl-C, which reaches workers as well, leaves them running for the step that the parent finishes.
     torch's workers end once they have another parent, which those of a fork server never have. The thread that sends
     tensors passes its errors to `sys.excepthook`.
     """
@@ -149,6 +151,7 @@ def end_with_parent(worker: int) -> None:
             _exit_after(parent, PARENT_ENDS_SECONDS)
         show(kind, error, traceback)
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = show_unless_parent_ends
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
 

@@ -162,7 +162,7 @@ class SequenceTrainer(EvaluatingTrainer):
         if report is not None:
             self.add_callback(PackingEntry(report, mixture))
         self.add_callback(ScheduleGoesOn(self))
-        self.stop_on_signal = StopOnSignal(sequence.device)
+        self.stop_on_signal = StopOnSignal(sequence.device, prints=sequence.rank == 0)
         self.add_callback(self.stop_on_signal)
 
     def layout(self) -> dict[str, Any]:

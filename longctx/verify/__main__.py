@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0
+    from longctx.launch.interrupts import interrupts_end
     from longctx.launch.terminal import end_refused
     from longctx.settings.help import check_names
 
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_names(arguments, also=[action.dest for action in _parser()._actions])
     except ValueError as error:
         return end_refused(error)
-    with redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
+    with interrupts_end(), redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
         return _verify(arguments, others, own)
 
 

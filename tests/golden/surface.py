@@ -328,7 +328,7 @@ ENDINGS = {
     "trained to the end": ("", ""),
     "stopped by SIGTERM": ("--max_steps 100000", "SIGTERM"),
     "stopped by SIGUSR1": ("--max_steps 100000", "SIGUSR1"),
-    "interrupted from the keyboard": ("--max_steps 100000", "SIGINT"),
+    "ended by Ctrl-C": ("--max_steps 100000", "SIGINT"),
     "a gradient that is not finite": ("--learning_rate 1e30 --max_grad_norm 1e30", ""),
     "no token with a label": ("--dataset_streaming True --max_length 1", ""),
 }

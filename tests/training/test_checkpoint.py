@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -372,39 +370,3 @@ def test_nothing_to_resume(models, tmp_path, capsys):
     assert resumed(models, data, tmp_path / "out", "--resume_from_checkpoint", "True") == 2
     assert "has no complete checkpoint" in capsys.readouterr().err
     assert candidates("auto", tmp_path / "out") == []
-
-
-@pytest.mark.parametrize(
-    ("processes", "number"), [(1, signal.SIGUSR1), pytest.param(2, signal.SIGTERM, marks=pytest.mark.long)]
-)
-def test_a_signal_ends_a_run_with_a_checkpoint_and_another_goes_on(processes, number, models, tmp_path, capsys):
-    """Sent to the process that a scheduler knows, which started the ranks."""
-    data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
-    given = [*flags(models, data, tmp_path / "out"), "--sp", str(processes), "--save_steps", "1000"]
-    given += ["--resume_from_checkpoint", "auto", "--use_cpu"]
-    command = [sys.executable, "-m", "longctx.train", *given]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*command, "--max_steps", "100000"], stdout=subprocess.PIPE, text=True, env=environment
-    ) as run:
-        lines = []
-        for line in run.stdout:
-            lines.append(line)
-            if re.match(r" *1/100000 ", line) and number:
-                run.send_signal(number)
-                break
-        lines += run.stdout.readlines()
-    assert run.returncode == 75, "".join(lines)
-    (step,) = [int(line.split()[6][:-1]) for line in lines if f"stopped by {number.name} after step" in line]
-    assert [path.name for path in checkpoints(tmp_path / "out")] == [f"checkpoint-{step}"]
-    page = tmp_path / "out" / "run_report.html"
-    assert f"Stopped by {number.name} after step {step} of 100,000" in page.read_text()
-    capsys.readouterr()
-    assert main([*given, "--max_steps", str(step + 1)]) == 0
-    if processes == 1:  # others print it themselves
-        assert f"resume    from {tmp_path}/out/checkpoint-{step}" in capsys.readouterr().out
-    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
-    logged = [entry for entry in state["log_history"] if "loss" in entry]
-    assert [entry["step"] for entry in logged] == list(range(1, step + 2))
-    assert f"Finished after {step + 1} steps" in page.read_text()
-    assert all(f"<td>{entry['loss']:.4f}</td>" in page.read_text() for entry in (logged[0], logged[-1]))
