@@ -151,7 +151,8 @@ def test_the_working_directory_is_left_out_unless_it_is_a_checkout(module, stays
     """Of the search path, before anything else is imported, and of that of processes that it starts."""
     folder = ROOT if stays else tmp_path
     monkeypatch.chdir(folder)
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # so that it is taken away after the test
+    monkeypatch.delenv("PYTHONSAFEPATH")
     monkeypatch.setattr(sys, "path", [str(folder), "/elsewhere"])
     monkeypatch.setattr(sys, "argv", ["-m", "--sp", "2"])
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", module, "--sp", "2"])
