@@ -138,6 +138,8 @@ SLOWEST_FIRST = [
     "training/test_resume.py",
     "test_plan.py",
     "training/test_checkpoint.py",
+    "training/test_signals.py",
+    "settings/test_specification.py",
     "forecast/test_option_search.py",
     "attention/test_kernel_choice.py",
     "data/test_data_fuzz.py",
