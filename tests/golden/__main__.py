@@ -32,6 +32,7 @@ def main() -> int:
     )
     asked = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the tests; accelerate sets it by the number of cores
     if unknown := set(asked.groups) - set(GROUPS):
         parser.error(f"no group is called {', '.join(sorted(unknown))}. Groups are {', '.join(GROUPS)}.")
     groups = [group for group in GROUPS if group in asked.groups or not asked.groups]
