@@ -205,7 +205,7 @@ class StopOnSignal(TrainerCallback):
         with open(reader, "rb", buffering=0) as signals:
             while byte := signals.read(1):
                 number = byte[0]
-                if number == signal.SIGINT in has_come:
+                if number == signal.SIGINT and number in has_come:
                     os._exit(INTERRUPTED)
                 if number in SIGNALS and not has_come and self.prints:
                     say(self._describe_end(signal.Signals(number)))

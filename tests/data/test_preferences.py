@@ -243,7 +243,7 @@ def test_flags_that_are_refused(flags, said):
 
 
 def test_flags_have_the_names_and_defaults_of_trl():
-    """But for the one that has no effect: see the test of who has a reference."""
+    """All but `precompute_ref_log_probs`, which has no effect: the reference is always computed before training."""
 
     def defaults(config):
         made = {f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING}

@@ -1,4 +1,4 @@
-"""Computes the values of a group and holds them against others."""
+"""Compute the values of a group, record them, and compare them with recorded ones."""
 
 from __future__ import annotations
 

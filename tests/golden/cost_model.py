@@ -46,7 +46,7 @@ FILLS: dict[str, RowLengths] = {
     "a pair": one_pair,
     "documents": drawn_from(PUBLISHED.with_name("document_lengths.csv")),
 }
-"""What a sequence holds."""
+"""The documents that a sequence is assumed to hold."""
 
 
 class Machine(NamedTuple):

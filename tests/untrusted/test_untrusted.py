@@ -318,7 +318,7 @@ ESCAPES = {
 
 @pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape[:60])
 def test_a_template_sees_nothing_but_its_variables(tmp_path, escape):
-    """It writes nothing in the place of what it reaches for, or the record is refused."""
+    """What the template reaches for renders as nothing, or the record is refused."""
     records = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "ab"}]}])
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}[" + escape + "]"
     if not ESCAPES[escape]:
