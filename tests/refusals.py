@@ -54,9 +54,9 @@ _VARYING = tuple(
     (re.compile(pattern), put)
     for pattern, put in (
         (rf"{re.escape(tempfile.gettempdir())}/pytest-of-[^/]+/pytest-[^/]+(/popen-gw\d+)?/[^/\s'\",:;)]+", "TMP"),
+        (rf"{re.escape(sys.prefix)}\b", "PREFIX"),
+        (rf"{re.escape(str(ROOT))}\b", "ROOT"),  # before what it may lie in
         (rf"{re.escape(tempfile.gettempdir())}/[\w.-]+", "TMP"),
-        (re.escape(str(ROOT)), "ROOT"),
-        (re.escape(sys.prefix), "PREFIX"),
         (r"\b0x[0-9a-f]{6,}", "0x0"),
         (rf"(?<=on ){re.escape(socket.gethostname())}\b", "HOST"),
     )
