@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import longctx
@@ -58,7 +59,7 @@ def _main(arguments: list[str], method: Method) -> int:
         from longctx.settings.flags import parse_flags
         from longctx.settings.profile import read_profile, relaunch, who_starts
         from longctx.settings.resolve import resolve
-        from longctx.training.checkpoint.files import how_to_resume
+        from longctx.training.checkpoint.folder import how_to_resume
 
     try:
         check_restarts()
@@ -75,7 +76,7 @@ def _main(arguments: list[str], method: Method) -> int:
         return dry_run(run) if is_first_rank() else 0
     if run.settings["prepare_only"]:
         return prepare_only(run)
-    resume = partial(how_to_resume, run.settings["output_dir"])
+    resume = partial(how_to_resume, Path(run.settings["output_dir"]))
     if run.must_spawn:
         say(who_starts(profile, run.dims.world_size, method.module))
         return spawn(run.dims.world_size, arguments, method.module, how_to_resume=resume)
@@ -103,6 +104,9 @@ def _train(run: Run, how_to_resume: Callable[[], str]) -> int:
         prepared = prepare(run)
         if watchdog := current_watchdog():
             watchdog.register(lambda failure, rank: tell_failure(failure, rank, how_to_resume()))
+        if prepared.is_finished:
+            finish()
+            return 0
         model = load(prepared)
     except ValueError as error:
         return end_refused(error)

@@ -27,7 +27,7 @@ from longctx.launch.failures import reason
 from longctx.report.charts import all_charts, key_numbers, numbers_table
 from longctx.report.svg import bullet_list, escaped, table, tile, words
 from longctx.settings.run import Run
-from longctx.training.checkpoint.files import checkpoints
+from longctx.training.checkpoint.folder import checkpoints
 from longctx.training.trainer import SequenceTrainer
 
 logger = logging.getLogger(__name__)

@@ -129,7 +129,7 @@ def _describe_disk(run: Run) -> str:
     sizes = ModelSizes.of_config(run.model_config)
     trained = settings["lora_r"] * adapter_rows(sizes) if settings["use_peft"] else sizes.num_parameters
     model = WEIGHT_BYTES * trained
-    folder = Path(settings["output_dir"] or "trainer_output").absolute()
+    folder = Path(settings["output_dir"]).absolute()
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     free = shutil.disk_usage(there).free
     if settings["save_strategy"] == "no":

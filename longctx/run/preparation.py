@@ -6,7 +6,7 @@ and the hub.
 
 from __future__ import annotations
 
-import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,27 +23,27 @@ from trl import SFTConfig
 from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.forecast.model_sizes import ModelSizes
+from longctx.launch.console import say
 from longctx.model.load import is_template_file, load_tokenizer, take_chat_template
 from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ranks, storage_of_ranks
 from longctx.run.processes import agree, degrees, start_processes
 from longctx.settings.run import Run
 from longctx.training.checkpoint import (
     MANIFEST,
+    CheckpointError,
     Manifest,
-    candidates,
     check_files,
     check_same,
     check_side_files,
     optimization_flags,
     read_manifest,
 )
+from longctx.training.checkpoint.folder import RunRecord, begin, checkpoint_of, checkpoints, older_named
 from longctx.training.dataset import StreamedData, TrainingData, prepare_data_set
 from longctx.training.engines import configure_deepspeed
 from longctx.training.fingerprint import compare_files, data_identity, reference_identity
-from longctx.training.schedule import check_learning_rates, check_training_steps
+from longctx.training.schedule import check_learning_rates, check_training_steps, steps_of_run
 from longctx.upstream.transformers_internals import use_one_device
-
-logger = logging.getLogger(__name__)
 
 SAMPLED_ROWS = 8
 """Micro-batches that are sampled to choose a backend."""
@@ -63,6 +63,8 @@ class PreparedRun:
     """What identifies the model before training, by name, for the log-probabilities of a reference model."""
     resume_from: Path | None
     """The checkpoint to resume from."""
+    is_finished: bool = False
+    """Whether the run in output_dir has all the steps that are asked for, so that nothing is left to do."""
 
 
 def prepare(run: Run) -> PreparedRun:
@@ -96,6 +98,10 @@ def prepare(run: Run) -> PreparedRun:
     run = _with_data(run, args, data)
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
     reference = reference_identity(run.settings, run.model_config, files)
+    resume_from = checkpoint_to_resume(run, args, identity)
+    is_finished = _is_finished(run, args, steps_of_run(args, data.rows, run.dims.dp))
+    if not is_finished:
+        _take_output(run, args)
     return PreparedRun(
         run=run,
         args=args,
@@ -103,8 +109,51 @@ def prepare(run: Run) -> PreparedRun:
         data=data,
         data_identity=identity,
         reference_identity=reference,
-        resume_from=checkpoint_to_resume(run, args, identity),
+        resume_from=resume_from,
+        is_finished=is_finished,
     )
+
+
+def _is_finished(run: Run, args: SFTConfig, num_steps: int) -> bool:
+    """Return whether a run that goes on with what is in output_dir finds all of its steps done there. Rank 0 looks.
+
+    Raises:
+        CheckpointError: if it is finished with fewer steps, and has left no checkpoint to go on from.
+    """
+    if run.settings["resume_from_checkpoint"] not in ("auto", "True", "true"):
+        return False
+    folder = Path(args.output_dir)
+    record = RunRecord.read(folder) if args.process_index == 0 else None
+    finished = broadcast_object(None if record is None else record.finished)
+    if finished is None:
+        return False
+    if num_steps <= finished:
+        if args.process_index == 0:
+            say(f"the run in {folder} has finished {finished} steps of {num_steps} asked for: nothing is left to do")
+        return True
+
+    def check() -> None:
+        if args.process_index == 0 and not checkpoints(folder):
+            raise CheckpointError(
+                f"--output_dir {folder} holds a finished run of {finished} steps and no checkpoint from which the "
+                f"{num_steps} asked for could be reached. Train on from its weights with --model_name_or_path {folder} "
+                "and another --output_dir."
+            )
+
+    on_all_ranks(check)
+    return False
+
+
+def _take_output(run: Run, args: SFTConfig) -> None:
+    """Write run.json, after all that may refuse the run; delete what --overwrite_output_dir allows."""
+
+    def take() -> None:
+        if args.should_save:
+            deleted = begin(Path(args.output_dir), overwrite=run.settings["overwrite_output_dir"], env=os.environ)
+            if deleted:
+                say(f"--overwrite_output_dir: deleted {', '.join(deleted)} in {args.output_dir}")
+
+    on_all_ranks(take)
 
 
 def _with_data(run: Run, args: SFTConfig, data: TrainingData | StreamedData) -> Run:
@@ -231,26 +280,24 @@ def checkpoint_to_resume(run: Run, args: SFTConfig, identity: Callable[[], Mappi
         CheckpointError: if there is none, or it is damaged or of other data.
     """
     asked = run.settings["resume_from_checkpoint"]
-    if asked is None:
+    folder = None if asked is None else checkpoint_of(str(asked), Path(args.output_dir))
+    if folder is None:
         return None
-    for folder in candidates(str(asked), Path(args.output_dir)):
-        owners = storage_of_ranks(folder)
-        among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
-        try:
-            manifest = on_all_ranks(partial(read_manifest, folder))
-            on_all_ranks(partial(check_files, folder, manifest, part=among.index(args.process_index), parts=len(among)))
-            on_all_ranks(partial(check_side_files, folder, manifest, args.process_index))
-            if dist.is_initialized():
-                check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
-        except ValueError as error:
-            if asked != "auto" or any(owners):  # nodes have parts of it, so no earlier one may replace it
-                raise
-            if args.process_index == 0:
-                logger.warning("%s An earlier one is looked for.", error)
-            continue
-        on_all_ranks(partial(_check_same, run, args, manifest, folder, identity))
-        return folder
-    return None
+    owners = storage_of_ranks(folder)
+    among = [rank for rank, owner in enumerate(owners) if owner == owners[args.process_index]]
+
+    def check() -> Manifest:
+        with older_named(folder):
+            manifest = read_manifest(folder)
+            check_files(folder, manifest, part=among.index(args.process_index), parts=len(among))
+            check_side_files(folder, manifest, args.process_index)
+        return manifest
+
+    manifest = on_all_ranks(check)
+    if dist.is_initialized():
+        check_agreement({f"{folder.name}/{MANIFEST}": manifest.digest})
+    on_all_ranks(partial(_check_same, run, args, manifest, folder, identity))
+    return folder
 
 
 def _check_same(

@@ -18,7 +18,7 @@ from longctx.ranks.agreement import check_agreement, on_all_ranks
 from longctx.ranks.watchdog import leave
 from longctx.settings.machine_checks import MINIMUM_VERSIONS, REQUIRED_VERSIONS
 from longctx.settings.run import Run
-from longctx.training.checkpoint import candidates
+from longctx.training.checkpoint.folder import checkpoint_of
 from longctx.training.engines import start_on_cpu, start_on_gpu
 from longctx.upstream.accelerate_internals import load_on_every_rank, offload_fsdp, promote
 from longctx.upstream.deepspeed_internals import stay_on_cpu
@@ -93,8 +93,8 @@ def _decided(run: Run, args: SFTConfig) -> dict[str, str]:
     decided |= {"mesh": run.dims, "backend": run.backend.name, "engine": run.engine}
     decided |= {"longctx": longctx.__version__} | {package: version(package) for package in packages}
     if run.settings["resume_from_checkpoint"] is not None:
-        found = candidates(str(run.settings["resume_from_checkpoint"]), Path(args.output_dir))
-        decided["checkpoints"] = [folder.name for folder in found]
+        found = checkpoint_of(str(run.settings["resume_from_checkpoint"]), Path(args.output_dir))
+        decided["checkpoint"] = None if found is None else found.name
     return {name: str(value) for name, value in decided.items()}
 
 

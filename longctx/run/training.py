@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, PreTrainedModel
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from longctx.data import DataError, name_data
@@ -19,6 +23,7 @@ from longctx.run.model import attention_kernel, build_trainer
 from longctx.run.preparation import PreparedRun
 from longctx.settings.run import Run
 from longctx.training.callbacks import CompareForecast, ProfileSteps
+from longctx.training.checkpoint.folder import end, stamp
 from longctx.training.dataset import TrainingData
 from longctx.training.reference import single_device_step
 from longctx.training.trainer import SequenceTrainer
@@ -42,7 +47,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     if is_first:
         show_summary([*run.summary(), *_sizes(prepared, model)], explain=run.settings["explain"])
     proof: tuple[str, str] | None = None
-    with reported(run, trainer) as results:
+    with _marked(trainer), reported(run, trainer) as results:
         trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
         if is_first and trainer.stream_read is not None:
             read = trainer.stream_read
@@ -72,6 +77,32 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         elif proof is not None:
             show_result(*proof)
     return trainer
+
+
+class _Stamp(TrainerCallback):
+    """Records after each step that the run is alive."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        stamp(self.folder)
+
+
+@contextmanager
+def _marked(trainer: SequenceTrainer) -> Iterator[None]:
+    """Keep run.json up to date: the time of the last step, and at the end whether the run has taken all of them."""
+    folder, is_owner = Path(trainer.args.output_dir), trainer.args.should_save
+    finished = None
+    if is_owner:
+        trainer.add_callback(_Stamp(folder))
+    try:
+        yield
+        if trainer.stop_on_signal.stopped_by is None:
+            finished = trainer.state.global_step
+    finally:
+        if is_owner:
+            end(folder, finished=finished)
 
 
 def _show_memory(trainer: SequenceTrainer, run: Run) -> None:

@@ -182,7 +182,6 @@ DEMO = {
     "logging_steps": 1,
     "gradient_checkpointing": False,
     "save_strategy": "no",
-    "output_dir": "longctx-output",
 }
 """The preset of a run without model and data set."""
 

@@ -96,6 +96,10 @@ class SequenceArguments:
         default="raise",
         metadata={"help": "What to do with a document longer than --max_length: raise, truncate, drop or split."},
     )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Delete the earlier run in output_dir, which is refused otherwise. Other files there stay."},
+    )
     rope_scaling: str | None = field(
         default=None,
         metadata={"help": "Extend the model's context: yarn:4, linear:2, llama3:8, or RoPE parameters as JSON."},
@@ -338,7 +342,8 @@ MEANINGS = {
     "max_length": "Number of tokens in a sequence, counted over all devices that share it; with packing, the length of "
     "a pack. Default: the model's context length.",
     "model_name_or_path": "Hub name or local folder of the model. tiny, a small one with random weights, is built in.",
-    "output_dir": "Folder for checkpoints and the trained model. Default: trainer_output.",
+    "output_dir": "Folder for checkpoints and the trained model. Default: the first free name of longctx-output, "
+    "longctx-output-2 and so on.",
     "packing": "Pack documents into full sequences, in which they stay isolated from each other.",
     "per_device_train_batch_size": "Number of sequences that each group of --sp devices trains on at a time.",
     "resume_from_checkpoint": "Folder of the checkpoint to resume from, or auto: the newest in output_dir that is "

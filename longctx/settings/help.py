@@ -56,7 +56,7 @@ SHORT_HELP: Mapping[str, Mapping[str, str]] = {
         "offload_optimizer_device": "Optimizer states: none, cpu or nvme",
     },
     "Output": {
-        "output_dir": "Folder of the run [trainer_output]",
+        "output_dir": "Folder of the run [the first free of longctx-output, longctx-output-2, ...]",
         "logging_steps": "Steps between log lines",
         "save_steps": "Steps between checkpoints",
         "resume_from_checkpoint": "A checkpoint's folder, or auto for the newest",

@@ -13,12 +13,14 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from longctx.attention.cost import Setup, devices_per_node
+from longctx.data import STDLIB
 from longctx.forecast.hardware import Hardware
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.launch.spawn import device_count
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_device, liger_parts
 from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
+from longctx.model.tiny import TINY
 from longctx.settings.auto import choose_layout, one_group, with_forecast
 from longctx.settings.data import stream, take_mixture
 from longctx.settings.engine import (
@@ -43,7 +45,7 @@ from longctx.settings.processes import Processes, accumulate, check_dp_shard, co
 from longctx.settings.profile import LaunchProfile
 from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
 from longctx.settings.values import Values, check_counts, check_numbers, check_profile, read_values, take_profile
-from longctx.training.checkpoint.files import candidates, check_writable
+from longctx.training.checkpoint.folder import check_output, default_folder, is_restarted
 
 
 def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run:
@@ -57,8 +59,7 @@ def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run
     hardware = Hardware.here(device_count())
 
     values = read_values(flags)
-    _check_output(values)
-    values = stream(take_mixture(values))
+    values = _take_output(stream(take_mixture(values)), env)
     values, model_config = configure_model(values)
     arranged = partial(_arranged, model_config=model_config, profile=profile, env=env, hardware=hardware)
     world_size = count_all_processes(flags, profile, env, hardware.gpus)
@@ -142,13 +143,29 @@ def _arranged(
     return run
 
 
-def _check_output(values: Values) -> None:
-    """Check that checkpoints can be written, and that the one to resume from is there."""
-    output_dir = Path(values["output_dir"] or "trainer_output")  # TrainingArguments' default
-    if not (values["prepare_only"] or values["dry_run"]):
-        check_writable(output_dir)
-    if values["resume_from_checkpoint"] is not None:
-        candidates(str(values["resume_from_checkpoint"]), output_dir)
+def _take_output(values: Values, env: Mapping[str, str]) -> Values:
+    """Return values with the output folder, after a check that this run may write there; restarts go on in it."""
+    asked = values["resume_from_checkpoint"]
+    folder = Path(values["output_dir"]) if values["output_dir"] else default_folder(resuming=asked is not None)
+    values = values.set(output_dir=str(folder))
+    if is_restarted(folder, env):
+        values = values.set(resume_from_checkpoint=asked or "auto", overwrite_output_dir=False)
+    if not values["prepare_only"]:
+        check_output(
+            folder,
+            asked=values["resume_from_checkpoint"],
+            overwrite=values["overwrite_output_dir"],
+            timeout=values["ddp_timeout"],
+            reads=_read_by(values),
+        )
+    return values
+
+
+def _read_by(values: Values) -> list[tuple[str, str]]:
+    """Return flags and the paths that they name, of what a run reads besides checkpoints."""
+    of_flags = [(name, values[name]) for name in ("model_name_or_path", "dataset_name", "chat_template_path")]
+    of_flags += [("datasets", data_set.path) for data_set in values["datasets"] or []]
+    return [(flag, path) for flag, path in of_flags if path and path not in (TINY, STDLIB)]
 
 
 def _attention_setup(

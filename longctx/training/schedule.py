@@ -62,16 +62,23 @@ def check_training_steps(args: SFTConfig, rows: PackedDataset | PackedStream, dp
             "be trained. Leave --dataloader_drop_last out, take fewer sequences a step, or add data."
         )
     if args.max_steps <= 0 and isinstance(rows, PackedDataset):
-        sampler = StepSampler(
-            len(rows),
-            micro_batch_size=args.per_device_train_batch_size,
-            accumulation_steps=args.gradient_accumulation_steps,
-            dp=dp,
-            dp_rank=0,
-            seed=None,
-            drop_last=args.dataloader_drop_last,
-        )
-        check_learning_rates(args, math.ceil(args.num_train_epochs * sampler.num_steps))
+        check_learning_rates(args, steps_of_run(args, rows, dp))
+
+
+def steps_of_run(args: SFTConfig, rows: PackedDataset | PackedStream, dp: int) -> int:
+    """Return the optimizer steps of a whole run: --max_steps, which streams need, or those of its epochs."""
+    if args.max_steps > 0 or not isinstance(rows, PackedDataset):
+        return args.max_steps
+    sampler = StepSampler(
+        len(rows),
+        micro_batch_size=args.per_device_train_batch_size,
+        accumulation_steps=args.gradient_accumulation_steps,
+        dp=dp,
+        dp_rank=0,
+        seed=None,
+        drop_last=args.dataloader_drop_last,
+    )
+    return math.ceil(args.num_train_epochs * sampler.num_steps)
 
 
 def _count(rows: PackedDataset | PackedStream, *, at_most: int) -> int:

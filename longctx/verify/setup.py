@@ -33,7 +33,6 @@ DEFAULTS = {
     "max_length": 512,
     "per_device_train_batch_size": 2,
     "overlong": "split",
-    "output_dir": "longctx-output",
 }
 """Flags that the user may set otherwise; where no profile says so, two micro-batches besides, and no bf16 on the CPU.
 
@@ -58,6 +57,8 @@ FIXED = {
     "load_best_model_at_end": False,
     "early_stopping_patience": None,
     "resume_from_checkpoint": None,
+    "output_dir": None,
+    "overwrite_output_dir": False,
     "train_sampling_strategy": "sequential",
     "balance_packs": False,
 }

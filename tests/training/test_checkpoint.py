@@ -13,12 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from longctx.train import main
-from longctx.training.checkpoint.files import (
-    _digest_of,
-    candidates,
-    checkpoints,
-    describe_files,
-)
+from longctx.training.checkpoint.files import _digest_of, describe_files
+from longctx.training.checkpoint.folder import checkpoint_of, checkpoints
 from tests.training.test_training import COMMON, LEARNING_RATE, make_documents, write_jsonl
 
 LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120]
@@ -63,17 +59,17 @@ def resumed(models, data, output_dir, *more):
 
 
 @pytest.mark.parametrize("file", ["states-00000-000.safetensors", "longctx.json"])
-def test_auto_passes_over_a_damaged_one_and_a_path_does_not(file, copied, models, caplog, capsys):
+def test_a_damaged_one_is_named_with_the_older_one(file, copied, models, capsys):
     data, output_dir = copied
     damaged = output_dir / "checkpoint-4" / file
     content = bytearray(damaged.read_bytes())
     content[-4] ^= 1
     damaged.write_bytes(content)
-    assert resumed(models, data, output_dir, "--resume_from_checkpoint", str(output_dir / "checkpoint-4")) == 2
-    assert "Resume from an earlier checkpoint" in capsys.readouterr().err
-    assert resumed(models, data, output_dir, "--resume_from_checkpoint", "auto") == 0
+    for asked in ("auto", "True", str(output_dir / "checkpoint-4")):
+        assert resumed(models, data, output_dir, "--resume_from_checkpoint", asked, "--max_steps", "9") == 2
+        assert f"The one before it has the path {output_dir}/checkpoint-2." in capsys.readouterr().err
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", f"{output_dir}/checkpoint-2") == 0
     assert f"resume    from {output_dir / 'checkpoint-2'}" in capsys.readouterr().out
-    assert "An earlier one is looked for" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -296,12 +292,12 @@ def test_a_run_that_is_made_longer_has_the_learning_rates_of_its_new_length(long
     assert rates[4:] == pytest.approx([LEARNING_RATE * (1 - step / 8) for step in (4, 5, 6, 7)])
 
 
-def test_behind_the_last_step_nothing_is_trained(saved, models, tmp_path, caplog):
+def test_behind_the_last_step_nothing_is_trained(saved, models, tmp_path, capsys):
     """Nor is anything in the folder lost."""
     data, whole = saved
     shutil.copytree(whole, tmp_path / "out")
     assert resumed(models, data, tmp_path / "out", "--resume_from_checkpoint", "auto") == 0
-    assert "checkpoint-5 is of step 5, and this run has 5: nothing is left to train" in caplog.text
+    assert "has finished 5 steps of 5 asked for: nothing is left to do" in capsys.readouterr().out
     assert last_state(tmp_path / "out")["global_step"] == 5
     assert len(checkpoints(tmp_path / "out")) == 3
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -369,4 +365,4 @@ def test_nothing_to_resume(models, tmp_path, capsys):
     data = write_jsonl(tmp_path / "data.jsonl", make_documents(LENGTHS))
     assert resumed(models, data, tmp_path / "out", "--resume_from_checkpoint", "True") == 2
     assert "has no complete checkpoint" in capsys.readouterr().err
-    assert candidates("auto", tmp_path / "out") == []
+    assert checkpoint_of("auto", tmp_path / "out") is None

@@ -8,14 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.training.checkpoint.files import (
-    CheckpointError,
-    checkpoints,
-    make_partial,
-    rotate,
-    take_place,
-    writing,
-)
+from longctx.training.checkpoint.files import CheckpointError, make_partial, take_place, writing
+from longctx.training.checkpoint.folder import checkpoints, rotate
 from longctx.training.checkpoint.shards import parameter_shards
 from longctx.training.checkpoint.states import StateReader, write_states
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longctx.training.checkpoint.files import candidates, check_files, checkpoints, read_manifest
+from longctx.training.checkpoint.files import check_files, read_manifest
+from longctx.training.checkpoint.folder import checkpoint_of, checkpoints
 from tests.training.test_training import COMMON, make_documents, write_jsonl
 
 LENGTHS = [90, 7, 41, 130, 64, 2, 33, 17, 88, 120]
@@ -83,7 +84,7 @@ def before(run, models, tmp_path_factory):
 
 def newest(output_dir):
     """What `auto` goes on from; whole."""
-    folder = candidates("auto", output_dir)[0]
+    folder = checkpoint_of("auto", output_dir)
     check_files(folder, read_manifest(folder))
     return folder.name
 

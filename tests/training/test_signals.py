@@ -17,7 +17,7 @@ from transformers import TrainerControl, TrainerState
 from longctx.launch.terminal import HAS_STARTED
 from longctx.train import main
 from longctx.training.callbacks import StopOnSignal
-from longctx.training.checkpoint.files import checkpoints
+from longctx.training.checkpoint.folder import checkpoints
 from tests.training.test_checkpoint import LENGTHS, flags
 from tests.training.test_training import make_documents, write_jsonl
 

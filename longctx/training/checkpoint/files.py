@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 import shutil
 import socket
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,8 +22,8 @@ MANIFEST = "longctx.json"
 FORMAT = 2
 PARTIAL, REPLACED = ".partial", ".replaced"
 """Suffixes of a folder that is being written, and of one that is being replaced."""
-_NAME = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
-_LEFT_BEHIND = re.compile(rf"checkpoint-\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
+CHECKPOINT = re.compile(rf"checkpoint-(\d+)({re.escape(REPLACED)})?")
+LEFT_BEHIND = re.compile(rf"checkpoint-\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
 
 
 class CheckpointError(ValueError):
@@ -76,6 +76,10 @@ class Manifest:
     """Position in a stream; None for other data."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path in the folder -> `bytes` and `xxh3` of the file."""
+    run: str = ""
+    """Id of the run, as in run.json; empty in checkpoints of earlier releases, whose serial is 0."""
+    serial: int = 0
+    """1 + the highest serial in the output folder, so that checkpoints have an age even if a run began again."""
     format: int = FORMAT
 
     @property
@@ -120,8 +124,11 @@ def take_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def take_places(partial: Path, folder: Path) -> None:
-    """Move the files of `partial` to `folder`, each atomically."""
+def take_places(partial: Path, folder: Path, *, stale: Sequence[str]) -> None:
+    """Move the files of `partial` to `folder`, each atomically, and remove others there that match `stale`.
+
+    A file of an earlier model, such as an adapter, would be loaded with the new one.
+    """
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     for path in paths:
         flush(path)
@@ -129,31 +136,12 @@ def take_places(partial: Path, folder: Path) -> None:
         target = folder / path.relative_to(partial)
         target.parent.mkdir(exist_ok=True)
         os.replace(path, target)
+    written = {path.name for path in paths}
+    for path in folder.iterdir():
+        if path.name not in written and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in stale):
+            path.unlink()
     flush(folder)
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
-    """Delete parts of checkpoints that a kill has left, and beyond `limit` the oldest checkpoints.
-
-    `folder`, which was just written, and `best` stay. Checkpoints of later steps are deleted first: they belong to a
-    run that this one repeats, perhaps because of them. Folders with other names stay.
-    """
-    for path in folder.parent.glob("checkpoint-*"):
-        if _LEFT_BEHIND.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    if not limit or limit < 0:
-        return
-    now = _step(folder)
-    others = [path for path in folder.parent.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    others.sort(key=lambda path: (_step(path) > now, now - _step(path)))  # `folder`, earlier steps, later steps
-    kept = {path for path in others if path == folder or (best and path == Path(best))}
-    for path in others:
-        if path not in kept and len(kept) < limit:
-            kept.add(path)
-    for path in others:
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def describe_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
@@ -253,35 +241,6 @@ def check_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
             raise CheckpointError(f"{path} is damaged: its contents have changed. Resume from an earlier checkpoint.")
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
-    """Return the complete checkpoints, newest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    whole = (path for path in found if (path / MANIFEST).is_file())
-    return sorted(whole, key=lambda path: (_step(path), path.suffix != REPLACED), reverse=True)
-
-
-def candidates(asked: str, output_dir: Path) -> list[Path]:
-    """Return the checkpoints that --resume_from_checkpoint names: a path, the newest for `True`, or all for `auto`,
-    newest first.
-
-    Raises:
-        CheckpointError: if there is none, unless `auto`.
-    """
-    if asked in ("auto", "True", "true"):
-        found = checkpoints(output_dir)
-        if not found and asked != "auto":
-            raise CheckpointError(
-                f"--resume_from_checkpoint {asked}: {output_dir} has no complete checkpoint. Leave the flag out, or "
-                "give auto, which then starts from the beginning."
-            )
-        return found if asked == "auto" else found[:1]
-    folder = Path(asked)
-    if not folder.is_dir():
-        raise CheckpointError(f"--resume_from_checkpoint {asked} is not a folder. Give one, or auto.")
-    read_manifest(folder)
-    return [folder]
-
-
 def check_same(
     manifest: Manifest,
     folder: Path,
@@ -339,23 +298,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(found)
 
 
-def check_writable(output_dir: Path) -> None:
-    """Check that checkpoints and the model can be written to a folder.
-
-    Raises:
-        ValueError: if not.
-    """
-    there = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
-        raise ValueError(f"--output_dir {output_dir}: {there} is not a folder. Choose another, or remove it.")
-    try:
-        tempfile.TemporaryFile(dir=there).close()  # permissions do not show a read-only file system
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir {output_dir}: {there} cannot be written to: {error.strerror}. Choose another folder."
-        ) from error
-
-
 def flush(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -365,8 +307,9 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
+def step_of(path: Path) -> int:
+    """Return the step that the name of a checkpoint says."""
+    match = CHECKPOINT.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
 
@@ -377,12 +320,3 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def how_to_resume(output_dir: str | None) -> str:
-    """Return a sentence with the flag that resumes the newest complete checkpoint."""
-    folder = Path(output_dir or "trainer_output")  # the default of TrainingArguments
-    last = next(iter(checkpoints(folder)), None)
-    if last is None:
-        return f"There is no checkpoint in {folder} to go on from (--save_steps writes some)."
-    return f"--resume_from_checkpoint auto goes on from {last}."

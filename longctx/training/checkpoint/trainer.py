@@ -27,17 +27,16 @@ from longctx.training.checkpoint.files import (
     NotSavedError,
     check_files,
     checkpoint_name,
-    checkpoints,
     damage_named,
     describe_files,
     make_partial,
     read_manifest,
-    rotate,
     take_place,
     take_places,
     write_manifest,
     writing,
 )
+from longctx.training.checkpoint.folder import MODEL_FILES, RunRecord, checkpoints, next_serial, rotate
 from longctx.training.checkpoint.hub import PushingTrainer
 from longctx.training.checkpoint.masters import round_weights, set_fp32_weights
 from longctx.training.checkpoint.shards import WEIGHT, parameter_shards, trained_shapes, update_working_weights
@@ -158,7 +157,7 @@ class ResumableTrainer(PushingTrainer):
         with self._writing(output_dir / "model") as partial:
             on_all_ranks(lambda: self.save_model(str(partial), _internal_call=True))
             on_all_ranks(lambda: self._save_state(partial))
-            self._as_owner(lambda: take_places(partial, output_dir))
+            self._as_owner(lambda: take_places(partial, output_dir, stale=MODEL_FILES))
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[Path]:
@@ -212,6 +211,7 @@ class ResumableTrainer(PushingTrainer):
             return None
         for part in files:
             known |= part
+        record = RunRecord.read(folder.parent)
         return Manifest(
             step=self.state.global_step,
             layout=self.layout(),
@@ -221,6 +221,8 @@ class ResumableTrainer(PushingTrainer):
             progress={"ranks": progress, "max_steps": self.state.max_steps},
             position=self.data_position(),
             files=known,
+            run=record.id if record else "",
+            serial=next_serial(folder.parent),
         )
 
     def _export_callbacks(self) -> None:
@@ -248,9 +250,6 @@ class ResumableTrainer(PushingTrainer):
         self.before_restoring(model)
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
-            best = folder.with_name(checkpoint_name(self.state.best_global_step or 0))
-            if self.state.best_model_checkpoint is None and best.is_dir():  # the folders were moved
-                self.state.best_model_checkpoint = str(best)
             on_all_ranks(lambda: self._restore(folder, loader))
             update_working_weights(self.model_wrapped, self.optimizer)
         return model, loader
@@ -339,6 +338,30 @@ class ResumableTrainer(PushingTrainer):
                 before,
                 now,
             )
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Begin with the checkpoint's state; flags win over what it says of them, and its best model over its path."""
+        begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        self.state.compute_steps(self.args, max_steps)
+        if resume is not None:
+            self.state.best_model_checkpoint = self._best_beside(Path(resume))
+        return begun
+
+    def _best_beside(self, folder: Path) -> str | None:
+        """Return the checkpoint of the best model so far if it is beside this one and of the same run."""
+        if self.state.best_global_step is None:
+            return None
+        best = folder.with_name(checkpoint_name(self.state.best_global_step))
+        try:
+            manifests = [read_manifest(path) for path in (folder, best)]
+            if manifests[0].run == manifests[1].run:
+                return str(best)
+        except CheckpointError:
+            pass
+        logger.warning("%s is not a complete checkpoint of this run, so its model is no longer the best one.", best)
+        return None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Do nothing: `_prepare_for_training` has read everything."""

@@ -1,0 +1,355 @@
+"""The output folder of a run: what state it is in, what a run may do there, and its checkpoints by age.
+
+`run.json` names the run that writes to the folder. Its process and the time of its last step show whether it is alive.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from longctx.training.checkpoint.files import (
+    CHECKPOINT,
+    LEFT_BEHIND,
+    MANIFEST,
+    PARTIAL,
+    REPLACED,
+    CheckpointError,
+    read_manifest,
+    step_of,
+)
+
+RUN_FILE = "run.json"
+DEFAULT_NAME = "longctx-output"
+"""Folder of a run that names none; the second one is longctx-output-2."""
+
+MODEL_FILES = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model"),
+)
+"""Files of a saved model and its tokenizer."""
+_RUN_FILES = (
+    *("checkpoint-*", "model.partial", "trainer_state.json", "training_args.bin", "run_report.html"),
+    *("nonfinite.jsonl", "profile"),
+)
+"""What else a run writes. run.json alone is of a run that ended before its first checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What run.json says of the last run in its folder."""
+
+    id: str
+    started: str
+    launch: str
+    """What all attempts of one launch share: a SLURM job, or torchrun's process."""
+    host: str = ""
+    pid: int | None = None
+    """Process of the rank that writes; None once the run has ended by itself."""
+    process_started: float = 0.0
+    """Seconds since the epoch."""
+    finished: int | None = None
+    """Steps of a run that was trained to its end."""
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord | None:
+        """Return the record of a folder, or None.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        try:
+            values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+            return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{folder / RUN_FILE} is damaged: {error}. Remove it.") from None
+
+    def write(self, folder: Path) -> None:
+        """Write run.json atomically."""
+        partial = folder / f".{RUN_FILE}.partial"
+        partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        os.replace(partial, folder / RUN_FILE)
+
+    def is_alive(self, folder: Path, timeout: float) -> bool:
+        """Return whether another process still writes there.
+
+        Args:
+            timeout: seconds after its last step from which a process of another host counts as dead.
+        """
+        if self.pid is None or (self.host, self.pid) == (socket.gethostname(), os.getpid()):
+            return False
+        if self.host != socket.gethostname():
+            return time.time() - (folder / RUN_FILE).stat().st_mtime < timeout
+        with suppress(psutil.Error):
+            return abs(psutil.Process(self.pid).create_time() - self.process_started) < 1
+        return False
+
+
+def launch_of(env: Mapping[str, str]) -> str:
+    """Return what the attempts of one launch have in common."""
+    return env.get("SLURM_JOB_ID") or f"{socket.gethostname()}:{os.getppid()}"
+
+
+def is_restarted(folder: Path, env: Mapping[str, str]) -> bool:
+    """Return whether torchrun or SLURM has started the run in this folder anew."""
+    attempts = (int(env.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    if not any(attempts):
+        return False
+    record = RunRecord.read(folder)
+    return record is not None and record.launch == launch_of(env)
+
+
+def default_folder(*, resuming: bool) -> Path:
+    """Return the folder of a run that names none: the next free name, or the last that is used for one that resumes."""
+    names = (DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}" for number in range(1, 10**6))
+    last = Path(DEFAULT_NAME)
+    for folder in map(Path, names):
+        if not _written(folder) and RunRecord.read(folder) is None:
+            return last if resuming else folder
+        last = folder
+    raise AssertionError("a million folders")
+
+
+def _written(folder: Path) -> list[str]:
+    """Return the names in a folder that a run writes."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    return [name for name in names if any(fnmatch.fnmatchcase(name, kind) for kind in (*MODEL_FILES, *_RUN_FILES))]
+
+
+def check_output(
+    folder: Path, *, asked: str | None, overwrite: bool, timeout: float, reads: Iterable[tuple[str, str]]
+) -> None:
+    """Check, before processes start, that a run may write to its output folder. Nothing is changed.
+
+    Args:
+        asked: --resume_from_checkpoint.
+        overwrite: --overwrite_output_dir.
+        timeout: see `RunRecord.is_alive`.
+        reads: flags and the files or folders that they name.
+
+    Raises:
+        ValueError: with the state of the folder, and the flags that a run can be started with.
+    """
+    _check_writable(folder)
+    for flag, path in reads:
+        _check_apart(folder, flag, Path(path))
+    record = RunRecord.read(folder)
+    if record is not None and record.is_alive(folder, timeout):
+        raise ValueError(
+            f"--output_dir {folder}: another run writes there (process {record.pid} on {record.host}, started "
+            f"{record.started}). Wait until it has ended, or name another folder."
+        )
+    if asked is not None and overwrite:
+        raise ValueError(
+            f"--overwrite_output_dir True deletes the run that --resume_from_checkpoint {asked} goes on from. Leave "
+            "one of them out."
+        )
+    if asked is not None:
+        checkpoint_of(asked, folder)
+    goes_on_here = asked is not None and (not _is_path(asked) or Path(asked).absolute().parent == folder.absolute())
+    if (written := _written(folder)) and not (overwrite or goes_on_here):
+        held = ", ".join(written[:4]) + (f" and {len(written) - 4} more" if len(written) > 4 else "")
+        raise ValueError(
+            f"--output_dir {folder} holds an earlier run ({held}). Go on from it with --resume_from_checkpoint auto, "
+            "delete it with --overwrite_output_dir True, or name another folder."
+        )
+
+
+def begin(folder: Path, *, overwrite: bool, env: Mapping[str, str]) -> list[str]:
+    """Take the folder: delete what --overwrite_output_dir allows and half-written checkpoints, and write run.json.
+
+    Return the names of what was deleted of an earlier run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deleted = _written(folder) if overwrite else []
+    for path in (*(folder / name for name in deleted), *folder.glob(f"checkpoint-*{PARTIAL}")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    before = None if overwrite else RunRecord.read(folder)
+    RunRecord(
+        id=before.id if before else uuid.uuid4().hex[:16],
+        started=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        launch=launch_of(env),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process_started=psutil.Process().create_time(),
+        finished=before.finished if before else None,
+    ).write(folder)
+    return deleted
+
+
+def stamp(folder: Path) -> None:
+    """Record that the run is alive."""
+    with suppress(OSError):
+        os.utime(folder / RUN_FILE)
+
+
+def end(folder: Path, *, finished: int | None = None) -> None:
+    """Record that the run has ended, and its number of steps if it was trained to its end."""
+    if (record := RunRecord.read(folder)) is not None:
+        finished = record.finished if finished is None else finished
+        replace(record, pid=None, finished=finished).write(folder)
+
+
+def _check_writable(folder: Path) -> None:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ValueError(f"--output_dir {folder}: {there} is not a folder. Choose another, or remove it.")
+    try:
+        tempfile.TemporaryFile(dir=there).close()  # permissions do not show a read-only file system
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {folder}: {there} cannot be written to: {error.strerror}. Choose another folder."
+        ) from error
+
+
+def _check_apart(folder: Path, flag: str, read: Path) -> None:
+    """Check that a run does not write where it reads; links are followed."""
+    if not os.path.lexists(read):
+        return  # a name on the hub, or a pattern
+    output, read = folder.resolve(), read.resolve()
+    relation = (
+        "is"
+        if output == read
+        else "contains"
+        if output in read.parents
+        else "lies in"
+        if read in output.parents
+        else ""
+    )
+    if relation:
+        raise ValueError(
+            f"--output_dir {folder} {relation} what --{flag} {read} names, and the run would write over what it reads. "
+            "Name another folder."
+        )
+
+
+# Checkpoints
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, newest first: by their serial, which restarts count on, and their step."""
+    found = [path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted((path for path in found if (path / MANIFEST).is_file()), key=_age, reverse=True)
+
+
+def next_serial(folder: Path) -> int:
+    """Return the serial of the next checkpoint in an output folder."""
+    return 1 + int(max((serial for path in checkpoints(folder) if (serial := _serial(path)) < math.inf), default=0))
+
+
+def _serial(folder: Path) -> float:
+    """Return the serial of a checkpoint; a damaged one counts as the newest, so that none is taken in its place."""
+    try:
+        return read_manifest(folder).serial
+    except CheckpointError:
+        return math.inf
+
+
+def _age(path: Path) -> tuple[float, int, bool]:
+    return _serial(path), step_of(path), path.suffix != REPLACED
+
+
+def checkpoint_of(asked: str, folder: Path) -> Path | None:
+    """Return the checkpoint that --resume_from_checkpoint names: a path, or the newest for `True` and `auto`.
+
+    Raises:
+        CheckpointError: if there is none; `auto` returns None in a folder that no run has written to.
+    """
+    if _is_path(asked):
+        if not Path(asked).is_dir():
+            raise CheckpointError(f"--resume_from_checkpoint {asked} is not a folder. Give one, or auto.")
+        with older_named(Path(asked)):
+            read_manifest(Path(asked))
+        return Path(asked)
+    complete = checkpoints(folder)
+    others = [path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path not in complete]
+    newest = max((*complete[:1], *others), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is not None and newest in others:
+        raise CheckpointError(
+            f"--resume_from_checkpoint {asked}: {newest}, the newest checkpoint, has no {MANIFEST}: it holds weights "
+            "alone (--save_only_model), or is another trainer's. To train on from its weights, use "
+            f"--model_name_or_path {newest} and another --output_dir."
+        )
+    if complete:
+        return complete[0]
+    if asked != "auto":
+        raise CheckpointError(
+            f"--resume_from_checkpoint {asked}: {folder} has no complete checkpoint. Leave the flag out, or "
+            "give auto, which then starts from the beginning."
+        )
+    if models := [name for name in _written(folder) if name.endswith(".safetensors")]:
+        record = RunRecord.read(folder)
+        if record is None or record.finished is None:
+            raise CheckpointError(
+                f"--resume_from_checkpoint auto: {folder} holds a model ({models[0]}) and no checkpoint to go on from. "
+                "Delete it with --overwrite_output_dir True, or name another --output_dir."
+            )
+    return None
+
+
+def _is_path(asked: str) -> bool:
+    return asked not in ("auto", "True", "true")
+
+
+@contextmanager
+def older_named(folder: Path) -> Iterator[None]:
+    """Add the next older checkpoint to an error about this one, since no other is taken in its place."""
+    try:
+        yield
+    except CheckpointError as error:
+        complete = checkpoints(folder.parent)
+        older = complete[complete.index(folder) + 1 :] if folder in complete else []
+        if not older:
+            raise
+        raise CheckpointError(f"{error} The one before it has the path {older[0]}.") from error
+
+
+def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
+    """Delete parts of checkpoints that a kill has left, and beyond `limit` the oldest checkpoints.
+
+    `folder`, which was just written, and `best` stay. Folders with other names stay.
+    """
+    for path in folder.parent.glob("checkpoint-*"):
+        if LEFT_BEHIND.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    if not limit or limit < 0:
+        return
+    now = step_of(folder)
+    others = [path for path in folder.parent.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    # `folder`, then by age; without serials, later steps are of a run that this one repeats, perhaps because of them.
+    others.sort(key=lambda path: (-_serial(path), step_of(path) > now, now - step_of(path)))
+    kept = {path for path in others if path == folder or (best and path == Path(best))}
+    for path in others:
+        if path not in kept and len(kept) < limit:
+            kept.add(path)
+    for path in others:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def how_to_resume(folder: Path) -> str:
+    """Return a sentence with the flag that resumes the newest complete checkpoint."""
+    last = next(iter(checkpoints(folder)), None)
+    if last is None:
+        return f"There is no checkpoint in {folder} to go on from (--save_steps writes some)."
+    return f"--resume_from_checkpoint auto goes on from {last}."
