@@ -149,7 +149,8 @@ def _take_output(run: Run, args: SFTConfig) -> None:
 
     def take() -> None:
         if args.should_save:
-            deleted = begin(Path(args.output_dir), overwrite=run.settings["overwrite_output_dir"], env=os.environ)
+            overwrite = run.settings["overwrite_output_dir"]
+            deleted = begin(Path(args.output_dir), overwrite=overwrite, timeout=args.ddp_timeout, env=os.environ)
             if deleted:
                 say(f"--overwrite_output_dir: deleted {', '.join(deleted)} in {args.output_dir}")
 

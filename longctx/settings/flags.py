@@ -346,8 +346,8 @@ MEANINGS = {
     "longctx-output-2 and so on.",
     "packing": "Pack documents into full sequences, in which they stay isolated from each other.",
     "per_device_train_batch_size": "Number of sequences that each group of --sp devices trains on at a time.",
-    "resume_from_checkpoint": "Folder of the checkpoint to resume from, or auto: the newest in output_dir that is "
-    "complete, and the beginning if there is none.",
+    "resume_from_checkpoint": "Folder of the checkpoint to resume from, or auto: the newest in output_dir, and the "
+    "beginning if there is none.",
     "use_liger_kernel": "Compute norms, activations and rotary embeddings with Liger's Triton kernels (GPUs only). The "
     "loss stays that of longctx, which is fused and exact over all ranks.",
 }

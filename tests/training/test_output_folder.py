@@ -148,10 +148,17 @@ def test_the_newest_checkpoint_is_the_one_written_last(trained, tmp_path):
 def test_a_run_without_a_folder_takes_the_next_free_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert default_folder(resuming=False) == default_folder(resuming=True) == Path("longctx-output")
-    begin(Path("longctx-output"), overwrite=False, env={})
+    begin(Path("longctx-output"), overwrite=False, timeout=1800, env={})
     Path("longctx-output-2").mkdir()
     assert default_folder(resuming=False) == Path("longctx-output-2")
     assert default_folder(resuming=True) == Path("longctx-output")
+
+
+def test_of_two_runs_that_start_at_once_the_second_is_refused(tmp_path):
+    begin(tmp_path, overwrite=False, timeout=1800, env={})
+    _alive()(tmp_path)
+    with pytest.raises(ValueError, match="another run writes there"):
+        begin(tmp_path, overwrite=True, timeout=1800, env={})
 
 
 def test_a_restarted_attempt_goes_on_and_deletes_nothing(trained, tmp_path, monkeypatch, capsys):

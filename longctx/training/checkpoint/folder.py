@@ -150,12 +150,7 @@ def check_output(
     _check_writable(folder)
     for flag, path in reads:
         _check_apart(folder, flag, Path(path))
-    record = RunRecord.read(folder)
-    if record is not None and record.is_alive(folder, timeout):
-        raise ValueError(
-            f"--output_dir {folder}: another run writes there (process {record.pid} on {record.host}, started "
-            f"{record.started}). Wait until it has ended, or name another folder."
-        )
+    _check_free(folder, timeout)
     if asked is not None and overwrite:
         raise ValueError(
             f"--overwrite_output_dir True deletes the run that --resume_from_checkpoint {asked} goes on from. Leave "
@@ -172,11 +167,15 @@ def check_output(
         )
 
 
-def begin(folder: Path, *, overwrite: bool, env: Mapping[str, str]) -> list[str]:
+def begin(folder: Path, *, overwrite: bool, timeout: float, env: Mapping[str, str]) -> list[str]:
     """Take the folder: delete what --overwrite_output_dir allows and half-written checkpoints, and write run.json.
 
     Return the names of what was deleted of an earlier run.
+
+    Raises:
+        ValueError: if another run has taken it since `check_output`.
     """
+    _check_free(folder, timeout)
     folder.mkdir(parents=True, exist_ok=True)
     deleted = _written(folder) if overwrite else []
     for path in (*(folder / name for name in deleted), *folder.glob(f"checkpoint-*{PARTIAL}")):
@@ -208,6 +207,15 @@ def end(folder: Path, *, finished: int | None = None) -> None:
     if (record := RunRecord.read(folder)) is not None:
         finished = record.finished if finished is None else finished
         replace(record, pid=None, finished=finished).write(folder)
+
+
+def _check_free(folder: Path, timeout: float) -> None:
+    record = RunRecord.read(folder)
+    if record is not None and record.is_alive(folder, timeout):
+        raise ValueError(
+            f"--output_dir {folder}: another run writes there (process {record.pid} on {record.host}, started "
+            f"{record.started}). Wait until it has ended, or name another folder."
+        )
 
 
 def _check_writable(folder: Path) -> None:
