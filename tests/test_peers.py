@@ -44,14 +44,7 @@ class Peers:
         write_jsonl(folder / "data" / "train.jsonl", self.train)
         write_jsonl(folder / "data" / "test.jsonl", self.evaluation)
         self.models = {"ring": save_model(folder / "full"), "ulysses": save_model(folder / "windows", window=WINDOW)}
-        common = [
-            "--dataset_name",
-            str(folder / "data"),
-            "--output_dir",
-            str(folder / "out"),
-            "--max_length",
-            str(PACK),
-        ]
+        common = ["--dataset_name", str(folder / "data"), "--max_length", str(PACK)]
         common += ["--learning_rate", str(LEARNING_RATE), "--num_train_epochs", str(EPOCHS), "--packing", "True"]
         common += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4", "--logging_steps", "1"]
         common += ["--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True"]
@@ -67,7 +60,18 @@ class Peers:
         ]
         setups = {"ring": SETUPS["ring, FSDP2"], "ulysses": SETUPS["ulysses, ZeRO-2"]}
         cases = {
-            name: ([*common, *evaluates, *setup.flags, "--model_name_or_path", self.models[name]], dict(setup.env))
+            name: (
+                [
+                    *common,
+                    *evaluates,
+                    *setup.flags,
+                    "--model_name_or_path",
+                    self.models[name],
+                    "--output_dir",
+                    str(folder / f"out {name}"),
+                ],
+                dict(setup.env),
+            )
             for name, setup in setups.items()
         }
         self.by_rank = run_ranks(2, f"{__name__}:train_all", cases)

@@ -133,6 +133,7 @@ OVERRIDDEN = {
     "longctx.settings.flags:_HelpFormatter": {"_format_action_invocation", "_get_help_string"},
     "longctx.training.checkpoint.hub:PushingTrainer": {"_finish_current_push", "_push_from_checkpoint"},
     "longctx.training.checkpoint.trainer:ResumableTrainer": {
+        "_init_training_state",
         "_load_best_model",
         "_load_from_checkpoint",
         "_load_rng_state",

@@ -178,7 +178,7 @@ def test_a_new_record_trains_as_one_process(models, tmp_path, parity_table) -> N
         case, documents = f"toy sp 2, {shape}", make_documents(lengths)
         cases[case] = [*COMMON, *flags, "--sp", "2", "--sp_backend", "toy", "--engine", "fsdp2"]
         cases[case] += ["--dataset_name", write_jsonl(tmp_path / f"{shape}.jsonl", documents)]
-        cases[case] += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
+        cases[case] += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / shape)]
         references[case] = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, found in run_ranks(2, "tests.toy_backend:train", cases)[0].items():
         check(found, references[case], case, "torchrun", parity_table)

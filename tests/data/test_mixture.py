@@ -276,7 +276,7 @@ def test_training_on_a_mixture(layout, steps, corpora, models, tmp_path):
             cases[run, step] += ["--resume_from_checkpoint", str(tmp_path / run / f"checkpoint-{step}")]
     ranks = run_ranks(LAYOUTS[layout][0], f"{__name__}:run_all", cases, timeout=900)
     for run in RUNS:
-        alone = flags_of("1 process", run, corpora, models, tmp_path / "alone")
+        alone = flags_of("1 process", run, corpora, models, tmp_path / f"{run} alone")
         first, last = alone.index("--datasets"), alone.index("--gradient_accumulation_steps")
         alone[first:last] = ["--dataset_name", corpora.mixed]
         alone[alone.index("--gradient_accumulation_steps") + 1] = "2"
@@ -312,7 +312,16 @@ def test_a_mixture_is_prepared_evaluated_and_printed(corpora, tmp_path, capsys):
         f"  - path: {corpora.a}\n    columns: [input_ids, labels]\n  - path: {corpora.b}\n    split: train[:80%]\n"
     )
     config.write_text(f"model_name_or_path: tiny\nmax_length: 160\ndatasets:\n{entries}test_split_size: 0.2\n")
-    given = ["--config", str(config), "--eval_strategy", "steps", "--eval_steps", "1", "--output_dir", str(tmp_path)]
+    given = [
+        "--config",
+        str(config),
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "1",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     assert main([*given, "--prepare_only", "True"]) == 0
     printed = capsys.readouterr().out
     assert "packing   9 documents" in printed  # of 8, and of 80% of 5, less a fifth

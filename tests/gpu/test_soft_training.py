@@ -129,7 +129,7 @@ such errors with either sign. Measured: 2e-6, 5e-4 and 2e-4; on CPUs about the s
 
 def arguments_of(flags, models, tmp_path, data, sp=2):
     common = [*COMMON, *SHAPES["packed"][1], "--sp", str(sp), "--model_name_or_path", models["GQA 4:2"]]
-    return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
+    return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / "-".join(flags))]
 
 
 @pytest.fixture

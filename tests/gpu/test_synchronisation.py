@@ -149,7 +149,7 @@ def arguments_of(case, flags, other_models, tmp_path, data):  # noqa: F811
     model = other_models["windows" if "windows" in case else "plain"]
     common = [*COMMON, *SHAPES["packed"][1], "--sp", "2", "--max_steps", "2", "--bf16", "True"]
     common += ["--gradient_accumulation_steps", str(MICRO_BATCHES), "--model_name_or_path", model]
-    return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
+    return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / case)]
 
 
 @pytest.mark.parametrize(

@@ -405,7 +405,7 @@ def test_a_head_that_engines_shard(tmp_path, parity_table):
     """
     vocabulary, hidden, documents = 272, 384, make_documents([90, 7, 41, 60])
     common = [*COMMON, "--packing", "True", "--dataset_name", write_jsonl(tmp_path / "data.jsonl", documents)]
-    common += ["--sp", "2", "--sp_backend", "ulysses", "--output_dir", str(tmp_path / "out")]
+    common += ["--sp", "2", "--sp_backend", "ulysses"]
     cases, references = {}, {}
     for tied in (True, False):
         model = save_small_model(
@@ -415,6 +415,7 @@ def test_a_head_that_engines_shard(tmp_path, parity_table):
         for engine in ("deepspeed", "fsdp2"):
             case = f"{'tied' if tied else 'untied'} head, {engine}"
             cases[case] = [*common, "--engine", engine, "--model_name_or_path", model]
+            cases[case] += ["--output_dir", str(tmp_path / case)]
             references[case] = reference
     for case, (results, sizes) in run_ranks(2, f"{__name__}:run_counting", cases)[0].items():
         check(results, references[case], case, "torchrun", parity_table)

@@ -194,14 +194,15 @@ def test_an_adapter_equals_one_process(parameters, folder, tmp_path):
     documents = make_documents(LENGTHS)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     flags = [*ADAPTER, *(["--lora_target_parameters", *parameters] if parameters else [])]
-    flags += [*COMMON, "--dataset_name", data, "--model_name_or_path", folder, "--output_dir", str(tmp_path / "out")]
+    flags += [*COMMON, "--dataset_name", data, "--model_name_or_path", folder]
     adapt = Adapt(r=16, lora_alpha=32, target_modules=ADAPTED, target_parameters=parameters or None)
     expected = reference(folder, documents, adapt=adapt)
-    cases = {name: [*flags, *CASES[name]] for name in DEFAULT}
+    cases = {name: [*flags, *CASES[name], "--output_dir", str(tmp_path / name)] for name in DEFAULT}
     for case, log in run_ranks(2, "tests.training.test_training:logs_of_cases", cases)[0].items():
         check_run(log, expected, case)
     base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    models = peft.PeftModel.from_pretrained(base, tmp_path / "out"), adapt.model
+    name = next(reversed(cases))
+    models = peft.PeftModel.from_pretrained(base, tmp_path / name), adapt.model
     saved, right = (float(stock_loss(model, documents, COEFFICIENT)[0].detach()) for model in models)
     assert saved == pytest.approx(right, rel=1e-4)
 
@@ -229,12 +230,12 @@ def test_training_equals_one_process(names, folder, tmp_path):
     """Every step takes all documents, in two packs of unequal tokens, or in rows with padding."""
     documents = make_documents(LENGTHS)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
-    common = [*COMMON, "--dataset_name", data, "--model_name_or_path", folder, "--output_dir", str(tmp_path / "out")]
+    common = [*COMMON, "--dataset_name", data, "--model_name_or_path", folder]
     common += ["--eval_strategy", "steps", "--eval_on_start", "True", "--eval_steps", str(STEPS)]
     common += ["--dataset_test_split", "train"]
     expected = reference(folder, documents)
     assert relative(reference(folder, documents, coefficient=0.0)[1][:1], expected[1][:1]) > 1e-2  # the loss acts
-    cases = {name: [*common, *CASES[name]] for name in names}
+    cases = {name: [*common, *CASES[name], "--output_dir", str(tmp_path / name)] for name in names}
     for case, log in run_ranks(2, "tests.training.test_training:logs_of_cases", cases)[0].items():
         check_run(log, expected, case)
 

@@ -247,7 +247,7 @@ def test_training_equals_one_process(engine, stages, kinds, folders, tmp_path, p
         references[kind] = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE, adapt=adapt)
         for stage, tiles in itertools.product(stages, (3, 6)):
             if tiles == 3 or stage == 3:
-                flags = [*KINDS[kind], "--model_name_or_path", model, "--output_dir", str(tmp_path)]
+                flags = [*KINDS[kind], "--model_name_or_path", model, "--output_dir", f"{tmp_path}/{len(cases)}"]
                 cases[kind, stage, tiles] = [*common, *flags]
     results = run_ranks(2, f"{__name__}:run_tiled", cases)[0]
     for (kind, stage, tiles), (steps, gathers) in results.items():

@@ -110,7 +110,7 @@ def test_training_delta_layers_equals_one_process(kind, engine, tmp_path, monkey
         data = write_jsonl(tmp_path / f"{shape}.jsonl", documents)
         cases[case] = [*COMMON, *flags, "--sp", "2", "--sp_backend", "ulysses", "--engine", engine]
         cases[case] += ["--gradient_checkpointing", checkpointing, "--dataset_name", data]
-        cases[case] += ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+        cases[case] += ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / case)]
         references[case] = train_reference(tmp_path / "model", documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in run_ranks(2, "tests.training.test_training:run_cases", cases)[0].items():
         check(results, references[case], case, "torchrun", parity_table)

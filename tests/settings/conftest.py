@@ -57,7 +57,8 @@ def single_process(monkeypatch, tmp_path):
     monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
     monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "called").mkdir()
+    monkeypatch.chdir(tmp_path / "called")  # a run without --output_dir writes there, and not into a model in tmp_path
     before = dict(os.environ)
     yield
     AcceleratorState._reset_state(True)

@@ -251,9 +251,10 @@ def run_layouts(layouts, losses, saved_model, tmp_path, extra=(), conversational
     for layout in layouts:
         processes, flags = LAYOUTS[layout]
         for loss, option in itertools.product(losses, options):
-            case = flags_of(loss, LOSSES[loss], saved_model, data.parent, tmp_path / "out")
+            name = f"{layout}: {loss}, {option}".strip(", ")
+            case = flags_of(loss, LOSSES[loss], saved_model, data.parent, tmp_path / name)
             case += [*flags, *extra, *OPTIONS.get(option, [])]
-            groups.setdefault((processes, "ulysses" in layout), {})[f"{layout}: {loss}, {option}".strip(", ")] = case
+            groups.setdefault((processes, "ulysses" in layout), {})[name] = case
     found = {}
     for (processes, _), cases in groups.items():
         found |= run_ranks(processes, f"{__name__}:histories", cases, timeout=3000)[0]

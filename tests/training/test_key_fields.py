@@ -140,7 +140,8 @@ MAY_CHANGE = {
         "per_device_eval_batch_size load_best_model_at_end"
     ),
     "logs, files and the hub": (
-        "output_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
+        "output_dir overwrite_output_dir "
+        "logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node "
         "log_level log_level_replica disable_tqdm skip_memory_metrics report_to run_name project trackio_space_id "
         "trackio_bucket_id trackio_static_space_id save_strategy save_steps save_total_limit save_only_model "
         "save_on_each_node resume_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
@@ -285,8 +286,9 @@ def PackedStreamOf(documents):
 def test_a_manifest_s_digest_has_every_field(name, tmp_path):
     manifest = a_manifest()
     value = getattr(manifest, name)
+    plain = isinstance(value, int | str)
     other = replace(
-        manifest, **{name: value + 1 if isinstance(value, int) else {**value, "more": {"bytes": 1, "xxh3": ""}}}
+        manifest, **{name: value + type(value)(1) if plain else {**value, "more": {"bytes": 1, "xxh3": ""}}}
     )
     assert manifest.digest == a_manifest().digest
     assert other.digest != manifest.digest

@@ -67,9 +67,9 @@ def test_memory_options_train_as_one_process(only, models, tmp_path, parity_tabl
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
-    common += ["--output_dir", str(tmp_path / "out"), "--sp", "2"]
+    common += ["--sp", "2", "--output_dir"]
     cases = {
-        f"{name}, {engine}": [*common, *of_engine["flags"], *flags]
+        f"{name}, {engine}": [*common, str(tmp_path / f"{name} {engine}"), *of_engine["flags"], *flags]
         for engine, of_engine in ON.items()
         for name, flags in ({"longest": LONGEST} if only else of_engine["cases"]).items()
     }
@@ -124,8 +124,8 @@ def test_reduction_in_bf16(engine, models, tmp_path):
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
-    common += ["--output_dir", str(tmp_path / "out"), "--sp", "2", *ON[engine]["flags"], "--bf16", "True"]
-    cases = {dtype: [*common, "--communication_data_type", dtype] for dtype in ("fp32", "bf16")}
+    common += ["--sp", "2", *ON[engine]["flags"], "--bf16", "True", "--output_dir"]
+    cases = {dtype: [*common, str(tmp_path / dtype), "--communication_data_type", dtype] for dtype in ("fp32", "bf16")}
     results = run_ranks(2, "tests.training.test_training:run_cases", cases)[0]
     losses, norms = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     assert (results["fp32"] == results["bf16"]) == (engine == "ulysses on ZeRO-3")
@@ -150,12 +150,11 @@ def test_nvme(tmp_path, parity_table):
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     model = save_small_model(tmp_path / "model", hidden_size=512, intermediate_size=1024)
     common = [*COMMON, "--packing", "True", "--dataset_name", data, "--model_name_or_path", model, *ULYSSES]
-    common += ["--output_dir", str(tmp_path / "out")]
     cases = {}
     for kinds in (("optimizer",), ("optimizer", "param")):
         name = f"{' and '.join(kinds)} in a folder, ZeRO-3"
         paths = [flag for kind in kinds for flag in (f"--offload_{kind}_nvme_path", str(tmp_path / "nvme"))]
-        cases[name] = [*common, *offload(*kinds, device="nvme"), *paths]
+        cases[name] = [*common, *offload(*kinds, device="nvme"), *paths, "--output_dir", str(tmp_path / name)]
     reference = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for name, results in run_ranks(2, "tests.training.test_training:run_cases", cases, timeout=1200)[0].items():
         check(results, reference, name, "torchrun", parity_table)

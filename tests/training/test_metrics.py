@@ -129,7 +129,7 @@ def test_a_token_costs_six_flops_a_parameter_and_four_where_it_is_frozen(adapter
 
     (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
     flags = ["--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "data.jsonl"), "--max_length", "64"]
-    flags += ["--output_dir", str(tmp_path), "--use_cpu", "True"]
+    flags += ["--output_dir", str(tmp_path / "out"), "--use_cpu", "True"]
     flags += ["--report_to", "none", *(["--use_peft", "True", "--lora_r", "2"] if adapter else [])]
     trainer, model = built_trainer(flags)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
@@ -145,8 +145,10 @@ def test_an_entry_of_two_steps_has_their_loss_and_the_norm_and_rate_of_the_last(
 
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([90, 41, 130]))
     flags = [*COMMON, "--model_name_or_path", models["GQA 4:2"], "--dataset_name", data, "--use_cpu", "True"]
-    flags += ["--output_dir", str(tmp_path), "--max_steps", "2", "--max_length", "140", "--logging_steps"]
-    of_each, [both] = ([e for e in log_of([*flags, steps]) if "loss" in e] for steps in ("1", "2"))
+    flags += ["--max_steps", "2", "--max_length", "140", "--logging_steps"]
+    of_each, [both] = (
+        [e for e in log_of([*flags, steps, "--output_dir", str(tmp_path / steps)]) if "loss" in e] for steps in "12"
+    )
     assert both["loss"] == pytest.approx(np.mean([entry["loss"] for entry in of_each]))
     for name in ("grad_norm", "learning_rate", "num_tokens", "step"):
         assert (both[name] == of_each[1][name]) != (both[name] == of_each[0][name]), name

@@ -166,7 +166,8 @@ def test_a_restarted_attempt_goes_on_and_deletes_nothing(trained, tmp_path, monk
     given, whole = trained
     output = Path(shutil.copytree(whole, tmp_path / "out"))
     record = json.loads((output / "run.json").read_text())
-    (output / "run.json").write_text(json.dumps(record | {"launch": launch_of(os.environ)}))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    _alive(launch=launch_of(os.environ))(output)  # on a node that torchrun has left behind
     given = [*given, "--output_dir", str(output)]
     assert main(given) == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

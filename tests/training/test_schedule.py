@@ -102,10 +102,13 @@ def test_every_schedule_has_the_rates_of_transformers(processes, engines, tmp_pa
     assert set(SCHEDULES) | set(REFUSED_SCHEDULES) == {schedule.value for schedule in SchedulerType}
     model = save_small_model(tmp_path / "model")
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([40, 30]))
-    flags = [*COMMON, "--model_name_or_path", model, "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
+    flags = [*COMMON, "--model_name_or_path", model, "--dataset_name", data]
     flags += ["--max_steps", str(STEPS), "--warmup_steps", str(WARMUP), "--lr_scheduler_type", TRAINED]
     flags += ["--lr_scheduler_kwargs", json.dumps(SCHEDULES[TRAINED])]
-    cases = {engine: (stage, [*flags, *given]) for engine, (stage, given) in engines.items()}
+    cases = {
+        engine: (stage, [*flags, *given, "--output_dir", str(tmp_path / engine)])
+        for engine, (stage, given) in engines.items()
+    }
     expected = {name: reference(name) for name in SCHEDULES}
     for engine, (log, rates) in run_ranks(processes, f"{__name__}:rates_of_all", cases)[0].items():
         assert log == expected[TRAINED], engine

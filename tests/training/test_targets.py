@@ -91,4 +91,4 @@ def test_a_run_whose_steps_have_no_label_saves_no_model(tmp_path, capsys):
     assert "--overlong truncate leaves no token with a label in 4 documents" in printed.out
     assert re.search(r"the data set of .*data\.jsonl had no token with a label in 2 steps: 5 documents", printed.err)
     assert not list(out.glob("*.safetensors"))
-    assert main([*flags, "--max_steps", "5"]) == 0
+    assert main([*flags, "--max_steps", "5", "--overwrite_output_dir", "True"]) == 0

@@ -160,7 +160,7 @@ def test_training_equals_one_process(backends, sp, parts, models, tmp_path, pari
         documents = make_documents(lengths)
         data = write_jsonl(tmp_path / f"{len(cases)}.jsonl", documents)
         cases[case] = [*COMMON, *flags, "--sp", str(sp), "--sp_backend", backend, "--dataset_name", data]
-        cases[case] += ["--model_name_or_path", models[heads_name], "--output_dir", str(tmp_path / "out")]
+        cases[case] += ["--model_name_or_path", models[heads_name], "--output_dir", str(tmp_path / f"out {len(cases)}")]
         references[case] = train_reference(models[heads_name], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in run_ranks(sp, f"{__name__}:run_cases", cases)[0].items():
         check(results, references[case], case, "torchrun", parity_table)
@@ -256,7 +256,7 @@ def test_equal_effective_batches_train_equally(layouts, models, tmp_path, parity
     documents = make_documents(np.random.default_rng(1).integers(2, 120, 20).tolist(), masked=0.97)
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     common = [*COMMON, "--packing", "False", "--train_sampling_strategy", "sequential", "--dataset_name", data]
-    common += ["--model_name_or_path", models["GQA 4:2"], "--output_dir", str(tmp_path / "out")]
+    common += ["--model_name_or_path", models["GQA 4:2"]]
     batches = [documents[:8], documents[8:16], documents[16:], documents[:8], documents[8:16]]
     reference = train_reference(models["GQA 4:2"], None, steps=STEPS, learning_rate=LEARNING_RATE, batches=batches)
     groups = {}
@@ -264,7 +264,7 @@ def test_equal_effective_batches_train_equally(layouts, models, tmp_path, parity
         processes, sp, backend, batch, accumulation = LAYOUTS[name]
         flags = ["--sp", str(sp), "--sp_backend", backend, "--per_device_train_batch_size", str(batch)]
         flags += ["--gradient_accumulation_steps", str(accumulation)]
-        groups.setdefault(processes, {})[name] = [*common, *flags]
+        groups.setdefault(processes, {})[name] = [*common, *flags, "--output_dir", str(tmp_path / name)]
     for processes, cases in groups.items():
         for name, results in run_ranks(processes, f"{__name__}:run_cases", cases)[0].items():
             check(results, reference, name, "torchrun", parity_table)
@@ -330,7 +330,7 @@ def test_any_backend_on_either_engine(engine, only, other_models, tmp_path, pari
         kind = name.partition(",")[0]
         model = other_models.get(kind, other_models["plain"])
         flags = [processes if flag == "4" else flag for flag in flags]
-        cases[name] = [*common, "--model_name_or_path", model, "--output_dir", str(tmp_path / "out"), *flags]
+        cases[name] = [*common, "--model_name_or_path", model, "--output_dir", str(tmp_path / name), *flags]
         references[name] = train_reference(model, documents, steps=STEPS, learning_rate=LEARNING_RATE)
     kinds = {name.partition(",")[0] for name in cases} & other_models.keys()
     assert len({losses[0] for losses, _ in references.values()}) == 1 + len(kinds)  # windows and experts do act
@@ -343,11 +343,14 @@ def test_bf16_is_as_near_as_one_process_in_bf16(models, tmp_path):
     documents = make_documents(SHAPES["packed"][0])
     data = write_jsonl(tmp_path / "data.jsonl", documents)
     flags = [*COMMON, "--bf16", "True", "--dataset_name", data, "--model_name_or_path", models["GQA 4:2"]]
-    flags += ["--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    flags += ["--max_steps", "1", "--output_dir"]
     losses, norms = train_reference(models["GQA 4:2"], documents, steps=1, learning_rate=LEARNING_RATE)
     errors = {}
     for sp, backends in ((1, ["ring"]), (2, ["ring", "ulysses"])):
-        cases = {backend: [*flags, "--sp", str(sp), "--sp_backend", backend] for backend in backends}
+        cases = {
+            backend: [*flags, f"{tmp_path}/{backend} {sp}", "--sp", str(sp), "--sp_backend", backend]
+            for backend in backends
+        }
         for backend, [(loss, norm)] in run_ranks(sp, f"{__name__}:run_cases", cases)[0].items():
             errors[backend, sp] = relative([loss], losses), relative([norm], norms)
     for loss_error, norm_error in errors.values():
