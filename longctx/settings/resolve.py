@@ -21,6 +21,7 @@ from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_device, liger_parts
 from longctx.model.adapter import check_adapted_experts, check_adapter, check_quantization
 from longctx.model.tiny import TINY
+from longctx.ranks import is_first_rank
 from longctx.settings.auto import choose_layout, one_group, with_forecast
 from longctx.settings.data import stream, take_mixture
 from longctx.settings.engine import (
@@ -148,14 +149,15 @@ def _take_output(values: Values, env: Mapping[str, str]) -> Values:
     asked = values["resume_from_checkpoint"]
     folder = Path(values["output_dir"]) if values["output_dir"] else default_folder(resuming=asked is not None)
     values = values.set(output_dir=str(folder))
-    if is_restarted(folder, env):
+    restarted = is_restarted(folder, env)
+    if restarted:
         values = values.set(resume_from_checkpoint=asked or "auto", overwrite_output_dir=False)
     if not values["prepare_only"]:
         check_output(
             folder,
             asked=values["resume_from_checkpoint"],
             overwrite=values["overwrite_output_dir"],
-            timeout=values["ddp_timeout"],
+            timeout=values["ddp_timeout"] if is_first_rank() and not restarted else None,
             reads=_read_by(values),
         )
     return values

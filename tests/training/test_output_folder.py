@@ -154,6 +154,17 @@ def test_a_run_without_a_folder_takes_the_next_free_name(tmp_path, monkeypatch):
     assert default_folder(resuming=True) == Path("longctx-output")
 
 
+def test_a_killed_run_is_not_alive_before_its_parent_asks(tmp_path):
+    program = "import sys; from pathlib import Path; from longctx.training.checkpoint.folder import begin\n"
+    program += "begin(Path(sys.argv[1]), overwrite=False, timeout=1800, env={}); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdin=-1, stdout=-1) as run:
+        run.stdout.readline()
+        assert RunRecord.read(tmp_path).is_alive(tmp_path, 1800)
+        run.kill()
+        os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
+        assert not RunRecord.read(tmp_path).is_alive(tmp_path, 1800)
+
+
 def test_of_two_runs_that_start_at_once_the_second_is_refused(tmp_path):
     begin(tmp_path, overwrite=False, timeout=1800, env={})
     _alive()(tmp_path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
 import math
 import os
 import shutil
@@ -29,9 +30,12 @@ from longctx.training.checkpoint.files import (
     PARTIAL,
     REPLACED,
     CheckpointError,
+    checkpoint_name,
     read_manifest,
     step_of,
 )
+
+logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 DEFAULT_NAME = "longctx-output"
@@ -57,7 +61,7 @@ class RunRecord:
     id: str
     started: str
     launch: str
-    """What all attempts of one launch share: a SLURM job, or torchrun's process."""
+    """What all attempts of one launch share: a SLURM job, torchrun's --rdzv_id, or its process."""
     host: str = ""
     pid: int | None = None
     """Process of the rank that writes; None once the run has ended by itself."""
@@ -98,13 +102,18 @@ class RunRecord:
         if self.host != socket.gethostname():
             return time.time() - (folder / RUN_FILE).stat().st_mtime < timeout
         with suppress(psutil.Error):
-            return abs(psutil.Process(self.pid).create_time() - self.process_started) < 1
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.process_started) < 1
+            return is_same and process.status() != psutil.STATUS_ZOMBIE  # killed, and its parent has not asked
         return False
 
 
 def launch_of(env: Mapping[str, str]) -> str:
     """Return what the attempts of one launch have in common."""
-    return env.get("SLURM_JOB_ID") or f"{socket.gethostname()}:{os.getppid()}"
+    if "SLURM_JOB_ID" in env:
+        return f"slurm {env['SLURM_JOB_ID']}"
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else f"{socket.gethostname()}:{os.getppid()}"
 
 
 def is_restarted(folder: Path, env: Mapping[str, str]) -> bool:
@@ -134,14 +143,15 @@ def _written(folder: Path) -> list[str]:
 
 
 def check_output(
-    folder: Path, *, asked: str | None, overwrite: bool, timeout: float, reads: Iterable[tuple[str, str]]
+    folder: Path, *, asked: str | None, overwrite: bool, timeout: float | None, reads: Iterable[tuple[str, str]]
 ) -> None:
     """Check, before processes start, that a run may write to its output folder. Nothing is changed.
 
     Args:
         asked: --resume_from_checkpoint.
         overwrite: --overwrite_output_dir.
-        timeout: see `RunRecord.is_alive`.
+        timeout: see `RunRecord.is_alive`. None asks for no living run, as in all ranks but the first, which may be on
+            another host than the run that has ended.
         reads: flags and the files or folders that they name.
 
     Raises:
@@ -150,7 +160,8 @@ def check_output(
     _check_writable(folder)
     for flag, path in reads:
         _check_apart(folder, flag, Path(path))
-    _check_free(folder, timeout)
+    if timeout is not None:
+        _check_free(folder, timeout)
     if asked is not None and overwrite:
         raise ValueError(
             f"--overwrite_output_dir True deletes the run that --resume_from_checkpoint {asked} goes on from. Leave "
@@ -175,7 +186,8 @@ def begin(folder: Path, *, overwrite: bool, timeout: float, env: Mapping[str, st
     Raises:
         ValueError: if another run has taken it since `check_output`.
     """
-    _check_free(folder, timeout)
+    if not is_restarted(folder, env):
+        _check_free(folder, timeout)
     folder.mkdir(parents=True, exist_ok=True)
     deleted = _written(folder) if overwrite else []
     for path in (*(folder / name for name in deleted), *folder.glob(f"checkpoint-*{PARTIAL}")):
@@ -214,7 +226,8 @@ def _check_free(folder: Path, timeout: float) -> None:
     if record is not None and record.is_alive(folder, timeout):
         raise ValueError(
             f"--output_dir {folder}: another run writes there (process {record.pid} on {record.host}, started "
-            f"{record.started}). Wait until it has ended, or name another folder."
+            f"{record.started}). Name another folder, or wait until it has ended; a run that was killed with its host "
+            f"counts as ended {timeout:g} s (--ddp_timeout) after its last step."
         )
 
 
@@ -330,6 +343,18 @@ def older_named(folder: Path) -> Iterator[None]:
         if not older:
             raise
         raise CheckpointError(f"{error} The one before it has the path {older[0]}.") from error
+
+
+def best_beside(folder: Path, step: int | None) -> Path | None:
+    """Return the checkpoint of the best model, which was of `step`, if it is beside `folder` and of the same run."""
+    if step is None:
+        return None
+    best = folder.with_name(checkpoint_name(step))
+    with suppress(CheckpointError):
+        if read_manifest(best).run == read_manifest(folder).run:
+            return best
+    logger.warning("%s is not a complete checkpoint of this run, so its model is no longer the best one.", best)
+    return None
 
 
 def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:

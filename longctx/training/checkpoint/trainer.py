@@ -36,7 +36,7 @@ from longctx.training.checkpoint.files import (
     write_manifest,
     writing,
 )
-from longctx.training.checkpoint.folder import MODEL_FILES, RunRecord, checkpoints, next_serial, rotate
+from longctx.training.checkpoint.folder import MODEL_FILES, RunRecord, best_beside, checkpoints, next_serial, rotate
 from longctx.training.checkpoint.hub import PushingTrainer
 from longctx.training.checkpoint.masters import round_weights, set_fp32_weights
 from longctx.training.checkpoint.shards import WEIGHT, parameter_shards, trained_shapes, update_working_weights
@@ -346,22 +346,9 @@ class ResumableTrainer(PushingTrainer):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         self.state.compute_steps(self.args, max_steps)
         if resume is not None:
-            self.state.best_model_checkpoint = self._best_beside(Path(resume))
+            best = best_beside(Path(resume), self.state.best_global_step)
+            self.state.best_model_checkpoint = None if best is None else str(best)
         return begun
-
-    def _best_beside(self, folder: Path) -> str | None:
-        """Return the checkpoint of the best model so far if it is beside this one and of the same run."""
-        if self.state.best_global_step is None:
-            return None
-        best = folder.with_name(checkpoint_name(self.state.best_global_step))
-        try:
-            manifests = [read_manifest(path) for path in (folder, best)]
-            if manifests[0].run == manifests[1].run:
-                return str(best)
-        except CheckpointError:
-            pass
-        logger.warning("%s is not a complete checkpoint of this run, so its model is no longer the best one.", best)
-        return None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Do nothing: `_prepare_for_training` has read everything."""
