@@ -31,7 +31,7 @@ ROWS = {
     "loop": 15,
     "lora": 19,
     "policy": 25,
-    "preference": 52,
+    "preference": 53,
     "security": 86,
     "train": 66,
     "troubleshooting": 49,

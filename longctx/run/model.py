@@ -129,8 +129,20 @@ def _objective(prepared: PreparedRun, sequence: SequenceParallel) -> Objective:
     settings = prepared.run.settings
     if not is_preference(settings):
         return Objective(sequence, settings["label_smoothing_factor"])
-    batch_size = settings["precompute_ref_batch_size"] or settings["per_device_train_batch_size"]
-    return ReferencedPreferenceLoss(sequence, settings, identity=prepared.reference_identity, batch_size=batch_size)
+    identity = {**prepared.reference_identity, "arithmetic": _arithmetic(prepared, sequence)}
+    return ReferencedPreferenceLoss(
+        sequence, settings, identity=identity, batch_size=settings["precompute_ref_batch_size"]
+    )
+
+
+def _arithmetic(prepared: PreparedRun, sequence: SequenceParallel) -> str:
+    """Return what decides how a forward pass rounds, besides the model, its dtype and what is computed together."""
+    run, device = prepared.run, sequence.device
+    compiled = (f"torch_compile{name}" for name in ("", "_backend", "_mode"))
+    flags = [run.settings[name] for name in ("attn_implementation", "pad_to_multiple_of", *compiled)]
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads()
+    of_run = (run.dims, run.backend.arrangement, run.engine, run.memory_options, run.overlaps_exchange, run.liger_parts)
+    return repr((*of_run, *flags, place, torch.__version__))
 
 
 def _check_kernels(prepared: PreparedRun, model: PreTrainedModel) -> None:

@@ -74,11 +74,11 @@ class EvaluatingTrainer(ResumableTrainer):
         """Return a loader that deals each row once, in order, over data-parallel ranks; one without rows gets
         padding."""
         rows = rows_to_evaluate(self.eval_dataset if eval_dataset is None else eval_dataset)
-        return self.loader_in_order(rows, self.args.eval_batch_size)
+        dp_rank = self.sequence.dims.dp_rank(self.sequence.rank)
+        return self.loader_of(rows, self.order_of(rows, self.args.eval_batch_size, dp_rank))
 
-    def loader_in_order(self, rows: PackedDataset | Dataset, batch_size: int) -> StepLoader:
-        """Return a loader of this rank's part of `order_of` these rows."""
-        sampler = self.order_of(rows, batch_size, self.sequence.dims.dp_rank(self.sequence.rank))
+    def loader_of(self, rows: PackedDataset | Dataset, sampler: StepSampler) -> StepLoader:
+        """Return a loader of these rows in the order of a sampler, in workers that end with it."""
         return self._loader(rows, sampler, **self._worker_options())
 
     def order_of(self, rows: PackedDataset | Dataset, batch_size: int, dp_rank: int) -> StepSampler:

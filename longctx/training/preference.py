@@ -171,8 +171,8 @@ def f_divergence_scores(ratios: Tensor, flags: Mapping[str, Any]) -> Tensor:
 
 
 def uses_reference(flags: Mapping[str, Any]) -> bool:
-    """Whether any of the losses compares with a reference model."""
-    return not flags["reference_free"] and any(name not in ("simpo", SFT) for name in flags["loss_type"])
+    """Whether losses or logged rewards compare with a reference model: those of all losses but SimPO, as in TRL."""
+    return not flags["reference_free"] and "simpo" not in flags["loss_type"]
 
 
 class PairsOfBatch(NamedTuple):
@@ -240,7 +240,7 @@ class PreferenceLoss(Objective):
         """Return the step's pairs and the tokens of their chosen answers; None without pairs."""
         pairs = sum(len(batch["pairs"].lengths) for batch in batches)
         tokens = sum(int(batch["pairs"].lengths[:, 0].sum()) for batch in batches)
-        pairs, tokens = self.sequence.count_over_ranks(pairs, tokens)
+        pairs, tokens = self.sequence.count_over_ranks(pairs, tokens, batches=batches)
         return (pairs, tokens) if pairs else None
 
     def document_sums(self, shard: ShardedBatch, outputs: TokenOutputs, pairs: PairsOfBatch) -> Tensor:
@@ -254,8 +254,9 @@ class PreferenceLoss(Objective):
         if pairs.weights is not None:
             sp_rank = self.sequence.dims.sp_rank(self.sequence.rank)
             weighted = log_probs * send(shard_tokens(pairs.weights, shard.layout, sp_rank), log_probs.device)
+        weighted = _summable(weighted)
         assert outputs.mean_logits is not None, "asked for by model_options"
-        values = torch.stack((weighted, log_probs, outputs.mean_logits, outputs.is_top1.to(log_probs.dtype)), dim=-1)
+        values = torch.stack((weighted, log_probs.double(), outputs.mean_logits, outputs.is_top1), dim=-1)
         return self.sequence.sum_over_documents(values, shard.layout)[: 2 * len(pairs.lengths)].view(-1, 2, 4)
 
     def measure(self, shard: ShardedBatch, outputs: TokenOutputs, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -317,6 +318,16 @@ def _means(pairs: Pairs) -> tuple[Tensor, Tensor]:
 def _as_one(logps: Tensor, equal: Tensor) -> Tensor:
     """Return log-probabilities [n, 2] in which those of equal answers, which lie in different places, are equal."""
     return torch.where(equal[:, None], logps.mean(1, keepdim=True), logps)
+
+
+def _summable(values: Tensor) -> Tensor:
+    """Return float64 multiples of 2^-30, whose sums below 2^23 are exact and so the same in any order.
+
+    A GPU adds up in an order of its own each time. Log-probabilities in fp32 are such multiples but those above -2^-7,
+    which are off by 2^-31 at most. The gradient is that of the values.
+    """
+    values = values.double()
+    return values + ((values * 2**30).round() / 2**30 - values).detach()
 
 
 def sides_of_batch(batch: Mapping[str, Any], num_tokens: int) -> list[slice]:

@@ -1,6 +1,7 @@
 """Log-probabilities of pairs under the reference model, which is the model before its training.
 
-They are computed once, before the first step, and kept on disk under the contents of model and data.
+They are computed once, before the first step, in the micro-batches that training will take, so that the rewards of a
+model that is not trained yet are exactly 0. They are kept on disk under all that decides them, to the last bit.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +26,7 @@ from longctx.launch.console import Line, show
 from longctx.packing import PairedDataset
 from longctx.ranks.agreement import broadcast_object, gather_objects
 from longctx.ranks.watchdog import phase
+from longctx.training.data_order import StepSampler
 from longctx.training.fingerprint import column_arrays, digest
 from longctx.training.metrics import NonFiniteError
 from longctx.training.preference import PreferenceLoss, uses_reference
@@ -33,11 +36,12 @@ class ReferencedPreferenceLoss(PreferenceLoss):
     """A `PreferenceLoss` that finds or computes the log-probabilities of the reference model before training.
 
     Args:
-        identity: what identifies the reference model and the precision it is computed in, by name.
-        batch_size: packs that a data-parallel rank computes at a time.
+        identity: what identifies the reference model and the arithmetic of its forward pass, by name.
+        batch_size: packs that a data-parallel rank computes at a time, in the order of the data set. If None, the
+            micro-batches are those of the first epoch, or of an evaluation.
     """
 
-    def __init__(self, *args: Any, identity: Mapping[str, Any], batch_size: int, **kwargs: Any):
+    def __init__(self, *args: Any, identity: Mapping[str, Any], batch_size: int | None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.identity, self.batch_size = identity, batch_size
 
@@ -80,12 +84,25 @@ class ReferencedPreferenceLoss(PreferenceLoss):
             )
         return computed
 
+    def _order(self, trainer: Any, rows: PairedDataset, dp_rank: int) -> StepSampler:
+        """Return the packs of each micro-batch of a data-parallel rank; together they are all packs."""
+        if rows is trainer.rows and self.batch_size is None:
+            order = trainer.step_sampler(dp_rank)
+            order.drop_last = False
+            return order
+        return trainer.order_of(rows, self.batch_size or trainer.args.eval_batch_size, dp_rank)
+
     def _path(self, trainer: Any, rows: PairedDataset) -> Path:
-        tokens = digest([*column_arrays(rows._source), rows.kept])
+        # Rounding depends on which tokens are computed together, and not on when they are.
+        batches = sorted(tuple(b) for rank in range(self.sequence.dims.dp) for b in self._order(trainer, rows, rank))
+        packs = [np.array([len(batch) for batch in batches]), np.fromiter(chain.from_iterable(batches), dtype=np.int64)]
+        plan = [rows.kept, rows.shared, rows.packing.indices, rows.packing.offsets]
+        tokens = digest([*column_arrays(rows._source), *plan, *packs])
         return cache_folder() / f"reference-{cache_key(dict(self.identity), tokens, self.flags['ld_alpha'])}.npy"
 
     def _compute(self, trainer: Any, model: nn.Module, rows: PairedDataset) -> NDArray[np.float64]:
-        loader = trainer.loader_in_order(rows, self.batch_size)
+        dims, rank = trainer.sequence.dims, trainer.sequence.rank
+        loader = trainer.loader_of(rows, self._order(trainer, rows, dims.dp_rank(rank)))
         was_training = model.training
         model.eval()
         with trainer.step_metrics.paused(), adapters_off(trainer.accelerator.unwrap_model(model)):
@@ -94,12 +111,10 @@ class ReferencedPreferenceLoss(PreferenceLoss):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root is left whole, and a checkpoint is read into shards
-        dims, rank = trainer.sequence.dims, trainer.sequence.rank
         of_ranks = gather_objects(sums if dims.sp_rank(rank) == 0 else [])[:: dims.sp]
         result = np.zeros((len(rows.kept), 2))
         for dp_rank, batches in enumerate(of_ranks):
-            packs = trainer.order_of(rows, self.batch_size, dp_rank)
-            for of_batch, values in zip(packs, batches, strict=True):
+            for of_batch, values in zip(self._order(trainer, rows, dp_rank), batches, strict=True):
                 pairs = [int(pair) for pack in of_batch for pair in rows.packing.documents(pack)]
                 result[pairs] = values
         return result

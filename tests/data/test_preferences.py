@@ -258,9 +258,9 @@ def test_flags_have_the_names_and_defaults_of_trl():
     [
         ([], ["reference: the model before training, whose log-probabilities are computed once"]),
         (["--reference_free", "True"], ["reference: none"]),
-        (["--loss_type", "simpo"], ["reference: none"]),
+        (["--loss_type", "sft"], ["reference: the model before training, whose log-probabilities are computed once"]),
         (
-            ["--loss_type", "sft", "--precompute_ref_log_probs", "False"],
+            ["--loss_type", "simpo", "--precompute_ref_log_probs", "False"],
             ["the reference is computed before training in any case", "reference: none"],
         ),
     ],
