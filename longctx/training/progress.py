@@ -44,6 +44,8 @@ COLUMNS = {
     "step": Column("step", "step", 4),
     "loss": Column("loss", "loss", 6, "bold"),
     "aux_loss": Column("aux loss", "aux", 5),
+    "rewards/accuracies": Column("accuracy", "acc", 4),
+    "rewards/margins": Column("margin", "marg", 5),
     "grad_norm": Column("grad norm", "grad", 5),
     "learning_rate": Column("learn. rate", "lr", 7),
     "tokens_per_second": Column("tokens/s", "tok/s", 5, "green"),
@@ -56,6 +58,10 @@ COLUMNS = {
 }
 
 
+EXPENDABLE = "tokens_per_second_per_device"
+"""The column that a terminal has no room for if it is too narrow for all."""
+
+
 class StepTable:
     """A table whose rows are printed one at a time, with a header above every ROWS_PER_HEADER of them."""
 
@@ -65,8 +71,8 @@ class StepTable:
     def show(self, cells: Mapping[str, str], styles: Mapping[str, str]) -> None:
         """Print a row. The first row after a header decides which columns there are."""
         if self._rows % ROWS_PER_HEADER == 0:
-            self._names = [name for name in COLUMNS if name in cells]
-            titles = self._fit({name: max(COLUMNS[name].width, len(cells[name])) for name in self._names})
+            widths = {name: max(COLUMNS[name].width, len(cells[name])) for name in COLUMNS if name in cells}
+            titles = self._fit(widths)
             show_row(Text(self._gap.join(titles), "dim"))
         self._rows += 1
         row = Text(self._gap).join(
@@ -76,9 +82,10 @@ class StepTable:
         show_row(row)
 
     def _fit(self, values: Mapping[str, int]) -> list[str]:
-        """Choose titles and a gap that the terminal is wide enough for, given the values' widths."""
+        """Choose columns, titles and a gap that the terminal is wide enough for, given the values' widths."""
         room = row_width() or WIDE
-        for is_long, gap in ((True, "  "), (False, "  "), (False, " ")):
+        for is_long, gap, left_out in ((True, "  ", ""), (False, "  ", ""), (False, " ", ""), (False, " ", EXPENDABLE)):
+            self._names = [name for name in values if name != left_out]
             titles = {name: COLUMNS[name].title if is_long else COLUMNS[name].short for name in self._names}
             self._widths, self._gap = {name: max(values[name], len(titles[name])) for name in self._names}, gap
             if sum(self._widths.values()) + len(gap) * (len(self._names) - 1) <= room:
@@ -175,6 +182,8 @@ def describe_step(logs: Mapping[str, Any]) -> dict[str, str]:
     written = {
         "loss": lambda loss: f"{loss:#.4g}",
         "aux_loss": lambda loss: f"{loss:#.3g}",
+        "rewards/accuracies": lambda share: f"{share:.0%}",
+        "rewards/margins": "{:.2f}".format,
         "grad_norm": lambda norm: number(norm) if norm >= 1000 else f"{norm:#.3g}",
         "learning_rate": lambda rate: f"{rate:.1e}" if rate else "0",
         "tokens_per_second": number,
@@ -200,6 +209,8 @@ def describe_evaluation(logs: Mapping[str, Any]) -> str:
     parts = [f"loss {logs['eval_loss']:.4g}"]
     if "eval_mean_token_accuracy" in logs:
         parts.append(f"token accuracy {logs['eval_mean_token_accuracy']:.1%}")
+    if "eval_rewards/margins" in logs:
+        parts.append(f"accuracy {logs['eval_rewards/accuracies']:.1%}, margin {logs['eval_rewards/margins']:.4g}")
     if "eval_runtime" in logs:
         parts.append(f"in {duration(logs['eval_runtime'])}")
     return ", ".join(parts)

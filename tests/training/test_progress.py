@@ -17,11 +17,12 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from longctx.training.peak_memory import GIB, PeakMemory
-from longctx.training.progress import StepLines
+from longctx.training.progress import StepLines, describe_evaluation
 from tests.training.test_training import COMMON, make_documents, write_jsonl
 
 LOGS = {"loss": 2.3456, "tokens_per_second": 12345.6, "tokens_per_second_per_device": 3086.4, "grad_norm": 1.0}
 LOGS |= {"learning_rate": 2e-5, "attention_imbalance": 1.02}
+PAIRS = {"rewards/accuracies": 0.625, "rewards/margins": -0.1234}
 HOST = PeakMemory(
     allocated=(0, 0),
     reserved=(0, 0),
@@ -65,6 +66,14 @@ def test_a_gpu_has_its_utilisation_and_its_own_memory():
     assert line.split()[5:8] == ["3.09k", "42%", "73.0/80.0"]
 
 
+def test_pairs_of_answers_have_their_accuracy_and_margin():
+    header, line, *_ = follow(io.StringIO(), logs=LOGS | PAIRS).splitlines()
+    assert header.split()[:4] == ["step", "loss", "accuracy", "margin"]
+    assert line.split()[1:4] == ["7.346", "62%", "-0.12"]
+    evaluated = {"eval_loss": 1.5, **{f"eval_{name}": value for name, value in PAIRS.items()}}
+    assert describe_evaluation(evaluated) == "loss 1.5, accuracy 62.5%, margin -0.1234"
+
+
 def test_the_header_comes_again():
     printed = follow(io.StringIO(), steps=range(1, 22), max_steps=30).splitlines()
     headers = [index for index, line in enumerate(printed) if line.split()[:1] == ["step"]]
@@ -90,16 +99,17 @@ def read_all(leader):
 
 
 @pytest.mark.parametrize(
-    ("columns", "title", "no_color"), [(80, "mem GiB", ""), (120, "memory GiB", ""), (120, "memory GiB", "1")]
+    ("columns", "title", "no_color", "pairs"),
+    [(80, "mem GiB", "", {}), (80, "mem GiB", "", PAIRS), (120, "memory GiB", "", {}), (120, "memory GiB", "1", {})],
 )
-def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, no_color, monkeypatch):
+def test_a_row_fits_into_the_terminal_and_is_coloured(columns, title, no_color, pairs, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("COLUMNS", str(columns))  # rich asks the standard streams, which are pytest's here
     monkeypatch.setenv("TERM", "xterm-256color")
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, columns))
     with open(follower, "w") as terminal:
-        follow(terminal, logs=LOGS | {"mfu": 0.4}, memory=GPU, steps=(5, 6, 1000), max_steps=1000)
+        follow(terminal, logs=LOGS | {"mfu": 0.4} | pairs, memory=GPU, steps=(5, 6, 1000), max_steps=1000)
     seen = read_all(leader)
     assert "evaluation: batch 1 of 2" in seen
     yellow = re.search(r"\x1b\[33m *73.0/80.0\x1b\[0m", seen)
