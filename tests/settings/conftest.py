@@ -51,14 +51,13 @@ def _where(args):
 
 
 @pytest.fixture
-def single_process(monkeypatch, tmp_path):
+def single_process(monkeypatch, tmp_path_factory):
     """No GPU and no launcher, nothing is spawned, no weights are read, no trace is left."""
     monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: 0)
     monkeypatch.setattr("longctx.launch.spawn.spawn", lambda *_: pytest.fail("processes were started"))
     monkeypatch.setattr("longctx.run.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "called").mkdir()
-    monkeypatch.chdir(tmp_path / "called")  # a run without --output_dir writes there, and not into a model in tmp_path
+    monkeypatch.chdir(tmp_path_factory.mktemp("called"))  # and not in a model's folder, where a run would write
     before = dict(os.environ)
     yield
     AcceleratorState._reset_state(True)
