@@ -37,7 +37,7 @@ from longctx.recurrent.layers import check_recurrent
 from longctx.regions import region
 from longctx.ring.planner import TimeOfPlan
 from longctx.sequence.batch import AttentionContext, BatchLayout, ShardedBatch
-from longctx.sequence.checks import check_batch, check_same_batch, check_world_size
+from longctx.sequence.checks import SameStep, check_batch, check_same_batch, check_world_size
 from longctx.sequence.gather import all_reduce, gather
 from longctx.sequence.host_tensors import send
 from longctx.sequence.mesh import ParallelDims, SequenceGroups, select_device, sequence_groups
@@ -151,16 +151,23 @@ class SequenceParallel:
         """
         if self.routers is not None:
             self.routers.expect(len(batches))
-        return self.count_over_ranks(sum(map(count_labels, batches)))[0]
+        return self.count_over_ranks(sum(map(count_labels, batches)), batches=batches)[0]
 
-    def count_over_ranks(self, *counts: int) -> list[int]:
-        """Return the sums over all sequence groups of what each has counted in its batches, which its ranks share."""
-        total = torch.stack([torch.full((), count, device=self.device) for count in counts])
+    def count_over_ranks(self, *counts: int, batches: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the sums over all sequence groups of what each has counted in its batches, which its ranks share.
+
+        Raises:
+            DataError: on all ranks, if those of any group do not have the same batches.
+        """
+        same = SameStep(batches, self.dims, self.rank)
+        total = torch.stack([torch.full((), count, device=self.device) for count in (*counts, same.term)])
         if dist.is_initialized():
             check_world_size(self.dims)
             with region("wait", "communication"):
                 dist.all_reduce(total)
-        return [int(count) // self.dims.sp for count in total.tolist()]
+        *sums, difference = total.tolist()
+        same.check(difference)
+        return [count // self.dims.sp for count in sums]
 
     def loss(self, logits: Tensor, shift_labels: Tensor, num_label_tokens: int) -> Tensor:
         """Return this rank's share of the step's mean loss, to call backward on.

@@ -201,6 +201,7 @@ def count_policy_step(
     tokens, sequences = sequence.count_over_ranks(
         sum(int(of_batch.label_tokens.sum()) for of_batch in documents),
         sum(int((of_batch.label_tokens > 0).sum()) for of_batch in documents),
+        batches=batches,
     )
     if groups is None:
         return PolicyCounts(tokens, sequences, None)

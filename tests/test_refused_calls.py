@@ -185,3 +185,26 @@ def test_ranks_that_differ_are_refused():
         for refusal in said[:2]:
             assert "the 2 ranks of a sequence group have cut 2 different batches" in refusal
         assert "parallelize was called for 1 processes, and there are 2" in said[2]
+
+
+def steps_of_four_ranks():
+    """Return what a rank is told when it counts steps of two micro-batches: the same ones, and others on rank 3."""
+    import torch.distributed as dist
+
+    _, sequence = longctx.parallelize(tiny_model(), sp=2)
+    said = []
+    for other in ({}, {"input_ids": POSITIONS}, {"labels": POSITIONS}, {"position_ids": POSITIONS % 8}):
+        batches = [batch_of(position_ids=POSITIONS) for _ in range(2)]
+        if dist.get_rank() == 3:
+            batches[1] |= other
+        try:
+            said.append(sequence.count_label_tokens(batches))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_step_in_which_a_rank_has_other_batches_is_refused_on_all_ranks():
+    for counted, *refused in run_ranks(4, f"{__name__}:steps_of_four_ranks"):
+        assert counted == 4 * (LENGTH - 1)
+        assert all(error.startswith("rank 3 has other batches in this step than rank 2") for error in refused)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -17,6 +19,7 @@ from longctx.data.encoders import Encoder, mask_prompt
 from longctx.data.errors import DataError, name_record
 from longctx.data.kinds import kind_columns, read_chat
 from longctx.untrusted.confined import Bounds, OutOfBounds, confined
+from longctx.upstream.transformers_internals import tell_templates_time
 
 logger = logging.get_logger(__name__)
 
@@ -28,12 +31,17 @@ _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).par
 }
 """Names that chat_template_kwargs of a record cannot set: they are not variables of the template."""
 
+FIRST_RECORDS = 8
+"""Records of a data set whose assistant's tokens are made twice and compared. The text of every record is."""
+
 
 class ChatEncoder(Encoder):
     """Conversations: messages, or prompt and completion as messages."""
 
     tokenizer: PreTrainedTokenizerBase
     runs = "chat template or tokenizer"
+    now: datetime | None = None
+    """What a template is told if it asks for the time; None if it does not ask."""
 
     def __init__(
         self,
@@ -53,7 +61,15 @@ class ChatEncoder(Encoder):
         """Whether records come from Arrow structs. There, every record has the keys of all records, with null for its
         missing ones."""
 
+    def tell_time(self, now: datetime) -> None:
+        """Take this for the present. What the template shows of it becomes part of the options."""
+        template = str(self.chat_template or self.tokenizer.chat_template)
+        if "strftime_now" in template:
+            self.now, self.times = now, _times_shown(template, now)
+
     def encode(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
+        if self.now is not None:
+            tell_templates_time(self.now)
         input_ids, labels = [], []
         for row, index in enumerate(indices):
             ids, label = self._encode_one({column: values[row] for column, values in batch.items()}, index)
@@ -121,7 +137,7 @@ class ChatEncoder(Encoder):
         from jinja2 import TemplateError
 
         try:
-            text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
+            text = self._render_twice(chat, index, tokenize=False, **options)
             marked, calls = _with_marked_calls(chat)
             shown = self.tokenizer.apply_chat_template(marked, tokenize=False, **options) if calls else text
             _check_tools(calls, shown, options["tools"], text, index)
@@ -130,8 +146,9 @@ class ChatEncoder(Encoder):
             _check_roles(chat, template, text, index)
             if not assistant_mask:
                 return self.tokenizer(text, add_special_tokens=False, verbose=False)
-            out = self.tokenizer.apply_chat_template(
-                chat,
+            once = partial(self.tokenizer.apply_chat_template, chat)
+            apply = partial(self._render_twice, chat, index) if index < FIRST_RECORDS else once
+            out = apply(
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=assistant_mask,
@@ -154,6 +171,24 @@ class ChatEncoder(Encoder):
             ) from e
         assert isinstance(out, Mapping), f"apply_chat_template(return_dict=True) gave {type(out).__name__}"
         return out
+
+    def _render_twice(self, chat: list, index: int, **options: Any) -> Any:
+        """Apply the chat template twice, since what it gives must depend on the record alone."""
+        first, second = (self.tokenizer.apply_chat_template(chat, **options) for _ in range(2))
+        if first != second:
+            raise DataError(
+                f"{name_record(index)}: the chat template gives something else each time it is applied, so that ranks, "
+                "or a resumed run, would train on different data. Use a template (--chat_template_path) that leaves "
+                "nothing to chance: without the filter 'random', for example."
+            )
+        return first
+
+
+def _times_shown(template: str, now: datetime) -> list[str]:
+    """Return what a template writes of the time: runs of one day share their tokens if it writes the date alone."""
+    formats = re.findall(r"strftime_now\(\s*(['\"])((?:(?!\1).)*)\1\s*\)", template)
+    others = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", template)) > len(formats)
+    return [now.isoformat()] if others else [now.strftime(text) for _, text in formats]
 
 
 def _without_nulls(value: Any) -> Any:

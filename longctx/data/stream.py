@@ -12,11 +12,12 @@ from datasets import IterableDataset
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from longctx.data.chat import FIRST_RECORDS, ChatEncoder
 from longctx.data.columns import document_lengths, token_columns
 from longctx.data.encoders import Encoder
-from longctx.data.errors import DataError, name_record, no_records, with_place
+from longctx.data.errors import DataError, name_record, no_records, too_large, with_place, within_memory
 from longctx.data.files import unlike_files
-from longctx.data.tokenize import choose_encoder, holds_target, no_targets
+from longctx.data.tokenize import choose_encoder, encoder_key, holds_target, no_targets
 
 RECORDS_PER_TABLE = 256
 """Records that are tokenised at a time: enough to keep the tokenizer's threads busy."""
@@ -37,6 +38,8 @@ class DocumentStream:
             place: names a record by its number, for error messages.
         """
         self.encoder, self.place = encoder, place
+        self.key = encoder_key(encoder)
+        """Digest of what makes the documents, of now: SFTTrainer changes the tokenizer later."""
         self.records = records.with_format("arrow") if encoder.tokenizer is None else records
 
     def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
@@ -69,7 +72,7 @@ class DocumentStream:
         has_target = skip > 0  # whoever read those tables has looked
         records = self.records.skip(num_records) if skip else self.records
         try:
-            for batch in records.iter(batch_size=RECORDS_PER_TABLE):  # which deals nothing out to workers
+            for batch in within_memory(records.iter(batch_size=RECORDS_PER_TABLE)):  # deals nothing out to workers
                 size = len(batch[self.records.column_names[0]])
                 table = self.encoder(batch, range(size), first_record=num_records)
                 num_records += size
@@ -78,6 +81,8 @@ class DocumentStream:
                 yield table
         except DataError as error:
             raise with_place(error, self.place) from error
+        except MemoryError:
+            raise too_large(f"{self.place(num_records)} or a later one") from None
         except (ValueError, OSError, pa.ArrowException) as error:  # of a reader: a cast, bytes that are not UTF-8
             raise unlike_files(f"{self.place(num_records)} or a later one", error.__cause__ or error) from error
         if not num_records:
@@ -101,10 +106,12 @@ def tokenize_stream(
         options: of `tokenize_records`, without `num_proc`.
 
     Raises:
-        DataError: columns of no known kind or type, or an option that does not apply to it; the rest shows when
-            the documents are read.
+        DataError: columns of no known kind or type, an option that does not apply to it, or one of the first chats
+            cannot be encoded; the rest shows when the documents are read.
     """
     records, encoder = choose_encoder(records, tokenizer, **options)
     if encoder.tokenizer is not None:
         encoder.start()
+    if isinstance(encoder, ChatEncoder):  # a template that gives ranks different text is refused before training
+        next(DocumentStream(records.take(FIRST_RECORDS), encoder, place).tables())
     return DocumentStream(records, encoder, place)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -47,6 +49,7 @@ def tokenize_records(
     chat_template: str | None = None,
     num_proc: int | None = None,
     vocab_size: int | None = None,
+    now: datetime | None = None,
 ) -> Dataset:
     """Turn records into documents, with the tokens and masks TRL's SFTTrainer gives them.
 
@@ -67,6 +70,7 @@ def tokenize_records(
         num_proc: processes; None works in this one.
         vocab_size: number of embeddings of the model, which token ids must be below; None checks only for
             negative ids.
+        now: what chat templates are told if they ask for the time; None means the present.
 
     Returns:
         Dataset with `input_ids` (list of int32) and, where some tokens are masked or labels were given,
@@ -86,6 +90,7 @@ def tokenize_records(
         assistant_only_loss=assistant_only_loss,
         chat_template=chat_template,
         vocab_size=vocab_size,
+        now=now,
     )
     tokenized = _encode(dataset, encoder, num_proc)
     _check_targets(tokenized)
@@ -101,6 +106,7 @@ def choose_encoder(
     assistant_only_loss: bool = False,
     chat_template: str | None = None,
     vocab_size: int | None = None,
+    now: datetime | None = None,
 ) -> tuple[Records, Encoder]:
     """The columns that are read of these records, and what makes documents of them; see `tokenize_records`.
 
@@ -115,13 +121,14 @@ def choose_encoder(
     columns = [column for column in used if column in dataset.column_names]
     dataset = dataset.with_format(None).select_columns(columns)
     encoder: Encoder
+    completed = partial(_completed, feature=dataset.features[columns[0]], vocab_size=vocab_size, now=now)
     if kind == "input_ids":
         encoder = PretokenizedEncoder(columns, completion_only_loss, assistant_only_loss)
     else:
         conversational = _holds_chats(dataset, columns[0])
         if text_field == PAIRS:
             encoder = _pair_encoder(tokenizer, kind, chat_template, conversational)
-            return dataset, _completed(encoder, dataset.features[columns[0]], vocab_size)
+            return dataset, completed(encoder)
         _check_options(kind, conversational, completion_only_loss, assistant_only_loss)
         masks_prompt = kind == "prompt+completion" and completion_only_loss is not False
         if conversational:
@@ -129,14 +136,15 @@ def choose_encoder(
             encoder = ChatEncoder(tokenizer, kind, template, assistant_only_loss, masks_prompt)
         else:
             encoder = TextEncoder(tokenizer, kind, masks_prompt)
-    return dataset, _completed(encoder, dataset.features[columns[0]], vocab_size)
+    return dataset, completed(encoder)
 
 
-def _completed(encoder: Encoder, feature: Any, vocab_size: int | None) -> Encoder:
-    """Tell the encoder the model's vocabulary size and how records are stored, and return it."""
+def _completed(encoder: Encoder, feature: Any, vocab_size: int | None, now: datetime | None) -> Encoder:
+    """Tell the encoder the model's vocabulary size, how records are stored and the time, and return it."""
     encoder.vocab_size = vocab_size
     if isinstance(encoder, ChatEncoder):
         encoder.has_nulls_of_structs = not isinstance(feature, Json)
+        encoder.tell_time(now or datetime.now())
     return encoder
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def prepare(run: Run) -> PreparedRun:
             use_cpu=run.use_cpu,
         )
     tokenizer = on_all_ranks(lambda: read_tokenizer(settings, run.model_config))
-    data = prepare_data_set(settings, tokenizer, run.model_config)
+    began = _began(run, args)
+    data = prepare_data_set({**settings, "began": began}, tokenizer, run.model_config)
     on_all_ranks(lambda: check_training_steps(args, data.rows, run.dims.dp))
     files = compare_files(run.settings, run.model_config, data, args)
     run = _with_data(run, args, data)
@@ -101,7 +103,7 @@ def prepare(run: Run) -> PreparedRun:
     resume_from = checkpoint_to_resume(run, args, identity)
     is_finished = _is_finished(run, args, steps_of_run(args, data.rows, run.dims.dp))
     if not is_finished:
-        _take_output(run, args)
+        _take_output(run, args, began)
     return PreparedRun(
         run=run,
         args=args,
@@ -144,13 +146,34 @@ def _is_finished(run: Run, args: SFTConfig, num_steps: int) -> bool:
     return False
 
 
-def _take_output(run: Run, args: SFTConfig) -> None:
+def _began(run: Run, args: SFTConfig) -> datetime:
+    """Return when the run began: what its checkpoint or run.json says if it goes on, else now. Rank 0 decides.
+
+    Raises:
+        CheckpointError: if there is no checkpoint where --resume_from_checkpoint names one, or it is damaged.
+    """
+    asked, folder = run.settings["resume_from_checkpoint"], Path(args.output_dir)
+
+    def stored() -> str | None:
+        if asked is None or args.process_index != 0:
+            return None
+        if (checkpoint := checkpoint_of(str(asked), folder)) is not None:
+            with older_named(checkpoint):
+                return read_manifest(checkpoint).began
+        record = RunRecord.read(folder)
+        return None if record is None else record.began
+
+    return datetime.fromisoformat(broadcast_object(on_all_ranks(stored) or datetime.now().isoformat()))
+
+
+def _take_output(run: Run, args: SFTConfig, began: datetime) -> None:
     """Write run.json, after all that may refuse the run; delete what --overwrite_output_dir allows."""
 
     def take() -> None:
         if args.should_save:
-            overwrite = run.settings["overwrite_output_dir"]
-            deleted = begin(Path(args.output_dir), overwrite=overwrite, timeout=args.ddp_timeout, env=os.environ)
+            overwrite, timeout = run.settings["overwrite_output_dir"], args.ddp_timeout
+            folder = Path(args.output_dir)
+            deleted = begin(folder, overwrite=overwrite, timeout=timeout, env=os.environ, began=began)
             if deleted:
                 say(f"--overwrite_output_dir: deleted {', '.join(deleted)} in {args.output_dir}")
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
-from longctx.data import IGNORE_INDEX
+from longctx.data import IGNORE_INDEX, DataError
 from longctx.packing.branches import branches_of
+from longctx.ranks.agreement import gather_objects
 from longctx.regions import region
 from longctx.sequence.mesh import ParallelDims
-from longctx.sequence.shard import is_right_padding, real_tokens
+from longctx.sequence.shard import complete_position_ids, is_right_padding, real_tokens
 
 _UNREAD = ("inputs_embeds", "past_key_values", "cache", "pixel_values", "seq_idx")
 """Inputs of transformers' models that `shard` does not read."""
@@ -106,3 +108,38 @@ def check_same_batch(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | N
             "sequence: give a DataLoader's sampler the data-parallel rank and size, dims.dp_rank(rank) and dims.dp, "
             "and do not let accelerate or the Trainer deal batches out to single ranks."
         )
+
+
+class SameStep:
+    """Shows, by a term of a sum over all ranks, whether the ranks of a sequence group have the same micro-batches."""
+
+    def __init__(self, batches: Sequence[Mapping[str, Any]], dims: ParallelDims, rank: int) -> None:
+        self.dims, self.digest = dims, _digest(batches) if dims.sp > 1 else 0
+        self.term = self.digest * (dims.sp - 1 if dims.sp_rank(rank) == 0 else -1)
+        """An integer. Those of a group add up to 0 if its ranks have the same digest."""
+
+    def check(self, total: int) -> None:
+        """Check the sum of the terms. All ranks call it together.
+
+        Raises:
+            DataError: with the first rank whose batches are not those of its group.
+        """
+        if total:
+            digests = gather_objects(self.digest)
+            firsts = [rank - self.dims.sp_rank(rank) for rank in range(len(digests))]
+            rank, first = next(pair for pair in enumerate(firsts) if digests[pair[0]] != digests[pair[1]])
+            raise DataError(
+                f"rank {rank} has other batches in this step than rank {first}, and the ranks of a "
+                "sequence group share every sequence. Use data and a chat template that give the same on every rank; "
+                "in a training loop of your own, give the DataLoader's sampler dims.dp_rank(rank) and dims.dp."
+            )
+
+
+def _digest(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Return 40 bits of a digest of tokens, labels and positions, so that int64 holds sums over millions of ranks."""
+    state = xxhash.xxh3_64()
+    for batch in batches:
+        for values in (batch["input_ids"], batch["labels"], complete_position_ids(batch)):
+            state.update(repr(values.shape).encode())
+            state.update(values.cpu().contiguous().numpy().data)
+    return int(state.intdigest()) >> 24

@@ -118,6 +118,9 @@ def prepare_data_set(
 ) -> TrainingData | StreamedData:
     """Load, tokenise and pack, first on rank 0, whose cache the others then read. Of a stream only the start is read.
 
+    Args:
+        settings: every flag's value, and as `began` the time that chat templates are told; the present without it.
+
     Raises:
         ValueError: for data that cannot be read or trained on as asked, with file and record.
     """
@@ -321,6 +324,7 @@ def _encoding(settings: Mapping[str, Any], model_config: PretrainedConfig) -> di
         "assistant_only_loss": settings["assistant_only_loss"],
         "chat_template": _template(settings["chat_template_path"]),
         "vocab_size": model_config.get_text_config().vocab_size,
+        "now": settings.get("began"),
     }
 
 

@@ -196,8 +196,8 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_ve
 
 def _stream_identity(data: StreamedData, settings: Mapping[str, Any], files: FilesIdentity) -> dict[str, Any]:
     source: Any = data.rows.source
-    encoders = [stream.encoder for stream in getattr(source, "sources", [source])]
-    known = {"files": list(files.streams), "encoding": [encoder_key(encoder) for encoder in encoders]}
+    encoding = [stream.key for stream in getattr(source, "sources", [source])]
+    known = {"files": list(files.streams), "encoding": encoding}
     if settings["datasets"]:
         names = ("path", "name", "split", "columns")
         return known | {"datasets": [{name: getattr(of, name) for name in names} for of in settings["datasets"]]}

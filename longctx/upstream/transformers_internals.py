@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, tzinfo
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -192,6 +193,24 @@ def quantized_weights_changed(change: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         Bnb4bitQuantize.convert = convert
+
+
+# Chat templates
+
+
+def tell_templates_time(moment: datetime) -> None:
+    """Make `strftime_now` of chat templates format this moment, in this process, instead of the present.
+
+    transformers offers no other way in: it turns functions among a template's variables into text.
+    """
+    from transformers.utils import chat_template_utils
+
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return moment
+
+    chat_template_utils.datetime = Stopped  # type: ignore[misc]
 
 
 # The Trainer

@@ -6,6 +6,7 @@ The fields are listed by the code itself, as in tests/training/test_key_fields.p
 from __future__ import annotations
 
 import inspect
+from datetime import datetime
 
 import pytest
 from datasets import Dataset, disable_caching, enable_caching
@@ -31,6 +32,11 @@ TOKENISED = {
     "assistant_only_loss": (CHATS, {"chat_template": MARKED}, {"assistant_only_loss": True}),
     "chat_template": (CHATS, {"chat_template": MARKED}, {"chat_template": MARKED + " "}),
     "vocab_size": (RECORDS, {}, {"vocab_size": 272}),
+    "now": (
+        CHATS,
+        {"chat_template": MARKED + "{{ strftime_now('%Y') }}", "now": datetime(2026, 1, 1)},
+        {"now": datetime(2027, 1, 1)},
+    ),
 }
 
 

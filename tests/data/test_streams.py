@@ -146,7 +146,7 @@ class _OfTorch(torch.utils.data.IterableDataset):
 )
 def test_a_bad_record_of_a_stream_is_named(records, words, tmp_path, tokenizer) -> None:
     path = _write_lines(tmp_path / "records.jsonl", records)
-    assert words in _error(list, _stream(path, tokenizer, vocab_size=VOCAB_SIZE))
+    assert words in _error(lambda: list(_stream(path, tokenizer, vocab_size=VOCAB_SIZE)))
 
 
 def test_files_that_do_not_fit_together_end_a_stream(tmp_path, tokenizer) -> None:

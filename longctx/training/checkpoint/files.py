@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ class Manifest:
     """Id of the run, as in run.json; empty in checkpoints of earlier releases, whose serial is 0."""
     serial: int = 0
     """1 + the highest serial in the output folder, so that checkpoints have an age even if a run began again."""
+    began: str = ""
+    """When the run began, in local time and ISO 8601: what chat templates are told if they ask for the time."""
     format: int = FORMAT
 
     @property
@@ -204,6 +207,7 @@ def _check_types(manifest: Manifest) -> None:
     """Check the types of a manifest's values, and raise TypeError for a wrong one."""
     expected: dict[str, type] = {"step": int, "files": dict, "layout": dict, "optimization": dict, "parameters": dict}
     expected |= {"data": dict, "progress": dict}
+    datetime.fromisoformat(manifest.began or "2000-01-01")
     held = {name: getattr(manifest, name) for name in expected}
     for name, known in held["files"].items() if isinstance(held["files"], dict) else ():
         held |= {f"bytes of {name}": known["bytes"], f"xxh3 of {name}": known["xxh3"]}

@@ -69,6 +69,8 @@ class RunRecord:
     """Seconds since the epoch."""
     finished: int | None = None
     """Steps of a run that was trained to its end."""
+    began: str
+    """When the run began, as its checkpoints say, too. `started` is the time of its last attempt."""
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord | None:
@@ -79,6 +81,7 @@ class RunRecord:
         """
         try:
             values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+            datetime.fromisoformat(values["began"])
             return cls(**{name: values[name] for name in cls.__dataclass_fields__})
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -178,10 +181,15 @@ def check_output(
         )
 
 
-def begin(folder: Path, *, overwrite: bool, timeout: float, env: Mapping[str, str]) -> list[str]:
+def begin(
+    folder: Path, *, overwrite: bool, timeout: float, env: Mapping[str, str], began: datetime | None = None
+) -> list[str]:
     """Take the folder: delete what --overwrite_output_dir allows and half-written checkpoints, and write run.json.
 
     Return the names of what was deleted of an earlier run.
+
+    Args:
+        began: when the run began, if it goes on; None means now.
 
     Raises:
         ValueError: if another run has taken it since `check_output`.
@@ -204,6 +212,7 @@ def begin(folder: Path, *, overwrite: bool, timeout: float, env: Mapping[str, st
         pid=os.getpid(),
         process_started=psutil.Process().create_time(),
         finished=before.finished if before else None,
+        began=(began or datetime.now()).isoformat(),
     ).write(folder)
     return deleted
 

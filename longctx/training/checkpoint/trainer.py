@@ -222,6 +222,7 @@ class ResumableTrainer(PushingTrainer):
             position=self.data_position(),
             files=known,
             run=record.id if record else "",
+            began=record.began if record else "",
             serial=next_serial(folder.parent),
         )
 
