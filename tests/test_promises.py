@@ -23,7 +23,7 @@ TABLES = ROOT / "tests" / "promises"
 
 ROWS = {
     "README": 55,
-    "checkpoints": 98,
+    "checkpoints": 100,
     "data": 80,
     "help": 59,
     "launch": 53,

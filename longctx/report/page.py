@@ -28,6 +28,7 @@ from longctx.report.charts import all_charts, key_numbers, numbers_table
 from longctx.report.svg import bullet_list, escaped, table, tile, words
 from longctx.settings.run import Run
 from longctx.training.checkpoint.folder import checkpoints
+from longctx.training.exactness import EXACTNESS_FILE, Exactness
 from longctx.training.trainer import SequenceTrainer
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ def _write(
     run: Run, trainer: SequenceTrainer, ended: str, is_complete: bool, *, results: Sequence[tuple[str, str]]
 ) -> None:
     folder = Path(trainer.args.output_dir)
+    if (exactness := Exactness.read(folder)) is not None:
+        results = [("Exactness", f"{exactness} ({EXACTNESS_FILE})"), *results]
     report = RunReport(
         name=trainer.args.run_name or folder.resolve().name,
         ended=f"{ended}.",

@@ -17,6 +17,7 @@ from longctx.launch.console import Line, say, show, show_result, show_summary
 from longctx.launch.failures import FollowSteps
 from longctx.model.adapter import add_adapter
 from longctx.model.load import count_parameters, count_trained_parameters, load_model
+from longctx.ranks.agreement import broadcast_object
 from longctx.report.memory_advice import describe_memory
 from longctx.report.page import reported
 from longctx.run.model import attention_kernel, build_trainer
@@ -25,6 +26,7 @@ from longctx.settings.run import Run
 from longctx.training.callbacks import CompareForecast, ProfileSteps
 from longctx.training.checkpoint.folder import end, stamp
 from longctx.training.dataset import TrainingData
+from longctx.training.exactness import NOT_LOGGED, Exactness
 from longctx.training.reference import single_device_step
 from longctx.training.trainer import SequenceTrainer
 
@@ -46,7 +48,10 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     is_first = trainer.sequence.rank == 0
     if is_first:
         show_summary([*run.summary(), *_sizes(prepared, model)], explain=run.settings["explain"])
-    proof: tuple[str, str] | None = None
+    folder = Path(trainer.args.output_dir)
+    exactness = Exactness.of_start(is_demo=run.is_demo, resume_from=prepared.resume_from)
+    if trainer.args.should_save:
+        exactness.write(folder)
     with _marked(trainer), reported(run, trainer) as results:
         trainer.train(resume_from_checkpoint=None if prepared.resume_from is None else str(prepared.resume_from))
         if is_first and trainer.stream_read is not None:
@@ -60,13 +65,10 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
             trainer.save_results()
         if is_first:
             results.append(("Memory", _memory(trainer, run)[-1]))
-            if (
-                run.is_demo
-                and trainer.stop_on_signal.stopped_by is None
-                and trainer.state.log_history[1].get("step") == 1
-            ):
-                proof = _first_step_report(trainer, run)
-                results.insert(0, ("Exactness", ": ".join(proof)))
+        if run.is_demo and trainer.stop_on_signal.stopped_by is None:
+            exactness = broadcast_object(_compare_first_step(trainer, run) if is_first else exactness)
+            if trainer.args.should_save:
+                exactness.write(folder)
     is_stopped = trainer.stop_on_signal.stopped_by is not None
     if trainer.args.push_to_hub and not is_stopped:  # includes the page that `reported` wrote
         trainer.push_results()
@@ -74,8 +76,8 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
         _show_memory(trainer, run)
         if is_stopped:
             say(_stopped_by_signal(trainer))
-        elif proof is not None:
-            show_result(*proof)
+        elif exactness.compared:
+            show_result(*str(exactness).split(": ", 1))
     return trainer
 
 
@@ -177,20 +179,14 @@ def first_step_batches(trainer: SequenceTrainer, dp_rank: int) -> list[dict[str,
     return [trainer.data_collator(rows) for rows in step if rows]
 
 
-def _first_step_report(trainer: SequenceTrainer, run: Run) -> tuple[str, str]:
-    """Compare the first logged step with the same step on one device, from the same weights.
-
-    Return the result, and the numbers of both.
-    """
+def _compare_first_step(trainer: SequenceTrainer, run: Run) -> Exactness:
+    """Compare the first logged step with the same step on one device, from the same weights."""
+    logged = next((entry for entry in trainer.state.log_history if entry.get("step") == 1 and "loss" in entry), None)
+    if logged is None:
+        return Exactness(compared=False, reason=NOT_LOGGED)
     batches = [batch for dp_rank in range(run.dims.dp) for batch in first_step_batches(trainer, dp_rank)]
     model = load_model(run.settings["model_name_or_path"], run.model_config)
     if run.settings["use_peft"]:
         model = add_adapter(model, run.settings)
     loss, grad_norm = single_device_step(model, batches, trainer.args.label_smoothing_factor)
-    logged = trainer.state.log_history[1]  # entry 0 is the packing report
-    difference = max(abs(logged["loss"] / loss - 1), abs(logged["grad_norm"] / grad_norm - 1))
-    precisions = ("in bf16 ", "in fp32 ") if trainer.args.bf16 else ("", "")
-    return (
-        f"step 1 {precisions[0]}matched one device {precisions[1]}to {difference:.0e}",
-        f"loss {logged['loss']:.6f} and {loss:.6f}, gradient norm {logged['grad_norm']:.6f} and {grad_norm:.6f}",
-    )
+    return Exactness.of_step((logged["loss"], loss), (logged["grad_norm"], grad_norm), bf16=trainer.args.bf16)

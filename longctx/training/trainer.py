@@ -57,6 +57,7 @@ from longctx.training.data_order import MicroBatch, PlanningCollator, StepSample
 from longctx.training.engines import saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingTrainer
 from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
+from longctx.training.exactness import Exactness
 from longctx.training.objective import Objective
 from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
@@ -412,6 +413,7 @@ class SequenceTrainer(EvaluatingTrainer):
             "attention": "each document alone, as on one device",
         }
         card = model_card(
+            "exactness": Exactness.read(Path(settings.output_dir)),
             repository=str(self.hub_model_id or Path(settings.output_dir).name),
             base_model=self.model.config.name_or_path or None,
             tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],

@@ -103,6 +103,7 @@ def test_the_hub_has_what_the_folder_has(start, tmp_path):
     assert "sp 2 (ring 2 × ulysses 1)" in card
     assert "| steps | 4 of 4 |" in card
     assert re.search(r"\| last in the log \| step 4: [\d,]+ tokens, loss \d", card)
+    assert "| exactness | step 1 was not compared with one device: only the demo compares its first step" in card
     assert "None" not in card
     assert str(tmp_path) not in card
 

@@ -14,6 +14,7 @@ import pytest
 
 from longctx.train import main
 from longctx.training.checkpoint.folder import RunRecord, begin, checkpoints, default_folder, launch_of
+from longctx.training.exactness import Exactness
 from tests.training.test_checkpoint import LENGTHS, flags
 from tests.training.test_training import make_documents, write_jsonl
 
@@ -70,7 +71,7 @@ def _stamped_long_ago(folder):
     ("change", "more", "message"),
     [
         (_only(), (), ""),
-        (_only("run.json"), (), ""),
+        (_only("run.json", "exactness.json"), (), ""),
         (_partial, (), f"holds an earlier run (checkpoint-2.partial). Go on from it with {BOTH_REMEDIES}"),
         (_partial, AUTO, ""),
         (_only("checkpoint-1"), (), "holds an earlier run (checkpoint-1)"),
@@ -123,9 +124,11 @@ def test_overwriting_deletes_the_run_alone_and_leaves_no_file_of_its_model(train
     output = Path(shutil.copytree(whole, tmp_path / "out"))
     (output / "notes.md").write_text("mine")
     (output / "adapter_config.json").write_text("{}")
+    Exactness.of_step((1.0, 1.0), (1.0, 1.0), bf16=False).write(output)
     assert main([*given, "--output_dir", str(output), *OVERWRITE, "--max_steps", "1"]) == 0
     assert "--overwrite_output_dir: deleted adapter_config.json, " in capsys.readouterr().out
     assert [path.name for path in checkpoints(output)] == ["checkpoint-1"]
+    assert Exactness.read(output).compared is False
     assert (output / "notes.md").read_text() == "mine"
     assert RunRecord.read(output).id != RunRecord.read(whole).id
     (output / "adapter_config.json").write_text("{}")  # of somebody else, while the run trains

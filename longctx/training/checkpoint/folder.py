@@ -34,6 +34,7 @@ from longctx.training.checkpoint.files import (
     read_manifest,
     step_of,
 )
+from longctx.training.exactness import EXACTNESS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,9 @@ MODEL_FILES = (
 """Files of a saved model and its tokenizer."""
 _RUN_FILES = (
     *("checkpoint-*", "model.partial", "trainer_state.json", "training_args.bin", "run_report.html"),
-    *("nonfinite.jsonl", "profile"),
+    *("nonfinite.jsonl", "profile", EXACTNESS_FILE),
 )
-"""What else a run writes. run.json alone is of a run that ended before its first checkpoint."""
+"""What else a run writes. run.json and exactness.json alone are of a run that ended before its first checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,8 @@ def default_folder(*, resuming: bool) -> Path:
 def _written(folder: Path) -> list[str]:
     """Return the names in a folder that a run writes."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return [name for name in names if any(fnmatch.fnmatchcase(name, kind) for kind in (*MODEL_FILES, *_RUN_FILES))]
+    found = [name for name in names if any(fnmatch.fnmatchcase(name, kind) for kind in (*MODEL_FILES, *_RUN_FILES))]
+    return [] if found == [EXACTNESS_FILE] else found
 
 
 def check_output(
