@@ -62,9 +62,11 @@ class Exactness:
     def read(cls, folder: Path) -> Exactness | None:
         """Return what the file in a folder says; None without a file that this release can read."""
         try:
-            return cls(**json.loads((folder / EXACTNESS_FILE).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            found = cls(**json.loads((folder / EXACTNESS_FILE).read_text(encoding="utf-8")))
+            str(found)  # fails for values of other types
+        except (OSError, ValueError, TypeError, IndexError, RecursionError):
             return None
+        return None if found.compared and (found.loss is None or found.grad_norm is None) else found
 
     def write(self, folder: Path) -> None:
         """Write the file atomically."""

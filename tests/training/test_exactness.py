@@ -40,8 +40,10 @@ def test_a_run_that_goes_on_tells_of_the_start_that_compared(tmp_path):
     compared.write(tmp_path)
     assert str(Exactness.of_start(is_demo=True, resume_from=tmp_path / "checkpoint-1")) == str(compared)
     assert Exactness.of_start(is_demo=True, resume_from=None).reason == NOT_YET, "a run that begins again"
-    (tmp_path / EXACTNESS_FILE).write_text("{")
-    assert Exactness.of_start(is_demo=True, resume_from=tmp_path / "checkpoint-1").reason == NOT_YET
+    whole = (tmp_path / EXACTNESS_FILE).read_text()
+    for damaged in ("{", "[" * 10**5, "[]", '{"compared": true, "reason": "x"}', whole.replace("4.0", '"4.0"')):
+        (tmp_path / EXACTNESS_FILE).write_text(damaged)
+        assert Exactness.of_start(is_demo=True, resume_from=tmp_path / "checkpoint-1").reason == NOT_YET
 
 
 def test_the_demo_compares_its_first_step_and_keeps_that_when_it_goes_on(tmp_path, monkeypatch):
