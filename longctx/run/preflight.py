@@ -20,7 +20,7 @@ from longctx.forecast.model_sizes import ModelSizes, adapter_rows
 from longctx.launch.console import Line
 from longctx.model.files import weight_files
 from longctx.model.tiny import TINY
-from longctx.run.preparation import read_tokenizer
+from longctx.run.preparation import read_tokenizer, template_notes
 from longctx.settings.run import Run
 from longctx.training.dataset import first_documents
 
@@ -45,6 +45,7 @@ def preflight(run: Run) -> list[Line]:
     tokenizer = read_tokenizer(run.settings, run.model_config)
     documents = first_documents(run.settings, tokenizer, run.model_config, SAMPLED)
     return [
+        *(Line("note", note) for note in template_notes(run.settings, tokenizer, run.model_config)),
         *_describe_data(documents, run.settings),
         Line("sample", _decoded(documents[0], tokenizer)),
         Line("files", _describe_files(run)),

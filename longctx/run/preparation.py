@@ -46,6 +46,9 @@ from longctx.training.fingerprint import compare_files, data_identity, reference
 from longctx.training.schedule import check_learning_rates, check_training_steps, steps_of_run
 from longctx.upstream.transformers_internals import use_one_device
 
+TRL_ROWS = 64
+"""trl.clone_chat_template gives a model a multiple of so many embeddings."""
+
 SAMPLED_ROWS = 8
 """Micro-batches that are sampled to choose a backend."""
 
@@ -97,6 +100,7 @@ def prepare(run: Run) -> PreparedRun:
     data = prepare_data_set({**settings, "began": began}, tokenizer, run.model_config)
     on_all_ranks(lambda: check_training_steps(args, data.rows, run.dims.dp))
     files = compare_files(run.settings, run.model_config, data, args)
+    run = replace(run, notes=(*run.notes, *template_notes(settings, tokenizer, run.model_config)))
     run = _with_data(run, args, data)
     identity = cache(partial(data_identity, data, run.settings, run.model_config, files))
     reference = reference_identity(run.settings, run.model_config, files)
@@ -248,6 +252,21 @@ def read_tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) 
             f"embeddings for 0 to {vocab_size - 1}. Name a token that both have with --pad_token."
         )
     return tokenizer
+
+
+def template_notes(
+    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> list[str]:
+    """Return how a run with the chat template of another tokenizer differs from TRL's, if it does."""
+    path, rows = settings["chat_template_path"], model_config.get_text_config().vocab_size
+    resized = -(-len(tokenizer.get_vocab()) // TRL_ROWS) * TRL_ROWS
+    if not path or is_template_file(path) or resized == rows:
+        return []
+    return [
+        f"--chat_template_path {path}: TRL would also resize the model's {rows:,} embeddings to {resized:,}, the "
+        f"tokenizer's size rounded up to a multiple of {TRL_ROWS}, which changes the loss; longctx keeps them. To have "
+        "TRL's loss, save what trl.clone_chat_template returns, and name its folder with --model_name_or_path alone"
+    ]
 
 
 def check_hub(args: SFTConfig) -> None:
