@@ -31,7 +31,7 @@ from longctx.settings.preference import PreferenceConfig, check_model_of_pairs
 from longctx.settings.profile import read_profile
 from longctx.settings.resolve import resolve
 from longctx.settings.values import read_values
-from longctx.training.preference import LOSSES, Pairs, sides_of_batch
+from longctx.training.preference import LOSSES, Pairs, _summable, sides_of_batch
 from tests.model.more_families import LLAMA4, SMALL
 
 TEXT = [
@@ -288,6 +288,18 @@ def test_a_model_with_a_loss_of_its_own_is_refused():
     config = Qwen3MoeConfig(output_router_logits=True, router_aux_loss_coef=0.01)
     with pytest.raises(ValueError, match="Add --router_aux_loss_coef 0"):
         check_model_of_pairs(config)
+
+
+def test_sums_of_log_probabilities_are_the_same_in_any_order():
+    """A GPU adds up in an order of its own; the difference of two equal models would not be 0."""
+    values = -(torch.rand(10_000, generator=torch.Generator().manual_seed(0)) ** 8 * 20).requires_grad_()
+    exact, places = _summable(values), torch.zeros(len(values), dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.float64)
+    for these, are_equal in ((exact, True), (values.double(), False)):
+        there, back = (zero.index_add(0, places, order) for order in (these, these.flip(0)))
+        assert torch.equal(there, back) == are_equal
+    assert (exact - values).abs().max() <= 2**-31
+    assert torch.equal(torch.autograd.grad(exact.sum(), values)[0], torch.ones_like(values))
 
 
 def test_simpo_is_that_of_trl():
