@@ -24,7 +24,7 @@ TABLES = ROOT / "tests" / "promises"
 ROWS = {
     "README": 55,
     "checkpoints": 100,
-    "data": 80,
+    "data": 84,
     "help": 59,
     "launch": 53,
     "limits": 56,

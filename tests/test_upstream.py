@@ -86,6 +86,7 @@ ROOM = {
     "transformers.core_model_loading": {"_weight_conversions"},
     "transformers.integrations.bitsandbytes:Bnb4bitQuantize": {"convert"},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref"},
+    "transformers.utils.chat_template_utils": {"datetime"},
     "accelerate:PartialState": {"_shared_state"},
     "accelerate.utils.dataclasses": {
         *("ACCELERATE_DEEPSPEED_ZERO3_INIT", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "FSDP_AUTO_WRAP_POLICY"),
