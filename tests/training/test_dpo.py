@@ -388,6 +388,8 @@ def test_a_pair_of_equal_answers_prefers_neither():
     batch |= loss.collate([row], batch)
     shard = sequence.shard(batch)
     outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, **loss.model_options)
+    exact = loss.document_sums(shard, outputs._replace(losses=outputs.losses / 1e4), batch["pairs"])[..., 0] * 2**30
+    assert (exact == exact.round()).all(), "sums that are the same in any order"
     sums = dict(zip(loss.sums, loss.measure(shard, outputs, batch)[1].tolist(), strict=True))
     assert (sums["pairs"], sums["rewards/accuracies"]) == (2, 1)
 
