@@ -32,9 +32,9 @@ ROWS = {
     "lora": 19,
     "policy": 25,
     "preference": 53,
-    "security": 86,
+    "security": 89,
     "train": 66,
-    "troubleshooting": 49,
+    "troubleshooting": 50,
     "verify": 33,
     "watch": 56,
 }

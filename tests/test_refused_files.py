@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,29 @@ def test_records_beyond_a_bound_are_named(tmp_path, monkeypatch):
         path = write(tmp_path / name, text % ("x" * 30))
         with pytest.raises(ValueError, match=r"of more than .* the limit"):
             load_records(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[\n{"text": "a"},\n{"text": }\n]', ":3: malformed JSON"),
+        ('[{"text": "a"}, 3]', ", record 1 (counted from 0): a JSON int"),
+        ('[{"text": "a"}, {"text": "\\ud83d"}]', ", record 1 (counted from 0): the escape \\ud83d is half"),
+        ('[{"text": "a"}, ' + "[" * 100_000, ", record 1 (counted from 0): lists and objects are nested more than 100"),
+    ],
+)
+def test_arrays_of_json_are_named_with_the_record(text, words, tmp_path):
+    path = write(tmp_path / "a.json", text)
+    with pytest.raises(ValueError, match=re.escape(path + words)):
+        load_records(path)
+
+
+def test_columns_of_one_name_are_named(tmp_path):
+    table, path = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), tmp_path / "data.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(ValueError, match=r"data.arrow: not a readable arrow file \(it has two columns .* 'text'"):
+        load_records(str(path))
 
 
 @pytest.mark.parametrize(("change", "words"), [(lambda b: b + b, "bytes follow the end"), (lambda b: b[:-8], "no end")])

@@ -24,12 +24,17 @@ import xxhash
 from longctx.data.errors import DataError, unreadable
 
 # Raised when the same records would now give other tokens or other rows, or be refused.
-_VERSION = 4
+_VERSION = 5
 
 
 def cache_key(*parts: Any) -> str:
     """Fingerprint of everything a cached result depends on."""
-    return hashlib.sha256(json.dumps([_VERSION, *parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return digest_of(_VERSION, *parts)
+
+
+def digest_of(*parts: Any) -> str:
+    """Digest of values of JSON that stays the same from release to release, as checkpoints keep some."""
+    return hashlib.sha256(json.dumps([4, *parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from longctx.data.columns import IGNORE_INDEX, list_array
 from longctx.data.errors import DataError, name_record
-from longctx.data.kinds import CHECKED_COLUMNS, check_text, kind_columns
+from longctx.data.kinds import MASKS, check_text, kind_columns
 from longctx.untrusted.confined import Bounds, Confined
 
 logger = logging.get_logger(__name__)
@@ -63,13 +63,38 @@ class Encoder:
         for ids, index in zip(input_ids, indices, strict=True):
             if len(ids) == 0:
                 raise DataError(f"{name_record(index)}: 'input_ids' is empty, 0 tokens. Remove the record.")
-            _check_ids(ids, self.vocab_size, "input_ids", index)
-        columns = {"input_ids": _rows_array(input_ids)}
-        if labels is not None:
-            for ids, index in zip(labels, indices, strict=True):
-                _check_ids(ids[ids != IGNORE_INDEX], self.vocab_size, "labels", index)
-            columns["labels"] = _rows_array(labels)
-        return pa.table(columns)
+        columns = {"input_ids": input_ids} | ({} if labels is None else {"labels": labels})
+        return pa.table({name: self._list_array(rows, name, indices) for name, rows in columns.items()})
+
+    def _list_array(self, rows: Sequence[np.ndarray], column: str, indices: Sequence[int]) -> pa.ListArray:
+        """Rows of integers as an Arrow list<int32> array [num_rows], once they are known to fit."""
+        ends, values = np.cumsum([len(row) for row in rows]), np.concatenate(rows)
+        self._check_values(values, ends, column, indices)
+        return list_array(np.concatenate(([0], ends)), pa.array(values.astype(np.int32)))
+
+    def _check_values(self, values: np.ndarray, ends: np.ndarray, column: str, indices: Sequence[int]) -> None:
+        """Refuse what is no token id, no label or neither 0 nor 1 in a mask; positions are not looked at.
+
+        Args:
+            values: Of all records, as wide as they were given: a conversion could make a valid value of another one.
+            ends: Where each record's values end, int64 [num_records].
+        """
+        limit = 2 if column in MASKS else _INT32_MAX if self.vocab_size is None else self.vocab_size
+        wrong = (values < 0) | (values >= limit)
+        if column == "labels":
+            wrong &= values != IGNORE_INDEX
+        if column == "position_ids" or not wrong.any():
+            return
+        first = int(np.argmax(wrong))
+        where = name_record(indices[int(np.searchsorted(ends, first, side="right"))])
+        if column in MASKS:
+            raise DataError(
+                f"{where}: '{column}' holds {values[first]}; expected 0 or 1. Correct or remove the record."
+            )
+        raise DataError(
+            f"{where}: '{column}' holds the token id {values[first]}, and the vocabulary has the ids 0 to {limit - 1}. "
+            "Tokenise with this model's tokenizer" + (", and mask labels with -100." if column == "labels" else ".")
+        )
 
     def _encode_confined(self, batch: Mapping[str, list[Any]], indices: Sequence[int]) -> tuple[list, list | None]:
         """Return the result of `encode`, made in another process, about a million characters at a time."""
@@ -192,18 +217,30 @@ class PretokenizedEncoder(Encoder):
         return masks + (["completion_mask"] if completion_only else [])
 
     def encode(self, batch: Any, indices: Sequence[int]) -> tuple[list, list | None]:
-        columns = {name: _rows(batch[name], name, indices) for name in batch.column_names}
+        columns = {name: self._rows(batch[name], name, indices) for name in batch.column_names}
         input_ids, labels = [], []
         for row, index in enumerate(indices):
             values = {name: rows[row] for name, rows in columns.items()}
             ids = values["input_ids"]
             for column in values:
-                if column in (*self.labels_from, *CHECKED_COLUMNS):
-                    self._check_length(len(values[column]), len(ids), column, index)
+                self._check_length(len(values[column]), len(ids), column, index)
             _check_whole(values, index)
             input_ids.append(ids)
             labels.append(self._labels(values))
         return input_ids, labels if self.masked else None
+
+    def _rows(self, column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
+        """Rows of a list column of integers or booleans as int64 views into one array."""
+        lists = one_chunk(column)
+        if lists.null_count or lists.flatten().null_count:
+            row = next(row for row, value in enumerate(lists.to_pylist()) if value is None or None in value)
+            raise DataError(
+                f"{name_record(indices[row])}: '{name}' is null or holds a null. Correct or remove the record."
+            )
+        values = lists.flatten().to_numpy(zero_copy_only=False)
+        ends = np.cumsum(pc.list_value_length(lists).to_numpy())
+        self._check_values(values, ends, name, indices)
+        return np.split(values.astype(np.int64), ends[:-1])
 
     @staticmethod
     def _check_length(length: int, expected: int, column: str, index: int) -> None:
@@ -236,17 +273,6 @@ def _check_whole(values: Mapping[str, np.ndarray], index: int) -> None:
             f"{name_record(index)}: 'position_ids' holds {positions[wrong[0]]} for token {wrong[0]}; a record is one "
             "document, whose positions count from 0. Give the documents one by one, or remove the column."
         )
-
-
-def _rows(column: pa.ChunkedArray, name: str, indices: Sequence[int]) -> list[np.ndarray]:
-    """Rows of a list column of integers or booleans as int64 views into one array."""
-    lists = one_chunk(column)
-    if lists.null_count or lists.flatten().null_count:
-        row = next(row for row, value in enumerate(lists.to_pylist()) if value is None or None in value)
-        raise DataError(f"{name_record(indices[row])}: '{name}' is null or holds a null. Correct or remove the record.")
-    values = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-    ends = np.cumsum(pc.list_value_length(lists).to_numpy())
-    return np.split(values, ends[:-1])
 
 
 def one_chunk(column: pa.ChunkedArray) -> pa.Array:
@@ -303,22 +329,3 @@ def _spans(sizes: Sequence[int], limit: int) -> Iterator[slice]:
         size += more
     if start < len(sizes):
         yield slice(start, len(sizes))
-
-
-def _rows_array(rows: Sequence[np.ndarray]) -> pa.ListArray:
-    """Rows of integers as an Arrow list<int32> array [num_rows]."""
-    offsets = np.cumsum([0, *(len(row) for row in rows)])
-    return list_array(offsets, pa.array(np.concatenate(rows).astype(np.int32)))
-
-
-def _check_ids(ids: np.ndarray, vocab_size: int | None, column: str, index: int) -> None:
-    if len(ids) == 0:
-        return
-    limit = _INT32_MAX if vocab_size is None else vocab_size
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= limit:
-        raise DataError(
-            f"{name_record(index)}: '{column}' holds the token id {low if low < 0 else high}, and the "
-            f"vocabulary has the ids 0 to {limit - 1}. Tokenise with this model's tokenizer"
-            + (", and mask labels with -100." if column == "labels" else ".")
-        )

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
+
+Part = TypeVar("Part")
 
 
 class DataError(ValueError):
@@ -50,7 +53,11 @@ def with_place(error: DataError, place: Callable[[int], str]) -> DataError:
 RECORD_MEMORY_BYTES = 4 << 30
 """The most memory that a parsed JSON record may take."""
 GROUP_MEMORY_BYTES = 8 << 30
-"""The most memory that an unpacked row group (parquet) or record batch (Arrow) may take."""
+"""The most memory that a record batch (Arrow), or the records of a row group (Parquet) that are unpacked together, may
+take."""
+UNPACKED_TIMES = 1000
+"""How many times as large as their files records may be once they are unpacked, if that is more than
+GROUP_MEMORY_BYTES. Real documents become some ten times as large."""
 
 _STATM = Path("/proc/self/statm")
 
@@ -75,6 +82,41 @@ class MemoryBound:
 
     def __exit__(self, *error: object) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, self._before)
+
+
+def within_memory(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield parts of a table, which are unpacked while they are asked for.
+
+    Raises:
+        MemoryError: for one that takes more than GROUP_MEMORY_BYTES.
+    """
+    parts = iter(parts)
+    with suppress(StopIteration):
+        while True:
+            with MemoryBound(GROUP_MEMORY_BYTES):
+                part = next(parts)
+            yield part
+
+
+def too_large(where: str) -> DataError:
+    remedy = "Write it anew in smaller ones (pyarrow's max_chunksize or row_group_size), or shorten its records."
+    return too_long(where, "a row group or record batch with an unpacked size", GROUP_MEMORY_BYTES, remedy)
+
+
+def bounded_by_files(batches: Iterable[tuple[Path, Any]], files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
+    """Yield record batches of files, until together they are far larger than any data that was packed.
+
+    Raises:
+        DataError: then.
+    """
+    packed = sum(file.stat().st_size for file in files)
+    limit, unpacked = max(GROUP_MEMORY_BYTES, UNPACKED_TIMES * packed), 0
+    for file, batch in batches:
+        unpacked += batch.nbytes
+        if unpacked > limit:
+            remedy = f"That is over {UNPACKED_TIMES:,} times the size of the files. Check what they hold."
+            raise too_long(str(file), "records with an unpacked size", limit, remedy)
+        yield file, batch
 
 
 def check_selection(selected: Iterable[str], there: Iterable[str], *, may_lack: Iterable[str] = ()) -> None:

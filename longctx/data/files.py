@@ -5,10 +5,12 @@ Text and source files are one document each; among them is the standard library 
 
 from __future__ import annotations
 
-import glob
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +20,23 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, Features, IterableDataset, Value
+from datasets import Dataset, DatasetInfo, Features, IterableDataset, Value
+from datasets.arrow_writer import ArrowWriter
+from datasets.iterable_dataset import ArrowExamplesIterable
+from datasets.table import table_cast
 
-from longctx.data.contents import FileState, cache_key, check_unchanged, content_digests, file_state
+from longctx.data.contents import FileState, cache_folder, cache_key, check_unchanged, content_digests, file_state
 from longctx.data.errors import (
-    GROUP_MEMORY_BYTES,
     RECORD_BYTES,
     DataError,
-    MemoryBound,
+    bounded_by_files,
     name_files,
     name_record,
     no_records,
+    too_large,
     too_long,
     unreadable,
+    within_memory,
 )
 from longctx.data.json_records import JsonRecords
 from longctx.data.kinds import record_kind
@@ -99,6 +105,8 @@ _END_OF_STREAM = _CONTINUATION + b"\x00\x00\x00\x00"
 
 _PART_BYTES = 1 << 30
 """Bytes of files that are read into the cache at a time, which an interruption loses."""
+_RECORDS_AT_A_TIME = 256
+"""Records of Parquet that are unpacked at a time."""
 
 
 @dataclass(frozen=True)
@@ -244,35 +252,52 @@ def _generate(unchanged: _Unchanged, fingerprint: str) -> Dataset:
 
 
 def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dataset:
-    """Load parquet or Arrow files into the cache of `datasets`, which by itself knows them by path and time alone."""
-    filled = [Path(file) for file in _filled_files(files, format_name, text_field)]
+    """Write the records of Parquet or Arrow files to the cache once for the same contents, and map them into memory."""
+    filled = _filled_files(files, format_name, text_field)
     states = [file_state(file) for file in filled]
-    fingerprint = cache_key(format_name, content_digests(filled))
-    try:
-        with MemoryBound(GROUP_MEMORY_BYTES):
-            loaded = datasets.load_dataset(
-                format_name, name=fingerprint, data_files=[glob.escape(str(file)) for file in filled], split="train"
-            )
-    except (datasets.exceptions.DatasetGenerationError, pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error.__cause__, MemoryError):
-            raise _too_large(name_files(files)) from error
-        raise unlike_files(name_files(files), error.__cause__ or error) from error
-    for file, state in zip(filled, states, strict=True):
-        check_unchanged(file, state)
+    fingerprint = cache_key(format_name, content_digests(list(filled)))
+    kept = cache_folder() / f"records-{fingerprint}.arrow"
+    if not kept.exists():
+        unfinished = kept.with_name(f".{kept.name}.{uuid.uuid4().hex}")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with ArrowWriter(features=next(iter(filled.values())), path=str(unfinished)) as writer:
+                for _, table in datasets.utils.tqdm(_tables(filled, format_name), desc="Reading", unit=" tables"):
+                    writer.write_table(table)
+                writer.finalize()
+            for file, state in zip(filled, states, strict=True):
+                check_unchanged(file, state)
+            unfinished.replace(kept)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    loaded = Dataset.from_file(str(kept))
     loaded._fingerprint = fingerprint
     return loaded
 
 
-def _too_large(where: str) -> DataError:
-    remedy = "Write it anew in smaller ones (pyarrow's row_group_size or max_chunksize)."
-    return too_long(where, "a row group or record batch with an unpacked size", GROUP_MEMORY_BYTES, remedy)
-
-
 def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> IterableDataset:
     filled = _filled_files(files, format_name, text_field)
-    features = Features.from_arrow_schema(next(iter(filled.values())))
-    names = list(map(glob.escape, filled))  # `datasets` takes names for patterns
-    return datasets.load_dataset(format_name, data_files=names, split="train", streaming=True, features=features)
+    tables = ArrowExamplesIterable(lambda: _tables(filled, format_name), {})
+    return IterableDataset(tables, info=DatasetInfo(features=next(iter(filled.values()))))
+
+
+def _tables(filled: Mapping[Path, Features], format_name: str) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the records of Parquet or Arrow files, some at a time, with the first file's types, and a name for each."""
+    schema = next(iter(filled.values())).arrow_schema
+    batches = ((file, batch) for file in filled for batch in _batches(file, format_name))
+    for number, (file, batch) in enumerate(bounded_by_files(batches, list(filled))):
+        try:
+            table = table_cast(pa.Table.from_batches([batch]), schema)
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            raise unlike_files(str(file), error) from error
+        yield str(number), table
+
+
+def _batches(file: Path, format_name: str) -> Iterator[pa.RecordBatch]:
+    with _damage_named(file, format_name):
+        for batch in _open(file, format_name)[2]:
+            batch.validate(full=format_name == "arrow")  # whose offsets are taken on trust
+            yield batch
 
 
 def unlike_files(where: str, cause: BaseException) -> DataError:
@@ -283,15 +308,20 @@ def unlike_files(where: str, cause: BaseException) -> DataError:
     )
 
 
-def _filled_files(files: Sequence[Path], format_name: str, text_field: str) -> dict[str, pa.Schema]:
-    """Schemas of the parquet or Arrow files that have rows, after a look at every file's."""
+def _filled_files(files: Sequence[Path], format_name: str, text_field: str) -> dict[Path, Features]:
+    """Features of the parquet or Arrow files that have rows, after a look at every file's."""
     kinds: dict[str, Path] = {}
     filled = {}
     for file in files:
-        schema, num_rows = _inspect(file, format_name)
+        with _damage_named(file, format_name):
+            schema, counts, _ = _open(file, format_name)
+            if twice := [name for name, times in Counter(schema.names).items() if times > 1]:
+                raise ValueError(f"it has two columns with the name {twice[0]!r}")
+            features = Features.from_arrow_schema(schema)
+            is_filled = any(counts)
         kinds.setdefault(record_kind(schema.names, text_field, str(file)), file)
-        if num_rows:
-            filled[str(file)] = schema
+        if is_filled:
+            filled[file] = features
     if len(kinds) > 1:
         listed = ", ".join(f"{kind!r} in {file}" for kind, file in kinds.items())
         raise DataError(f"mixed kinds of records: {listed}. Put each kind into a data set of its own.")
@@ -302,42 +332,53 @@ def _filled_files(files: Sequence[Path], format_name: str, text_field: str) -> d
 
 def _arrow_places(files: Sequence[Path], format_name: str) -> Iterator[str]:
     for file in files:
-        for row in range(_inspect(file, format_name)[1]):
-            yield f"{file}, {name_record(row)}"
+        with _damage_named(file, format_name):
+            rows = (row for count in _open(file, format_name)[1] for row in range(count))
+            yield from (f"{file}, {name_record(number)}" for number, _ in enumerate(rows))
 
 
-def _inspect(file: Path, format_name: str) -> tuple[pa.Schema, int]:
-    """Return the schema of a parquet or Arrow file, and its number of rows."""
+@contextmanager
+def _damage_named(file: Path, format_name: str) -> Iterator[None]:
+    """Name the file in whatever is raised about it, since damage shows as any error of the code that meets it."""
     try:
-        if format_name == "parquet":
-            metadata = pq.read_metadata(file)
-            return metadata.schema.to_arrow_schema(), metadata.num_rows
-        with MemoryBound(GROUP_MEMORY_BYTES), pa.memory_map(str(file)) as source:
-            schema, num_rows = _inspect_arrow(source)
-            schema.names  # noqa: B018 - decodes them
-            return schema, num_rows
+        yield
+    except DataError:
+        raise
     except MemoryError:
-        raise _too_large(str(file)) from None
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
+        raise too_large(str(file)) from None
+    except Exception as error:
         raise DataError(
-            f"{file}: not a readable {format_name} file ({error}). Write it again, or correct its suffix."
+            f"{file}: not a readable {format_name} file ({error}). Write it again, with columns of text, "
+            "numbers, and lists or objects of them, or correct its suffix."
         ) from None
 
 
-def _inspect_arrow(source: pa.NativeFile) -> tuple[pa.Schema, int]:
-    """Return the schema and the number of records of an open Arrow file, in the stream or the file format."""
+def _open(file: Path, format_name: str) -> tuple[pa.Schema, Iterable[int], Iterator[pa.RecordBatch]]:
+    """Return the schema of a Parquet or Arrow file, the numbers of its records, and its records.
+
+    An Arrow file is in the format of streams or of files. Its records are counted and, as those of Parquet, unpacked as
+    they are asked for.
+    """
+    if format_name == "parquet":
+        parquet = pq.ParquetFile(file)
+        batches = within_memory(parquet.iter_batches(_RECORDS_AT_A_TIME))
+        return parquet.schema_arrow, [parquet.metadata.num_rows], batches
+    source = pa.memory_map(str(file))
     try:
         stream = pa.ipc.open_stream(source)
     except pa.ArrowInvalid:
         reader = pa.ipc.open_file(source)
-        return reader.schema, sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
-    num_rows = sum(batch.num_rows for batch in stream)
-    _check_end_of_stream(source)
-    return stream.schema, num_rows
+        schema, batches = reader.schema, within_memory(map(reader.get_batch, range(reader.num_record_batches)))
+    else:
+        schema, batches = stream.schema, within_memory(stream)
+        _check_end_of_stream(pa.memory_map(str(file)))
+    return schema, (batch.num_rows for batch in batches), batches
 
 
 def _check_end_of_stream(source: pa.NativeFile) -> None:
     """Refuse what a reader takes for a whole stream: one cut off between two batches, or with another one behind it."""
+    for _ in pa.ipc.MessageReader.open_stream(source):  # unpacks nothing
+        pass
     end, size = source.tell(), source.size()
     if end < size:
         raise pa.ArrowInvalid(f"{size - end} bytes follow the end of its stream, at byte {end}")

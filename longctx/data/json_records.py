@@ -45,6 +45,9 @@ SMALL_TEXT = 1 << 20
 """Characters of JSON that cannot become much memory: an empty list takes two of them and 64 bytes."""
 _ARRAY_BYTES = 1 << 30
 """The largest file that holds one JSON array."""
+_NESTED = 100
+"""Levels of lists and objects in a record. Python, `datasets` and Arrow each give up at some greater depth."""
+_HALF_OF_A_PAIR = re.compile(r"\\u[dD]")
 
 
 class JsonRecords:
@@ -144,24 +147,20 @@ def _check_numbers(value: Any, column: str, where: str) -> None:
 
 
 def _token_array(value: object, column: str, where: str) -> np.ndarray:
-    """A JSON list of integers as int32 [num_tokens]."""
-    if value == []:
-        return np.empty(0, np.int32)
+    """A JSON list of integers as int32 [num_tokens]. A boolean is no integer, though it is one in Python."""
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        wrong = next(part for part in value if type(part) is not int) if isinstance(value, list) else value
+        raise DataError(
+            f"{where}: '{column}' {'holds' if isinstance(value, list) else 'is'} {json.dumps(wrong)[:60]}; expected a "
+            "flat list of integers. Correct the record."
+        )
     try:
-        array = np.asarray(value if isinstance(value, list) else None)
-    except ValueError:  # lists of several lengths inside
-        array = np.asarray(None)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+        return np.array(value, np.int32)
+    except OverflowError:
         raise DataError(
-            f"{where}: '{column}' is {str(value)[:60]!r}; expected a flat list of integers. Correct the record."
-        )
-    worst = max(int(array.max()), int(array.min()), key=abs)
-    if abs(worst) > _INT32_MAX:
-        raise DataError(
-            f"{where}: '{column}' holds {worst}, which is beyond 32-bit token ids "
+            f"{where}: '{column}' holds {max(value, key=abs)}, which is beyond 32-bit token ids "
             f"(limit {_INT32_MAX}). Correct the record."
-        )
-    return array.astype(np.int32)
+        ) from None
 
 
 def _iterate(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -190,28 +189,30 @@ def _iterate_array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         data = file.read(_ARRAY_BYTES + 1)
     if len(data) > _ARRAY_BYTES:
         raise too_long(str(path), "a JSON array", _ARRAY_BYTES, "Write one object per line, which is read in turn.")
-    may_hold_surrogates = _holds_surrogates(data)
     where = f"{path}, {name_record(0)}"
     try:
-        for number, record in enumerate(_elements(data.decode("utf-8-sig")), start=1):
-            yield where, _checked(record, where, may_hold_surrogates)
+        for number, (record, text) in enumerate(_elements(data.decode("utf-8-sig")), start=1):
+            yield where, _checked(record, where, text)
             where = f"{path}, {name_record(number)}"
     except DataError:
         raise
     except MemoryError:
         raise _too_large(where) from None
-    except (ValueError, RecursionError) as error:  # also a number of more than 4,300 digits
+    except RecursionError:
+        raise _too_deep(where) from None
+    except ValueError as error:  # also a number of more than 4,300 digits
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(
             f"{path}{line}: malformed JSON ({error}). Expected an array of objects, or one object per line."
         ) from None
 
 
-def _elements(text: str) -> Iterator[Any]:
-    """Yield the elements of a JSON array, parsing one at a time.
+def _elements(text: str) -> Iterator[tuple[Any, str]]:
+    """Yield the elements of a JSON array and the text of each, parsing one at a time.
 
     Raises:
         MemoryError: for an element that is too large once it is parsed.
+        RecursionError: for one that is too deeply nested.
         ValueError: for malformed JSON.
     """
     decoder = json.JSONDecoder(object_pairs_hook=_object)
@@ -222,10 +223,10 @@ def _elements(text: str) -> Iterator[Any]:
         if position - measured_at > SMALL_TEXT:
             bound, measured_at = MemoryBound(RECORD_MEMORY_BYTES), position
         with bound:
-            element, position = decoder.raw_decode(text, position)
-        yield element
+            element, end = decoder.raw_decode(text, position)
+        yield element, text[position:end]
         is_first = False
-        position = _skip_space(text, position)
+        position = _skip_space(text, end)
         if text[position : position + 1] == "]":
             break
         if text[position : position + 1] != ",":
@@ -248,23 +249,32 @@ def _too_large(where: str) -> DataError:
     return too_long(where, "a record with a parsed size", RECORD_MEMORY_BYTES, remedy)
 
 
+def _too_deep(where: str) -> DataError:
+    return DataError(
+        f"{where}: lists and objects are nested more than {_NESTED} deep, the limit. Correct or remove the record."
+    )
+
+
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
+        text = line.decode("utf-8")
         with MemoryBound(RECORD_MEMORY_BYTES) if len(line) > SMALL_TEXT else nullcontext():
-            record = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+            record = json.loads(text, object_pairs_hook=_object)
     except MemoryError:
         raise _too_large(where) from None
+    except RecursionError:
+        raise _too_deep(where) from None
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}). Save the file as UTF-8."
         ) from None
-    except (ValueError, RecursionError) as error:  # also a number of more than 4,300 digits
+    except ValueError as error:  # also a number of more than 4,300 digits
         shown = line[:60].decode("utf-8", "backslashreplace").rstrip()
         raise DataError(
             f"{where}: malformed JSON ({error}): {shown!r}. Expected one JSON object per line; correct or "
             "remove the line (no line is skipped silently)."
         ) from None
-    return _checked(record, where, _holds_surrogates(line))
+    return _checked(record, where, text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -276,15 +286,25 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _holds_surrogates(data: bytes) -> bool:
-    """Whether JSON text may hold escaped halves of surrogate pairs, so that looking closer is worth its time."""
-    return b"\\ud" in data.lower()
+def _is_nested(value: object, levels: int) -> bool:
+    """Return whether lists and objects are nested more than `levels` deep."""
+    parts = [value]
+    for _ in range(levels):
+        nests = (part.values() if isinstance(part, dict) else part for part in parts if isinstance(part, dict | list))
+        parts = [inner for nest in nests for inner in nest]
+    return any(isinstance(part, dict | list) for part in parts)
 
 
-def _checked(record: object, where: str, may_hold_surrogates: bool) -> dict[str, Any]:
-    """Refuse what is no object, and half a surrogate pair, which json accepts and no tokenizer does."""
+def _checked(record: object, where: str, text: str) -> dict[str, Any]:
+    """Refuse what is no object or too deep, and half a surrogate pair, which json accepts and no tokenizer does.
+
+    Args:
+        text: That the record was parsed from. Most texts show that looking closer is not worth its time.
+    """
+    if text.count("[") + text.count("{") > _NESTED and _is_nested(record, _NESTED):
+        raise _too_deep(where)
     try:
-        if may_hold_surrogates:
+        if _HALF_OF_A_PAIR.search(text):
             json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(

@@ -17,6 +17,9 @@ PER_TOKEN_COLUMNS = ("input_ids", "labels", "assistant_masks", "completion_mask"
 CHECKED_COLUMNS = ("attention_mask", "position_ids")
 """Columns of pre-tokenised records that have to say what longctx does anyway: every token counts, from position 0."""
 
+MASKS = frozenset({"attention_mask", "completion_mask", "assistant_masks"})
+"""Columns of pre-tokenised records that hold 0 or 1, or false or true, for each token."""
+
 CONVERSATION_EXTRAS = ("tools", "chat_template_kwargs")
 """Columns of chats that go to the chat template."""
 
@@ -171,27 +174,20 @@ def check_column_types(features: Features, kind: str) -> None:
     for column in (*kind_columns(kind), *CONVERSATION_EXTRAS):
         if column in features:
             _check_read_types(features[column], column)
-    for column in kind_columns(kind):
+    for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if kind == "input_ids" else kind_columns(kind):
+        if column not in features:
+            continue
         arrow_type = features.arrow_schema.field(column).type
         fits = is_list_type(arrow_type) or isinstance(features[column], Json)
         if kind == "input_ids":
-            fits = is_list_type(arrow_type) and pa.types.is_integer(arrow_type.value_type)
+            value = arrow_type.value_type if is_list_type(arrow_type) else pa.null()
+            fits = pa.types.is_integer(value) or (column in MASKS and pa.types.is_boolean(value))
         elif kind not in _LIST_KINDS:
             fits = fits or pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)
         if not fits:
             raise DataError(
                 f"column '{column}' has the type {arrow_type}; expected {_LIST_KINDS.get(kind, 'strings')}. "
                 "Convert the column (Dataset.cast_column), or name another one with --dataset_text_field."
-            )
-    for column in (*PER_TOKEN_COLUMNS, *CHECKED_COLUMNS) if kind == "input_ids" else ():
-        value = getattr(features.get(column), "feature", None)
-        may_be_boolean = column not in ("input_ids", "labels", "position_ids")
-        if isinstance(value, Value) and not (
-            pa.types.is_integer(value.pa_type) or (may_be_boolean and pa.types.is_boolean(value.pa_type))
-        ):
-            raise DataError(
-                f"column '{column}' has values of the type {value.pa_type}; expected integers, one for each token. "
-                "Convert the column (Dataset.cast_column)."
             )
 
 

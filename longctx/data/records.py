@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from longctx.data.contents import cache_key, content_digests
-from longctx.data.errors import GROUP_MEMORY_BYTES, DataError, MemoryBound, name_record, no_records
+from longctx.data.errors import GROUP_MEMORY_BYTES, DataError, MemoryBound, bounded_by_files, name_record, no_records
 from longctx.data.files import (
     DATA_SUFFIXES,
     FORMATS_HELP,
@@ -371,7 +371,7 @@ def _validate(table: Path) -> None:
     """
     try:
         with pa.memory_map(str(table)) as source:
-            for batch in pa.ipc.open_stream(source):
+            for _, batch in bounded_by_files(((table, batch) for batch in pa.ipc.open_stream(source)), [table]):
                 batch.validate(full=True)
     except pa.ArrowException as error:
         raise ValueError(f"{table.name}: {error}") from error

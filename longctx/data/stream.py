@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.data.chat import FIRST_RECORDS, ChatEncoder
 from longctx.data.columns import document_lengths, token_columns
 from longctx.data.encoders import Encoder
-from longctx.data.errors import DataError, name_record, no_records, with_place
+from longctx.data.errors import DataError, name_record, no_records, too_large, with_place, within_memory
 from longctx.data.files import unlike_files
 from longctx.data.tokenize import choose_encoder, encoder_key, holds_target, no_targets
 
@@ -72,7 +72,7 @@ class DocumentStream:
         has_target = skip > 0  # whoever read those tables has looked
         records = self.records.skip(num_records) if skip else self.records
         try:
-            for batch in records.iter(batch_size=RECORDS_PER_TABLE):  # which deals nothing out to workers
+            for batch in within_memory(records.iter(batch_size=RECORDS_PER_TABLE)):  # deals nothing out to workers
                 size = len(batch[self.records.column_names[0]])
                 table = self.encoder(batch, range(size), first_record=num_records)
                 num_records += size
@@ -81,6 +81,8 @@ class DocumentStream:
                 yield table
         except DataError as error:
             raise with_place(error, self.place) from error
+        except MemoryError:
+            raise too_large(f"{self.place(num_records)} or a later one") from None
         except (ValueError, OSError, pa.ArrowException) as error:  # of a reader: a cast, bytes that are not UTF-8
             raise unlike_files(f"{self.place(num_records)} or a later one", error.__cause__ or error) from error
         if not num_records:

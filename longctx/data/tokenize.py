@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat import ChatEncoder, training_template
 from longctx.data.columns import IGNORE_INDEX, document_lengths
-from longctx.data.contents import cache_folder, cache_key
+from longctx.data.contents import cache_folder, cache_key, digest_of
 from longctx.data.encoders import Encoder, PretokenizedEncoder, TextEncoder, one_chunk
 from longctx.data.errors import DataError, name_record, no_records
 from longctx.data.kinds import (
@@ -277,7 +277,7 @@ def _fingerprint(dataset: Dataset, encoder: Encoder) -> str:
 def encoder_key(encoder: Encoder) -> str:
     """Return a digest of what makes documents of records: the kind of records, the options and the tokenizer."""
     tokenizer = [] if encoder.tokenizer is None else [_tokenizer_state(encoder.tokenizer)]
-    return cache_key(type(encoder).__name__, encoder.options(), *tokenizer)
+    return digest_of(type(encoder).__name__, encoder.options(), *tokenizer)
 
 
 def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:

@@ -19,10 +19,9 @@ from transformers import PretrainedConfig
 from trl import SFTConfig
 
 from longctx.data import Mixture
-from longctx.data.contents import cache_key, content_digests
+from longctx.data.contents import content_digests, digest_of
 from longctx.data.kinds import PAIRS
 from longctx.data.records import local_files
-from longctx.data.tokenize import encoder_key
 from longctx.model.files import files_read, has_saved_buffers
 from longctx.ranks.agreement import check_agreement, gather_objects, on_all_ranks
 from longctx.training.dataset import StreamedData, TrainingData
@@ -111,7 +110,7 @@ def _data_files_identity(name: str) -> str | None:
 
 def _digest_of_files(files: list[Path], folder: Path | None) -> str:
     names = [file.name if folder is None else file.relative_to(folder).as_posix() for file in files]
-    return cache_key(names, content_digests(files))
+    return digest_of(names, content_digests(files))
 
 
 def data_identity(

@@ -154,8 +154,29 @@ def test_files_that_do_not_fit_together_end_a_stream(tmp_path, tokenizer) -> Non
     pq.write_table(pa.table({"text": TEXTS, "more": [1, 2, 3]}), tmp_path / "1.parquet")
     files = f"{tmp_path}/*.parquet"
     error = _error(list, _stream(files, tokenizer))
-    assert "0.parquet, record 0 (counted from 0) or a later one: not readable as one data set" in error
-    assert "not readable as one data set" in _load_error(files)
+    for message in (error, _load_error(files)):
+        assert f"{tmp_path}/1.parquet: not readable as one data set" in message
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (OSError("connection lost"), "not readable as one data set (connection lost)"),
+        (MemoryError(), "a row group or record batch with an unpacked size of more than 8,192 MiB, the limit"),
+    ],
+)
+def test_a_stream_that_breaks_off_is_named(failure, words, tokenizer) -> None:
+    """As one of the hub may, whose files `datasets` reads."""
+
+    def read():
+        yield {"text": "a"}
+        raise failure
+
+    records = datasets.IterableDataset.from_generator(
+        read, features=datasets.Features({"text": datasets.Value("string")})
+    )
+    error = _error(list, tokenize_stream(records, tokenizer))
+    assert f"record 0 (counted from 0) or a later one: {words}" in error
 
 
 def test_a_stream_from_the_hub_is_asked_for(monkeypatch, tokenizer) -> None:

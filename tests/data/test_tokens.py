@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -250,6 +251,9 @@ def test_pretokenized_masks_become_labels(tokenizer) -> None:
     assert "set --completion_only_loss" in _tokenize_error(source, tokenizer)
     documents = tokenize_records(source, tokenizer, completion_only_loss=True)
     assert documents["labels"][:] == [[-100, 2, -100], [-100, 5]]
+    masks = [[False, True, False], [True, True]]
+    source = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "assistant_masks": masks})
+    assert tokenize_records(source, tokenizer)["labels"][:] == [[-100, 2, -100], [4, 5]]
 
 
 def test_selected_and_sliced_records_keep_their_masks(tokenizer) -> None:
@@ -306,6 +310,10 @@ def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
+def _unsigned(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
@@ -344,8 +352,20 @@ def test_several_processes_give_the_same(tmp_path, tokenizer) -> None:
         ({"input_ids": [[1, 2]], "pixel_values": [[0.5]]}, "the column 'pixel_values' holds images"),
         ({"prompt": ["a"], "completion": ["b"], "audios": [["a.wav"]]}, "the column 'audios' holds images, video or"),
         ({"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}, "the column 'loss_mask' would say which tokens count"),
-        ({"input_ids": [[1, 2]], "labels": [[False, True]]}, "column 'labels' has values of the type bool"),
-        ({"input_ids": [[1, 2]], "labels": [[1.0, 2.7]]}, "column 'labels' has values of the type double"),
+        ({"input_ids": [[1, 2]], "labels": [[False, True]]}, "column 'labels' has the type list<item: bool>"),
+        ({"input_ids": [[1, 2]], "labels": [[1.0, 2.7]]}, "column 'labels' has the type list<item: double>"),
+        ({"input_ids": [[1, 2]], "labels": [1]}, "column 'labels' has the type int64; expected lists of integers"),
+        ({"input_ids": [[1, 2]], "labels": [[[1], [2]]]}, "column 'labels' has the type list<item: list<item: int64>>"),
+        ({"input_ids": [[1, 2]], "attention_mask": ["11"]}, "column 'attention_mask' has the type string"),
+        ({"input_ids": [[1, 2]], "labels": [[1, -7]]}, "'labels' holds the token id -7"),
+        ({"input_ids": [[1, 2]], "labels": [_unsigned(1, 2**64 - 100)]}, f"'labels' holds the token id {2**64 - 100}"),
+        ({"input_ids": [_unsigned(1, 2**64 - 3)]}, f"'input_ids' holds the token id {2**64 - 3}"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1, -7]]}, "'attention_mask' holds -7; expected 0 or 1"),
+        ({"input_ids": [[1, 2]], "assistant_masks": [[1, -1]]}, "'assistant_masks' holds -1; expected 0 or 1"),
+        (
+            {"input_ids": [[1], [1, 2]], "labels": [[1], [1, 2]], "completion_mask": [[1], [0, 99]]},
+            "record 1 (counted from 0): 'completion_mask' holds 99; expected 0 or 1",
+        ),
         ({"messages": [CHATS[0]], "label": [False]}, "says which completions are desirable (KTO)"),
         ({"messages": [CHATS[0]], "rejected_response": ["b"]}, "makes a record of 'messages' a preference"),
         ({"text": []}, "0 records"),

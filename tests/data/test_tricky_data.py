@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from longctx.data import DataError, record_place, stream_records, tokenize_stream
-from tests.data.test_data_fuzz import TOKENIZER, documents_in, write
+from tests.data.test_data_fuzz import TOKENIZER, documents_in, table_bytes, write
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -27,11 +27,14 @@ def chat(value: str) -> str:
 
 FINE = '{"text": "fine"}\n'
 IDS = '{"input_ids": [1]}\n{"input_ids": [1, %s]}\n'
+LABELS = '{"input_ids": [1], "labels": [1]}\n{"input_ids": [1, 2], "labels": [1, %s]}\n'
 HALF = "is half a surrogate pair"
 CHAT = "<|im_start|>user\na<|im_end|>"
 BINARY = "(: NUL byte at offset|:1: not UTF-8)"
 CHANGED = "which would be kept as None"
 MARK = "\ufeff"
+DEEP = {depth: "[" * depth + r'"\ud83d\ude00"' + "]" * depth for depth in (99, 100, 970, 100_000)}
+TOO_DEEP = "lists and objects are nested more than 100 deep, the limit"
 TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
     "a surrogate pair": (".jsonl", FINE + r'{"text": "\ud83d\ude00"}', ["fine", "\U0001f600"]),
     "a surrogate pair, its halves exchanged": (".jsonl", FINE + r'{"text": "\ude00\ud83d"}', rf":2: .*\\ude00 {HALF}"),
@@ -46,8 +49,8 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
         f":2: .* holds the number -inf, {CHANGED}",
     ),
     "1e400 in a chat": (".jsonl", chat("1") + chat("1e400"), f":2: 'messages' holds the number inf, {CHANGED}"),
-    "NaN as a token": (".jsonl", IDS % "NaN", ":2: 'input_ids' is .* expected a flat list of integers"),
-    "1e400 as a token": (".jsonl", IDS % "1e400", ":2: 'input_ids' is .* expected a flat list of integers"),
+    "NaN as a token": (".jsonl", IDS % "NaN", ":2: 'input_ids' holds NaN; expected a flat list of integers"),
+    "1e400 as a token": (".jsonl", IDS % "1e400", ":2: 'input_ids' holds Infinity; expected a flat list of integers"),
     "numbers in a column that is not read": (
         ".jsonl",
         FINE + '{"text": "a", "n": [NaN, 1e400, -9e999]}',
@@ -57,13 +60,16 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
     "a number of more than 64 bits": (".jsonl", chat("1") + chat(f"{2**63}"), ":2: .* a whole number beyond 64 bits"),
     "the same, negative": (".jsonl", chat("1") + chat(f"[{-(2**63) - 1}]"), ":2: .* a whole number beyond 64 bits"),
     "a token of 32 bits": (".jsonl", IDS % 2**31, f":2: 'input_ids' holds {2**31}, which is beyond 32-bit"),
-    "a token of 64 bits": (
-        ".jsonl",
-        IDS % 2**63,
-        f":2: 'input_ids' (holds {2**63}|is ).*(32-bit|flat list of integers)",
-    ),
+    "a token of 64 bits": (".jsonl", IDS % 2**63, f":2: 'input_ids' holds {2**63}, which is beyond 32-bit"),
     "a token of -64 bits": (".jsonl", IDS % -(2**63), f":2: 'input_ids' holds {-(2**63)}, which is beyond 32-bit"),
-    "a token of 65 bits": (".jsonl", IDS % (2**64 + 1), ":2: 'input_ids' is .* expected a flat list of integers"),
+    "a boolean as a token": (".jsonl", IDS % "true", ":2: 'input_ids' holds true; expected a flat list of integers"),
+    "a boolean as a label": (".jsonl", LABELS % "false", ":2: 'labels' holds false; expected a flat list of integers"),
+    "a label of 64 bits": (
+        ".jsonl",
+        LABELS % (2**64 - 100),
+        f":2: 'labels' holds {2**64 - 100}, which is beyond 32-bit",
+    ),
+    "a token of 65 bits": (".jsonl", IDS % (2**64 + 1), f":2: 'input_ids' holds {2**64 + 1}, which is beyond 32-bit"),
     "a key twice": (".jsonl", FINE + '{"text": "a", "text": "a"}', ":2: .*the key 'text' stands twice"),
     "a key twice, once escaped": (
         ".jsonl",
@@ -90,6 +96,15 @@ TRICKY: dict[str, tuple[str, str | bytes, str | list[str]]] = {
     "empty and blank lines": (".jsonl", f"\n \n\t\r\n{FINE}\n\n \x0b\x0c \n{FINE} \n", ["fine", "fine"]),
     "a line of a no-break space": (".jsonl", FINE + "\u00a0\n" + FINE, ":2: malformed JSON"),
     "other line ends of Unicode": (".jsonl", '{"text": "a\u2028b\u0085c"}\n' + FINE, ["a\u2028b\u0085c", "fine"]),
+}
+
+TRICKY |= {
+    f"lists {depth} deep{how}": (suffix, text % nested, ["a", "a"] if depth == 99 else f"{place} {TOO_DEEP}")
+    for how, suffix, text, place in (
+        ("", ".jsonl", '{"text": "a"}\n{"text": "a", "x": %s}', ":2:"),
+        (" in an array", ".json", '[{"text": "a"}, {"text": "a", "x": %s}]', ", record 1 .counted from 0.:"),
+    )
+    for depth, nested in DEEP.items()
 }
 
 
@@ -123,6 +138,37 @@ TRICKY |= {
     for codec, own in {"gzip": ".gz", "zstd": ".zst"}.items()
     for suffix, said in {f".jsonl{own}": f": unknown format '{own}'", ".jsonl": ":1: not UTF-8", ".txt": BINARY}.items()
     for is_cut in (False, True)
+}
+
+TEXT = pa.table({"text": ["a", "b"]})
+KEPT_FEATURES = {
+    "a list": ["text"],
+    "a string": "text",
+    "of a number": {"text": 5},
+    "of an unknown type": {"text": {"_type": "Nope"}},
+    "of unknown values": {"text": {"dtype": "nonsense", "_type": "Value"}},
+}
+DAMAGED = {
+    f"features: {name}": TEXT.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    for name, features in KEPT_FEATURES.items()
+} | {
+    "features that are no JSON": TEXT.replace_schema_metadata({"huggingface": "{"}),
+    "features that are no UTF-8": TEXT.replace_schema_metadata({"huggingface": b"\xff"}),
+    "features of lists in lists": TEXT.replace_schema_metadata({"huggingface": "[" * 2000}),
+    "two columns of one name": pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]),
+    "two other columns of one name": pa.Table.from_arrays([pa.array(["a"])] * 3, names=["text", "x", "x"]),
+    "list views": pa.table({"input_ids": pa.array([[1, 2]], pa.list_view(pa.int32()))}),
+    "large list views": pa.table({"input_ids": pa.array([[1, 2]], pa.large_list_view(pa.int32()))}),
+    "list views beside text": TEXT.append_column("x", pa.array([[1], [2]], pa.list_view(pa.int32()))),
+}
+TRICKY |= {
+    f"{name} in {suffix}": (
+        suffix,
+        table_bytes(table, suffix),
+        rf": not a readable {suffix.rpartition('.')[2]} file \(",
+    )
+    for name, table in DAMAGED.items()
+    for suffix in (".parquet", ".arrow", ".file.arrow")
 }
 
 

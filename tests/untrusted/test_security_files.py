@@ -13,12 +13,16 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 
-from longctx.data import DataError, encoders, errors, json_records, load_records
+from longctx.data import DataError, encoders, errors, files, json_records, load_records, stream_records
 from longctx.model import config_file
 from longctx.model import files as model_files
 from longctx.model.load import load_config, load_tokenizer
@@ -228,6 +232,7 @@ def test_the_limits_are_those_of_the_page():
     gib, million = 1 << 30, 10**6
     sizes = [errors.RECORD_BYTES, json_records._ARRAY_BYTES, errors.RECORD_MEMORY_BYTES, errors.GROUP_MEMORY_BYTES]
     assert sizes == [256 * MIB, gib, 4 * gib, 8 * gib]
+    assert (json_records._NESTED, errors.UNPACKED_TIMES, files._RECORDS_AT_A_TIME) == (100, 1000, 256)
     assert encoders._CHARACTERS_AT_A_TIME // million == 1
     for characters in (0, million, 5 * million):
         assert Bounds.of_text(characters) == Bounds(30 + 50 * characters / million, 2 * gib + 512 * characters)
@@ -237,25 +242,58 @@ def test_the_limits_are_those_of_the_page():
 
 WRITE = """
 import sys, pyarrow as pa, pyarrow.parquet as pq
-text = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * 400), ["a" * (1 << 20)])})
-if sys.argv[1].endswith(".parquet"):
-    pq.write_table(text, sys.argv[1], compression="zstd", store_schema=False)
-else:
-    text = text.cast(pa.schema([("text", pa.string())]))
-    with pa.ipc.new_stream(sys.argv[1], text.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(text)
+text = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * 256), ["a" * (8 << 20)])})
+pq.write_table(text, sys.argv[1], compression="zstd", store_schema=False)
 """
 
 
-@pytest.mark.parametrize("suffix", ["parquet"])
-def test_compressed_files_are_bounded_by_what_they_unpack_to(tmp_path, monkeypatch, suffix):
-    """400 MiB in one row group or record batch, written by another process, so that this one has no memory of it."""
-    path = tmp_path / f"data.{suffix}"
+def test_compressed_files_are_bounded_by_what_they_unpack_to(tmp_path, monkeypatch):
+    """2 GiB in one row group, written by another process; Arrow may have set 1 GiB of this one's memory aside."""
+    path = tmp_path / "data.parquet"
     subprocess.run([sys.executable, "-c", WRITE, path], check=True)
     assert path.stat().st_size < MIB
-    monkeypatch.setattr("longctx.data.files.GROUP_MEMORY_BYTES", 100 * MIB)
-    with pytest.raises(DataError, match=rf"data\.{suffix}: a row group or .* size of more than 100 MiB, the limit"):
+    monkeypatch.setattr(errors, "GROUP_MEMORY_BYTES", 100 * MIB)
+    with pytest.raises(DataError, match=r"data\.parquet: a row group or .* size of more than 100 MiB, the limit"):
         load_records(str(path))
+
+
+def many_batches(path):
+    """40 MiB of texts in batches of 1 MiB, each of which takes some hundred bytes."""
+    batch = pa.record_batch({"text": ["a" * 4096] * 256})
+    if path.suffix == ".parquet":
+        with pq.ParquetWriter(path, batch.schema, compression="zstd", write_statistics=False) as writer:
+            for _ in range(40):
+                writer.write_batch(batch)
+        return
+    make = pa.ipc.new_file if path.name == "file.arrow" else pa.ipc.new_stream
+    with make(path, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for _ in range(40):
+            writer.write_batch(batch)
+
+
+@pytest.mark.parametrize("name", ["data.parquet", "file.arrow", "data.arrow", "saved"])
+def test_data_are_bounded_by_what_they_unpack_to_together(tmp_path, monkeypatch, name):
+    """Nothing is left on the disk, and the first records can be read without those behind them, as --dry_run does."""
+    path = file = tmp_path / name
+    if name == "saved":
+        Dataset.from_dict({"text": ["a"]}).save_to_disk(path)
+        (file,) = path.glob("*.arrow")
+    many_batches(file)
+    monkeypatch.setattr(errors, "GROUP_MEMORY_BYTES", 16 * MIB)
+    large = "records with an unpacked size of more than .* MiB, the limit. That is over 1,000 times"
+    with pytest.raises(DataError, match=rf"{file.name}: {large}"):
+        load_records(str(path))
+    assert not list((tmp_path / "cache").rglob("*records-*"))
+    if name == "saved":
+        return
+    unpacked = []
+    counted = lambda batches: (unpacked.append(batch) or batch for batch in errors.within_memory(batches))  # noqa: E731
+    monkeypatch.setattr("longctx.data.files.within_memory", counted)
+    records = stream_records(str(path))
+    assert len(list(islice(records, 256))) == 256
+    assert len(unpacked) <= 2  # of Arrow, the first one twice: it shows that there are records
+    with pytest.raises(DataError, match=rf"{file.name}: {large}"):
+        list(records)
 
 
 @pytest.mark.parametrize(
