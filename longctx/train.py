@@ -96,6 +96,7 @@ def _train(run: Run, how_to_resume: Callable[[], str]) -> int:
         from longctx.ranks.agreement import RefusedOnAllRanks
         from longctx.ranks.watchdog import FAILED, current_watchdog
         from longctx.run import finish, fit, load, prepare
+        from longctx.training.beforehand import UntrainableError
         from longctx.training.callbacks import RESUMABLE
         from longctx.training.checkpoint import CheckpointError, NotSavedError
         from longctx.training.metrics import NonFiniteError
@@ -112,8 +113,8 @@ def _train(run: Run, how_to_resume: Callable[[], str]) -> int:
         return end_refused(error)
     try:
         trainer = fit(prepared, model)
-    except (DataError, NonFiniteError) as error:  # every rank raises it in the same step
-        code = USAGE_ERROR if isinstance(error, DataError) else FAILED
+    except (DataError, NonFiniteError, UntrainableError) as error:  # every rank raises it in the same step
+        code = FAILED if isinstance(error, NonFiniteError) else USAGE_ERROR
         return end_refused(error, is_mine=is_first_rank(), together=True, code=code)
     except (CheckpointError, NotSavedError, RefusedOnAllRanks) as error:  # raised by one rank; the others know
         code = USAGE_ERROR if isinstance(error, CheckpointError) else FAILED

@@ -35,7 +35,7 @@ from longctx.layers.checkpoints import LayerCheckpoints
 from longctx.layers.chunked.layer import _chunk_of, install_chunked
 from longctx.layers.tiled_mlp import install_tiled_mlp
 from longctx.model.adapter import check_adapter
-from longctx.model.files import _parameters
+from longctx.model.files import without_weights
 from longctx.model.load import _config_errors
 from longctx.model.tiny import tiny_config, tiny_model
 from longctx.packing import plan_packing
@@ -220,7 +220,7 @@ CALLS |= {
     "a file that is gone": (lambda: file_state(Path("/nonexistent/data.jsonl")), "data.jsonl"),
     "no configuration": (contradicting_config, "its config.json cannot be used: hidden_size"),
     "no model": (
-        lambda: _parameters("m", LlamaConfig(hidden_size=8, num_attention_heads=2, hidden_act="none")),
+        lambda: without_weights(LlamaConfig(hidden_size=8, num_attention_heads=2, hidden_act="none")),
         "no model can be made of its config.json",
     ),
     "nothing to evaluate": (

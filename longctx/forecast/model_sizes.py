@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +67,6 @@ class ModelSizes:
         """
         key = (type(config), config.to_json_string(use_diff=False))
         if key not in _KNOWN:
-            config = copy.deepcopy(config)
-            config.get_text_config().pad_token_id = None  # an embedding refuses one that it does not have
             _KNOWN[key] = cls.of_model(without_weights(config))
         return _KNOWN[key]
 

@@ -395,6 +395,8 @@ def _windows(config: PretrainedConfig) -> Iterator[str]:
             f"layer_types holds {', '.join(others)} ({'; '.join(kinds)}); only {' and '.join(sorted(supported))} are "
             f"supported with {config.model_type}."
         )
+    if has_windows(config) and not (isinstance(window, int) and window >= 1):
+        yield f"sliding_window is {window!r}; expected at least 1. Correct its config.json, or download it again."
     if has_windows(config) and config.model_type not in WINDOW_MODELS:
         yield (
             f"sliding_window is {window}; windows are known to be exact for {', '.join(WINDOW_MODELS)}. Choose a model "
@@ -406,7 +408,7 @@ def _dropouts(config: PretrainedConfig) -> Iterator[str]:
     """Dropout or noise anywhere in the decoder; a classification head's is never used here."""
     for name, value in sorted(vars(config).items()):
         is_rate = "dropout" in name or name.endswith(("_pdrop", "_jitter_noise"))
-        if is_rate and not name.startswith("classifier") and isinstance(value, int | float) and value > 0:
+        if is_rate and not name.startswith("classifier") and isinstance(value, int | float) and value != 0:
             yield (
                 f"{name} is {value}; random masks would differ between one device and several. "
                 f"Pass --model_init_kwargs '{{\"{name}\": 0.0}}' or set it to 0 in config.json."

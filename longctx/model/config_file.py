@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,12 @@ MOST_OBJECTS = 1 << 12
 MOST_LABELS = 1 << 16
 """The most labels of a classifier; transformers makes two dictionaries of them."""
 _FILE_BYTES = 16 << 20
+_LARGE_FILE_BYTES = 256 << 20
+_READ_NAMES = (
+    *("*config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json", "tekken.json"),
+    *("vocab.*", "merges.txt", "chat_template*", "*.jinja", "*.model", "*.tiktoken", "*.spm", "*.index.json"),
+)
+"""The files beside the weights that transformers reads, by the patterns of their names."""
 BOUNDS = Bounds(seconds=120, memory_bytes=4 << 30)
 """What a configuration, an empty model of it, or a tokenizer may take to be made."""
 
@@ -60,13 +68,44 @@ def read_config_file(name: str, revision: str | None) -> dict[str, Any]:
     found = name if Path(name).is_file() else cached_file(name, "config.json", revision=revision)
     if found is None:
         raise FileNotFoundError(f"the folder {name} has no config.json")
-    path = Path(found)
-    if not path.is_file() or path.stat().st_size > _FILE_BYTES:
-        raise ValueError(f"{path} is not a file of up to {_FILE_BYTES >> 20} MiB")
+    return read_object(check_size(Path(found)))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ValueError: It holds anything else.
+    """
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
-        raise ValueError(f"config.json holds a {type(values).__name__}, expected an object")
+        raise ValueError(f"{path.name} holds a {type(values).__name__}, expected an object")
     return values
+
+
+def side_file(name: str, file: str, revision: str | None) -> Path | None:
+    """Return the path of a file beside the weights, downloaded where it is on the hub, or None if there is none.
+
+    Raises:
+        ValueError: It is larger than any such file.
+    """
+    path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else check_size(Path(path))
+
+
+def check_size(path: Path) -> Path:
+    """Return the path of a file beside the weights, which is small enough to be parsed.
+
+    Raises:
+        ValueError: With its size and the limit.
+    """
+    limit = _LARGE_FILE_BYTES if path.name.endswith(("tokenizer.json", ".index.json")) else _FILE_BYTES
+    if path.is_file() and (size := path.stat().st_size) > limit:
+        raise ValueError(
+            f"{path} has {size:,} bytes, and the limit for {path.name} is {limit >> 20} MiB. Remove it, or download "
+            "the folder again."
+        )
+    return path
 
 
 def check_config_values(name: str, values: Mapping[str, Any]) -> None:
@@ -87,10 +126,17 @@ def check_config_values(name: str, values: Mapping[str, Any]) -> None:
                 "configurations: the model could not be saved. Remove the key, or download the file again."
             )
     check_config_numbers(f"--model_name_or_path {name}: its config.json", values)
+    for part in (values, values.get("text_config")):
+        size, number = (part.get(key) if isinstance(part, Mapping) else None for key in ("vocab_size", "pad_token_id"))
+        if isinstance(size, int) and isinstance(number, int) and not -size <= number < size:
+            raise ValueError(
+                f"--model_name_or_path {name}: its config.json sets pad_token_id to {number}, and the model has "
+                f"embeddings for 0 to {size - 1}. Correct it, set it to null, or download the file again."
+            )
 
 
 def check_config_numbers(source: str, values: Mapping[str, Any]) -> None:
-    """Refuse whole numbers, at any depth, that no model has.
+    """Refuse numbers, at any depth, that no model has, or with which all of its values would be NaN.
 
     Args:
         source: The flag or file that sets the values.
@@ -101,6 +147,8 @@ def check_config_numbers(source: str, values: Mapping[str, Any]) -> None:
     for key, value in _items(values):
         if isinstance(value, int) and not isinstance(value, bool):
             _check_number(source, key, value)
+        if isinstance(value, int | float):
+            _check_sign(source, key, value)
 
 
 def _check_number(source: str, key: str, number: int) -> None:
@@ -115,6 +163,18 @@ def _check_number(source: str, key: str, number: int) -> None:
         raise ValueError(
             f"{source} sets {key} to {shown}; expected {least:,} to {largest:,}. Correct it, or download the model "
             f"again."
+        )
+
+
+def _check_sign(source: str, key: str, number: float) -> None:
+    is_right, expected = not math.isnan(number), "a number"
+    if key == "rope_theta":
+        is_right, expected = number > 0, "more than 0"
+    elif key.endswith(("_eps", "_epsilon")):
+        is_right, expected = number >= 0, "at least 0"
+    if not is_right:
+        raise ValueError(
+            f"{source} sets {key} to {number}; expected {expected}. Correct it, or download the model again."
         )
 
 
@@ -196,13 +256,15 @@ def check_model_folder(name: str, flag: str = "--model_name_or_path") -> None:
         name: A folder or hub name; the latter is left alone.
 
     Raises:
-        ValueError: With the first entry that is refused.
+        ValueError: With the first entry that is refused, such as one that is too large to be parsed.
     """
     folder = Path(name)
     if not folder.is_dir():
         return
     check_folder(folder)
     for path in (*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")):
+        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _READ_NAMES):
+            check_size(path)
         if path.suffix not in _WEIGHTS and leads_outside(path, folder):
             raise ValueError(
                 f"{flag} {name}: {path.name} is a link to {path.resolve()}, outside the folder. Copy the "
@@ -211,23 +273,48 @@ def check_model_folder(name: str, flag: str = "--model_name_or_path") -> None:
 
 
 def check_tokenizer_files(name: str, revision: str | None) -> None:
-    """Refuse a tokenizer_config.json that names files elsewhere, to be read, or as the names of chat templates written.
+    """Refuse tokenizer files that name files elsewhere, to be read, or as the names of chat templates written.
+
+    transformers takes any key of these files as an argument of the tokenizer's class, such as `vocab`, and opens the
+    file that it names. What is read there would be saved with the model. Names of files that do not exist, which
+    many tokenizers keep of the machine they were made on, are left alone.
 
     Raises:
         ValueError: With the name.
     """
-    path = cached_file(name, "tokenizer_config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return
-    values = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError(f"tokenizer_config.json holds a {type(values).__name__}, expected an object")
+    side_file(name, "tokenizer.json", revision)
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = side_file(name, file, revision)
+        if path is not None:
+            values = read_object(path)
+            _check_own_files(file, values)
+            _check_named_files(path, values)
+
+
+def _check_named_files(path: Path, values: Mapping[str, Any]) -> None:
+    """Refuse values, alone or in a list such as `init_inputs`, that are the path of a file outside the folder."""
+    for key, value in values.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and key != "chat_template" and _is_file_outside(text, path.parent):
+                raise ValueError(
+                    f"{path.name} sets {key} to {text[:200]!r}, a file outside the model's folder, whose contents "
+                    "would be saved with the model. Remove the key, or copy the file into the folder."
+                )
+
+
+def _is_file_outside(text: str, folder: Path) -> bool:
+    """Whether a text names a file outside the folder, by a path from here or from the folder."""
+    try:
+        return any(path.is_file() and leads_outside(path, folder) for path in (Path(text), folder / text))
+    except (OSError, ValueError):  # longer than any path, or with a NUL
+        return False
+
+
+def _check_own_files(file: str, values: Mapping[str, Any]) -> None:
     templates = values.get("chat_template")
     named = [*templates] if isinstance(templates, dict) else []
     if isinstance(templates, list):
         named = [template.get("name") for template in templates if isinstance(template, dict)]
-    for file in [*named, *(values.get("fast_tokenizer_files") or ())]:
-        if not isinstance(file, str) or "/" in file or "\\" in file:
-            raise ValueError(
-                f"tokenizer_config.json names the file {str(file)[:80]!r}, which is not a file in its folder"
-            )
+    for name in [*named, *(values.get("fast_tokenizer_files") or ())]:
+        if not isinstance(name, str) or "/" in name or "\\" in name:
+            raise ValueError(f"{file} names the file {str(name)[:80]!r}, which is not a file in its folder")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,37 +17,16 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import cached_file
+from transformers.utils.hub import cached_files
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from longctx.model.config_file import BOUNDS
+from longctx.model.config_file import BOUNDS, check_size
 from longctx.untrusted.confined import OutOfBounds, confined
 from longctx.untrusted.files import check_file
 from longctx.upstream.transformers_internals import unpartitioned
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
-
-
-def check_savable(name: str, parts: Iterable[Any]) -> None:
-    """Save a model's configuration, generation configuration and tokenizer for trial, before time goes into training.
-
-    Args:
-        parts: objects with `save_pretrained`; None is passed over.
-
-    Raises:
-        ValueError: if one of them cannot be saved.
-    """
-    for part in parts:
-        with TemporaryDirectory(prefix="longctx-") as folder:
-            try:
-                if part is not None:
-                    part.save_pretrained(folder)
-            except Exception as error:  # whatever transformers' own code makes of such values
-                raise ValueError(
-                    f"--model_name_or_path {name}: its {type(part).__name__} cannot be saved, and neither could the "
-                    f"trained model: {' '.join(str(error).split())} ({type(error).__name__}). Correct the file that it "
-                    "comes from (config.json, generation_config.json, tokenizer_config.json)."
-                ) from error
 
 
 def check_no_adapter(name: str, revision: str | None) -> None:
@@ -66,22 +43,24 @@ def check_no_adapter(name: str, revision: str | None) -> None:
 
 
 def check_weight_files(name: str, config: PretrainedConfig, *, revision: str | None) -> None:
-    """Look at the files of weights without reading them: they lie in the model's folder, and are as large as the model.
+    """Look at the files of weights without reading them: they lie in the model's folder, and hold what it describes.
+
+    A model on the hub is downloaded.
 
     Raises:
         ValueError: with the file, or the two sizes.
     """
-    files = weight_files(name, revision)
-    if not files or files[0].suffix != ".safetensors":
+    tensors = _tensors(weight_files(name, revision, download=True))
+    if not tensors:
         return
-    tensors = {key: tensor for file in files for key, tensor in _tensors(file).items()}
-    parameters = _parameters(name, config)
+    parameters = {key: value.shape for key, value in without_weights(config).named_parameters()}
     held, expected = sum(math.prod(shape) for shape, _ in tensors.values()), sum(map(math.prod, parameters.values()))
     if expected > 2 * held:  # tied weights are in the files once
         raise ValueError(
             f"--model_name_or_path {name}: its config.json describes a model of {expected:,} parameters, and its "
             f"files hold {held:,}. Correct the file, or download the folder again."
         )
+    _check_dtypes(name, tensors, parameters)
     _check_shapes(name, tensors, parameters)
 
 
@@ -101,7 +80,8 @@ def weight_files(name: str, revision: str | None, *, download: bool = False) -> 
             names = _indexed(path)
             if folder is not None:
                 return [_regular(folder / part) for part in names]
-            return [file for part in names if download and (file := _of_hub(name, part, revision)) is not None]
+            found = cached_files(name, names, revision=revision) if download else None
+            return [Path(file) for file in found or ()]
     return []
 
 
@@ -114,7 +94,7 @@ def _of_hub(name: str, file: str, revision: str | None) -> Path | None:
 def _indexed(index: Path) -> list[str]:
     """The files that an index names, all below its folder."""
     try:
-        names = sorted(set(json.loads(check_file(index).read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(check_size(check_file(index)).read_text())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of weights: {error}. Download it again.") from error
     for name in names:
@@ -157,12 +137,22 @@ def _regular(path: Path) -> Path:
     return check_file(path)
 
 
-def _check_shapes(name: str, held: Mapping[str, tuple[list[int], str]], described: Mapping[str, torch.Size]) -> None:
-    """Compare what has the same name in the files and in the model. A layout may differ, but the size may not.
+def _check_dtypes(name: str, held: Mapping[str, Held], described: Mapping[str, torch.Size]) -> None:
+    """Refuse weights that are no plain floating-point numbers, which transformers would convert without their scales.
 
-    Other numbers than floating point ones are of a quantised model, whose shapes are its own.
+    A buffer, such as a mask, may be of another type; its name does not end like that of a weight.
     """
-    shapes = {key: shape for key, (shape, dtype) in held.items() if dtype in _FLOATS and key in described}
+    for key, (_, dtype) in sorted(held.items()):
+        if dtype not in _FLOATS and (key in described or key.endswith(".weight")):
+            raise ValueError(
+                f"--model_name_or_path {name}: {key} is of type {dtype} in its files; expected {', '.join(_FLOATS)}. "
+                "Name the model in floating-point numbers that it was made from."
+            )
+
+
+def _check_shapes(name: str, held: Mapping[str, Held], described: Mapping[str, torch.Size]) -> None:
+    """Compare what has the same name in the files and in the model. A layout may differ, but the size may not."""
+    shapes = {key: shape for key, (shape, _) in held.items() if key in described}
     differ = [key for key, shape in sorted(shapes.items()) if math.prod(shape) != math.prod(described[key])]
     if differ:
         others = f", and {len(differ) - 1} other tensors differ too" if len(differ) > 1 else ""
@@ -173,18 +163,52 @@ def _check_shapes(name: str, held: Mapping[str, tuple[list[int], str]], describe
         )
 
 
+Held = tuple[Sequence[int], str]
+"""The shape and the type of a tensor in a file, as safetensors names it."""
+
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""Floating-point types, as safetensors names them."""
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def _tensors(path: Path) -> dict[str, tuple[list[int], str]]:
-    """The shape and dtype of every tensor in a file, by its header, which safetensors holds against the file's size."""
+def _tensors(files: Sequence[Path]) -> dict[str, Held]:
+    """Return what the files hold, by name.
+
+    Raises:
+        ValueError: for a name that is in two files, of which transformers would take either, or that is not printable.
+    """
+    tensors: dict[str, Held] = {}
+    for file in files:
+        for key, held in _tensors_of(file):
+            if key in tensors or not key.isprintable():
+                reason = "which another file has too" if key in tensors else "which is not a name of a weight"
+                raise ValueError(f"{file} holds the tensor {key!r}, {reason}. Download the folder again.")
+            tensors[key] = held
+    return tensors
+
+
+def _tensors_of(path: Path) -> Iterator[tuple[str, Held]]:
+    """Yield the tensors of a file by its header, which safetensors holds against the file's size."""
+    if path.suffix != ".safetensors":
+        yield from _pickled_tensors(path)
+        return
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
-            return {key: (its.get_shape(), its.get_dtype()) for key, its in slices.items()}
+            for key in file.keys():  # noqa: SIM118  (no mapping)
+                part = file.get_slice(key)
+                yield key, (part.get_shape(), part.get_dtype())
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Download it again.") from error
+
+
+def _pickled_tensors(path: Path) -> Iterator[tuple[str, Held]]:
+    """Yield the tensors of a pytorch_model.bin, mapped into memory; none of a file that transformers will refuse."""
+    try:
+        content = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    except Exception:  # of an older format, damaged, or with more than tensors in it
+        return
+    for key, value in content.items() if isinstance(content, Mapping) else ():
+        if isinstance(value, torch.Tensor):
+            yield str(key), (list(value.shape), _NAMES.get(value.dtype, str(value.dtype).removeprefix("torch.")))
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
@@ -195,7 +219,8 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     It is made in a process of its own first, once: a configuration may describe billions of modules.
 
     Raises:
-        ValueError: That takes more time or memory than any model, or buffers are larger than any model's.
+        ValueError: That takes more time or memory than any model, or buffers are larger than any model's, or
+            transformers has no such model. The message names config.json.
     """
     is_whole = config.get_text_config() is not config
     model_class = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_whole else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
@@ -203,16 +228,15 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     try:
         if key not in _LARGEST_BUFFERS:
             _LARGEST_BUFFERS[key] = confined(lambda: _largest_buffer(model_class, config), BOUNDS)
-    except OutOfBounds as error:
+        if (largest := _LARGEST_BUFFERS[key]) > _MOST_IN_A_BUFFER:
+            raise OutOfBounds(f"it has a buffer of {largest:,} numbers, and the limit is {_MOST_IN_A_BUFFER:,}")
+        return on_meta(model_class, config)
+    except Exception as error:  # whatever transformers' own code makes of such values
+        kind = "" if isinstance(error, OutOfBounds | ValueError) else f" ({type(error).__name__})"
         raise ValueError(
-            f"no model can be made of this config.json: {error}. Correct it, or download it again."
+            f"--model_name_or_path {config.name_or_path or config.model_type}: no model can be made of its "
+            f"config.json: {' '.join(str(error).split())}{kind}. Correct it, or download it again."
         ) from error
-    if (largest := _LARGEST_BUFFERS[key]) > _MOST_IN_A_BUFFER:
-        raise ValueError(
-            f"this config.json describes a buffer of {largest:,} numbers, and the limit is {_MOST_IN_A_BUFFER:,}. "
-            "Correct it, or download it again."
-        )
-    return on_meta(model_class, config)
 
 
 _LARGEST_BUFFERS: dict[tuple[type[PreTrainedModel], str], int] = {}
@@ -231,13 +255,3 @@ def on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Pre
 def _largest_buffer(model_class: type[PreTrainedModel], config: PretrainedConfig) -> int:
     torch.set_num_threads(1)  # those of the process that was forked are not there
     return max((buffer.numel() for buffer in on_meta(model_class, config).buffers()), default=0)
-
-
-def _parameters(name: str, config: PretrainedConfig) -> dict[str, torch.Size]:
-    """The shapes of those of the model that the configuration describes."""
-    try:
-        return {key: parameter.shape for key, parameter in without_weights(config).named_parameters()}
-    except Exception as error:  # whatever transformers' own code makes of such values
-        raise ValueError(
-            f"--model_name_or_path {name}: no model can be made of its config.json: {error} ({type(error).__name__})."
-        ) from error

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from longctx.model.allow_list import MULTIMODAL_MODELS
 from longctx.model.config_file import (
+    BOUNDS,
     check_config_numbers,
     check_config_values,
     check_model_folder,
@@ -39,8 +40,10 @@ from longctx.model.files import check_no_adapter, check_weight_files, on_meta
 from longctx.model.multimodal import load_text_part, takes_text_alone, text_part
 from longctx.model.quantized import parameter_sizes
 from longctx.model.releases import ADDED_IN
+from longctx.model.saving import generation_config_to_load, keep_generation_config
 from longctx.model.tied_head import untie_as_stored
 from longctx.model.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
+from longctx.untrusted.confined import confined
 from longctx.upstream.transformers_internals import (
     forget_implementations,
     needs_whole_weights,
@@ -202,6 +205,35 @@ def _read_tokenizer(name: str, *, revision: str | None = None, trust_remote_code
     return load()
 
 
+def check_eos_token(tokenizer: Tokenizer) -> None:
+    """Check that the end-of-text token, where there is one, is one token that no ordinary text holds.
+
+    Otherwise documents would have no end: text that happens to end like this token gets none, and each such letter of a
+    text would become one.
+
+    Raises:
+        ValueError: with the token.
+    """
+    token, number = tokenizer.eos_token, tokenizer.eos_token_id
+    if token is None:  # chats end as their template says, and text is refused later
+        return
+    if len(token) < 2 or all(character.isalnum() or character.isspace() for character in token):
+        reason = "which ordinary text holds" if token else "which is empty"
+    else:
+        try:
+            ids = confined(lambda: tokenizer(f"a{token}", add_special_tokens=False)["input_ids"], BOUNDS)
+        except Exception as error:  # damage shows as any error of the code that meets it
+            reason = f"which the tokenizer cannot encode ({error})"
+        else:
+            if ids[-1:] == [number]:
+                return
+            reason = f"which the tokenizer splits into other tokens than its number, {number}"
+    raise ValueError(
+        f"The tokenizer's EOS token is {token[:80]!r}, {reason}: documents would have no end. Name its end-of-text "
+        "token with --eos_token, or correct tokenizer_config.json."
+    )
+
+
 def is_template_file(path: str) -> bool:
     """Whether --chat_template_path means a file, else a tokenizer; as TRL tells them apart."""
     return path.endswith((".jinja", ".j2"))
@@ -268,15 +300,18 @@ def load_model(
     if whole_config is not None and takes_text_alone(whole_config):
         whole_config = None
     check_weight_files(name, whole_config or config, revision=revision)
-    quantized = {} if quantization is None else {"quantization_config": quantization}
+    given: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization}
+    generation = generation_config_to_load(name, config, revision)
     try:
         untie_as_stored(config, name, revision=revision, load=True)
         if whole_config is not None:
-            model, found = load_text_part(name, whole_config, config, dtype=dtype, revision=revision, **quantized)
+            model, found = load_text_part(
+                name, whole_config, config, dtype=dtype, revision=revision, generation=generation, **given
+            )
         else:
             with unpartitioned() if needs_whole_weights(config) else nullcontext():
                 model, found = AutoModelForCausalLM.from_pretrained(
-                    name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **quantized
+                    name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **given, **generation
                 )
     except UnpicklingError as error:
         raise ValueError(
@@ -297,6 +332,7 @@ def load_model(
             f"--model_name_or_path {name} has no weights for {len(missing)} parameters of a {config.model_type} model, "
             f"such as {missing[0]}; they would be initialised at random. {_remedy_for_missing(model, missing)}"
         )
+    keep_generation_config(model, name, revision)
     _freeze_as_declared(model)
     model.tie_weights()  # FSDP2's ranks but the first have compared no values, and left apart what the first has tied
     for module in model.modules():

@@ -7,6 +7,7 @@ decoder and head. Both have a counterpart in a causal language model, which they
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -111,19 +112,21 @@ def load_text_part(
     *,
     dtype: str,
     revision: str | None,
+    generation: Mapping[str, Any],
     **quantized: BitsAndBytesConfig,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the causal language model with the weights of the whole's text part, and what transformers found.
 
     Args:
         config: of the causal language model, as `text_part` returns it.
+        generation: `generation_config`, if not that of the folder.
 
     Raises:
         ValueError: if weights of the text part are missing, or the files have some that the model does not have.
     """
     whole_config = copy.deepcopy(whole_config)
     whole_config.tie_word_embeddings = config.tie_word_embeddings  # as the files have it, or a flag
-    whole = _load_whole(name, whole_config, dtype=dtype, revision=revision, needs_all=False)
+    whole = _load_whole(name, whole_config, dtype=dtype, revision=revision, needs_all=False, **generation)
     states, generation_config = text_states(whole, config), whole.generation_config
     dtype = dtype if dtype != "auto" else str(whole.dtype).removeprefix("torch.")
     del whole
@@ -173,19 +176,26 @@ def _name_of(model: PreTrainedModel, module: torch.nn.Module) -> str:
 
 
 def _load_whole(
-    name: str, config: PretrainedConfig, *, dtype: str, revision: str | None, needs_all: bool = True
+    name: str,
+    config: PretrainedConfig,
+    *,
+    dtype: str,
+    revision: str | None,
+    needs_all: bool = True,
+    **generation: Any,
 ) -> PreTrainedModel:
     """Return the multimodal model, read by transformers.
 
     Args:
         needs_all: whether the parts of images have to be there as well.
+        generation: `generation_config`, if not that of the folder.
 
     Raises:
         ValueError: if weights are missing, or the files have weights of the text part that the model does not have.
     """
     with unpartitioned():
         whole, found = AutoModelForImageTextToText.from_pretrained(
-            name, config=config, dtype=dtype, revision=revision, output_loading_info=True
+            name, config=config, dtype=dtype, revision=revision, output_loading_info=True, **generation
         )
     text_prefixes = tuple(_name_of(whole, part) + "." for part in (decoder_of(whole), whole.get_output_embeddings()))
     if missing := sorted(key for key in found["missing_keys"] if needs_all or key.startswith(text_prefixes)):

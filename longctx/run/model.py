@@ -17,7 +17,6 @@ from longctx.layers.compiled import install_compiled
 from longctx.layers.liger import check_liger, install_liger
 from longctx.model.adapter import add_adapter, changes_base, quantization_of
 from longctx.model.allow_list import kernel_of
-from longctx.model.files import check_savable
 from longctx.model.load import load_model
 from longctx.model.quantized import loading_pieces, make_shardable
 from longctx.parallel import SequenceParallel, parallelize
@@ -40,7 +39,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     """Read the weights, on all ranks together.
 
     Raises:
-        ValueError: if they cannot be read, or the model could not be saved after training.
+        ValueError: if they cannot be read.
     """
     settings = prepared.run.settings
     name = settings["model_name_or_path"]
@@ -48,7 +47,7 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
     # Parameters on NVMe are written there while the model is loaded, in the dtype that is trained.
     on_nvme = run.memory_options.offload_param_device == NVME
     with nullcontext() if on_nvme else loaded_in_fp32(), _loading_quantized(run):
-        model = on_all_ranks(
+        return on_all_ranks(
             lambda: load_model(
                 name,
                 prepared.run.model_config,
@@ -57,9 +56,6 @@ def load(prepared: PreparedRun) -> PreTrainedModel:
                 quantization=quantization_of(settings),
             )
         )
-    parts = [model.config, model.generation_config, prepared.tokenizer] if prepared.args.should_save else []
-    on_all_ranks(lambda: check_savable(name, parts))
-    return model
 
 
 def _loading_quantized(run: Run) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from longctx.data import IGNORE_INDEX, DataError
 from longctx.forecast.model_sizes import ModelSizes, adapter_rows
 from longctx.launch.console import Line
 from longctx.model.files import weight_files
+from longctx.model.saving import damage_of_generation_config
 from longctx.model.tiny import TINY
 from longctx.run.preparation import read_tokenizer, template_notes
 from longctx.settings.run import Run
@@ -49,6 +50,7 @@ def preflight(run: Run) -> list[Line]:
         *_describe_data(documents, run.settings),
         Line("sample", _decoded(documents[0], tokenizer)),
         Line("files", _describe_files(run)),
+        *_describe_generation_config(run),
         Line("disk", _describe_disk(run)),
         *run.describe_batch(),
         *_describe_time(run),
@@ -122,6 +124,11 @@ def _describe_files(run: Run) -> str:
             f"again."
         )
     return f"the weights of {name} are downloaded when the run starts, unless they are in the cache"
+
+
+def _describe_generation_config(run: Run) -> Iterator[Line]:
+    if damage := damage_of_generation_config(run.settings["model_name_or_path"], run.settings["model_revision"]):
+        yield Line("files", f"transformers cannot use generation_config.json: {damage}. It is copied unchanged")
 
 
 def _describe_disk(run: Run) -> str:

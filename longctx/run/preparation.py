@@ -25,7 +25,7 @@ from longctx.attention.choice import Documents
 from longctx.attention.cost import measured
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.launch.console import say
-from longctx.model.load import is_template_file, load_tokenizer, take_chat_template
+from longctx.model.load import check_eos_token, is_template_file, load_tokenizer, take_chat_template
 from longctx.ranks.agreement import broadcast_object, check_agreement, on_all_ranks, storage_of_ranks
 from longctx.run.processes import agree, degrees, start_processes
 from longctx.settings.run import Run
@@ -246,6 +246,7 @@ def read_tokenizer(settings: Mapping[str, Any], model_config: PretrainedConfig) 
                 raise ValueError(f"--{kind} {settings[kind]!r} is not in the tokenizer's vocabulary. Use one that is.")
             setattr(tokenizer, kind, settings[kind])
     vocab_size = model_config.get_text_config().vocab_size
+    check_eos_token(tokenizer)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocab_size:
         raise ValueError(
             f"The tokenizer's pad token {tokenizer.pad_token!r} has number {tokenizer.pad_token_id}, and the model has "

@@ -22,8 +22,6 @@ from longctx.settings.values import Values
 AUTO_FLAGS = ("sp", "memory")
 """Flags that can be auto."""
 
-NO_MODEL = "No model can be made of its config.json."
-
 Resolve = Callable[[Values], Run]
 """Resolves values in which no flag is auto; raises ValueError if such a run is not possible."""
 
@@ -61,7 +59,7 @@ def choose_layout(values: Values, world_size: int, resolve: Resolve) -> Run:
     asked = " and ".join(f"--{name} auto" for name in AUTO_FLAGS if values[name] == AUTO)
     ranked, obstacles = _ranked(values, world_size, resolve)
     if not ranked:
-        raise ValueError(f"{asked}: no arrangement can run. {obstacles[0] if obstacles else NO_MODEL}")
+        raise ValueError(f"{asked}: no arrangement can run. {obstacles[0]}")
     best = ranked[0]
     others = [option for option in ranked[1:] if option.forecast.used <= 1 - FREE_PART]
     return replace(best.run, layout_reason=_reason(asked, best, others[0] if others else None))
@@ -90,7 +88,7 @@ def with_forecast(run: Run, values: Values, resolve: Resolve) -> Run:
     """Return the run with its forecast, and with a warning if it is predicted not to fit."""
     predicted = run.forecast_for()
     run = replace(run, forecast=predicted)
-    if predicted is None or predicted.fits:
+    if predicted.fits:
         return run
     free = values.given(**dict.fromkeys(AUTO_FLAGS, AUTO))
     world_size = run.dims.world_size if run.launched or run.use_cpu else max(run.dims.world_size, run.hardware.gpus)
@@ -112,8 +110,7 @@ def _ranked(values: Values, world_size: int, resolve: Resolve) -> tuple[list[Opt
         except ValueError as error:
             obstacles.append(error)
         else:
-            if predicted is not None:
-                options.append(Option(run=run, forecast=predicted))
+            options.append(Option(run=run, forecast=predicted))
     if values["memory"] == AUTO:
         options += _with_memory_options(values, options, resolve)
     return sorted(options, key=_rank), obstacles
@@ -136,7 +133,7 @@ def _with_memory_options(values: Values, options: list[Option], resolve: Resolve
         with suppress(ValueError):
             tuned = resolve(values.given(**degree, memory=memory, **flags))
             predicted = tuned.forecast_for()
-            if predicted is not None and all(_is_faster(predicted, other.forecast) for other in group):
+            if all(_is_faster(predicted, other.forecast) for other in group):
                 found.append(
                     Option(
                         run=tuned, forecast=predicted, memory_options={k: v for k, v in flags.items() if k != "memory"}

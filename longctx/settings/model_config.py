@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.adapter import changes_base
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, EXPERTS_IMPLEMENTATIONS, check_model, has_experts
 from longctx.model.load import load_config, load_whole_config
@@ -63,6 +64,7 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
     check_model(config)
     _set_experts_implementation(config, experts)
     _set_auxiliary_loss(config, values["router_aux_loss_coef"])
+    ModelSizes.of_config(config)  # a model is made of it before anything else is read
     if values.flags.method.reads_pairs:
         check_model_of_pairs(config)
     if values["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):

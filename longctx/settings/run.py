@@ -142,20 +142,14 @@ class Run:
         )
         return replace(setup, overlap_exchange=self.overlaps_exchange)
 
-    def forecast_for(self, documents: Sequence[int] | None = None) -> ExpectedStep | None:
-        """Return what the run's steps are predicted to take; None for a configuration of which no model can be made.
-
-        Such a model is refused, with the reason, where its files are read.
+    def forecast_for(self, documents: Sequence[int] | None = None) -> ExpectedStep:
+        """Return what the run's steps are predicted to take.
 
         Args:
             documents: lengths of the documents in one sequence; None assumes some where sequences are packed.
         """
-        try:
-            setup = self.memory_setup(min(self.setup.devices_per_node, self.dims.world_size))
-        except Exception:  # whatever transformers makes of a damaged configuration
-            return None
         return expect_step(
-            setup,
+            self.memory_setup(min(self.setup.devices_per_node, self.dims.world_size)),
             self.hardware,
             length=self.settings["max_length"],
             multiple=self.settings["pad_to_multiple_of"],

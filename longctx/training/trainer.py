@@ -45,6 +45,7 @@ from longctx.ranks.watchdog import phase
 from longctx.regions import clock, region
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.shard import check_outputs
+from longctx.training.beforehand import check_before_training
 from longctx.training.callbacks import (
     EpochByRows,
     EpochEndsWithItsStep,
@@ -56,8 +57,8 @@ from longctx.training.callbacks import (
 from longctx.training.data_order import MicroBatch, PlanningCollator, StepSampler, StepStream, StreamCollator
 from longctx.training.engines import saved_buffers_handed_on
 from longctx.training.evaluation import EvaluatingTrainer
-from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.exactness import Exactness
+from longctx.training.metrics import NON_FINITE_FILE, NON_FINITE_REMEDY, NonFinite, NonFiniteError, StepMetrics
 from longctx.training.objective import Objective
 from longctx.training.peak_memory import MemoryWarnings
 from longctx.training.progress import print_lines
@@ -215,6 +216,7 @@ class SequenceTrainer(EvaluatingTrainer):
         zero: Any = getattr(self.model_wrapped, "optimizer", None)
         if hasattr(zero, "check_grad_overflow"):  # ZeRO-1 and 2 would not check in fp32; ZeRO-3 always does
             zero.check_grad_overflow = True
+        check_before_training(self, self._nonfinite_from_start)
         self.step_metrics.start()
         return prepared
 
@@ -411,9 +413,9 @@ class SequenceTrainer(EvaluatingTrainer):
             "learning rate": f"{settings.learning_rate:g}, {settings.lr_scheduler_type.value}",
             "devices": str(dims),
             "attention": "each document alone, as on one device",
+            "exactness": Exactness.read(Path(settings.output_dir)),
         }
         card = model_card(
-            "exactness": Exactness.read(Path(settings.output_dir)),
             repository=str(self.hub_model_id or Path(settings.output_dir).name),
             base_model=self.model.config.name_or_path or None,
             tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],

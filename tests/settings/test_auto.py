@@ -177,14 +177,6 @@ def test_auto_without_a_possible_arrangement_says_why(resolved):
         resolved("--sp", "four")
 
 
-def test_a_config_that_makes_no_model_is_left_to_the_loading_of_it(resolved, monkeypatch):
-    monkeypatch.setattr("longctx.forecast.model_sizes.without_weights", lambda config: 1 / 0)
-    monkeypatch.setattr("longctx.forecast.model_sizes._KNOWN", {})
-    assert resolved("--max_length", "4096").forecast is None
-    with pytest.raises(ValueError, match=r"--sp auto: .*No model can be made of its config\.json"):
-        resolved("--max_length", "4096", "--sp", "auto")
-
-
 @pytest.mark.parametrize(("sp", "steps"), [(1, 2), (2, 4), (8, 16)])
 def test_a_global_batch_is_the_same_on_any_layout(resolved, sp, steps):
     run = resolved("--max_length", "4096", "--sp", str(sp), "--num_processes", "8", "--global_batch_size", "16")

@@ -269,7 +269,7 @@ def test_data_that_cannot_be_trained_on(case, tmp_path, folder_without_weights, 
 def test_pad_token_that_the_model_lacks(tmp_path, refused):
     """The pad token is a part of every padded batch, whatever the documents hold."""
     config = tiny_config()
-    config.vocab_size = 250
+    config.vocab_size, config.pad_token_id = 250, None
     config.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "data.jsonl").write_text(lines(IDS))

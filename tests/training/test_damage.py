@@ -71,7 +71,7 @@ def test_files_of_models(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"x cannot be opened: Not a directory"):
         check_file(tmp_path / "model.safetensors" / "x")
     monkeypatch.setattr("longctx.model.files._MOST_IN_A_BUFFER", 1)
-    with pytest.raises(ValueError, match=r"describes a buffer of .* and the limit is 1"):
+    with pytest.raises(ValueError, match=r"its config\.json: it has a buffer of .* and the limit is 1"):
         without_weights(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=8))
 
 

@@ -22,7 +22,6 @@ from longctx.data import DataError, load_records, tokenize_records
 from longctx.model.config_file import check_config_values
 from longctx.model.load import load_config, load_model, load_tokenizer
 from longctx.model.tiny import tiny_tokenizer
-from longctx.train import main
 from longctx.training.checkpoint.files import (
     CheckpointError,
     Manifest,
@@ -209,18 +208,6 @@ def test_a_configuration_that_hides_a_function_is_refused(folder, values, key):
     change(folder, **values)
     with pytest.raises(ValueError, match=rf"config\.json sets {key}, which is a function"):
         load_config(str(folder))
-
-
-def test_a_model_that_could_not_be_saved_is_refused_before_it_is_trained(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("longctx.run.fit", lambda *_: pytest.fail("it was trained"))
-    (folder / "generation_config.json").write_text(json.dumps({"save_pretrained": 1}))
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"input_ids": [5, 6, 7, 8]}) + "\n")
-    given = ["--model_name_or_path", str(folder), "--dataset_name", str(data), "--max_length", "64", "--max_steps", "1"]
-    assert main([*given, "--output_dir", str(tmp_path / "out"), "--use_cpu", "--report_to", "none"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("longctx: error: ") == 1
-    assert "its GenerationConfig cannot be saved, and neither could the trained model" in error
 
 
 def test_a_model_larger_than_its_files_takes_no_memory(folder):
