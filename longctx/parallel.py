@@ -153,7 +153,7 @@ class SequenceParallel:
             self.routers.expect(len(batches))
         return self.count_over_ranks(sum(map(count_labels, batches)), batches=batches)[0]
 
-    def count_over_ranks(self, *counts: int, batches: Sequence[Mapping[str, Any]]) -> list[int]:
+    def count_over_ranks(self, *counts: int, batches: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the sums over all sequence groups of what each has counted in its batches, which its ranks share.
 
         Raises:
