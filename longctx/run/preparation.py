@@ -42,7 +42,7 @@ from longctx.training.checkpoint import (
 from longctx.training.checkpoint.folder import RunRecord, begin, checkpoint_of, checkpoints, older_named
 from longctx.training.dataset import StreamedData, TrainingData, prepare_data_set
 from longctx.training.engines import configure_deepspeed
-from longctx.training.fingerprint import compare_files, data_identity, reference_identity
+from longctx.training.fingerprint import compare_files, data_identity, is_preference, reference_identity
 from longctx.training.schedule import check_learning_rates, check_training_steps, steps_of_run
 from longctx.upstream.transformers_internals import use_one_device
 
@@ -261,7 +261,7 @@ def template_notes(
     """Return how a run with the chat template of another tokenizer differs from TRL's, if it does."""
     path, rows = settings["chat_template_path"], model_config.get_text_config().vocab_size
     resized = -(-len(tokenizer.get_vocab()) // TRL_ROWS) * TRL_ROWS
-    if not path or is_template_file(path) or resized == rows:
+    if not path or is_template_file(path) or resized == rows or is_preference(settings):  # TRL's DPO takes no template
         return []
     return [
         f"--chat_template_path {path}: TRL would also resize the model's {rows:,} embeddings to {resized:,}, the "

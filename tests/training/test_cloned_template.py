@@ -7,7 +7,9 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer, clone_chat_template
 
-from longctx.model.tiny import tiny_tokenizer
+from longctx.data.kinds import PAIRS
+from longctx.model.tiny import tiny_config, tiny_tokenizer
+from longctx.run.preparation import template_notes
 from longctx.train import main
 from tests.data.test_data import _write_lines
 
@@ -65,3 +67,20 @@ def test_trl_resizes_the_model_and_longctx_says_that_it_does_not(added, models, 
     assert code == 0
     assert losses == pytest.approx(_losses(trainer.state.log_history), abs=2e-5)
     assert NOTE not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "is_said"),
+    [
+        ({}, 272, True),
+        ({}, 320, False),
+        ({"chat_template_path": "a.jinja"}, 272, False),
+        ({"chat_template_path": None}, 272, False),
+        ({"dataset_text_field": PAIRS}, 272, False),  # TRL's DPO has no such flag
+    ],
+)
+def test_the_note_comes_only_where_trl_resizes(changes, rows, is_said):
+    tokenizer, config = tiny_tokenizer(), tiny_config()
+    config.vocab_size = rows
+    settings = {"chat_template_path": "other", "dataset_text_field": "text"} | changes
+    assert bool(template_notes(settings, tokenizer, config)) == is_said
