@@ -32,7 +32,7 @@ ROWS = {
     "lora": 19,
     "policy": 25,
     "preference": 53,
-    "security": 89,
+    "security": 94,
     "train": 66,
     "troubleshooting": 50,
     "verify": 33,

@@ -363,9 +363,8 @@ class MemoryTracer(TorchDispatchMode):
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._modules:
             self._modules.pop()
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                self._mark(parameter, GATHERED)
+        for parameter in module.parameters(recurse=False):
+            self._mark(parameter, GATHERED)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._mark_states()
