@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from tests.golden.compare import changes
-from tests.golden.runs import QUICK, RESUMED, RUNS, Outcome, arguments_of, flat, outcome, tensors_of
+from tests.golden.runs import QUICK, RESUMED, RUNS, Outcome, arguments_of, flat, inputs, outcome, tensors_of
 from tests.workers import run_ranks
 
 TIMED = re.compile(r"second|runtime|memory|mfu|(attention|communication|data)_fraction")
@@ -45,7 +45,8 @@ def golden(quick: bool) -> Iterator[tuple[str, Any]]:
             yield f"{name}: about", _about(ended)
             if manifest := _manifest(ended):
                 yield f"{name}: manifest", manifest
-    decided = {name: (RUNS[name].method, arguments_of(name)) for name in DECIDED}
+    unused = ["--output_dir", str(inputs() / "unused")]
+    decided = {name: (RUNS[name].method, [*arguments_of(name), *unused]) for name in DECIDED}
     for name, names in run_ranks(1, "tests.golden.ranks:decided", decided)[0].items():
         yield f"{name}: what ranks agree on", " ".join(names)
 
