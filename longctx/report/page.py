@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import longctx
@@ -122,7 +120,7 @@ def _write(
         results=results,
         forecast=run.forecast,
         description=run.describe(),
-        command=launch_command(),
+        command=["longctx", run.flags.method.command, *run.flags.arguments],
         given={name: run.settings[name] for name in run.flags.explicit | run.filled},
         settings=run.settings,
         versions=_versions(trainer.sequence.device, run.dims.world_size),
@@ -135,17 +133,6 @@ def _write(
         logger.warning("%s is not written", folder / REPORT_FILE, exc_info=True)
     else:
         show([Line("report", str(path))])
-
-
-def launch_command() -> list[str]:
-    """Return what started this process: the launcher's command line if that names longctx, else its own."""
-    own = psutil.Process()
-    try:
-        parent = own.parent()
-        started = [] if parent is None else parent.cmdline()
-    except psutil.Error:
-        started = []
-    return started if any("longctx" in word for word in started) else own.cmdline() or sys.argv
 
 
 def _versions(device: torch.device, world_size: int) -> dict[str, str]:
@@ -180,6 +167,7 @@ class RunReport:
     description: Sequence[str]
     """The resolved run as it is printed, `name   what`."""
     command: Sequence[str]
+    """The run's own command line: a launcher's, or a shell's, may show what is nobody's business."""
     given: Mapping[str, Any]
     """Flags that the user or the preset set."""
     settings: Mapping[str, Any]

@@ -30,6 +30,7 @@ from longctx.settings.help import (
     todays_name,
 )
 from longctx.settings.methods import SFT, Method
+from longctx.untrusted.files import check_path
 
 MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
 """Flags that --accelerate_config passes on to `accelerate launch`."""
@@ -209,6 +210,16 @@ class Flags:
         return {f.name: self.values[f.name] for f in fields(arguments_type) if f.init and f.name in self.values}
 
 
+_PATHS = (
+    "accelerate_config",
+    "chat_template_path",
+    "dataset_name",
+    "model_name_or_path",
+    "output_dir",
+    "resume_from_checkpoint",
+)
+
+
 def parse_flags(arguments: Sequence[str], method: Method = SFT) -> Flags:
     """Read the command line and its YAML file. No TRL dataclass is built: SFTConfig would start a process group.
 
@@ -230,6 +241,8 @@ def parse_flags(arguments: Sequence[str], method: Method = SFT) -> Flags:
     set_here = parser.given(given)
     values |= set_here
     values.pop("config")
+    for name in _PATHS:
+        check_path(name, values[name])
     return Flags(
         values=values,
         explicit=frozenset(from_file) | (set_here.keys() - {"config"}),

@@ -6,6 +6,7 @@ hub's cache consist of them. Links to folders are not, since they can form a loo
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import os
@@ -30,6 +31,21 @@ def check_file(path: Path) -> Path:
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} is {_kind(mode)}, expected a regular file. Remove it, or name another.")
     return path
+
+
+def check_path(flag: str, value: object) -> None:
+    """Check that the value of a flag, if it names a file or a folder, is one that a file system takes.
+
+    Raises:
+        ValueError: if it is too long, or has a NUL byte.
+    """
+    try:
+        os.lstat(str(value))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            shown, reason = str(value), getattr(error, "strerror", None) or error
+            shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
+            raise ValueError(f"--{flag} {shown!r} cannot be a path: {reason}. Correct it.") from None
 
 
 def check_folder(folder: Path, *, subfolders: bool = False) -> None:

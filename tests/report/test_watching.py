@@ -224,6 +224,8 @@ def test_the_page_of_a_run_is_whole_and_fetches_nothing(run):
     assert not re.search(r"https?://(?!www\.w3\.org)|@import|url\(", html)
     assert TOKEN not in html
     text = " ".join(page.text)
+    [command] = re.findall("<h2>Command</h2><pre[^>]*>(.*?)</pre>", html, flags=re.DOTALL)
+    assert " ".join(re.sub("<[^>]*>", " ", command).split()).startswith("longctx train --")
     for said in (
         RUN_NAME,
         "Finished after 4 steps.",

@@ -416,3 +416,12 @@ def test_a_flag_of_a_newer_trl_is_refused():
     newer = type(flags)(flags.values | {"brand_new": 1}, flags.explicit | {"brand_new"}, flags.arguments)
     with pytest.raises(ValueError, match="--brand_new 1 is refused: it is newer"):
         resolve(newer, read_profile({}), {})
+
+
+@pytest.mark.parametrize("name", ["resume_from_checkpoint", "dataset_name", "model_name_or_path", "chat_template_path"])
+@pytest.mark.parametrize(("value", "reason"), [("x" * 5000, "File name too long"), ("a\0b", "embedded null byte")])
+def test_what_cannot_be_a_path_is_refused_by_its_flag(name, value, reason, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({name: value}))
+    with pytest.raises(ValueError, match=rf"--{name} .* cannot be a path: {reason}\. Correct it\.$"):
+        parse_flags(["--config", str(config)])

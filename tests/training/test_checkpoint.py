@@ -197,6 +197,30 @@ FORGED = {
         _edit_json("trainer_state.json", log_history=[{"step": 1, "loss": "low"}]),
         "trainer_state.json is damaged: log_history has an entry",
     ),
+    "a log of numbers": (
+        _edit_json("trainer_state.json", log_history=[1]),
+        "trainer_state.json is damaged: ",
+    ),
+    "a log without steps": (
+        _edit_json("trainer_state.json", log_history=[{"loss": 1.0}]),
+        "trainer_state.json is damaged: 'step'",
+    ),
+    "a packing of a list": (
+        _edit_json("trainer_state.json", log_history=[{"step": 1, "packing": [1]}]),
+        "trainer_state.json is damaged: log_history has an entry",
+    ),
+    "times in words": (
+        _edit_json("trainer_state.json", log_history=[{"step": 1, "loss": 1.0, "seconds": {"rest": ["long"]}}]),
+        "trainer_state.json is damaged: log_history has an entry",
+    ),
+    "times of no rank": (
+        _edit_json("trainer_state.json", log_history=[{"step": 1, "seconds": {"rest": [1.0], "data": []}}]),
+        "trainer_state.json is damaged: log_history has an entry",
+    ),
+    "memory of no rank": (
+        _edit_json("trainer_state.json", log_history=[{"step": 1, "memory": {"host": {}}}]),
+        "trainer_state.json is damaged: 'gib_by_rank'",
+    ),
     "an unknown field": (_edit_json("trainer_state.json", more=1), "trainer_state.json is damaged: "),
     "no JSON": (lambda folder: (folder / "trainer_state.json").write_text("{"), "trainer_state.json is damaged: "),
     "no state": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json is missing"),
@@ -235,6 +259,26 @@ def test_a_forged_checkpoint_is_refused_by_the_file(case, copied, models, capsys
     error = capsys.readouterr().err
     assert error.count("longctx: error: ") == 1
     assert message in error
+
+
+@pytest.mark.parametrize("is_of_this_run", [True, False])
+def test_a_forged_state_chooses_neither_the_best_model_nor_the_flags(is_of_this_run, copied, models):
+    """The best model is one of this run, wherever the state says that it lies, and flags are this run's."""
+    data, output_dir = copied
+    folder, best = output_dir / "checkpoint-4", output_dir / "checkpoint-2"
+    forged = {"save_steps": 1, "logging_steps": 5, "eval_steps": 1, "max_steps": 0}
+    forged |= {"best_model_checkpoint": "/of/another/run/checkpoint-2", "best_global_step": 2, "best_metric": 1.0}
+    _edit_json("trainer_state.json", **forged)(folder)
+    _sign(folder)
+    if not is_of_this_run:
+        _edit(best, run="another")
+    assert resumed(models, data, output_dir, "--resume_from_checkpoint", str(folder), "--max_steps", "7") == 0
+    state = json.loads((output_dir / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == (str(best) if is_of_this_run else None)
+    assert (state["save_steps"], state["logging_steps"]) == (2, 1)
+    assert state["max_steps"] == state["global_step"] == 7
+    assert sorted(path.name for path in output_dir.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 4, 6, 7)]
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry][-3:] == [5, 6, 7]
 
 
 def test_a_checkpoint_has_no_learning_rates_of_its_own(saved):

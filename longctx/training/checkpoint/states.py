@@ -10,6 +10,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,7 +147,7 @@ def check_side_files(folder: Path, manifest: Manifest, rank: int) -> None:
         if values["global_step"] != manifest.step:
             raise ValueError(f"global_step is {values['global_step']}, and the checkpoint is of step {manifest.step}")
         for entry in values["log_history"]:
-            if any(not isinstance(entry.get(name, 0), int | float) for name in _LOGGED):
+            if not _is_logged(entry):
                 raise TypeError(f"log_history has an entry {str(entry)[:60]!r}")
         for state in (values["stateful_callbacks"] or {}).values():
             if not all(
@@ -172,7 +173,20 @@ _STATE_TYPES: Mapping[str, Any] = {
 }
 """Fields of trainer_state.json that a resumed run uses -> their types."""
 
-_LOGGED = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
+_LOGGED = ("loss", "eval_loss", "grad_norm", "learning_rate", "num_tokens")
+
+
+def _is_logged(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of the log has what the page of a run and the model card take for granted."""
+    seconds, memory = entry.get("seconds", {}), entry.get("memory", {})
+    of_ranks = [*seconds.values(), *(memory[kind]["gib_by_rank"] for kind in ("allocated", "host") if kind in memory)]
+    numbers = [entry["step"], *(entry.get(name, 0) for name in _LOGGED), *chain(*of_ranks)]
+    has_all_ranks = not seconds or len({len(seconds["rest"]), *map(len, seconds.values())}) == 1
+    return has_all_ranks and isinstance(entry.get("packing", {}), dict) and all(map(_is_number, numbers))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def nonfinite_weights(model: nn.Module) -> list[str]:
