@@ -151,9 +151,9 @@ def outcome(given):
 @pytest.mark.parametrize("path", ["{}/secret.txt", "../secret.txt", "link.txt"])
 def test_tokenizer_files_open_nothing_outside_their_folder(folder, tmp_path, monkeypatch, file, key, path):
     (tmp_path / "secret.txt").write_text("a secret\n")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "link.txt").symlink_to("../secret.txt")
+    (here := tmp_path / "some" / "where").mkdir(parents=True)  # ../ leads to the secret from the folder alone
+    monkeypatch.chdir(here)
+    (here / "link.txt").symlink_to("../../secret.txt")
     (folder / file).touch()
     (folder / file).write_text(
         json.dumps(json.loads((folder / file).read_text() or "{}") | {key: path.format(tmp_path)})
