@@ -11,6 +11,7 @@ from trl.scripts.utils import DatasetConfig
 
 from longctx.settings.checks import check
 from longctx.settings.values import Values
+from longctx.untrusted.files import check_path
 
 _OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
 """Flags of a single data set, which TRL ignores beside `datasets`."""
@@ -89,6 +90,7 @@ def _source(entry: object) -> DatasetConfig:
             f"datasets: {values['path']} sets {unknown[0]}, which is not a key. The keys are path, name, split, "
             f"columns and fraction. Give weights with --dataset_weights."
         )
+    check_path("datasets", values["path"])
     source = DatasetConfig(**values)
     for name in ("data_dir", "data_files"):
         if getattr(source, name) is not None:

@@ -331,7 +331,7 @@ def test_a_named_eos_token_comes_before_the_template_s(tmp_path) -> None:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     other = _saved_tokenizer(tmp_path, chat_template=template, eos_token="<|im_end|>")
     settings = {"model_name_or_path": "tiny", "model_revision": None, "trust_remote_code": False, "pad_token": None}
-    for named, expected in ((None, "<|im_end|>"), ("a", "a")):
+    for named, expected in ((None, "<|im_end|>"), ("<|pad|>", "<|pad|>")):
         given = settings | {"chat_template_path": other, "eos_token": named}
         tokenizer = read_tokenizer(given, tiny_config())
         assert (tokenizer.chat_template, tokenizer.eos_token) == (template, expected)

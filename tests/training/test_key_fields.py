@@ -69,7 +69,7 @@ CHANGED = {  # flags of a run and those of one that must not go on from it, on `
     "completion_only_loss": ({"dataset_name": "pairs"}, {"completion_only_loss": "False"}),
     "assistant_only_loss": ({"dataset_name": "chats"}, {"assistant_only_loss": "True"}),
     "chat_template_path": ({"dataset_name": "chats"}, {"chat_template_path": "template"}),
-    "eos_token": ({}, {"eos_token": "a"}),
+    "eos_token": ({}, {"eos_token": "<|im_end|>"}),
     "max_length": ({}, {"max_length": "96"}),
     "shuffle_dataset": ({}, {"shuffle_dataset": "True"}),
     "packing": ({}, {"packing": "False"}),

@@ -77,7 +77,8 @@ def _stamped_long_ago(folder):
         (_partial, AUTO, ""),
         (_only("checkpoint-1"), (), "holds an earlier run (checkpoint-1)"),
         (_only("checkpoint-1", "run.json"), AUTO, ""),
-        (_only("run_report.html"), (), "holds an earlier run (run_report.html)"),
+        (_only("run.json", "run_report.html", "exactness.json"), (), ""),
+        (_only("trainer_state.json"), (), "holds an earlier run (trainer_state.json)"),
         (_only("model.safetensors"), AUTO, "holds a model (model.safetensors) and no checkpoint to go on from"),
         (_weights_only, (), "holds an earlier run"),
         (_weights_only, AUTO, "--model_name_or_path {out}/checkpoint-2 and another --output_dir"),
@@ -148,6 +149,14 @@ def test_the_newest_checkpoint_is_the_one_written_last(trained, tmp_path):
     assert main([*given, "--output_dir", str(output), *again]) == 0
     shutil.move(output / "checkpoint-2", output / "checkpoint-7")
     assert [path.name for path in checkpoints(output)] == ["checkpoint-3", "checkpoint-7", "checkpoint-1"]
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_made_longer(trained, tmp_path, capsys):
+    given, whole = trained
+    output = Path(shutil.copytree(whole, tmp_path / "out", ignore=shutil.ignore_patterns("checkpoint-*")))
+    assert main([*given, "--output_dir", str(output), *AUTO]) == 0
+    assert main([*given, "--output_dir", str(output), *AUTO, "--max_steps", "3"]) == 2
+    assert "2 steps and no checkpoint from which the 3 asked for could be reached" in capsys.readouterr().err
 
 
 def test_a_run_without_a_folder_takes_the_next_free_name(tmp_path, monkeypatch):

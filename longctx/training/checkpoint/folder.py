@@ -52,7 +52,9 @@ _RUN_FILES = (
     *("checkpoint-*", "model.partial", "trainer_state.json", "training_args.bin", "run_report.html"),
     *("nonfinite.jsonl", "profile", EXACTNESS_FILE),
 )
-"""What else a run writes. run.json and exactness.json alone are of a run that ended before its first checkpoint."""
+"""What else a run writes."""
+_REPORTS = {EXACTNESS_FILE, "run_report.html"}
+"""Alone, beside run.json, they are of a run that was refused or ended before its first checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +143,10 @@ def default_folder(*, resuming: bool) -> Path:
 
 
 def _written(folder: Path) -> list[str]:
-    """Return the names in a folder that a run writes."""
+    """Return the names in a folder that a run writes; none if they only tell of one without a step to go on from."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     found = [name for name in names if any(fnmatch.fnmatchcase(name, kind) for kind in (*MODEL_FILES, *_RUN_FILES))]
-    return [] if found == [EXACTNESS_FILE] else found
+    return [] if set(found) <= _REPORTS else found
 
 
 def check_output(
