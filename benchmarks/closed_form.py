@@ -297,7 +297,8 @@ def loss_of_pairs(sequence: Any, batch: Mapping[str, Any]) -> Callable[[Any, Any
     starts = np.flatnonzero(batch["position_ids"][0] == 0)
     row = {"input_ids": batch["input_ids"][0], "reference": np.zeros((len(starts) // 2, 2))}
     fields = objective.collate([row], batch)
-    counts = objective.count([fields])
+    lengths = fields["pairs"].lengths  # not counted by `objective`, which would ask ranks that are not there
+    counts = len(lengths), int(lengths[:, 0].sum())
 
     def loss(model: Any, shard: Any) -> Any:
         outputs = model(**shard.inputs, shift_labels=shard.shift_labels, token_outputs=True, **objective.model_options)
