@@ -139,6 +139,7 @@ def measure(sp: int, logging_steps: int, *, length: int, pairs: int, folder: Pat
     flags = ["--model_name_or_path", "tiny", "--dataset_name", str(data), "--max_length", str(length), "--sp", str(sp)]
     flags += ["--per_device_train_batch_size", "1", "--max_steps", str(WARM_UP + 2 * pairs + 1), "--use_cpu", "True"]
     flags += ["--save_strategy", "no", "--disable_tqdm", "True", "--output_dir", str(folder / "out")]
+    flags += ["--overwrite_output_dir", "True"]
     flags += ["--sp_backend", "ring"] if sp > 1 else []
     result = folder / "result.json"
     own = ["--be_rank", str(result), "--logging_steps", str(logging_steps), "--", *flags]

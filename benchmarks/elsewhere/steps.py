@@ -278,14 +278,14 @@ def longctx_step(
     folder = tempfile.mkdtemp()
     data = Path(folder, "data.jsonl")
     data.write_text("".join(json.dumps({"input_ids": ids, "labels": labels}) + "\n" for ids, labels in documents))
-    flags = [*flags, "--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", folder]
+    flags = [*flags, "--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", f"{folder}/out"]
     flags += ["--packing", "True", "--max_length", str(ROW_LENGTH), "--per_device_train_batch_size", "1"]
     flags += ["--max_steps", "1", "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none"]
     with contextlib.redirect_stderr(io.StringIO()) as messages:
         code = main([*flags, "--disable_tqdm", "True"])
     if code:
         raise RefusedError(messages.getvalue().removeprefix("longctx: error: "))
-    state = Path(folder, "trainer_state.json")  # rank 0 writes it
+    state = Path(folder, "out", "trainer_state.json")  # rank 0 writes it
     return first_log(json.loads(state.read_text())["log_history"]) if state.exists() else {}
 
 

@@ -129,7 +129,7 @@ such errors with either sign. Measured: 2e-6, 5e-4 and 2e-4; on CPUs about the s
 
 def arguments_of(flags, models, tmp_path, data, sp=2):
     common = [*COMMON, *SHAPES["packed"][1], "--sp", str(sp), "--model_name_or_path", models["GQA 4:2"]]
-    return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / "-".join(flags))]
+    return [*common, *flags, "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
 
 
 @pytest.fixture
@@ -153,7 +153,9 @@ def test_training_in_bf16_on_soft_gpus_equals_one_process(
 ):
     """With the kernel that CUDA has for bf16, and the default optimizer, whose kernel is fused there."""
     documents, data = documents_file
-    cases = {case: arguments_of([*flags, "--bf16", "True"], models, tmp_path, data) for case, flags in runs.items()}
+    cases = {
+        case: arguments_of([*flags, "--bf16", "True"], models, tmp_path / case, data) for case, flags in runs.items()
+    }
     losses, norms = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None)[0].items():
         found, found_norms = zip(*results, strict=True)
@@ -194,7 +196,9 @@ OTHER_RUNS = {
 def test_training_on_soft_gpus_equals_one_process(runs, models, tmp_path, documents_file, parity_table, soft_gpus):
     """In fp32, with the tolerances of training on CPUs."""
     documents, data = documents_file
-    cases = {case: arguments_of([*flags, "--bf16", "False"], models, tmp_path, data) for case, flags in runs.items()}
+    cases = {
+        case: arguments_of([*flags, "--bf16", "False"], models, tmp_path / case, data) for case, flags in runs.items()
+    }
     reference = train_reference(models["GQA 4:2"], documents, steps=STEPS, learning_rate=LEARNING_RATE)
     for case, results in soft_gpus.run(2, "tests.training.test_training:run_cases", cases, backend=None)[0].items():
         check(results, reference, case, "soft GPUs", parity_table)
@@ -282,7 +286,7 @@ def test_adapters_are_trained_on_soft_gpus(models, tmp_path, documents_file, sof
     tests/model/test_peft.py compares with one process.
     """
     lora = ["--use_peft", "True", "--bf16", "False", "--lora_target_modules", "all-linear"]
-    cases = {case: arguments_of([*RUNS[case], *lora], models, tmp_path, documents_file[1]) for case in RUNS}
+    cases = {case: arguments_of([*RUNS[case], *lora], models, tmp_path / case, documents_file[1]) for case in RUNS}
     whole = arguments_of([*RUNS["ring, fsdp2"], *lora], models, tmp_path, documents_file[1])
     reference = run_ranks(2, "tests.training.test_training:run_cases", {"whole": whole})[0]["whole"]
     losses, norms = zip(*reference, strict=True)

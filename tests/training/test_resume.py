@@ -311,7 +311,7 @@ def test_an_adapter_is_resumed_on_another_engine(pairs, tmp_path):
         for before, after in engines:
             flags = [*flags_of(after, "fp32", data, {"GQA 4:2": model}), *schedule, *ADAPTERS[adapter]]
             flags += ["--resume_from_checkpoint", f"{tmp_path}/{adapter}/{before}/checkpoint-2"]
-            flags += ["--output_dir", f"{tmp_path}/resumed"]
+            flags += ["--output_dir", f"{tmp_path}/{adapter}/{before} to {after}"]
             resumed[LAYOUTS[after][0]][adapter, before, after] = (after.partition("ZeRO-")[2], flags)
     logs = {}
     for processes, group in ((1, cases[1]), (2, cases[2] | resumed[2]), (1, resumed[1])):
@@ -337,6 +337,7 @@ def run_on_disks_of_their_own(flags, folder):
     said = {"no flag": refusal(flags), "best": refusal([*flags, *each, *EVALUATION])}
     whole = run_once([*flags, *each])
     shutil.rmtree(f"{folder}/{rank}/checkpoint-3")
+    os.remove(f"{folder}/{rank}/run.json")  # which says that the run is finished
     kept = sorted(os.listdir(f"{folder}/{rank}/checkpoint-2"))
     said["in parts"] = refusal([*flags, *each])
     for source, target in ((1, 0), (0, 1)):  # by one rank, the other waits
