@@ -59,21 +59,10 @@ class Peers:
             "False",
         ]
         setups = {"ring": SETUPS["ring, FSDP2"], "ulysses": SETUPS["ulysses, ZeRO-2"]}
-        cases = {
-            name: (
-                [
-                    *common,
-                    *evaluates,
-                    *setup.flags,
-                    "--model_name_or_path",
-                    self.models[name],
-                    "--output_dir",
-                    str(folder / f"out {name}"),
-                ],
-                dict(setup.env),
-            )
-            for name, setup in setups.items()
-        }
+        cases = {}
+        for name, setup in setups.items():
+            paths = ["--model_name_or_path", self.models[name], "--output_dir", str(folder / f"out {name}")]
+            cases[name] = [*common, *evaluates, *setup.flags, *paths], dict(setup.env)
         self.by_rank = run_ranks(2, f"{__name__}:train_all", cases)
         self.expected = {name: self.reference(folder) for name, folder in self.models.items()}
 

@@ -312,16 +312,8 @@ def test_a_mixture_is_prepared_evaluated_and_printed(corpora, tmp_path, capsys):
         f"  - path: {corpora.a}\n    columns: [input_ids, labels]\n  - path: {corpora.b}\n    split: train[:80%]\n"
     )
     config.write_text(f"model_name_or_path: tiny\nmax_length: 160\ndatasets:\n{entries}test_split_size: 0.2\n")
-    given = [
-        "--config",
-        str(config),
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        "1",
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
+    given = ["--config", str(config), "--eval_strategy", "steps", "--eval_steps", "1"]
+    given += ["--output_dir", str(tmp_path / "out")]
     assert main([*given, "--prepare_only", "True"]) == 0
     printed = capsys.readouterr().out
     assert "packing   9 documents" in printed  # of 8, and of 80% of 5, less a fifth

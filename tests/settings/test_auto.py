@@ -38,14 +38,8 @@ def resolved(monkeypatch, tmp_path):
         monkeypatch.setattr("longctx.settings.resolve.device_count", lambda: gpus)
         monkeypatch.setattr(Hardware, "here", lambda gpus: hardware)
         monkeypatch.setattr("longctx.settings.machine_checks.available_host_memory", lambda: host)
-        arguments = [
-            "--model_name_or_path",
-            str(folder),
-            "--dataset_name",
-            "stdlib",
-            "--output_dir",
-            str(tmp_path / "out"),
-        ]
+        arguments = ["--model_name_or_path", str(folder), "--dataset_name", "stdlib"]
+        arguments += ["--output_dir", str(tmp_path / "out")]
         env = dict(env or {})
         return resolve(parse_flags([*arguments, *flags]), read_profile(env), env)
 

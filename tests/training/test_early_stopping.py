@@ -72,16 +72,8 @@ def test_all_ranks_stop_after_the_same_step(layout, stops, resumed, models, tmp_
 
 def test_what_stopped_is_said(models, tmp_path, capsys):
     data = write_jsonl(tmp_path / "data.jsonl", make_documents([41]))
-    flags = [
-        *COMMON,
-        *WORSE,
-        "--early_stopping_patience",
-        "1",
-        "--dataset_name",
-        data,
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
+    flags = [*COMMON, *WORSE, "--early_stopping_patience", "1", "--dataset_name", data]
+    flags += ["--output_dir", str(tmp_path / "out")]
     assert main([*flags, "--model_name_or_path", models["GQA 4:2"]]) == 0
     printed = capsys.readouterr().out
     assert re.search(

@@ -273,7 +273,7 @@ def many_batches(path):
 
 @pytest.mark.parametrize("name", ["data.parquet", "file.arrow", "data.arrow", "saved"])
 def test_data_are_bounded_by_what_they_unpack_to_together(tmp_path, monkeypatch, name):
-    """Nothing is left on the disk, and the first records can be read without those behind them, as --dry_run does."""
+    """No file is left in the cache, and the first records are read without unpacking the rest, as --dry_run needs."""
     path = file = tmp_path / name
     if name == "saved":
         Dataset.from_dict({"text": ["a"]}).save_to_disk(path)
@@ -287,7 +287,12 @@ def test_data_are_bounded_by_what_they_unpack_to_together(tmp_path, monkeypatch,
     if name == "saved":
         return
     unpacked = []
-    counted = lambda batches: (unpacked.append(batch) or batch for batch in errors.within_memory(batches))  # noqa: E731
+
+    def counted(batches):
+        for batch in errors.within_memory(batches):
+            unpacked.append(batch)
+            yield batch
+
     monkeypatch.setattr("longctx.data.files.within_memory", counted)
     records = stream_records(str(path))
     assert len(list(islice(records, 256))) == 256
