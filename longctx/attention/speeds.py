@@ -21,12 +21,13 @@ nothing else writes the file. The constants of a device are:
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from longctx.untrusted.files import written_whole
 
 FILE = Path(__file__).with_name("speeds.toml")
 
@@ -72,9 +73,8 @@ class SpeedTable:
                 f"{_key(name)} = {{ value = {number(c.value)}, source = {_text(c.source)} }}"
                 for name, c in entries.items()
             ]
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text("\n".join([*lines, ""]), encoding="utf-8")
-        unfinished.replace(path)
+        with written_whole(path) as unfinished:
+            unfinished.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
     def value(self, device: str, name: str) -> float:
         """Return the value of one constant."""

@@ -65,7 +65,7 @@ class ChatEncoder(Encoder):
         missing ones."""
 
     def tell_time(self, now: datetime) -> None:
-        """Take this for the present. What the template shows of it becomes part of the options."""
+        """Let the template take this for the present. What it can show of the time becomes part of the options."""
         template = str(self.chat_template or self.tokenizer.chat_template)
         if "strftime_now" in template:
             self.now, self.times = now, _times_shown(template, now)
@@ -176,7 +176,7 @@ class ChatEncoder(Encoder):
         return out
 
     def _render(self, chat: list, index: int, **options: Any) -> Any:
-        """Apply the chat template, to some records twice, since what it gives must depend on the record alone."""
+        """Apply the chat template. Some records are rendered twice: the text may depend on them alone."""
         render = partial(self.tokenizer.apply_chat_template, chat, **options)
         rendered = render()
         if (index < FIRST_RECORDS or index % FIRST_RECORDS == 0) and render() != rendered:
@@ -189,7 +189,7 @@ class ChatEncoder(Encoder):
 
 
 def _times_shown(template: str, now: datetime) -> list[str]:
-    """Return what a template writes of the time: runs of one day share their tokens if it writes the date alone."""
+    """Return what a template writes of the time. If that is the date alone, runs of one day share their tokens."""
     formats = re.findall(r"strftime_now\(\s*(['\"])((?:(?!\1).)*)\1\s*\)", template)
     others = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", template)) > len(formats)
     return [now.isoformat()] if others else [now.strftime(text) for _, text in formats]

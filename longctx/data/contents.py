@@ -11,7 +11,6 @@ import hashlib
 import json
 import stat
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +21,7 @@ import datasets
 import xxhash
 
 from longctx.data.errors import DataError, unreadable
+from longctx.untrusted.files import written_whole
 
 # Raised when the same records would now give other tokens or other rows, or be refused.
 _VERSION = 5
@@ -33,7 +33,7 @@ def cache_key(*parts: Any) -> str:
 
 
 def digest_of(*parts: Any) -> str:
-    """Digest of values of JSON that stays the same from release to release, as checkpoints keep some."""
+    """Return a digest of JSON values. Checkpoints keep such digests, so they must not change between releases."""
     return hashlib.sha256(json.dumps([4, *parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -175,11 +175,6 @@ def _remember(states: Sequence[FileState], digests: Sequence[str]) -> None:
     if time.time_ns() - latest < _SETTLED_SECONDS * 1e9:
         return
     path, key = _entry(states)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with suppress(OSError):  # a full or read-only disk: the files are read again the next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_text(json.dumps({"digests": list(digests), "check": cache_key(key, list(digests))}))
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    # On a full or read-only disk, the files are read again the next time.
+    with suppress(OSError), written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps({"digests": list(digests), "check": cache_key(key, list(digests))}))

@@ -67,17 +67,18 @@ class Encoder:
         return pa.table({name: self._list_array(rows, name, indices) for name, rows in columns.items()})
 
     def _list_array(self, rows: Sequence[np.ndarray], column: str, indices: Sequence[int]) -> pa.ListArray:
-        """Rows of integers as an Arrow list<int32> array [num_rows], once they are known to fit."""
+        """Return rows of integers as an Arrow list<int32> array [num_rows], after a check of their values."""
         ends, values = np.cumsum([len(row) for row in rows]), np.concatenate(rows)
         self._check_values(values, ends, column, indices)
         return list_array(np.concatenate(([0], ends)), pa.array(values.astype(np.int32)))
 
     def _check_values(self, values: np.ndarray, ends: np.ndarray, column: str, indices: Sequence[int]) -> None:
-        """Refuse what is no token id, no label or neither 0 nor 1 in a mask; positions are not looked at.
+        """Refuse token ids and labels outside the vocabulary, and masks other than 0 and 1. Positions are not checked.
 
         Args:
-            values: Of all records, as wide as they were given: a conversion could make a valid value of another one.
-            ends: Where each record's values end, int64 [num_records].
+            values: of all records, in the type in which they were given, since a conversion could turn an invalid value
+                into a valid one.
+            ends: where each record's values end, int64 [num_records].
         """
         limit = 2 if column in MASKS else _INT32_MAX if self.vocab_size is None else self.vocab_size
         wrong = (values < 0) | (values >= limit)

@@ -56,8 +56,8 @@ GROUP_MEMORY_BYTES = 8 << 30
 """The most memory that a record batch (Arrow), or the records of a row group (Parquet) that are unpacked together, may
 take."""
 UNPACKED_TIMES = 1000
-"""How many times as large as their files records may be once they are unpacked, if that is more than
-GROUP_MEMORY_BYTES. Real documents become some ten times as large."""
+"""Unpacked records may be as many times as large as their files, or GROUP_MEMORY_BYTES if that is more. Real documents
+become some ten times as large."""
 
 _STATM = Path("/proc/self/statm")
 
@@ -104,10 +104,10 @@ def too_large(where: str) -> DataError:
 
 
 def bounded_by_files(batches: Iterable[tuple[Path, Any]], files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
-    """Yield record batches of files, until together they are far larger than any data that was packed.
+    """Yield record batches of files, and stop where they become far larger than the files of any real data.
 
     Raises:
-        DataError: then.
+        DataError: when their size exceeds GROUP_MEMORY_BYTES and UNPACKED_TIMES the size of the files.
     """
     packed = sum(file.stat().st_size for file in files)
     limit, unpacked = max(GROUP_MEMORY_BYTES, UNPACKED_TIMES * packed), 0

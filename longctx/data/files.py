@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sysconfig
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,14 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.iterable_dataset import ArrowExamplesIterable
 from datasets.table import table_cast
 
-from longctx.data.contents import FileState, cache_folder, cache_key, check_unchanged, content_digests, file_state
+from longctx.data.contents import (
+    FileState,
+    cache_folder,
+    cache_key,
+    check_unchanged,
+    content_digests,
+    file_state,
+)
 from longctx.data.errors import (
     RECORD_BYTES,
     DataError,
@@ -40,6 +46,7 @@ from longctx.data.errors import (
 )
 from longctx.data.json_records import JsonRecords
 from longctx.data.kinds import record_kind
+from longctx.untrusted.files import written_whole
 
 STDLIB = "stdlib"
 """Value of `--dataset_name` that selects the running Python's own standard-library sources."""
@@ -258,18 +265,13 @@ def _load_arrow(files: Sequence[Path], format_name: str, text_field: str) -> Dat
     fingerprint = cache_key(format_name, content_digests(list(filled)))
     kept = cache_folder() / f"records-{fingerprint}.arrow"
     if not kept.exists():
-        unfinished = kept.with_name(f".{kept.name}.{uuid.uuid4().hex}")
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with written_whole(kept) as unfinished:
             with ArrowWriter(features=next(iter(filled.values())), path=str(unfinished)) as writer:
                 for _, table in datasets.utils.tqdm(_tables(filled, format_name), desc="Reading", unit=" tables"):
                     writer.write_table(table)
                 writer.finalize()
             for file, state in zip(filled, states, strict=True):
                 check_unchanged(file, state)
-            unfinished.replace(kept)
-        finally:
-            unfinished.unlink(missing_ok=True)
     loaded = Dataset.from_file(str(kept))
     loaded._fingerprint = fingerprint
     return loaded
@@ -282,7 +284,7 @@ def _stream_arrow(files: Sequence[Path], format_name: str, text_field: str) -> I
 
 
 def _tables(filled: Mapping[Path, Features], format_name: str) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the records of Parquet or Arrow files, some at a time, with the first file's types, and a name for each."""
+    """Yield the records of Parquet or Arrow files as small tables, each with a key, cast to the first file's types."""
     schema = next(iter(filled.values())).arrow_schema
     batches = ((file, batch) for file in filled for batch in _batches(file, format_name))
     for number, (file, batch) in enumerate(bounded_by_files(batches, list(filled))):
@@ -296,7 +298,7 @@ def _tables(filled: Mapping[Path, Features], format_name: str) -> Iterator[tuple
 def _batches(file: Path, format_name: str) -> Iterator[pa.RecordBatch]:
     with _damage_named(file, format_name):
         for batch in _open(file, format_name)[2]:
-            batch.validate(full=format_name == "arrow")  # whose offsets are taken on trust
+            batch.validate(full=format_name == "arrow")  # reading an Arrow file does not check its offsets
             yield batch
 
 
@@ -356,8 +358,8 @@ def _damage_named(file: Path, format_name: str) -> Iterator[None]:
 def _open(file: Path, format_name: str) -> tuple[pa.Schema, Iterable[int], Iterator[pa.RecordBatch]]:
     """Return the schema of a Parquet or Arrow file, the numbers of its records, and its records.
 
-    An Arrow file is in the format of streams or of files. Its records are counted and, as those of Parquet, unpacked as
-    they are asked for.
+    An Arrow file may have the stream format or the file format. Records are counted and unpacked only as they are asked
+    for.
     """
     if format_name == "parquet":
         parquet = pq.ParquetFile(file)

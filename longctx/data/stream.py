@@ -39,7 +39,7 @@ class DocumentStream:
         """
         self.encoder, self.place = encoder, place
         self.key = encoder_key(encoder)
-        """Digest of what makes the documents, of now: SFTTrainer changes the tokenizer later."""
+        """Digest of what makes the documents. It is taken here, because SFTTrainer changes the tokenizer later."""
         self.records = records.with_format("arrow") if encoder.tokenizer is None else records
 
     def __iter__(self) -> Iterator[dict[str, NDArray[np.int32]]]:
@@ -112,6 +112,6 @@ def tokenize_stream(
     records, encoder = choose_encoder(records, tokenizer, **options)
     if encoder.tokenizer is not None:
         encoder.start()
-    if isinstance(encoder, ChatEncoder):  # a template that gives ranks different text is refused before training
+    if isinstance(encoder, ChatEncoder):  # refuses, before training, a template that leaves something to chance
         next(DocumentStream(records.take(FIRST_RECORDS), encoder, place).tables())
     return DocumentStream(records, encoder, place)

@@ -292,7 +292,7 @@ def check_tokenizer_files(name: str, revision: str | None) -> None:
 
 
 def _check_named_files(path: Path, values: Mapping[str, Any]) -> None:
-    """Refuse values, alone or in a list such as `init_inputs`, that are the path of a file outside the folder."""
+    """Refuse a value that is the path of a file outside the folder, by itself or in a list such as `init_inputs`."""
     for key, value in values.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and key != "chat_template" and _is_file_outside(text, path.parent):

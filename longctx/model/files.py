@@ -140,7 +140,7 @@ def _regular(path: Path) -> Path:
 def _check_dtypes(name: str, held: Mapping[str, Held], described: Mapping[str, torch.Size]) -> None:
     """Refuse weights that are no plain floating-point numbers, which transformers would convert without their scales.
 
-    A buffer, such as a mask, may be of another type; its name does not end like that of a weight.
+    Buffers, such as masks, may have other types. Their names do not end like those of weights.
     """
     for key, (_, dtype) in sorted(held.items()):
         if dtype not in _FLOATS and (key in described or key.endswith(".weight")):
@@ -151,7 +151,7 @@ def _check_dtypes(name: str, held: Mapping[str, Held], described: Mapping[str, t
 
 
 def _check_shapes(name: str, held: Mapping[str, Held], described: Mapping[str, torch.Size]) -> None:
-    """Compare what has the same name in the files and in the model. A layout may differ, but the size may not."""
+    """Compare the sizes of tensors that both the files and the model have. Their layouts may differ."""
     shapes = {key: shape for key, (shape, _) in held.items() if key in described}
     differ = [key for key, shape in sorted(shapes.items()) if math.prod(shape) != math.prod(described[key])]
     if differ:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+
+from longctx.untrusted.files import written_whole
 
 from .overlong import PackingReport
 from .plan import Packing
@@ -26,17 +27,10 @@ def save_plan(folder: Path, key: str, packing: Packing, report: PackingReport) -
     Raises:
         OSError: if the file cannot be written.
     """
-    path = plan_path(folder, key)
-    folder.mkdir(parents=True, exist_ok=True)
     arrays = {name: getattr(packing, name) for name in _ARRAYS if getattr(packing, name) is not None}
     header = {"key": key, "capacity": packing.capacity, "report": asdict(report), "arrays": list(arrays)}
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(unfinished, "xb") as file:
-            np.savez(file, header=np.array(json.dumps(header)), **arrays)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with written_whole(plan_path(folder, key)) as unfinished, open(unfinished, "xb") as file:
+        np.savez(file, header=np.array(json.dumps(header)), **arrays)
 
 
 def load_plan(folder: Path, key: str) -> tuple[Packing, PackingReport] | None:

@@ -28,6 +28,7 @@ from longctx.settings.run import Run
 from longctx.training.checkpoint.folder import checkpoints
 from longctx.training.exactness import EXACTNESS_FILE, Exactness
 from longctx.training.trainer import SequenceTrainer
+from longctx.untrusted.files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -180,13 +181,8 @@ class RunReport:
     def write(self, folder: Path) -> Path:
         """Write the page; a reader sees the whole page or the earlier one."""
         path = folder / REPORT_FILE
-        partial = path.with_name(f".{REPORT_FILE}.{os.getpid()}")
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(self.html(), encoding="utf-8", errors="replace")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with written_whole(path) as unfinished:
+            unfinished.write_text(self.html(), encoding="utf-8", errors="replace")
         return path
 
     def html(self) -> str:

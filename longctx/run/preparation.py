@@ -39,7 +39,7 @@ from longctx.training.checkpoint import (
     optimization_flags,
     read_manifest,
 )
-from longctx.training.checkpoint.folder import RunRecord, begin, checkpoint_of, checkpoints, older_named
+from longctx.training.checkpoint.folder import RunRecord, begin, checkpoint_of, checkpoints, is_path, older_named
 from longctx.training.dataset import StreamedData, TrainingData, prepare_data_set
 from longctx.training.engines import configure_deepspeed
 from longctx.training.fingerprint import compare_files, data_identity, is_preference, reference_identity
@@ -107,7 +107,7 @@ def prepare(run: Run) -> PreparedRun:
     resume_from = checkpoint_to_resume(run, args, identity)
     is_finished = _is_finished(run, args, steps_of_run(args, data.rows, run.dims.dp))
     if not is_finished:
-        _take_output(run, args, began)
+        _take_folder(run, args, began)
     return PreparedRun(
         run=run,
         args=args,
@@ -126,7 +126,8 @@ def _is_finished(run: Run, args: SFTConfig, num_steps: int) -> bool:
     Raises:
         CheckpointError: if it is finished with fewer steps, and has left no checkpoint to go on from.
     """
-    if run.settings["resume_from_checkpoint"] not in ("auto", "True", "true"):
+    asked = run.settings["resume_from_checkpoint"]
+    if asked is None or is_path(str(asked)):
         return False
     folder = Path(args.output_dir)
     record = RunRecord.read(folder) if args.process_index == 0 else None
@@ -170,7 +171,7 @@ def _began(run: Run, args: SFTConfig) -> datetime:
     return datetime.fromisoformat(broadcast_object(on_all_ranks(stored) or datetime.now().isoformat()))
 
 
-def _take_output(run: Run, args: SFTConfig, began: datetime) -> None:
+def _take_folder(run: Run, args: SFTConfig, began: datetime) -> None:
     """Write run.json, after all that may refuse the run; delete what --overwrite_output_dir allows."""
 
     def take() -> None:

@@ -1,4 +1,4 @@
-"""Look at a model once its engine has wrapped it and the Trainer has made its last changes, before step 1."""
+"""Check a model before step 1, once its engine has wrapped it and the Trainer has made its last changes."""
 
 from __future__ import annotations
 

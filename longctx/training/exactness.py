@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from longctx.untrusted.files import written_whole
 
 EXACTNESS_FILE = "exactness.json"
 """The name of the file, in output_dir."""
@@ -70,9 +71,8 @@ class Exactness:
 
     def write(self, folder: Path) -> None:
         """Write the file atomically."""
-        partial = folder / f".{EXACTNESS_FILE}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-        os.replace(partial, folder / EXACTNESS_FILE)
+        with written_whole(folder / EXACTNESS_FILE) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     def __str__(self) -> str:
         if not self.compared or self.loss is None or self.grad_norm is None:

@@ -171,7 +171,7 @@ def f_divergence_scores(ratios: Tensor, flags: Mapping[str, Any]) -> Tensor:
 
 
 def uses_reference(flags: Mapping[str, Any]) -> bool:
-    """Whether losses or logged rewards compare with a reference model: those of all losses but SimPO, as in TRL."""
+    """Return whether losses or logged rewards compare with a reference model. As in TRL, only SimPO's do not."""
     return not flags["reference_free"] and "simpo" not in flags["loss_type"]
 
 

@@ -59,7 +59,7 @@ COLUMNS = {
 
 
 EXPENDABLE = "tokens_per_second_per_device"
-"""The column that a terminal has no room for if it is too narrow for all."""
+"""The column that is left out where a terminal is too narrow for all."""
 
 
 class StepTable:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -30,6 +29,7 @@ from longctx.training.data_order import StepSampler
 from longctx.training.fingerprint import column_arrays, digest
 from longctx.training.metrics import NonFiniteError
 from longctx.training.preference import PreferenceLoss, uses_reference
+from longctx.untrusted.files import written_whole
 
 
 class ReferencedPreferenceLoss(PreferenceLoss):
@@ -143,15 +143,10 @@ def _read(path: Path, num_pairs: int) -> NDArray[np.float64] | None:
 
 def _write(path: Path, values: NDArray[np.float64]) -> bool:
     """Write the values, which a reader sees whole or not at all, and return whether that was possible."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(unfinished, "xb") as file:
+        with written_whole(path) as unfinished, open(unfinished, "xb") as file:
             np.save(file, values)
-        unfinished.replace(path)
     except OSError as error:
         logging.getLogger(__name__).warning("the reference's log-probabilities are not kept: %s", error)
         return False
-    finally:
-        unfinished.unlink(missing_ok=True)
     return True

@@ -1,7 +1,8 @@
 """What a folder of unknown origin may hold: regular files, and links that do not lead out of it.
 
 Reading a pipe, a socket or a device may never end. Links to regular files are followed, since the snapshots of the
-hub's cache consist of them. Links to folders are not, since they can form a loop.
+hub's cache consist of them. Links to folders are not, since they can form a loop. Files of our own are written by
+`written_whole`, so that no reader meets half of one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -133,3 +135,18 @@ def _is_hidden(path: Path, dotted: list[str]) -> bool:
         part.startswith(".") and not any(fnmatch.fnmatchcase(part, pattern) for pattern in dotted)
         for part in path.parts
     )
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which then takes the place of `path`: a reader sees the whole file or the one before.
+
+    The folder is created if it is missing. After an error, nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

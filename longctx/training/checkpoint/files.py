@@ -78,9 +78,9 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path in the folder -> `bytes` and `xxh3` of the file."""
     run: str = ""
-    """Id of the run, as in run.json; empty in checkpoints of earlier releases, whose serial is 0."""
+    """Id of the run, as in run.json. Checkpoints of earlier releases have none, and their serial is 0."""
     serial: int = 0
-    """1 + the highest serial in the output folder, so that checkpoints have an age even if a run began again."""
+    """One more than the highest serial in the output folder, so that the newest is known even after a restart."""
     began: str = ""
     """When the run began, in local time and ISO 8601: what chat templates are told if they ask for the time."""
     format: int = FORMAT

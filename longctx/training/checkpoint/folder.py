@@ -36,6 +36,7 @@ from longctx.training.checkpoint.files import (
     step_of,
 )
 from longctx.training.exactness import EXACTNESS_FILE
+from longctx.untrusted.files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ _RUN_FILES = (
 )
 """What else a run writes."""
 _REPORTS = {EXACTNESS_FILE, "run_report.html"}
-"""Alone, beside run.json, they are of a run that was refused or ended before its first checkpoint."""
+"""If a folder holds nothing else but run.json, its run was refused, or ended before its first checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class RunRecord:
     id: str
     started: str
     launch: str
-    """What all attempts of one launch share: a SLURM job, torchrun's --rdzv_id, or its process."""
+    """Identifies a launch, with all of its attempts: SLURM's job, torchrun's --rdzv_id, or the launcher's process."""
     host: str = ""
     pid: int | None = None
     """Process of the rank that writes; None once the run has ended by itself."""
@@ -74,7 +75,7 @@ class RunRecord:
     finished: int | None = None
     """Steps of a run that was trained to its end."""
     began: str
-    """When the run began, as its checkpoints say, too. `started` is the time of its last attempt."""
+    """When the run began, which its checkpoints say as well. `started` is the time of the last attempt."""
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord | None:
@@ -94,9 +95,8 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         """Write run.json atomically."""
-        partial = folder / f".{RUN_FILE}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-        os.replace(partial, folder / RUN_FILE)
+        with written_whole(folder / RUN_FILE) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     def is_alive(self, folder: Path, timeout: float) -> bool:
         """Return whether another process still writes there.
@@ -111,7 +111,9 @@ class RunRecord:
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.process_started) < 1
-            return is_same and process.status() != psutil.STATUS_ZOMBIE  # killed, and its parent has not asked
+            return (
+                is_same and process.status() != psutil.STATUS_ZOMBIE
+            )  # a killed process whose parent has not waited for it
         return False
 
 
@@ -144,7 +146,7 @@ def default_folder(*, resuming: bool) -> Path:
 
 
 def _written(folder: Path) -> list[str]:
-    """Return the names in a folder that a run writes; none if they only tell of one without a step to go on from."""
+    """Return the names in a folder that a run writes. Mere reports of a run without a checkpoint do not count."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     found = [name for name in names if any(fnmatch.fnmatchcase(name, kind) for kind in (*MODEL_FILES, *_RUN_FILES))]
     return [] if set(found) <= _REPORTS else found
@@ -158,8 +160,8 @@ def check_output(
     Args:
         asked: --resume_from_checkpoint.
         overwrite: --overwrite_output_dir.
-        timeout: see `RunRecord.is_alive`. None asks for no living run, as in all ranks but the first, which may be on
-            another host than the run that has ended.
+        timeout: see `RunRecord.is_alive`. With None, the folder is not checked for a living run: ranks other than the
+            first may be on another host than that of run.json, and could not tell.
         reads: flags and the files or folders that they name.
 
     Raises:
@@ -177,7 +179,7 @@ def check_output(
         )
     if asked is not None:
         checkpoint_of(asked, folder)
-    goes_on_here = asked is not None and (not _is_path(asked) or Path(asked).absolute().parent == folder.absolute())
+    goes_on_here = asked is not None and (not is_path(asked) or Path(asked).absolute().parent == folder.absolute())
     if (written := _written(folder)) and not (overwrite or goes_on_here):
         held = ", ".join(written[:4]) + (f" and {len(written) - 4} more" if len(written) > 4 else "")
         raise ValueError(
@@ -201,7 +203,6 @@ def begin(
     """
     if not is_restarted(folder, env):
         _check_free(folder, timeout)
-    folder.mkdir(parents=True, exist_ok=True)
     deleted = _written(folder) if overwrite else []
     for path in (*(folder / name for name in deleted), *folder.glob(f"checkpoint-*{PARTIAL}")):
         if path.is_dir() and not path.is_symlink():
@@ -223,7 +224,7 @@ def begin(
 
 
 def stamp(folder: Path) -> None:
-    """Record that the run is alive."""
+    """Record that the run is alive, by the time at which run.json was changed."""
     with suppress(OSError):
         os.utime(folder / RUN_FILE)
 
@@ -262,16 +263,9 @@ def _check_apart(folder: Path, flag: str, read: Path) -> None:
     if not os.path.lexists(read):
         return  # a name on the hub, or a pattern
     output, read = folder.resolve(), read.resolve()
-    relation = (
-        "is"
-        if output == read
-        else "contains"
-        if output in read.parents
-        else "lies in"
-        if read in output.parents
-        else ""
-    )
-    if relation:
+    relations = {"is": output == read, "contains": output in read.parents, "lies in": read in output.parents}
+    relation = next((name for name, holds in relations.items() if holds), None)
+    if relation is not None:
         raise ValueError(
             f"--output_dir {folder} {relation} what --{flag} {read} names, and the run would write over what it reads. "
             "Name another folder."
@@ -283,8 +277,12 @@ def _check_apart(folder: Path, flag: str, read: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, newest first: by their serial, which restarts count on, and their step."""
-    found = [path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted((path for path in found if (path / MANIFEST).is_file()), key=_age, reverse=True)
+    return sorted((path for path in _named(folder) if (path / MANIFEST).is_file()), key=_age, reverse=True)
+
+
+def _named(folder: Path) -> list[Path]:
+    """Return what has the name of a checkpoint, complete or not."""
+    return [path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
 
 
 def next_serial(folder: Path) -> int:
@@ -317,14 +315,14 @@ def checkpoint_of(asked: str, folder: Path) -> Path | None:
     Raises:
         CheckpointError: if there is none; `auto` returns None in a folder that no run has written to.
     """
-    if _is_path(asked):
+    if is_path(asked):
         if not Path(asked).is_dir():
             raise CheckpointError(f"--resume_from_checkpoint {asked} is not a folder. Give one, or auto.")
         with older_named(Path(asked)):
             read_manifest(Path(asked))
         return Path(asked)
     complete = checkpoints(folder)
-    others = [path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path not in complete]
+    others = [path for path in _named(folder) if path not in complete]
     newest = max((*complete[:1], *others), key=lambda path: path.stat().st_mtime, default=None)
     if newest is not None and newest in others:
         raise CheckpointError(
@@ -349,7 +347,8 @@ def checkpoint_of(asked: str, folder: Path) -> Path | None:
     return None
 
 
-def _is_path(asked: str) -> bool:
+def is_path(asked: str) -> bool:
+    """Return whether --resume_from_checkpoint names a checkpoint, and not the newest."""
     return asked not in ("auto", "True", "true")
 
 
@@ -389,7 +388,7 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
     if not limit or limit < 0:
         return
     now = step_of(folder)
-    others = [path for path in folder.parent.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    others = [path for path in _named(folder.parent) if path.is_dir()]
     # `folder`, then by age; without serials, later steps are of a run that this one repeats, perhaps because of them.
     others.sort(key=lambda path: (-_serial(path), step_of(path) > now, now - step_of(path)))
     kept = {path for path in others if path == folder or (best and path == Path(best))}
@@ -402,7 +401,7 @@ def rotate(folder: Path, *, limit: int | None, best: str | None) -> None:
 
 
 def how_to_resume(folder: Path) -> str:
-    """Return a sentence with the flag that resumes the newest complete checkpoint."""
+    """Return a sentence that names the newest complete checkpoint and the flag to resume it with."""
     last = next(iter(checkpoints(folder)), None)
     if last is None:
         return f"There is no checkpoint in {folder} to go on from (--save_steps writes some)."
