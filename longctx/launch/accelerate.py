@@ -1,0 +1,107 @@
+"""`accelerate launch` with a profile, in the place of this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from longctx.launch.slurm import read_step
+from longctx.untrusted.working_directory import without_working_directory
+
+MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
+"""Flags that --accelerate_config passes on to `accelerate launch`."""
+
+
+def relaunch(
+    values: Mapping[str, Any], arguments: Sequence[str], *, is_launched: bool, module: str = "longctx.train"
+) -> None:
+    """Replace this process by `accelerate launch --config_file … -m longctx.train …` for --accelerate_config.
+
+    --num_processes overrides the profile's. In a step of `srun` with one task per node, the nodes become accelerate's
+    machines.
+
+    Args:
+        values: the values of flags; `accelerate_config` names the profile.
+        arguments: the command line.
+        is_launched: whether a launcher has started this process.
+
+    Raises:
+        ValueError: inside a launched process, where a profile comes too late; with several tasks per node; or if there
+            is no such profile.
+    """
+    name = values["accelerate_config"]
+    if is_launched:
+        raise ValueError(
+            f"--accelerate_config {name} comes too late: the launcher has started this process already. "
+            f"Use accelerate launch --config_file {name} -m {module} …, or python -m {module}."
+        )
+    path = find_profile(name)
+    chosen = {} if values["num_processes"] is None else {"num_processes": values["num_processes"]}
+    machines: dict[str, Any] = {}
+    if (step := read_step(os.environ)) is not None:
+        if max(step.tasks) > 1:
+            raise ValueError(
+                f"--accelerate_config {name} in {max(step.tasks)} tasks on a node: accelerate launch starts the "
+                "processes of a node itself. Start one task a node (srun --ntasks-per-node 1), or leave the flag out "
+                "and set what the profile sets by flags."
+            )
+        where = {"machine_rank": step.node, "main_process_ip": step.address, "main_process_port": step.port}
+        machines = {"num_machines": step.nodes, **where}
+    machines |= {flag: values[flag] for flag in MACHINE_FLAGS if values[flag] is not None}
+    if machines:  # else accelerate starts DeepSpeed's other nodes from the first one, by pdsh
+        machines["deepspeed_multinode_launcher"] = "standard"
+    rest: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        flag, equals, _ = argument.partition("=")
+        if flag.lstrip("-").replace("-", "_") not in ("accelerate_config", *MACHINE_FLAGS) or flag[:2] != "--":
+            rest.append(argument)
+        elif not equals:
+            next(left)
+    os.environ.update(without_working_directory())
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
+    launcher += [word for flag, value in (chosen | machines).items() for word in (f"--{flag}", str(value))]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*launcher, "-m", module, *rest])
+
+
+def find_profile(name: str) -> Path:
+    """Return the path of a profile, given as that path or by its name in configs/.
+
+    Raises:
+        ValueError: if it is neither; the message lists the names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    shipped = {path.stem: path for path in shipped_configs().glob("*.yaml")}
+    if name not in shipped:
+        raise ValueError(
+            f"--accelerate_config {name} is neither a file nor one of the profiles {', '.join(sorted(shipped))}."
+        )
+    return shipped[name]
+
+
+def shipped_configs() -> Path:
+    """Return the folder of shipped profiles: the repository's configs/, which the wheel holds as longctx/configs."""
+    return Path(str(files("longctx") / "configs"))
+
+
+def default_config_file() -> Path | None:
+    """Return the file that `accelerate config` writes and `accelerate launch` reads by default, if it exists."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    path = Path(home).expanduser() / "accelerate" / "default_config.yaml"
+    return path if path.is_file() else None
+
+
+def who_starts(num_processes: int, module: str = "longctx.train", *, only_one_started: bool) -> str:
+    """Return a message on why this process starts the others."""
+    if only_one_started:
+        return (
+            "accelerate starts one process on a machine without a GPU, whatever its num_processes says, so "
+            f"{module} starts {num_processes}; --num_processes after -m {module} asks for more."
+        )
+    return f"no launcher started {num_processes} processes, so {module} does."
