@@ -12,13 +12,14 @@ from importlib import import_module
 import shtab
 
 from longctx.__main__ import COMMANDS
-from longctx.settings.flag_sources import Flag
-from longctx.settings.help import SHORT_HELP, flags
-from longctx.settings.methods import DPO, SFT, Method
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
+from longctx.settings.schema import BOOL, FOLDER, PATH, Flag, Method
+from longctx.verify.__main__ import VERIFY
 
 SHELLS = ("bash", "zsh", "fish")
-FILES = ("accelerate_config", "chat_template_path", "config", "dataset_name")
-FOLDERS = ("model_name_or_path", "output_dir", "resume_from_checkpoint")
+COMPLETE = {PATH: shtab.FILE, FOLDER: shtab.DIRECTORY}
+"""What a shell completes, by the kind of a flag."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,32 +46,25 @@ def _command_line() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():
-        method = DPO if name == "dpo" else SFT
-        parts = [_flags_of(method)] if name in ("train", "dpo", "verify") else []
-        if name not in ("train", "dpo"):
-            parts.append(import_module(command.module)._parser())
-        commands.add_parser(name, help=command.purpose, parents=parts, add_help=False)
+        methods = {"train": SFT, "dpo": DPO, "verify": VERIFY}
+        of_command = _flags_of(methods[name]) if name in methods else import_module(command.module)._parser()
+        commands.add_parser(name, help=command.purpose, parents=[of_command], add_help=False)
     return parser
 
 
 def _flags_of(method: Method) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    summaries = {name: text for group in SHORT_HELP.values() for name, text in group.items()}
-    summaries |= method.help
-    known = flags(method) or {}
-    for name in {**known, **summaries}:
-        flag = known.get(name)
-        summary = summaries.get(name) or (flag.help.partition(". ")[0] if flag else "")
-        action = parser.add_argument(f"--{name}", help=summary.replace("%", "%%"), choices=_choices(flag))
-        if name in FILES:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif name in FOLDERS:
-            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    for name, meaning in {"config": "Read flags from a YAML file", "help-all": "List every flag"}.items():
+        action = parser.add_argument(f"--{name}", help=meaning)
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    for flag in method.flags.values():
+        summary = flag.help.partition(". ")[0].removesuffix(".").replace("%", "%%")
+        action = parser.add_argument(f"--{flag.name}", help=summary, choices=_choices(flag))
+        if flag.kind in COMPLETE:
+            action.complete = COMPLETE[flag.kind]  # type: ignore[attr-defined]
     return parser
 
 
-def _choices(flag: Flag | None) -> tuple[str, ...] | None:
+def _choices(flag: Flag) -> tuple[str, ...] | None:
     """Return the values that a flag takes, or None for others than a few words."""
-    if flag is None:
-        return None
-    return ("True", "False") if flag.is_switch else flag.choices or None
+    return ("True", "False") if flag.kind is BOOL else flag.choices or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from longctx import train
-from longctx.settings.methods import DPO
+from longctx.settings.dpo import DPO
 
 
 def main(arguments: list[str] | None = None) -> int:

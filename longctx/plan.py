@@ -128,9 +128,9 @@ def _plan(options: argparse.Namespace) -> int:
     from longctx.forecast.candidates import candidates
     from longctx.model.allow_list import check_model
     from longctx.model.load import load_config
-    from longctx.model.rope import extended, parse_rope_scaling
+    from longctx.model.rope import extended, parse_rope_scaling, replacement
     from longctx.model.tied_head import untie_as_stored
-    from longctx.report.plan_text import as_text, first_answer
+    from longctx.report.plan_text import Commands, as_text, first_answer
 
     if options.output is not None and find_spec("matplotlib") is None:
         raise ValueError(
@@ -138,24 +138,36 @@ def _plan(options: argparse.Namespace) -> int:
         )
     config = load_config(options.model_name_or_path, revision=options.model_revision)
     untie_as_stored(config, options.model_name_or_path, revision=options.model_revision)
+    replaced = ""
     if scaling := parse_rope_scaling(options.rope_scaling):
+        replaced = replacement(config, scaling)
         config = extended(config, scaling)
     check_model(config)
+    commands = Commands(
+        config=config,
+        model=options.model_name_or_path,
+        revision=options.model_revision,
+        rope_scaling=options.rope_scaling,
+        replaced=replaced,
+        adapter=_adapter(options),
+        gpus_per_node=options.gpus_per_node,
+        module=f"longctx.{options.method}",
+    )
     machine = _machine(options)
     presets = options.memory or (
         ["balanced", AUTO] if options.load_in_4bit else ["balanced", "longest", "fastest", AUTO]
     )
     found = candidates(config, machine, presets=presets, settings=_adapter(options))
     if options.no_calibration:
-        plan = _planned(options, config, machine, presets, found, [])
+        plan = _planned(options, commands, machine, presets, found, [])
     else:
-        first = _planned(options, config, machine, presets, found, [], with_table=False)
+        first = _planned(options, commands, machine, presets, found, [], with_table=False)
         if not options.json:
             print(first_answer(first.result), flush=True)
         from longctx.forecast.calibrate import calibrate, corrected
 
         calibrations = calibrate(config, found)
-        plan = _planned(options, config, machine, presets, corrected(found, machine, calibrations), calibrations)
+        plan = _planned(options, commands, machine, presets, corrected(found, machine, calibrations), calibrations)
         plan.result["changed"] = _label(first.best) != _label(plan.best)
     if options.trace and plan.best is not None:
         plan.result["trace"] = _retraced(config, plan.best, machine)
@@ -191,7 +203,7 @@ def _label(best: Any) -> str | None:
 
 def _planned(
     options: argparse.Namespace,
-    config: Any,
+    commands: Any,
     machine: Any,
     presets: Sequence[str],
     found: Sequence[Any],
@@ -202,10 +214,9 @@ def _planned(
     from longctx.forecast.candidates import next_best, outlook, recommend
     from longctx.forecast.documents import drawn_from, one_document, one_pair
     from longctx.model.branches import branch_obstacle
-    from longctx.report.plan_text import Commands
 
     of_pairs = options.method == "dpo"
-    shares = of_pairs and branch_obstacle(config, backend_has_branches=True, is_chunked=False) is None
+    shares = of_pairs and branch_obstacle(commands.config, backend_has_branches=True, is_chunked=False) is None
     fill = one_pair if of_pairs and not shares else one_document
     documents = fill if options.document_lengths is None else drawn_from(options.document_lengths)
     lengths = sorted({*options.lengths, *([options.max_length] if options.max_length else [])})
@@ -217,15 +228,6 @@ def _planned(
     there = [outlooks[lengths.index(wanted)] for outlooks in table.values()]
     best = recommend(there)
     second = None if best is None else next_best(there)
-    commands = Commands(
-        config=config,
-        model=options.model_name_or_path,
-        revision=options.model_revision,
-        rope_scaling=options.rope_scaling,
-        adapter=_adapter(options),
-        gpus_per_node=options.gpus_per_node,
-        module=f"longctx.{options.method}",
-    )
     result = {
         "method": options.method,
         "shares_prompts": shares,

@@ -13,39 +13,65 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import longctx
+from longctx.launch.accelerate import relaunch, who_starts
+from longctx.launch.interrupts import interrupts_end
+from longctx.launch.slurm import join_step
+from longctx.launch.store import check_restarts
+from longctx.launch.terminal import end_refused, quieten, say_hello
 from longctx.ranks import is_first_on_node, is_first_rank
-from longctx.settings.methods import SFT, Method
+from longctx.settings.flags import SFT
+from longctx.settings.help import help_asked
+from longctx.settings.launcher import Launcher, read_profile
+from longctx.settings.read import parse_flags
+from longctx.settings.rules import fill
+from longctx.settings.schema import Method
+from longctx.settings.values import Settings
 
 if TYPE_CHECKING:
     from longctx.settings.run import Run
 
 
 def main(arguments: list[str] | None = None, method: Method = SFT) -> int:
-    """Train, and return the exit code. Input that cannot be trained on exactly ends with a one-line error."""
+    """Train, and return the exit code. Input that cannot be trained on exactly ends with a one-line error.
+
+    Flags, the YAML file and the launcher's profile are checked before torch is imported.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
-    from longctx.launch.terminal import end_refused, say_hello
-    from longctx.settings.help import check_names, short_help
-
-    if {"-h", "--help"} & set(arguments) and (text := short_help(method)):
+    if text := help_asked(arguments, method):
         if is_first_rank():
             print(text)
         return 0
     try:
-        check_names(arguments, method=method)  # takes milliseconds, and what follows seconds
+        settings = parse_flags(arguments, method)
+        launcher = take_over(settings, method.module)
+        fill(settings, launcher)
     except ValueError as error:
         return end_refused(error)
-    from longctx.launch.interrupts import interrupts_end
-
     with interrupts_end():
         if is_first_rank():
             say_hello(longctx.__version__)
-        return _main(arguments, method)
+        return _main(settings, launcher)
 
 
-def _main(arguments: list[str], method: Method) -> int:
+def take_over(settings: Settings, module: str) -> Launcher:
+    """Return what started this process, or replace it by `accelerate launch` with the profile that a flag names.
+
+    Raises:
+        ValueError: for a launcher or a profile that cannot be carried out.
+    """
+    check_restarts()
+    if settings["accelerate_config"] is None:
+        join_step(os.environ)
+    launcher = read_profile()
+    if settings["accelerate_config"] is not None:
+        is_launched = launcher.launched or launcher.by_accelerate
+        relaunch(settings, settings.arguments, is_launched=is_launched, module=module)
+    return launcher
+
+
+def _main(settings: Settings, launcher: Launcher) -> int:
     from longctx.launch.console import say
-    from longctx.launch.terminal import end_refused, quieten
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
 
     quieten()
@@ -53,33 +79,23 @@ def _main(arguments: list[str], method: Method) -> int:
     set_up_allocators()
     with _without_collections():
         from longctx.launch.failures import failures_told
-        from longctx.launch.slurm import join_step
         from longctx.launch.spawn import spawn
-        from longctx.launch.store import check_restarts
-        from longctx.settings.flags import parse_flags
-        from longctx.settings.profile import read_profile, relaunch, who_starts
         from longctx.settings.resolve import resolve
         from longctx.training.checkpoint.folder import how_to_resume
 
     try:
-        check_restarts()
-        flags = parse_flags(arguments, method)
-        if flags.accelerate_config is None:
-            join_step(os.environ)
-        profile = read_profile()
-        if flags.accelerate_config is not None:
-            relaunch(flags, profile, method.module)
-        run = resolve(flags, profile, os.environ)
+        run = resolve(settings, launcher, os.environ)
     except ValueError as error:
         return end_refused(error)
     if run.settings["dry_run"]:
         return dry_run(run) if is_first_rank() else 0
     if run.settings["prepare_only"]:
         return prepare_only(run)
+    module = settings.method.module
     resume = partial(how_to_resume, Path(run.settings["output_dir"]))
     if run.must_spawn:
-        say(who_starts(profile, run.dims.world_size, method.module))
-        return spawn(run.dims.world_size, arguments, method.module, how_to_resume=resume)
+        say(who_starts(run.dims.world_size, module, only_one_started=launcher.only_one_started))
+        return spawn(run.dims.world_size, list(settings.arguments), module, how_to_resume=resume)
 
     from longctx.report.memory_advice import out_of_memory_explained
 
@@ -92,7 +108,7 @@ def _train(run: Run, how_to_resume: Callable[[], str]) -> int:
     with _without_collections():
         from longctx.data import DataError
         from longctx.launch.failures import tell_failure
-        from longctx.launch.terminal import USAGE_ERROR, end_refused
+        from longctx.launch.terminal import USAGE_ERROR
         from longctx.ranks.agreement import RefusedOnAllRanks
         from longctx.ranks.watchdog import FAILED, current_watchdog
         from longctx.run import finish, fit, load, prepare
@@ -144,7 +160,6 @@ def _without_collections() -> Iterator[None]:
 def dry_run(run: Run) -> int:
     """Print the resolved run and what it finds on this machine, and return the exit code."""
     from longctx.launch.console import show_summary
-    from longctx.launch.terminal import end_refused
     from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     stay_on_cpu()
@@ -162,7 +177,6 @@ def dry_run(run: Run) -> int:
 def prepare_only(run: Run) -> int:
     """Tokenise and plan for later runs, once on each machine, and return the exit code."""
     from longctx.launch.console import Line, show
-    from longctx.launch.terminal import end_refused
     from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     if not is_first_on_node():

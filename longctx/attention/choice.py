@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Arrangement, RingWork, Setup
 from longctx.attention.modelled import modelled_seconds, planned_work
+from longctx.model.rope import context_length
 from longctx.recurrent.cost import recurrent_time
 from longctx.sequence.mesh import ParallelDims
 
@@ -213,7 +214,7 @@ def assumed_documents(num_tokens: int, *, packed: bool) -> Documents:
 def documents_given(config: PretrainedConfig, lengths: Sequence[int] | None) -> Documents:
     """Return one row of documents of these lengths; without them, one document as long as the model's context."""
     if lengths is None:
-        return assumed_documents(config.get_text_config().max_position_embeddings, packed=False)
+        return assumed_documents(context_length(config), packed=False)
     row = np.asarray(lengths)
     if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row) or row.min() < 1:
         raise ValueError(

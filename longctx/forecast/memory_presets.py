@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from longctx.forecast.memory_options import (
@@ -20,6 +20,7 @@ from longctx.forecast.memory_options import (
     check_combinations,
     check_support,
 )
+from longctx.settings.values import Settings
 
 CHUNK_TOKENS = 8192
 """Most tokens of a rank that the sequence-chunked step of a preset has on the device at a time."""
@@ -45,25 +46,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 `balanced` leaves everything at its default."""
 
 
-def asked_memory_options(settings: Mapping[str, Any], explicit: Set[str]) -> dict[str, Any]:
-    """Return the memory options that the user set: flags by their names, --activation_checkpointing_kwargs by its keys.
-
-    Args:
-        settings: every flag's value.
-        explicit: flags that the user set.
+def asked_memory_options(settings: Settings) -> dict[str, Any]:
+    """Return the memory options that somebody set: flags by their names, --gradient_checkpointing_kwargs by its keys.
 
     Raises:
-        ValueError: if --activation_checkpointing_kwargs is not a JSON object, or one of its values is wrong.
+        ValueError: if a value in --gradient_checkpointing_kwargs is wrong.
     """
-    asked = {name: settings[name] for name in OWN_FLAGS if name in explicit and settings[name] is not None}
-    for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
-        older = name.replace("activation", "gradient")
-        given = next((settings[n] for n in (name, older) if n in explicit and settings[n] is not None), None)
-        if given is not None and name == "activation_checkpointing":
-            asked[name] = given
-        elif given is not None:
-            asked |= _of_checkpoints(given)
-    if "activation_offloading" in explicit:
+    asked = {name: settings[name] for name in OWN_FLAGS if settings.is_set(name) and settings[name] is not None}
+    if settings.is_set("gradient_checkpointing") and settings["gradient_checkpointing"] is not None:
+        asked["activation_checkpointing"] = settings["gradient_checkpointing"]
+    if settings["gradient_checkpointing_kwargs"] is not None:
+        asked |= _of_checkpoints(settings["gradient_checkpointing_kwargs"])
+    if settings.is_set("activation_offloading"):
         asked["activation_offloading"] = settings["activation_offloading"]
     return asked
 
@@ -90,15 +84,9 @@ def memory_flags(asked: Mapping[str, Any]) -> dict[str, Any]:
     return flags
 
 
-def _of_checkpoints(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in --activation_checkpointing_kwargs; `checkpoint_kwargs` has what is left for torch."""
-    flag = f"--activation_checkpointing_kwargs {given}"
-    try:
-        kwargs = json.loads(given) if isinstance(given, str) else dict(given)
-    except ValueError as error:
-        raise ValueError(f"{flag} is not a JSON object: {error}. Example: '{{\"every_n_layers\": 2}}'.") from None
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"{flag} is not a JSON object. Example: '{{\"every_n_layers\": 2}}'.")
+def _of_checkpoints(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in --gradient_checkpointing_kwargs; `checkpoint_kwargs` has what is left for torch."""
+    flag, kwargs = f"--gradient_checkpointing_kwargs {json.dumps(given)}", dict(given)
     every = kwargs.get("every_n_layers", 1)
     if type(every) is not int or every < 1:
         raise ValueError(f"{flag}: every_n_layers {every!r} is not a whole number of at least 1.")
@@ -107,7 +95,7 @@ def _of_checkpoints(given: str | Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{flag}: {name} {kwargs[name]!r} is neither true, false nor a number of layers.")
     if not _is_number_of_layers(kwargs.get("whole_layers", 0)):
         raise ValueError(f"{flag}: whole_layers {kwargs['whole_layers']!r} is not a number of layers. Use at least 0.")
-    memory_options = {
+    memory_options: dict[str, Any] = {
         name: kwargs.pop(name) for name in ("every_n_layers", "selective", "whole_layers") if name in kwargs
     }
     if "offload" in kwargs:

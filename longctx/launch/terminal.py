@@ -48,7 +48,7 @@ def end_refused(
 ) -> int:
     """Print why a run ends, and return its exit code.
 
-    A `RefusedOnAllRanks` is printed by the one rank that reports it. Of other errors, which every rank may have, each
+    An error that `is_listed` has a mistake on each line. A `RefusedOnAllRanks` is printed by the one rank that reports it. Of other errors, which every rank may have, each
     machine's first rank prints one line; other ranks leave theirs to the launcher.
 
     Args:
@@ -58,7 +58,8 @@ def end_refused(
     is_of_one_rank = hasattr(error, "is_mine")
     if getattr(error, "is_mine", True) if is_mine is None else is_mine:
         prints = is_of_one_rank or is_first_on_node()
-        tell(" ".join(str(error).splitlines()), prints=prints, is_left=not prints)
+        message = str(error) if hasattr(error, "is_listed") else " ".join(str(error).splitlines())
+        tell(message, prints=prints, is_left=not prints)
     if together or is_of_one_rank:
         from longctx.ranks.agreement import exit_with_others
 
@@ -78,7 +79,7 @@ def tell(message: str, *, prints: bool, is_left: bool = False, later: int = 0) -
     """
     message = printable(message)
     if prints:
-        print(f"longctx: error: {message}", file=sys.stderr, flush=True)
+        print(*(f"longctx: error: {line}" for line in message.splitlines()), sep="\n", file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         extra = {"timestamp": str(int(time.time()) + later), "is_left": is_left}

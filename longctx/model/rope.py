@@ -29,6 +29,34 @@ an answer beyond it (model cards of Qwen3, "Processing Long Texts")."""
 EXAMPLE = 'yarn:4, or \'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\''
 
 
+def context_length(config: PretrainedConfig) -> int:
+    """Return the model's context in tokens: the positions that its weights and its RoPE are meant for.
+
+    It is max_position_embeddings, which is the extended context in configurations with `llama3`, `longrope` or `linear`
+    scaling. Configurations with YaRN often keep the original context there (model cards of Qwen3, "Processing Long
+    Texts"), while transformers and vLLM scale positions by the factor alone; theirs is factor ×
+    original_max_position_embeddings, unless max_position_embeddings is larger. Without a factor (null), transformers
+    takes it from max_position_embeddings. Where kinds of layers have parameters of their own, those of layers with full
+    attention count.
+
+    Raises:
+        ValueError: for YaRN with a factor below 1 or an original context below 1, or with what is no finite number.
+    """
+    text: Any = config.get_text_config()
+    own = _own_parameters(text)
+    context = int(text.max_position_embeddings)
+    own = own.get("full_attention") or own
+    if own.get("rope_type") != "yarn" or own.get("factor") is None:
+        return context
+    for name in ("factor", "original_max_position_embeddings"):
+        if not _is_number(own.get(name)) or not own[name] >= 1:
+            raise ValueError(
+                f"the model's configuration has YaRN with {name} {own.get(name)}; expected a finite number of at least "
+                "1. Correct rope_parameters in its config.json, or set rope_parameters with --model_init_kwargs."
+            )
+    return max(context, int(own["original_max_position_embeddings"] * own["factor"]))
+
+
 def parse_rope_scaling(given: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
     """--rope_scaling as transformers' `rope_parameters`, without the model's own keys.
 
@@ -69,14 +97,16 @@ def parse_rope_scaling(given: str | Mapping[str, Any] | None) -> dict[str, Any] 
 def extended(config: PretrainedConfig, scaling: Mapping[str, Any]) -> PretrainedConfig:
     """Return the model's configuration with a longer context: the scaling's factor times the original context.
 
-    The original context is the scaling's original_max_position_embeddings, or `trained_context` without one.
+    The original context is the scaling's original_max_position_embeddings, or `trained_context` without one. A scaling
+    that the model has already is replaced, with all of its keys.
 
     Raises:
-        ValueError: for a model without RoPE, with several of them, or with a scaling of its own.
+        ValueError: for a model without RoPE, with several of them, or with a scaling of its own that is not YaRN and
+            no original_max_position_embeddings given.
     """
     config = copy.deepcopy(config)
     text: Any = config.get_text_config()
-    own = getattr(text, "rope_parameters", None)
+    own = _own_parameters(text)
     named = f"--rope_scaling {scaling['rope_type']}"
     if not own:
         raise ValueError(f"{named}: a {text.model_type} model has no RoPE to scale. Leave it out.")
@@ -87,7 +117,7 @@ def extended(config: PretrainedConfig, scaling: Mapping[str, Any]) -> Pretrained
         )
     original = scaling.get("original_max_position_embeddings")
     if original is None:
-        if own.get("rope_type", "default") != "default":
+        if own.get("rope_type", "default") not in ("default", "yarn"):
             raise ValueError(
                 f"{named}: the model scales its positions by {own['rope_type']} already, and it is not known what it "
                 "was trained on before. To replace that, give original_max_position_embeddings, too: as in "
@@ -106,9 +136,30 @@ def extended(config: PretrainedConfig, scaling: Mapping[str, Any]) -> Pretrained
 
 
 def trained_context(text: Any) -> int:
-    """Return the context that an unscaled model was trained on, which a few configurations do not have as it is."""
+    """Return the context that a model was trained on before its YaRN, or the one of an unscaled model.
+
+    A few unscaled configurations do not have it as it is: see `TRAINED_CONTEXTS`.
+    """
+    own = _own_parameters(text)
+    if own.get("rope_type") == "yarn":
+        return int(own["original_max_position_embeddings"])
     context = int(text.max_position_embeddings)
     return TRAINED_CONTEXTS.get((text.model_type, context), context)
+
+
+def replacement(config: PretrainedConfig, scaling: Mapping[str, Any]) -> str:
+    """Return a clause on the model's own scaling, which --rope_scaling replaces; empty if it has none.
+
+    Args:
+        config: The configuration before `extended`.
+        scaling: What --rope_scaling sets.
+    """
+    own = _own_parameters(config.get_text_config())
+    if (kind := own.get("rope_type", "default")) == "default":
+        return ""
+    text = f"this replaces the model's own scaling ({kind}), which has a context of {context_length(config):,}"
+    names = [name for name in KEYS[scaling["rope_type"]] if own.get(name) is not None and name not in scaling]
+    return text + (f", and leaves out its {', '.join(f'{name} {own[name]}' for name in names)}" if names else "")
 
 
 def factor_for(length: int, context: int) -> int:
@@ -126,10 +177,9 @@ def scaling_for(config: PretrainedConfig, length: int) -> str | None:
         ValueError: for a model whose context is not extended, as `extended` raises it.
     """
     text: Any = config.get_text_config()
-    context = text.max_position_embeddings
-    if length <= context:
+    if length <= context_length(config):
         return None
-    own = getattr(text, "rope_parameters", None) or {}
+    own = _own_parameters(text)
     original, kind = own.get("original_max_position_embeddings"), str(own.get("rope_type"))
     if original is None or kind not in KEYS:
         scaling = f"yarn:{factor_for(length, trained_context(text))}"
@@ -149,6 +199,11 @@ _SCALING = {
     *(n for names in KEYS.values() for n in names),
 }
 _SCALING |= {"short_factor", "long_factor"}
+
+
+def _own_parameters(text: Any) -> dict[str, Any]:
+    """Return the rope_parameters of a text configuration; empty for a model without RoPE."""
+    return getattr(text, "rope_parameters", None) or {}
 
 
 def _read(given: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from longctx.launch.console import Line, show
 from longctx.launch.failures import reason
 from longctx.report.charts import all_charts, key_numbers, numbers_table
 from longctx.report.svg import bullet_list, escaped, table, tile, words
+from longctx.settings.flags import SFT
 from longctx.settings.run import Run
 from longctx.training.checkpoint.folder import checkpoints
 from longctx.training.exactness import EXACTNESS_FILE, Exactness
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 REPORT_FILE = "run_report.html"
 """The name of the page, in output_dir."""
 
-SECRET_FLAGS = ("hub_token", "push_to_hub_token")
+SECRET_FLAGS = tuple(name for flag in SFT.flags.values() if flag.secret for name in (flag.name, *flag.aliases))
 _SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
 _LOOKS_SECRET = re.compile(r"\bhf_\w{8,}|(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "REDACTED"
@@ -122,7 +123,7 @@ def _write(
         forecast=run.forecast,
         description=run.describe(),
         command=["longctx", run.flags.method.command, *run.flags.arguments],
-        given={name: run.settings[name] for name in run.flags.explicit | run.filled},
+        given={name: run.settings[name] for name in run.flags.explicit | run.flags.filled},
         settings=run.settings,
         versions=_versions(trainer.sequence.device, run.dims.world_size),
         checkpoints=[str(path) for path in reversed(checkpoints(folder))],

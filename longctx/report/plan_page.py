@@ -17,7 +17,7 @@ from longctx.forecast.calibrate import Calibration, corrected
 from longctx.forecast.candidates import Candidate, Machine, Outlook, candidates, outlook, recommend
 from longctx.forecast.documents import RowLengths
 from longctx.forecast.expected_step import FREE_PART
-from longctx.report.plan_text import Commands, beyond_context, model_folder
+from longctx.report.plan_text import Commands, about_context, model_folder
 from longctx.report.svg import escaped
 
 LENGTHS = tuple(2**power for power in range(13, 23))
@@ -109,7 +109,7 @@ class PlanPage:
             "lengths": lengths,
             "length": self.length,
             "rope_flags": [self.commands.rope_flags(length) for length in lengths],
-            "warnings": [beyond_context(self.commands.context(length)) for length in lengths],
+            "warnings": [about_context(self.commands.context(length)) for length in lengths],
             "run_flags": self.commands.run_flags(),
             "machines": [self._on_devices(gpus, lengths) for gpus in sorted(self._numbers_of_devices())],
         }

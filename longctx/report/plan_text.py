@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longctx.forecast.candidates import Candidate
 from longctx.forecast.memory_options import AUTO
 from longctx.launch.terminal import token_label
-from longctx.model.rope import scaling_for
+from longctx.model.rope import context_length, scaling_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,6 +35,8 @@ class Commands:
     revision: str
     rope_scaling: str | None
     """The --rope_scaling that was asked for."""
+    replaced: str = ""
+    """What `rope_scaling` replaces, as `longctx.model.rope.replacement` says it."""
     adapter: Mapping[str, Any]
     """Flags of longctx.train about adapters."""
     gpus_per_node: int
@@ -71,14 +73,22 @@ class Commands:
         return shlex.join(["--rope_scaling", scaling]) if scaling else ""
 
     def context(self, length: int) -> dict[str, Any]:
-        """Return the model's context, and the --rope_scaling that a longer sequence needs or why there is none."""
+        """Return the model's context, and the --rope_scaling that a longer sequence needs or why there is none.
+
+        `replaced` says what the --rope_scaling that was asked for replaces, where the command has it.
+        """
         scaling = problem = None
         try:
             scaling = scaling_for(self.config, length)
         except ValueError as error:
             problem = str(error)
-        context = self.config.get_text_config().max_position_embeddings
-        return {"tokens": context, "length": length, "rope_scaling": scaling, "problem": problem}
+        return {
+            "tokens": context_length(self.config),
+            "length": length,
+            "rope_scaling": scaling,
+            "problem": problem,
+            "replaced": "" if scaling else self.replaced,
+        }
 
 
 def length_flags(candidate: Candidate, length: int) -> str:
@@ -124,7 +134,7 @@ def _answer(result: dict[str, Any], markdown: bool) -> list[str]:
     if best is None:
         longest = max(c["max_length"] for c in result["candidates"])
         return [head, f"No setup fits sequences of this length. The longest that fits has {longest:,} tokens."]
-    lines = [head, *_about(best), beyond_context(result["context"]), _command(best, markdown)]
+    lines = [head, *_about(best), about_context(result["context"]), _command(best, markdown)]
     if result["reference_seconds"] is not None:
         lines.insert(-1, _reference(result))
     if result["documents"] is None:
@@ -159,10 +169,11 @@ def _command(plan: dict[str, Any], markdown: bool) -> str:
     return f"```bash\n{plan['command']}\n```" if markdown else plan["command"]
 
 
-def beyond_context(context: dict[str, Any]) -> str:
-    """Return a warning if the sequence is longer than the model's context, else an empty text."""
+def about_context(context: dict[str, Any]) -> str:
+    """Return what to know of the model's context: that the sequence is beyond it, or what --rope_scaling replaces."""
     if context["length"] <= context["tokens"]:
-        return ""
+        replaced = context["replaced"]
+        return f"The context is {context['tokens']:,} tokens by --rope_scaling; {replaced}." if replaced else ""
     text = f"The model's context is {context['tokens']:,} tokens, and {context['length']:,} are beyond it. "
     if context["problem"]:
         return text + f"No --rope_scaling is known for it: {context['problem']}"

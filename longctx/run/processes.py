@@ -43,7 +43,7 @@ def start_processes(run: Run) -> None:
         if run.use_cpu:
             start_on_cpu(run.engine, timeout)
         else:
-            start_on_gpu(timeout, settings.get("ddp_backend"))
+            start_on_gpu(timeout, settings["ddp_backend"])
 
 
 def degrees(run: Run) -> dict[str, object]:
@@ -69,25 +69,10 @@ def agree(run: Run, args: SFTConfig) -> None:
     check_agreement(on_all_ranks(partial(_decided, run, args)))
 
 
-_OF_A_NODE = (
-    "dataset_name",
-    "disable_tqdm",
-    "hub_token",
-    "local_rank",
-    "log_level",
-    "log_level_replica",
-    "logging_dir",
-    "model_name_or_path",
-    "output_dir",
-    "report_to",
-    "run_name",
-)
-"""Settings that nodes may differ in: reports, and places of files, whose contents are compared."""
-
-
 def _decided(run: Run, args: SFTConfig) -> dict[str, str]:
     """Return what must be the same on all ranks: settings, what follows from them and from the node, and versions."""
-    settings = {name: value for name, value in run.settings.items() if name not in _OF_A_NODE}
+    flags = run.flags.method.flags
+    settings = {name: value for name, value in run.settings.items() if name not in flags or not flags[name].node}
     packages = (*REQUIRED_VERSIONS, *MINIMUM_VERSIONS.get(run.engine, {}))
     decided = {f"--{name}": getattr(value, "value", value) for name, value in settings.items()}
     decided |= {"mesh": run.dims, "backend": run.backend.name, "engine": run.engine}

@@ -49,7 +49,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
     if is_first:
         show_summary([*run.summary(), *_sizes(prepared, model)], explain=run.settings["explain"])
     folder = Path(trainer.args.output_dir)
-    exactness = Exactness.of_start(is_demo=run.is_demo, resume_from=prepared.resume_from)
+    exactness = Exactness.of_start(is_demo=run.flags.is_demo, resume_from=prepared.resume_from)
     if trainer.args.should_save:
         exactness.write(folder)
     with _marked(trainer), reported(run, trainer) as results:
@@ -65,7 +65,7 @@ def fit(prepared: PreparedRun, model: PreTrainedModel) -> SequenceTrainer:
             trainer.save_results()
         if is_first:
             results.append(("Memory", _memory(trainer, run)[-1]))
-        if run.is_demo and trainer.stop_on_signal.stopped_by is None:
+        if run.flags.is_demo and trainer.stop_on_signal.stopped_by is None:
             exactness = broadcast_object(_compare_first_step(trainer, run) if is_first else exactness)
             if trainer.args.should_save:
                 exactness.write(folder)

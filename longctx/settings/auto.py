@@ -15,14 +15,13 @@ from typing import Any
 from longctx.forecast.expected_step import FREE_PART, ExpectedStep
 from longctx.forecast.memory_options import ALL, AUTO
 from longctx.forecast.memory_presets import PRESETS, memory_flags
-from longctx.settings.checks import check
 from longctx.settings.run import Run
-from longctx.settings.values import Values
+from longctx.settings.values import Settings
 
 AUTO_FLAGS = ("sp", "memory")
 """Flags that can be auto."""
 
-Resolve = Callable[[Values], Run]
+Resolve = Callable[[Settings], Run]
 """Resolves values in which no flag is auto; raises ValueError if such a run is not possible."""
 
 
@@ -33,7 +32,7 @@ class Option:
     run: Run
     forecast: ExpectedStep
     memory_options: Mapping[str, Any] = field(default_factory=dict)
-    """Values of flags about memory, besides its preset."""
+    """Settings of flags about memory, besides its preset."""
 
     @property
     def flags(self) -> str:
@@ -45,8 +44,7 @@ class Option:
         return shlex.join(word for name, value in flags.items() for word in (f"--{name}", str(value)))
 
 
-@check("sp", "memory", "num_processes")
-def choose_layout(values: Values, world_size: int, resolve: Resolve) -> Run:
+def choose_layout(values: Settings, world_size: int, resolve: Resolve) -> Run:
     """Check that a run with --sp auto or --memory auto has an arrangement, and return the best one.
 
     Args:
@@ -65,8 +63,7 @@ def choose_layout(values: Values, world_size: int, resolve: Resolve) -> Run:
     return replace(best.run, layout_reason=_reason(asked, best, others[0] if others else None))
 
 
-@check("sp", "per_device_train_batch_size", "num_processes")
-def one_group(values: Values, world_size: int, resolve: Resolve) -> Values:
+def one_group(values: Settings, world_size: int, resolve: Resolve) -> Settings:
     """Check that all devices can share sequences, and return the values that --sp all stands for.
 
     One group of all devices takes as many sequences at a time as the groups of --sp auto would together, or
@@ -77,20 +74,22 @@ def one_group(values: Values, world_size: int, resolve: Resolve) -> Values:
         ValueError: if no arrangement can run.
     """
     sequences, why = values["per_device_train_batch_size"], "--per_device_train_batch_size"
-    if not values.is_given("per_device_train_batch_size"):
-        groups = choose_layout(values.given(sp=AUTO, num_processes=world_size), world_size, resolve).dims
+    if not values.is_set("per_device_train_batch_size"):
+        groups = choose_layout(values.with_("auto", sp=AUTO, num_processes=world_size), world_size, resolve).dims
         sequences, why = groups.world_size // groups.sp, f"as many as groups of --sp {groups.sp} would take"
     note = f"--sp {ALL}: one group of {world_size} devices takes {sequences} sequences at a time, {why}"
-    return values.given(sp=world_size, num_processes=world_size, per_device_train_batch_size=sequences).note(note)
+    return values.with_("auto", sp=world_size, num_processes=world_size, per_device_train_batch_size=sequences).note(
+        note
+    )
 
 
-def with_forecast(run: Run, values: Values, resolve: Resolve) -> Run:
+def with_forecast(run: Run, values: Settings, resolve: Resolve) -> Run:
     """Return the run with its forecast, and with a warning if it is predicted not to fit."""
     predicted = run.forecast_for()
     run = replace(run, forecast=predicted)
     if predicted.fits:
         return run
-    free = values.given(**dict.fromkeys(AUTO_FLAGS, AUTO))
+    free = values.with_("auto", **dict.fromkeys(AUTO_FLAGS, AUTO))
     world_size = run.dims.world_size if run.launched or run.use_cpu else max(run.dims.world_size, run.hardware.gpus)
     fitting = [option for option in _ranked(free, world_size, resolve)[0] if option.forecast.fits]
     remedy = "No --sp and --memory do; use a shorter --max_length, more devices, or an adapter (--use_peft True)"
@@ -100,12 +99,12 @@ def with_forecast(run: Run, values: Values, resolve: Resolve) -> Run:
     return replace(run, notes=(*run.notes, note))
 
 
-def _ranked(values: Values, world_size: int, resolve: Resolve) -> tuple[list[Option], list[ValueError]]:
+def _ranked(values: Settings, world_size: int, resolve: Resolve) -> tuple[list[Option], list[ValueError]]:
     """Return what can run, the best first, and the errors of what cannot."""
     options, obstacles = [], []
     for flags in _possible(values, world_size):
         try:
-            run = resolve(values.given(**flags))
+            run = resolve(values.with_("auto", **flags))
             predicted = run.forecast_for()
         except ValueError as error:
             obstacles.append(error)
@@ -116,7 +115,7 @@ def _ranked(values: Values, world_size: int, resolve: Resolve) -> tuple[list[Opt
     return sorted(options, key=_rank), obstacles
 
 
-def _with_memory_options(values: Values, options: list[Option], resolve: Resolve) -> list[Option]:
+def _with_memory_options(values: Settings, options: list[Option], resolve: Resolve) -> list[Option]:
     """Return the run with the fastest memory options for each degree and backend, where these are faster."""
     groups: dict[tuple[int, str], list[Option]] = {}
     for option in options:
@@ -131,7 +130,7 @@ def _with_memory_options(values: Values, options: list[Option], resolve: Resolve
         flags = memory_flags(memory_options)
         degree = {"sp": sp, "num_processes": run.dims.world_size} if values["sp"] == AUTO else {}
         with suppress(ValueError):
-            tuned = resolve(values.given(**degree, memory=memory, **flags))
+            tuned = resolve(values.with_("auto", **degree, memory=memory, **flags))
             predicted = tuned.forecast_for()
             if all(_is_faster(predicted, other.forecast) for other in group):
                 found.append(
@@ -149,7 +148,7 @@ def _is_faster(one: ExpectedStep, other: ExpectedStep) -> bool:
     return (one.tokens_per_second_per_device or 0) > 1.01 * (other.tokens_per_second_per_device or 0)
 
 
-def _possible(values: Values, world_size: int) -> Iterator[dict[str, Any]]:
+def _possible(values: Settings, world_size: int) -> Iterator[dict[str, Any]]:
     """Yield the flags that auto can stand for."""
     degrees: list[dict[str, Any]] = [{}]
     if values["sp"] == AUTO:

@@ -3,163 +3,160 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from trl.scripts.utils import DatasetConfig
-
-from longctx.settings.checks import check
-from longctx.settings.values import Values
+from longctx.settings.schema import Rule
+from longctx.settings.values import Settings
 from longctx.untrusted.files import check_path
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry of `datasets`, with the keys of TRL's DatasetConfig."""
+
+    path: str
+    """A file, folder or glob, or a name on the hub."""
+    name: str | None = None
+    """A configuration on the hub."""
+    split: str = "train"
+    columns: list[str] | None = None
+    """Columns that are read. Default: all."""
+    fraction: float | None = None
+    """The share of its documents that is read."""
+
 
 _OF_ONE = ("dataset_name", "dataset_config", "dataset_train_split")
 """Flags of a single data set, which TRL ignores beside `datasets`."""
 
-_NEEDS_DATASETS = ("streaming", "dataset_weights", "dataset_stopping_strategy")
 
+def mixture(settings: Settings) -> Settings:
+    """Return settings whose `datasets` are a list of Source, and whose dataset_streaming holds for --streaming, too.
 
-@check("datasets", "dataset_name", "streaming")
-def take_mixture(values: Values) -> Values:
-    """Check that the data is a single set or a mixture.
-
-    `datasets` becomes a list of DatasetConfig, and --streaming sets --dataset_streaming.
-
-    Raises:
-        ValueError: for flags that conflict or are not implemented.
-    """
-    sources = [_source(entry) for entry in values["datasets"] or []]
-    if not sources:
-        values = values.note(
-            *(f"--{name} has no effect without --datasets" for name in _NEEDS_DATASETS if values.is_given(name))
-        )
-        return values.set(datasets=[]) if values["test_split_size"] is None else _split_one(values)
-    values = values.set(datasets=sources)
-    if values["dataset_name"] is not None:
-        paths = " ".join(source.path for source in sources)
-        raise ValueError(f"--dataset_name {values['dataset_name']} beside --datasets {paths}: keep one of the two.")
-    values = values.set(dataset_streaming=values["dataset_streaming"] or values["streaming"])
-    _check_shares(values, sources)
-    _check_test_split(values)
-    idle = [name for name in _OF_ONE if values.is_given(name)]
-    if values["dataset_weights"] is None and values.is_given("dataset_stopping_strategy"):
-        idle.append("dataset_stopping_strategy")
-    reasons = dict.fromkeys(_OF_ONE, "with --datasets: each names its own") | {
-        "dataset_stopping_strategy": "without --dataset_weights"
-    }
-    return _note_test_split(values.note(*(f"--{name} has no effect {reasons[name]}" for name in idle)))
-
-
-def _split_one(values: Values) -> Values:
-    """Return values that split the single data set, as a mixture of one. TRL would ignore --test_split_size here."""
-    name, config, split = (values[flag] for flag in _OF_ONE)
-    values = values.set(
-        datasets=[DatasetConfig(path=name, name=config, split=split)],
-        dataset_weights=None,
-        dataset_stopping_strategy="first_exhausted",
-    )
-    _check_test_split(values)
-    size = values["test_split_size"]
-    values = values.note(
-        f"--test_split_size {size} of --dataset_name {name} is kept for evaluation; TRL ignores it here"
-    )
-    return _note_test_split(values)
-
-
-def _note_test_split(values: Values) -> Values:
-    """Note that no split is read where a part of the training split is kept."""
-    if values["test_split_size"] is not None and values.is_given("dataset_test_split"):
-        return values.note("--dataset_test_split has no effect with --test_split_size")
-    return values
-
-
-@check("datasets")
-def _source(entry: object) -> DatasetConfig:
-    """Check that an entry of `datasets` names a data set, and nothing that is not built.
+    --test_split_size of a single data set makes it a mixture of one. TRL would ignore it there.
 
     Raises:
         ValueError: for an entry that names no data set, or with keys that are not built.
     """
-    values = asdict(entry) if isinstance(entry, DatasetConfig) else entry
+    sources = [_source(entry) for entry in settings["datasets"] or []]
+    size = settings["test_split_size"]
+    if not sources:
+        if size is None or settings["dataset_name"] is None:
+            return settings.decided(datasets=[]).note(*_idle_names(settings))
+        name, config, split = (settings[flag] for flag in _OF_ONE)
+        one = Source(path=name, name=config, split=split)
+        note = f"--test_split_size {size} of --dataset_name {name} is kept for evaluation; TRL ignores it here"
+        settings = settings.decided(datasets=[one], dataset_weights=None, dataset_stopping_strategy="first_exhausted")
+        return settings.note(note, *_idle_names(settings))
+    streamed = settings["dataset_streaming"] or settings["streaming"]
+    return settings.decided(datasets=sources, dataset_streaming=streamed).note(*_idle_names(settings))
+
+
+def _idle_names(settings: Settings) -> Iterator[str]:
+    """Yield notes on flags without effect in a mixture, or without one."""
+    if not settings["datasets"]:
+        for name in filter(settings.is_set, ("streaming", "dataset_weights", "dataset_stopping_strategy")):
+            yield f"--{name} has no effect without --datasets"
+    else:
+        for name in filter(settings.is_set, _OF_ONE):
+            yield f"--{name} has no effect with --datasets: each names its own"
+        if settings["dataset_weights"] is None and settings.is_set("dataset_stopping_strategy"):
+            yield "--dataset_stopping_strategy has no effect without --dataset_weights"
+    if settings["test_split_size"] is not None and settings.is_set("dataset_test_split"):
+        yield "--dataset_test_split has no effect with --test_split_size"
+
+
+def _source(entry: object) -> Source:
+    values = {"path": entry} if isinstance(entry, str) else entry
+    if isinstance(entry, Source):
+        return entry
     if not isinstance(values, Mapping) or not isinstance(values.get("path"), str):
         raise ValueError(
             f"datasets: {entry!r} is not a data set. Expected '- path: FILE, FOLDER OR NAME' in each entry."
         )
-    if unknown := sorted(set(values) - set(DatasetConfig.__dataclass_fields__)):
-        raise ValueError(
-            f"datasets: {values['path']} sets {unknown[0]}, which is not a key. The keys are path, name, split, "
-            f"columns and fraction. Give weights with --dataset_weights."
-        )
-    check_path("datasets", values["path"])
-    source = DatasetConfig(**values)
+    path = values["path"]
     for name in ("data_dir", "data_files"):
-        if getattr(source, name) is not None:
+        if values.get(name) is not None:
             raise ValueError(
-                f"datasets: {source.path} sets {name} {getattr(source, name)}, which is not supported. Name the file, "
-                "folder or glob itself: path: my_data/*.jsonl."
+                f"datasets: {path} sets {name} {values[name]}, which is not supported. Name the file, folder or glob "
+                "itself: path: my_data/*.jsonl."
             )
+    if unknown := sorted(set(values) - {field.name for field in fields(Source)} - {"data_dir", "data_files"}):
+        raise ValueError(
+            f"datasets: {path} sets {unknown[0]}, which is not a key. The keys are path, name, split, columns and "
+            "fraction. Give weights with --dataset_weights."
+        )
+    check_path("datasets", path)
+    source = Source(**{name: value for name, value in values.items() if name not in ("data_dir", "data_files")})
     if source.columns is not None and not (
         isinstance(source.columns, list) and all(isinstance(column, str) for column in source.columns)
     ):
-        raise ValueError(f"datasets: {source.path} has columns {source.columns!r}; expected a list of names.")
+        raise ValueError(f"datasets: {path} has columns {source.columns!r}; expected a list of names.")
     return source
 
 
-@check("dataset_weights", "datasets", "dataset_streaming")
-def _check_shares(settings: Mapping[str, Any], sources: list[DatasetConfig]) -> None:
-    """Check that data sets have one weight each, one fraction each, or neither."""
-    weights, fractions = settings["dataset_weights"], [source.fraction for source in sources]
-    if weights is not None:
-        if not isinstance(weights, list) or len(weights) != len(sources):
-            raise ValueError(
-                f"--dataset_weights {weights} for {len(sources)} --datasets: give one weight for each data set."
-            )
-        _check_positive("--dataset_weights", weights)
-        if any(fraction is not None for fraction in fractions):
-            raise ValueError("--dataset_weights and a fraction in datasets are both given. Keep one of the two.")
-        return
-    if any(fraction is not None for fraction in fractions):
-        if any(fraction is None for fraction in fractions):
-            raise ValueError(
-                f"datasets: fractions {fractions}: set a fraction for all data sets or for none, as in TRL."
-            )
-        _check_positive("datasets: fractions", fractions)
-        if settings["dataset_streaming"]:
-            raise ValueError(
-                "datasets: a stream cannot have a fraction, since its length is unknown. Use --dataset_weights, or "
-                "leave out streaming."
-            )
+def _fractions(settings: Settings) -> list[Any]:
+    return [source.fraction for source in settings["datasets"]]
 
 
-@check("dataset_weights", "datasets")
-def _check_positive(name: str, values: list[Any]) -> None:
-    """Check that each weight or fraction is above 0."""
-    if not all(isinstance(value, int | float) and 0 < value < math.inf for value in values):
-        raise ValueError(f"{name} {values}: each has to be a number above 0. Leave out a data set of weight 0.")
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
-@check("test_split_size", "dataset_streaming", "dataset_weights", "dataset_stopping_strategy")
-def _check_test_split(settings: Mapping[str, Any]) -> None:
-    """Check that the test split is a share of the documents, of which none is trained on."""
-    size = settings["test_split_size"]
-    if size is None:
-        return
-    if not 0 < size < 1:
-        raise ValueError(f"--test_split_size {size} is not a share of the documents between 0 and 1.")
-    if settings["dataset_streaming"]:
-        raise ValueError(
-            f"--test_split_size {size} of a stream, whose length is unknown. Leave it out, and evaluate on "
-            "--dataset_test_split of each data set."
-        )
-    if settings["dataset_weights"] is not None and settings["dataset_stopping_strategy"] == "all_exhausted":
-        raise ValueError(
-            f"--test_split_size {size} with --dataset_stopping_strategy all_exhausted would evaluate on documents that "
-            "are trained on, too, since it repeats some. Use all_exhausted_without_replacement."
-        )
-
+MIXTURE_RULES = (
+    Rule(
+        "dataset_name datasets",
+        lambda s: s["dataset_name"] is not None and s.is_set("datasets"),
+        lambda s: f"beside --datasets {' '.join(source.path for source in s['datasets'])}: keep one of the two",
+    ),
+    Rule(
+        "dataset_weights datasets",
+        lambda s: s["datasets"] and s["dataset_weights"] and len(s["dataset_weights"]) != len(s["datasets"]),
+        lambda s: f"for {len(s['datasets'])} --datasets: give one weight for each data set",
+    ),
+    Rule(
+        "dataset_weights datasets",
+        lambda s: s["datasets"] and s["dataset_weights"] and set(_fractions(s)) != {None},
+        "and a fraction in datasets are both given. Keep one of the two",
+    ),
+    Rule(
+        "datasets",
+        lambda s: not s["dataset_weights"] and len({fraction is None for fraction in _fractions(s)}) > 1,
+        lambda s: f"with fractions {_fractions(s)}: set a fraction for all data sets or for none, as in TRL",
+    ),
+    Rule(
+        "datasets",
+        lambda s: not all(fraction is None or _positive(fraction) for fraction in _fractions(s)),
+        lambda s: f"with fractions {_fractions(s)}: each has to be a number above 0",
+    ),
+    Rule(
+        "datasets dataset_streaming",
+        lambda s: s["dataset_streaming"] and any(_fractions(s)),
+        lambda s: (
+            f"with fractions {_fractions(s)}: a stream cannot have a fraction, since its length is unknown. Use "
+            "--dataset_weights, or leave out streaming"
+        ),
+    ),
+    Rule(
+        "test_split_size dataset_streaming",
+        lambda s: s["test_split_size"] is not None and s["dataset_streaming"],
+        "of a stream, whose length is unknown. Leave it out, and evaluate on --dataset_test_split of each data set",
+    ),
+    Rule(
+        "test_split_size dataset_weights dataset_stopping_strategy",
+        lambda s: (
+            s["test_split_size"] is not None
+            and s["dataset_weights"] is not None
+            and s["dataset_stopping_strategy"] == "all_exhausted"
+        ),
+        "with --dataset_stopping_strategy all_exhausted would evaluate on documents that are trained on, too, since it "
+        "repeats some. Use all_exhausted_without_replacement",
+    ),
+)
 
 _NO_EPOCHS = "the length of a stream is not known, so neither are its epochs"
-_REFUSED = {
+_WHOLE = {
     "balance_packs": (True, "packs are balanced over windows of the whole data set, and of a stream few are known"),
     "eval_strategy": ("epoch", _NO_EPOCHS),
     "logging_strategy": ("epoch", _NO_EPOCHS),
@@ -169,40 +166,47 @@ _REFUSED = {
 }
 """Values that need the whole data set or its length, and why."""
 
+
+def _needs_whole(name: str, value: object) -> Callable[[Settings], bool]:
+    is_own = name == "balance_packs"  # whose default has this value
+    return lambda s: s["dataset_streaming"] and s[name] == value and (s.is_set(name) or not is_own)
+
+
+STREAM_RULES = (
+    Rule(
+        "dataset_streaming max_steps",
+        lambda s: s["dataset_streaming"] and s["max_steps"] <= 0,
+        "with --max_steps {max_steps}: the number of steps of a stream is unknown. Add --max_steps N; if the data set "
+        "ends earlier, it is read again from its start",
+    ),
+    *(
+        Rule(
+            f"{name} dataset_streaming",
+            _needs_whole(name, value),
+            f"with --dataset_streaming True: {reason}. "
+            + (f"Use --{name} steps" if value == "epoch" else f"Leave out --{name}")
+            + ", or leave out --dataset_streaming",
+        )
+        for name, (value, reason) in _WHOLE.items()
+    ),
+    Rule(
+        "packing_strategy dataset_streaming",
+        lambda s: s["dataset_streaming"] and s["packing"] and s["packing_strategy"] != "bfd",
+        "with --dataset_streaming True: documents of a stream are packed as they come, whole. Leave it out, and use "
+        "--overlong split for documents longer than a sequence",
+    ),
+)
+
 _IDLE = ("data_seed", "dataset_num_proc", "num_train_epochs", "train_sampling_strategy")
 """Flags without effect on a stream, which has no order, epochs or cache."""
 
 
-@check("dataset_streaming", "max_steps", "packing_strategy", *_REFUSED)
-def stream(values: Values) -> Values:
-    """Check that no other flag needs the whole data set, or its length.
-
-    Raises:
-        ValueError: for the first that does.
-    """
-    if not values["dataset_streaming"]:
-        return values
-    if values["max_steps"] <= 0:
-        raise ValueError(
-            f"--dataset_streaming True with --max_steps {values['max_steps']}: the number of steps of a stream is "
-            f"unknown. Add --max_steps N; if the data set ends earlier, it is read again from its start."
-        )
-    if not values.is_given("balance_packs"):
-        values = values.set(balance_packs=False)
-    for name, (value, reason) in _REFUSED.items():
-        if getattr(values[name], "value", values[name]) == value:
-            remedy = f"Use --{name} steps" if value == "epoch" else f"Leave out --{name}"
-            raise ValueError(
-                f"--{name} {value} with --dataset_streaming True: {reason}. {remedy}, or leave out --dataset_streaming."
-            )
-    if values["packing"] and values["packing_strategy"] != "bfd":
-        raise ValueError(
-            f"--packing_strategy {values['packing_strategy']} with --dataset_streaming True: documents of a stream "
-            "are packed as they come, whole. Leave it out, and use --overlong split for documents longer than a "
-            "sequence."
-        )
-    return values.note(
+def streams(settings: Settings) -> Settings:
+    """Return settings of a stream, whose packs are not balanced, with notes on what that changes."""
+    if not settings["dataset_streaming"]:
+        return settings
+    return settings.decided(balance_packs=False).note(
         "streaming: documents come in the order of the data set, and nothing is shuffled; the data set is read again "
         "from its start for as long as --max_steps says",
-        *(f"--{name} has no effect on a stream" for name in _IDLE if values.is_given(name)),
+        *(f"--{name} has no effect on a stream" for name in _IDLE if settings.is_set(name)),
     )

@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 from longctx.attention.choice import BackendChoice, assumed_documents, choose_backend, chunking_backend
 from longctx.attention.cost import Setup
-from longctx.forecast.memory_options import PROFILE_OPTIONS
-from longctx.forecast.memory_presets import asked_memory_options, prefers_ulysses
+from longctx.forecast.memory_presets import prefers_ulysses
 from longctx.sequence.mesh import ParallelDims
-from longctx.settings.checks import check
-from longctx.settings.flags import Flags
+from longctx.settings.launcher import Launcher, profile_name
 from longctx.settings.machine_checks import MINIMUM_VERSIONS, check_versions
-from longctx.settings.profile import LaunchProfile
 from longctx.settings.run import given_multiple, row_length
-from longctx.settings.values import Values, agree, profile_name
+from longctx.settings.values import Settings
 
 
 class Engine(NamedTuple):
@@ -33,37 +30,35 @@ class Engine(NamedTuple):
 
 
 def choose_engine(
-    flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: ParallelDims, *, use_cpu: bool
+    settings: Settings, launcher: Launcher, backend: BackendChoice, dims: ParallelDims, *, use_cpu: bool
 ) -> Engine:
     """Return the engine that the profile or the flag names, else the one that suits the backend.
 
     Raises:
         ValueError: if the run cannot use it.
     """
-    name, reason = _choose(flags, profile, backend, dims)
+    name, reason = _choose(settings, launcher, backend, dims)
     check_versions(MINIMUM_VERSIONS.get(name, {}), f"the {name} engine")
-    zero_stage = (3 if profile.zero_stage is None else profile.zero_stage) if name == "deepspeed" else None
+    zero_stage = (3 if launcher.zero_stage is None else launcher.zero_stage) if name == "deepspeed" else None
     _check_engine(name, zero_stage, dims)
     _check_fsdp1(name, use_cpu)
-    is_promoted = profile.engine is None and name != "none"
-    return Engine(name, reason, zero_stage, is_promoted)
+    return Engine(name, reason, zero_stage, is_promoted=launcher.engine is None and name != "none")
 
 
-@check("engine", "distributed_type")
-def _choose(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: ParallelDims) -> tuple[str, str]:
+def _choose(settings: Settings, launcher: Launcher, backend: BackendChoice, dims: ParallelDims) -> tuple[str, str]:
     """Check that flag and profile name the same engine."""
-    if profile.engine is not None:
-        if flags.engine not in ("auto", profile.engine):
+    asked = settings["engine"]
+    if launcher.engine is not None:
+        if asked not in ("auto", launcher.engine):
             raise ValueError(
-                f"--engine {flags.engine} contradicts {profile_name()}, which starts {profile.engine}. "
-                "Change one of them."
+                f"--engine {asked} contradicts {profile_name()}, which starts {launcher.engine}. Change one of them."
             )
-        return profile.engine, "the launcher's profile"
-    if flags.engine != "auto":
-        return flags.engine, "asked for"
+        return launcher.engine, "the launcher's profile"
+    if asked != "auto":
+        return asked, "asked for"
     if dims.world_size == 1:
         return "none", "one process"
-    if flags.load_in_4bit:
+    if settings["load_in_4bit"]:
         return "fsdp2", "auto: FSDP2 shards 4-bit weights"
     if dims.dp_replicate > 1:
         return "fsdp2", "auto: copies of a sharded model are FSDP2's"
@@ -71,7 +66,6 @@ def _choose(flags: Flags, profile: LaunchProfile, backend: BackendChoice, dims: 
     return backend.engine, f"auto: {'sp 1' if backend.name == 'local' else backend.name} runs on {runs_on}"
 
 
-@check("engine", "zero_stage", "dp_replicate", "sp", "fsdp_version")
 def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> None:
     """Check that the engine can shard over these processes, and is exact."""
     if engine in ("deepspeed", "fsdp2", "fsdp1") and dims.world_size == 1 and engine != "deepspeed":
@@ -98,7 +92,6 @@ def _check_engine(engine: str, zero_stage: int | None, dims: ParallelDims) -> No
         )
 
 
-@check("fsdp_version", "use_cpu")
 def _check_fsdp1(engine: str, use_cpu: bool) -> None:
     """Check that FSDP1 has GPUs."""
     if engine == "fsdp1" and use_cpu:
@@ -108,16 +101,7 @@ def _check_fsdp1(engine: str, use_cpu: bool) -> None:
         )
 
 
-@check("bf16", "mixed_precision")
-def choose_precision(values: Values, profile: LaunchProfile, *, use_cpu: bool) -> Values:
-    """Check that flag and profile name the same precision; by default it is bf16 on GPUs and fp32 on the CPU."""
-    given = values.flags.bf16 if values.is_given("bf16") else None
-    if given is False and profile.mixed_precision == "bf16":
-        raise ValueError(f"--bf16 False contradicts {profile_name()}, which sets mixed_precision bf16. Change one.")
-    return values.set(bf16=bool(given) if given is not None else profile.mixed_precision == "bf16" or not use_cpu)
-
-
-def precision_notes(values: Values, engine: str, *, use_cpu: bool) -> list[str]:
+def precision_notes(values: Settings, engine: str, *, use_cpu: bool) -> list[str]:
     """Return notes on what the precision costs, where users may not expect it."""
     notes = []
     if values["dtype"] != "float32" and engine == "none":
@@ -132,22 +116,7 @@ def clipping(value: float | None, engine: str) -> float:
     return value or (0.0 if engine == "deepspeed" else math.inf)
 
 
-def ask_memory_options(values: Values, profile: LaunchProfile) -> tuple[Values, dict[str, Any]]:
-    """Return the values, and the memory options that a flag or the profile sets."""
-    asked = asked_memory_options(values, values.flags.explicit)
-    for name in PROFILE_OPTIONS:
-        if (agreed := agree(values.flags, name, profile.memory_options.get(name), name)) is not None:
-            asked[name] = agreed
-    if profile.activation_checkpointing:  # the trainer does it, and keeps the ring's output
-        if asked.get("activation_checkpointing") is not True:
-            values = values.note("activation_checkpointing is on: the profile says fsdp_activation_checkpointing: true")
-        asked["activation_checkpointing"] = True
-        if profile.activation_checkpointing_offload:
-            asked["activation_offloading"] = True
-    return values, asked
-
-
-def choose(wanted: str, setup: Setup, values: Values, memory_options: Mapping[str, Any]) -> tuple[str, BackendChoice]:
+def choose(wanted: str, setup: Setup, values: Settings, memory_options: Mapping[str, Any]) -> tuple[str, BackendChoice]:
     """Return the wanted backend's name, and the choice before the data is known.
 
     With a sequence-chunked step, `auto` wants the backend that has least of it on the device.
@@ -158,8 +127,8 @@ def choose(wanted: str, setup: Setup, values: Values, memory_options: Mapping[st
             name,
             setup,
             assumed_documents(row_length(values), packed=values["packing"]),
-            ring_size=values.flags.ring_size,
-            pad_to_multiple_of=given_multiple(values.flags),
+            ring_size=values["ring_size"],
+            pad_to_multiple_of=given_multiple(values),
         )
 
     chunks = prefers_ulysses(values["memory"], memory_options) and setup.recurrent is None

@@ -1,440 +1,447 @@
-"""Parse the command line: the flags of TRL and longctx, which override those of a --config file."""
+"""The flags of longctx: a row each, by group. A new flag is a row here, and the code that reads it.
+
+TRL's flags keep its names and defaults. Each is in the table by its effect here, so that none is accepted and then
+ignored in silence; one of a newer TRL is refused until it has a row.
+"""
 
 from __future__ import annotations
 
-import argparse
-import copy
-import functools
-import json
-import os
-import re
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
-from importlib import import_module
-from typing import Any, Literal, NoReturn
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from transformers.hf_argparser import string_to_bool
-from trl import TrlParser
-
-from longctx.attention.backends import BACKENDS
-from longctx.forecast.memory_options import ALL, AUTO
-from longctx.settings.flag_sources import POINTER
-from longctx.settings.help import (
-    NO_FIELDS,
-    advice,
-    applied_default,
-    check_config,
-    config_path,
-    installed_name,
-    read_config,
-    todays_name,
-)
-from longctx.settings.methods import SFT, Method
-from longctx.untrusted.files import check_path
-
-MACHINE_FLAGS = ("machine_rank", "main_process_ip", "main_process_port")
-"""Flags that --accelerate_config passes on to `accelerate launch`."""
-
-
-@dataclass
-class SequenceArguments:
-    """The flags that longctx adds to TRL's."""
-
-    _argument_group_name = "longctx"
-
-    sp: str | None = field(
-        default=None,
-        metadata={
-            "help": "Number of devices that share each sequence; auto takes the predicted fastest, and all spreads "
-            "several sequences over all devices. Default: 1."
-        },
-    )
-    sp_backend: str = field(
-        default="auto",
-        metadata={"help": "How attention is spread over these devices; auto chooses, and the run prints why."},
-    )
-    cp: int | None = field(default=None, metadata={"help": "Short for --sp N --sp_backend ring."})
-    ring_size: int | None = field(
-        default=None, metadata={"help": "Number of ring ranks with --sp_backend hybrid; the other degree is Ulysses."}
-    )
-    measure_links: bool = field(
-        default=False,
-        metadata={"help": "Let auto measure how fast the processes exchange data, instead of reading a table."},
-    )
-    dp_replicate: int | None = field(
-        default=None, metadata={"help": "Number of copies of the sharded model (HSDP). Default: 1."}
-    )
-    engine: Literal["auto", "deepspeed", "fsdp2"] = field(
-        default="auto",
-        metadata={"help": "Training engine; auto takes DeepSpeed ZeRO-3 for Ulysses and FSDP2 otherwise."},
-    )
-    num_processes: int | None = field(
-        default=None,
-        metadata={"help": "Number of processes to start if no launcher does. Default: sp × dp_replicate."},
-    )
-    accelerate_config: str | None = field(
-        default=None, metadata={"help": "Accelerate profile: a name from configs/, or a path to a YAML file."}
-    )
-    dataset_weights: list[float] | None = field(
-        default=None,
-        metadata={"help": "Weight of each of --datasets: how often the next document comes from it."},
-    )
-    dataset_stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = field(
-        default="first_exhausted",
-        metadata={"help": "When --dataset_weights stops drawing, as in datasets.interleave_datasets."},
-    )
-    machine_rank: int | None = field(
-        default=None,
-        metadata={"help": "With --accelerate_config on several machines: the number of this machine, from 0."},
-    )
-    main_process_ip: str | None = field(
-        default=None, metadata={"help": "With --accelerate_config on several machines: the address of machine 0."}
-    )
-    main_process_port: int | None = field(
-        default=None, metadata={"help": "With --accelerate_config on several machines: a free port on machine 0."}
-    )
-    overlong: Literal["raise", "truncate", "drop", "split"] = field(
-        default="raise",
-        metadata={"help": "What to do with a document longer than --max_length: raise, truncate, drop or split."},
-    )
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={"help": "Delete the earlier run in output_dir, which is refused otherwise. Other files there stay."},
-    )
-    rope_scaling: str | None = field(
-        default=None,
-        metadata={"help": "Extend the model's context: yarn:4, linear:2, llama3:8, or RoPE parameters as JSON."},
-    )
-    balance_packs: bool = field(
-        default=True,
-        metadata={"help": "Give the data-parallel ranks packs of similar attention cost in each step."},
-    )
-    global_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of sequences in an optimizer step, on all devices; sets --gradient_accumulation_steps."
-        },
-    )
-    memory: Literal["balanced", "longest", "fastest", "auto"] = field(
-        default="balanced",
-        metadata={
-            "help": "Preset of memory options (docs/howto/length.md): balanced, longest, fastest, or auto, which takes "
-            "the predicted fastest options that fit."
-        },
-    )
-    tiled_mlp: bool | None = field(default=None, metadata={"help": "Run each MLP on a few tokens at a time."})
-    tiled_mlp_num_shards: int | None = field(
-        default=None,
-        metadata={"help": "Number of tiles with --tiled_mlp. Default: as many as suit the model's width."},
-    )
-    heads_k_stride: int | None = field(
-        default=None,
-        metadata={"help": "Number of key/value heads that are exchanged and attended to at a time. Default: all."},
-    )
-    overlap_exchange: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Exchange some heads while others are attended to (ulysses, hybrid). Default: where that is "
-            "predicted to be faster."
-        },
-    )
-    sequence_chunk_size: int | None = field(
-        default=None,
-        metadata={"help": "Run the layers on this many tokens at a time; the others wait in host memory."},
-    )
-    offload_optimizer_device: Literal["none", "cpu", "nvme"] = field(
-        default="none", metadata={"help": "Where DeepSpeed keeps the optimizer states: none (on the GPU), cpu or nvme."}
-    )
-    offload_param_device: Literal["none", "cpu", "nvme"] = field(
-        default="none",
-        metadata={"help": "Where ZeRO-3 keeps parameters, or FSDP2 (cpu) parameters and optimizer states."},
-    )
-    offload_optimizer_nvme_path: str | None = field(
-        default=None, metadata={"help": "Folder for --offload_optimizer_device nvme."}
-    )
-    offload_param_nvme_path: str | None = field(
-        default=None, metadata={"help": "Folder for --offload_param_device nvme."}
-    )
-    communication_data_type: Literal["auto", "fp32", "bf16"] = field(
-        default="auto",
-        metadata={
-            "help": "Data type in which gradients are reduced; auto is fp32 on FSDP2, and "
-            "DeepSpeed's own default on DeepSpeed."
-        },
-    )
-    on_nonfinite: Literal["stop", "skip"] = field(
-        default="stop",
-        metadata={"help": "When a step's gradient is NaN or infinite, stop the run or skip the step."},
-    )
-    early_stopping_patience: int | None = field(
-        default=None,
-        metadata={"help": "Stop after this many evaluations in a row without a better --metric_for_best_model."},
-    )
-    early_stopping_threshold: float = field(
-        default=0.0, metadata={"help": "Smallest improvement of the metric that counts."}
-    )
-    profile: bool = field(
-        default=False,
-        metadata={"help": "Write a profiler trace of a few steps, one for each rank, to output_dir/profile."},
-    )
-    profile_steps: int = field(
-        default=3, metadata={"help": "Number of steps that --profile traces, from the third step of the run on."}
-    )
-    prepare_only: bool = field(default=False, metadata={"help": "Tokenise the data and plan the packs, then stop."})
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Check data, model files and disk, print the resolved run, then stop."},
-    )
-    explain: bool = field(default=False, metadata={"help": "Also print the reasons for what was decided."})
-
-
-@dataclass(frozen=True)
-class Flags:
-    """Every flag's value, and which of them the user set."""
-
-    values: Mapping[str, Any]
-    explicit: frozenset[str]
-    """Names given on the command line or in the --config file."""
-    arguments: tuple[str, ...]
-    """The command line, to start further processes with."""
-    method: Method = SFT
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.values[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def of(self, arguments_type: type) -> dict[str, Any]:
-        """Return the values of one dataclass's fields."""
-        return {f.name: self.values[f.name] for f in fields(arguments_type) if f.init and f.name in self.values}
-
-
-_PATHS = (
-    "accelerate_config",
-    "chat_template_path",
-    "dataset_name",
-    "model_name_or_path",
-    "output_dir",
-    "resume_from_checkpoint",
+from longctx.settings.schema import (
+    ANY,
+    BOOL,
+    DEGREE,
+    ENTRIES,
+    FLOAT,
+    FLOATS,
+    FOLDER,
+    INT,
+    JSON,
+    JSON_OR_TEXT,
+    MULTIPLE,
+    NAME_OR_FALSE,
+    NAMES,
+    PATH,
+    TEXT,
+    TEXTS,
+    Flag,
+    Kind,
+    Method,
 )
 
-
-def parse_flags(arguments: Sequence[str], method: Method = SFT) -> Flags:
-    """Read the command line and its YAML file. No TRL dataclass is built: SFTConfig would start a process group.
-
-    Raises:
-        ValueError: for an unknown or malformed flag, and for a --config file that cannot be read.
-        SystemExit: after --help-all.
-    """
-    parser = _parser(tuple(BACKENDS.spread), method)
-    given = [_today(argument, parser.names()) for argument in arguments]
-    path = config_path(given)
-    from_file = _read_config(path, parser) if path else {}
-    # Scalars are parsed like the command line, which checks their types and choices; `--flag=value` cannot express
-    # null, lists and mappings.
-    given = [
-        f"--{name}={_text(value, parser.action(name))}" for name, value in from_file.items() if _is_scalar(value)
-    ] + given
-    values = parser.defaults()
-    values |= {name: value for name, value in from_file.items() if not _is_scalar(value)}
-    set_here = parser.given(given)
-    values |= set_here
-    values.pop("config")
-    for name in _PATHS:
-        check_path(name, values[name])
-    return Flags(
-        values=values,
-        explicit=frozenset(from_file) | (set_here.keys() - {"config"}),
-        arguments=tuple(arguments),
-        method=method,
-    )
+_FP32 = 3.4e38
+"""The range of fp32: torch converts these numbers to the dtype of the weights."""
+_SEED = 2**32 - 1
+"""The largest seed of NumPy's generators."""
+STEPS_BEFORE_PROFILE = 2
+"""Steps of a run that --profile does not trace: they compile kernels and fill caches."""
+_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 
-@functools.cache
-def _parser(backends: tuple[str, ...], method: Method) -> _Parser:
-    """Return the parser of all flags of a method. Parsing leaves it as it is."""
-    parser = _Parser(
-        [getattr(import_module(module), name) for module, name in method.arguments],
-        usage=method.usage,
-        formatter_class=_HelpFormatter,
-        description=f"{method.description} Dashes may stand for underscores, and --no_FLAG for --FLAG False where "
-        "TRL's default is True.",
-        add_help=False,
-    )
-    parser.method = method
-    parser.add_argument("-h", "--help", action="help", help="List the flags that most runs use.")
-    parser.add_argument("--help_all", action="help", help="List every flag.")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line overrides it.")
-    parser.put_first(SequenceArguments._argument_group_name)
-    parser.action("sp_backend").choices = ("auto", *backends)
-    parser.action("sp").type = _degree
-    parser.action("trackio_static_space_id").type = _space_or_false
-    parser.action("lr_scheduler_kwargs").type = _json_object
-    parser.action("liger_kernel_config").type = str  # read by longctx.layers.liger
-    for name, meaning in MEANINGS.items():
-        parser.action(name).help = meaning
-    parser.hide_negations()
-    return parser
+def _in(group: str, *flags: Flag, needs: tuple[Any, ...] = ()) -> Iterator[Flag]:
+    return (replace(flag, group=group, needs=needs or flag.needs) for flag in flags)
 
 
-class _HelpFormatter(argparse.HelpFormatter):
-    """Help that lists every flag once, with the default that applies here unless that is None."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = copy.copy(action)
-        shown.option_strings = [option for option in action.option_strings if "-" not in option.lstrip("-")]
-        return super()._format_action_invocation(shown)
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        default = applied_default(action.dest, action.default)
-        if default in (None, argparse.SUPPRESS, "") or default == []:
-            return text
-        return f"{text.rstrip('.')}. Default: {getattr(default, 'value', default)}.".replace("%%", "%").replace(
-            "%", "%%"
-        )
+def _only(kind: Kind, value: object, names: str) -> Iterator[Flag]:
+    return (Flag(name, kind, value, "", values=(value,)) for name in names.split())
 
 
-class _Parser(TrlParser):
-    """A parser that raises one clear error instead of printing 200 flags and exiting."""
-
-    method = SFT
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: --?([\w-]+)", message)
-        advised = advice(unknown[1], self.names(), self.method) if unknown else ""
-        if message.startswith("argument --loss_type"):
-            advised = f" {POINTER}."
-        raise ValueError(f"{message.rstrip('.')}.{advised}")
-
-    def put_first(self, title: str) -> None:
-        """Put the group of this title first in --help_all, and one of TRL's flags last."""
-        self._optionals.title = "TRL and transformers"
-        self._action_groups.sort(key=lambda group: group.title != title)
-
-    def hide_negations(self) -> None:
-        """Leave the --no_FLAG forms out of --help_all."""
-        for action in self._actions:
-            if action.const is False:
-                action.help = argparse.SUPPRESS
-
-    def names(self) -> set[str]:
-        return {action.dest for action in self._actions}
-
-    def action(self, name: str) -> argparse.Action:
-        return next(action for action in self._actions if action.dest == name)
-
-    def defaults(self) -> dict[str, Any]:
-        """Return the value of every flag that is not set."""
-        return copy.deepcopy(vars(self.parse_args([])))
-
-    def given(self, arguments: list[str]) -> dict[str, Any]:
-        """Return the flags that are set, with their values."""
-        unset = object()
-        values = vars(self.parse_args(arguments, argparse.Namespace(**dict.fromkeys(self.names(), unset))))
-        return {name: value for name, value in values.items() if value is not unset}
+def _idle(why: str, names: str) -> Iterator[Flag]:
+    return (Flag(name, ANY, None, "", group="Without effect", idle=why) for name in names.split())
 
 
-def _today(argument: str, names: Set[str]) -> str:
-    """Return `--flag` or `--flag=value` with the flag's name among `names`, and underscores for dashes."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument[2:].partition("=")
-    return f"--{installed_name(todays_name(name), names)}{equals}{value}"
+def _instead(remedy: str, names: str) -> Iterator[Flag]:
+    return (Flag(name, ANY, None, "", group="Refused", instead=remedy) for name in names.split())
 
 
-MEANINGS = {
-    "dataset_name": "Hub name, local file, folder or glob of the data set. stdlib, the sources of Python's standard "
-    "library, is built in.",
-    "liger_kernel_config": "JSON object of parts that --use_liger_kernel leaves out, such as '{\"rope\": false}'. "
-    "Parts: rms_norm, rope, swiglu, geglu.",
-    "max_length": "Number of tokens in a sequence, counted over all devices that share it; with packing, the length of "
-    "a pack. Default: the model's context length.",
-    "model_name_or_path": "Hub name or local folder of the model. tiny, a small one with random weights, is built in.",
-    "output_dir": "Folder for checkpoints and the trained model. Default: the first free name of longctx-output, "
-    "longctx-output-2 and so on.",
-    "packing": "Pack documents into full sequences, in which they stay isolated from each other.",
-    "per_device_train_batch_size": "Number of sequences that each group of --sp devices trains on at a time.",
-    "resume_from_checkpoint": "Folder of the checkpoint to resume from, or auto: the newest in output_dir, and the "
-    "beginning if there is none.",
-    "use_liger_kernel": "Compute norms, activations and rotary embeddings with Liger's Triton kernels (GPUs only). The "
-    "loss stays that of longctx, which is fused and exact over all ranks.",
-}
-"""What those of TRL's flags do that act differently here."""
+# Optimizers must treat each weight by itself, since a shard lacks the rest of a matrix. (Adagrad does, but its state
+# does not survive ZeRO-3's regrouping: DeepSpeed 0.19.8 raises an IndexError.) Schedules must depend on the step alone.
+# fmt: off
+_ROWS = (
+    *_in(
+        "Model",
+        Flag("model_name_or_path", FOLDER, None,
+             "Hub name or local folder; tiny is built in. It is a small model with random weights.", common=True,
+             node=True),
+        Flag("model_revision", TEXT, "main", "Branch, tag or commit of the model on the hub.", aliases=("revision",)),
+        Flag("trust_remote_code", BOOL, False, "Allow Python code that comes with a model or tokenizer to run."),
+        Flag("dtype", TEXT, "float32",
+             "Data type in which weights are loaded: float32, bfloat16 or auto (as in the model's files).",
+             values=("float32", "bfloat16", "auto"),
+             reason="float16 gradients underflow without a scaled loss, which is not supported",
+             aliases=("torch_dtype",)),
+        Flag("attn_implementation", TEXT, None,
+             "Attention kernel of transformers; the run chooses and prints its own."),
+        Flag("model_init_kwargs", JSON, None, "JSON object of values that replace those of the model's config.json."),
+        Flag("rope_scaling", JSON_OR_TEXT, None,
+             "Extend the context: yarn:4, linear:2, llama3:8. RoPE parameters as JSON are accepted, too.", own=True,
+             common=True),
+        Flag("router_aux_loss_coef", FLOAT, None,
+             "Weight of the load-balancing loss of a mixture of experts; 0 turns that loss off.", least=0, below=_FP32),
+    ),
+    *_in(
+        "Adapters",
+        Flag("use_peft", BOOL, False, "Train a LoRA adapter instead of all weights.", common=True),
+        Flag("load_in_4bit", BOOL, False, "Load the base model in 4 bits (QLoRA). This needs --use_peft.", common=True),
+        Flag("load_in_8bit", BOOL, False, "Load the base model in 8 bits.",
+             values=(False,),
+             reason="LLM.int8 rounds activations too, all but the columns where any token of the batch is large, "
+             "and a rank sees some tokens only. --load_in_4bit True is exact"),
+    ),
+    *_in(
+        "Adapters",
+        Flag("lora_r", INT, 16, "Rank of the adapter's matrices."),
+        Flag("lora_alpha", INT, 32, "Scale of the adapter, before it is divided by --lora_r."),
+        Flag("lora_dropout", FLOAT, 0.05, "Dropout probability in the adapter.", ours=0.0),
+        Flag("lora_target_modules", TEXTS, None, "Names of the layers that get an adapter, or all-linear."),
+        Flag("lora_target_parameters", TEXTS, None, "Names of parameters that get an adapter, as of experts."),
+        Flag("lora_modules_to_save", TEXTS, None, "Names of layers that are trained whole and saved with the adapter."),
+        Flag("lora_task_type", TEXT, "CAUSAL_LM", "Task of the adapted model: CAUSAL_LM."),
+        Flag("use_rslora", BOOL, False, "Divide --lora_alpha by the square root of --lora_r (rank-stabilized LoRA)."),
+        Flag("use_dora", BOOL, False, "Train the magnitude of weights apart from their direction (DoRA)."),
+        needs=("use_peft", True),
+    ),
+    *_in(
+        "Adapters",
+        Flag("bnb_4bit_quant_type", TEXT, "nf4", "Number format of 4-bit weights: nf4 or fp4.", values=("fp4", "nf4")),
+        Flag("bnb_4bit_quant_storage", TEXT, None, "Data type that holds 4-bit weights, such as uint8."),
+        Flag("use_bnb_nested_quant", BOOL, False, "Quantize the scales of 4-bit weights, too."),
+        needs=("load_in_4bit", True),
+    ),
+    *_in(
+        "Data",
+        Flag("dataset_name", PATH, None,
+             "Hub name, file, folder or glob; or stdlib. That is the source of Python's standard library.", common=True,
+             node=True),
+        Flag("dataset_config", TEXT, None, "Configuration of the data set on the hub."),
+        Flag("dataset_train_split", TEXT, "train", "Split to train on, or several, as train+validation."),
+        Flag("dataset_text_field", TEXT, "text", "Column that holds plain text."),
+        Flag("datasets", ENTRIES, (), "Data sets to train on together, in place of --dataset_name."),
+        Flag("dataset_weights", FLOATS, None,
+             "Weight of each of --datasets: how often the next document comes from it.", own=True, above=0,
+             reason="leave out a data set of weight 0"),
+        Flag("dataset_stopping_strategy", TEXT, "first_exhausted",
+             "When --dataset_weights stops drawing, as in datasets.interleave_datasets.", own=True,
+             values=("first_exhausted", "all_exhausted", "all_exhausted_without_replacement")),
+        Flag("test_split_size", FLOAT, None, "Share of the documents that is kept for evaluation, between 0 and 1.",
+             above=0, below=1, reason="it is a share of the documents"),
+        Flag("dataset_streaming", BOOL, False, "Read, tokenise and pack the data during training, in its order."),
+        Flag("streaming", BOOL, False, "Read --datasets during training, as --dataset_streaming does."),
+        Flag("dataset_num_proc", INT, None, "Number of processes that tokenise the data."),
+        Flag("chat_template_path", PATH, None, "Chat template: a .jinja file, or a tokenizer's folder or hub name."),
+        Flag("eos_token", TEXT, None, "Token that ends a document, in place of the tokenizer's own."),
+        Flag("pad_token", TEXT, None, "Token for padding, in place of the tokenizer's own."),
+        Flag("max_length", INT, 1024,
+             "Tokens in a sequence. The count spans the devices that share it; with packing, a pack is a sequence.",
+             ours=None, common=True, default_is="the model's context", least=2, reason="a token needs one to predict",
+             aliases=("max_seq_length",)),
+        Flag("overlong", TEXT, "raise",
+             "raise, truncate, drop, split long ones. Those are documents longer than --max_length.", own=True,
+             common=True, values=("raise", "truncate", "drop", "split")),
+        Flag("truncation_mode", TEXT, "keep_start", "Which part of a truncated document stays: keep_start.",
+             values=("keep_start",)),
+        Flag("packing", BOOL, False,
+             "Pack documents, isolated from each other. A pack is one sequence of at most --max_length tokens.",
+             ours=True, common=True),
+        Flag("packing_strategy", TEXT, "bfd",
+             "How packs are filled: bfd (no cuts), bfd_split (cuts long documents) or wrapped (cuts anywhere).",
+             values=("bfd", "bfd_split", "wrapped")),
+        Flag("padding_free", BOOL, False, "Join the sequences of a batch into one, so that only its end is padded."),
+        Flag("pad_to_multiple_of", MULTIPLE, "auto",
+             "Pad to a multiple of this many tokens, or auto for the multiple that the backend needs.", least=1),
+        Flag("balance_packs", BOOL, True, "Give all data-parallel ranks packs of similar cost in a step.", own=True),
+        Flag("shuffle_dataset", BOOL, False, "Shuffle the documents before they are packed."),
+        Flag("train_sampling_strategy", TEXT, "random", "Order of the training sequences: random or sequential.",
+             values=("random", "sequential")),
+        Flag("completion_only_loss", BOOL, None, "Train on completions alone, in records with a prompt."),
+        Flag("assistant_only_loss", BOOL, False, "Train on the assistant's turns of chats only.", common=True),
+    ),
+    *_in(
+        "Sequence parallelism",
+        Flag("sp", DEGREE, None,
+             "Devices that share each sequence, or auto. With all, all devices share several sequences at once.",
+             own=True, common=True, default_is="1", least=1, reason="a device has to share a sequence"),
+        Flag("sp_backend", TEXT, "auto",
+             "How attention is spread over them. With auto, the run chooses and prints why.", own=True, common=True),
+        Flag("cp", INT, None, "Short for --sp N --sp_backend ring.", own=True, least=1,
+             reason="a device has to share a sequence"),
+        Flag("ring_size", INT, None, "Ring ranks with --sp_backend hybrid; the rest is Ulysses.", own=True, least=1),
+        Flag("measure_links", BOOL, False,
+             "Let auto measure how fast the processes exchange data, instead of reading a table.", own=True),
+        Flag("dp_replicate", INT, None, "Copies of the sharded model (HSDP).", own=True, default_is="1", least=1),
+        Flag("engine", TEXT, "auto",
+             "auto, deepspeed or fsdp2. This library shards the model; auto is DeepSpeed for Ulysses, else FSDP2.",
+             own=True, common=True, values=("auto", "deepspeed", "fsdp2")),
+        Flag("num_processes", INT, None, "Number of processes to start if no launcher does.", own=True,
+             default_is="sp × dp_replicate", least=1),
+        Flag("accelerate_config", PATH, None,
+             "Accelerate profile: name in configs/, or path. A path leads to a YAML file.", own=True, common=True),
+        Flag("machine_rank", INT, None,
+             "With --accelerate_config on several machines: the number of this machine, from 0.", own=True, least=0),
+        Flag("main_process_ip", TEXT, None, "With --accelerate_config on several machines: address of machine 0.",
+             own=True),
+        Flag("main_process_port", INT, None, "With --accelerate_config on several machines: a free port on machine 0.",
+             own=True, least=1, most=65535),
+        Flag("use_cpu", BOOL, False, "Train on the CPU, even if there is a GPU.", aliases=("no_cuda",)),
+        Flag("ddp_timeout", INT, 1800, "Seconds that a process waits for the others before it fails.", least=1),
+    ),
+    *_in(
+        "Training",
+        Flag("per_device_train_batch_size", INT, 8,
+             "Sequences at a time on --sp devices. Each group of --sp devices trains on this many.", ours=1,
+             common=True, least=1, aliases=("per_gpu_train_batch_size",)),
+        Flag("gradient_accumulation_steps", INT, 1, "Micro-batches in an optimizer step.", common=True, least=1),
+        Flag("global_batch_size", INT, None,
+             "Sequences in an optimizer step, all devices. This sets --gradient_accumulation_steps.", own=True,
+             common=True, least=1),
+        Flag("num_train_epochs", FLOAT, 3.0, "Passes over the data. Fractions, such as 0.5, are accepted, too.",
+             common=True, least=0),
+        Flag("max_steps", INT, -1, "Optimizer steps, in place of epochs. A negative number means --num_train_epochs.",
+             common=True),
+        Flag("learning_rate", FLOAT, 2e-05, "Peak learning rate.", common=True, least=0, below=_FP32, resume="same"),
+        Flag("lr_scheduler_type", TEXT, "linear",
+             "cosine, constant_with_warmup, …. How the learning rate changes over the run.",
+             common=True,
+             values=("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+                     "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+             resume="same"),
+        Flag("lr_scheduler_kwargs", JSON, None,
+             "JSON object with parameters of --lr_scheduler_type, such as '{\"num_cycles\": 2}' for cosine.",
+             resume="same"),
+        Flag("warmup_steps", FLOAT, 0,
+             "Warm-up steps, or their share if below 1. The learning rate rises to its peak during these steps.",
+             common=True, least=0, resume="same"),
+        Flag("optim", TEXT, "adamw_torch_fused", "Optimizer: adamw_torch_fused, adamw_torch, sgd or rmsprop.",
+             values=("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop"), resume="same"),
+        Flag("weight_decay", FLOAT, 0.0,
+             "Weight decay of the optimizer, for all weights except biases and those of norms.", least=0, below=_FP32,
+             resume="same"),
+        Flag("adam_beta1", FLOAT, 0.9, "Decay rate of AdamW's running mean of the gradient, from 0 to below 1.",
+             least=0, below=1, resume="same"),
+        Flag("adam_beta2", FLOAT, 0.999,
+             "Decay rate of AdamW's running mean of the squared gradient, from 0 to below 1.", least=0, below=1,
+             resume="same"),
+        Flag("adam_epsilon", FLOAT, 1e-08, "Small number that AdamW adds to the denominator of its updates.", least=0,
+             below=_FP32, resume="same"),
+        Flag("max_grad_norm", FLOAT, 1.0,
+             "Largest norm of the gradient; a larger gradient is scaled down, and 0 turns clipping off.", least=0,
+             reason="0 stands for no clipping", resume="same"),
+        Flag("loss_type", TEXT, "nll",
+             "Loss of each token: nll (negative log-likelihood), of which chunked_nll is an older name.",
+             values=("nll", "chunked_nll")),
+        Flag("label_smoothing_factor", FLOAT, 0.0,
+             "Share of each target's probability that is spread over the vocabulary, from 0 to 1.", least=0, most=1,
+             resume="same"),
+        Flag("neftune_noise_alpha", FLOAT, None, "Strength of the random noise that NEFTune adds to embeddings.",
+             values=(None,), reason="ranks would draw other noise than one device"),
+        Flag("on_nonfinite", TEXT, "stop", "When a step's gradient is NaN or infinite, stop the run or skip the step.",
+             own=True, values=("stop", "skip")),
+        Flag("seed", INT, 42, "Random seed of the run, a whole number from 0.", least=0, most=_SEED),
+        Flag("data_seed", INT, None, "Random seed of the order of sequences alone.", least=0, most=_SEED),
+        Flag("full_determinism", BOOL, False, "Use deterministic algorithms only, for debugging; this is slower."),
+        Flag("dataloader_drop_last", BOOL, False,
+             "Leave out the last optimizer step of an epoch if there are too few sequences to fill it."),
+        Flag("dataloader_num_workers", INT, 0,
+             "Processes per rank that read data in the background; with 0, the rank reads it itself.", least=0),
+        Flag("dataloader_persistent_workers", BOOL, False, "Keep the data-loading processes alive between epochs."),
+        Flag("dataloader_prefetch_factor", INT, None, "Batches that each data-loading process prepares ahead."),
+        Flag("dataloader_multiprocessing_context", TEXT, None,
+             "How data-loading processes start: fork, spawn or forkserver.", values=("fork", "spawn", "forkserver")),
+    ),
+    *_in(
+        "Evaluation",
+        Flag("eval_strategy", TEXT, "no", "When to evaluate: no, steps or epoch.", common=True,
+             values=("no", "steps", "epoch"), aliases=("evaluation_strategy",)),
+        Flag("eval_steps", FLOAT, None,
+             "Steps between evaluations with --eval_strategy steps; below 1, a share of all steps.", least=0,
+             needs=("eval_strategy", "steps")),
+        Flag("eval_on_start", BOOL, False, "Evaluate once before the first step."),
+        Flag("load_best_model_at_end", BOOL, False,
+             "Load the checkpoint with the best --metric_for_best_model at the end."),
+        Flag("early_stopping_patience", INT, None,
+             "Stop after this many evaluations in a row without a better --metric_for_best_model.", own=True, least=1,
+             reason="it is a number of evaluations"),
+        Flag("early_stopping_threshold", FLOAT, 0.0, "Smallest improvement of the metric that counts.", own=True,
+             least=0, reason="it is an improvement in the metric's unit"),
+    ),
+    *_in(
+        "Evaluation",
+        Flag("dataset_test_split", TEXT, "test", "Split to evaluate on, or several, as test+validation."),
+        Flag("eval_delay", FLOAT, 0,
+             "Steps or epochs before the first evaluation, counted in the unit of --eval_strategy.", least=0),
+        Flag("eval_packing", BOOL, None, "Pack the evaluation data, independently of --packing."),
+        Flag("per_device_eval_batch_size", INT, 8, "Sequences at a time on --sp devices during evaluation.", ours=1,
+             least=1, aliases=("per_gpu_eval_batch_size",)),
+        Flag("metric_for_best_model", TEXT, None, "Metric that decides which checkpoint is best, such as loss."),
+        Flag("greater_is_better", BOOL, None,
+             "Take a larger --metric_for_best_model for a better one; False means a smaller one."),
+        needs=("eval_strategy", "steps", "epoch"),
+    ),
+    *_in(
+        "Memory and precision",
+        Flag("memory", TEXT, "balanced",
+             "balanced, longest, fastest or auto. A preset of memory options; auto takes the fastest that fit.",
+             own=True, common=True, values=("balanced", "longest", "fastest", "auto")),
+        Flag("gradient_checkpointing", BOOL, True,
+             "Recompute activations, to save memory. A step takes about one more forward pass.", common=True,
+             aliases=("activation_checkpointing",)),
+        Flag("gradient_checkpointing_kwargs", JSON, None,
+             "JSON object of checkpointing options: every_n_layers, whole_layers, selective, offload.",
+             aliases=("activation_checkpointing_kwargs",)),
+        Flag("activation_offloading", BOOL, False, "Keep activation checkpoints in host memory.", common=True),
+        Flag("sequence_chunk_size", INT, None,
+             "Run layers on this many tokens at a time. The other tokens wait in host memory.", own=True, common=True,
+             least=1),
+        Flag("tiled_mlp", BOOL, None, "Run each MLP on a few tokens at a time.", own=True),
+        Flag("tiled_mlp_num_shards", INT, None, "Number of tiles with --tiled_mlp.", own=True,
+             default_is="as many as suit the model's width", least=1),
+        Flag("heads_k_stride", INT, None, "Number of key/value heads that are exchanged and attended to at a time.",
+             own=True, default_is="all", least=1),
+        Flag("overlap_exchange", BOOL, None, "Exchange some heads while others are attended to (ulysses, hybrid).",
+             own=True, default_is="where that is predicted to be faster"),
+        Flag("offload_optimizer_device", TEXT, "none",
+             "Optimizer states: none, cpu or nvme. DeepSpeed keeps them there; none is the GPU.", own=True, common=True,
+             values=("none", "cpu", "nvme")),
+        Flag("offload_optimizer_nvme_path", FOLDER, None, "Folder for --offload_optimizer_device nvme.", own=True),
+        Flag("offload_param_device", TEXT, "none",
+             "Where ZeRO-3 keeps parameters, or FSDP2 (cpu) parameters and optimizer states.", own=True,
+             values=("none", "cpu", "nvme")),
+        Flag("offload_param_nvme_path", FOLDER, None, "Folder for --offload_param_device nvme.", own=True),
+        Flag("communication_data_type", TEXT, "auto",
+             "Data type of gradient reduction: fp32, bf16 or auto (fp32, but on DeepSpeed its own default).", own=True,
+             values=("auto", "fp32", "bf16")),
+        Flag("bf16", BOOL, None, "Train in bfloat16 mixed precision.", default_is="on GPUs", resume="same"),
+        Flag("fp16", BOOL, False, "Train in float16 mixed precision.",
+             values=(False,),
+             reason="float16 needs a scaled loss and skips the steps that overflow, which is not compared with one "
+             "device. --bf16 True is"),
+        Flag("tf32", BOOL, None,
+             "Let fp32 matrix products use TF32, which is faster and less precise (Ampere and newer GPUs)."),
+        Flag("torch_compile", BOOL, False, "Compile the layers with torch.compile; the first steps then take longer."),
+        Flag("use_liger_kernel", BOOL, False,
+             "Compute norms, activations and rotary embeddings with Liger's Triton kernels (GPUs only).",
+             aliases=("use_liger",)),
+        Flag("liger_kernel_config", JSON, None,
+             "JSON that turns Liger parts off (rms_norm, rope, swiglu, geglu), such as '{\"rope\": false}'.",
+             needs=("use_liger_kernel", True)),
+        Flag("torch_empty_cache_steps", INT, None, "Steps between releases of unused cached GPU memory."),
+    ),
+    *_in(
+        "Memory and precision",
+        Flag("torch_compile_backend", TEXT, None, "Backend of --torch_compile, such as inductor."),
+        Flag("torch_compile_mode", TEXT, None, "Mode of --torch_compile, such as reduce-overhead or max-autotune."),
+        needs=("torch_compile", True),
+    ),
+    *_in(
+        "Output",
+        Flag("output_dir", FOLDER, None, "Folder of the run. It holds the checkpoints and the trained model.",
+             common=True, default_is="the first free of longctx-output, longctx-output-2, ...", node=True),
+        Flag("overwrite_output_dir", BOOL, False,
+             "Delete the earlier run in output_dir, which is refused otherwise. Other files there stay.", own=True),
+        Flag("resume_from_checkpoint", FOLDER, None,
+             "A checkpoint's folder, or auto for the newest. If there is none, auto starts anew.", common=True),
+        Flag("save_strategy", TEXT, "steps", "When to save: no, steps or epoch.", values=("steps", "epoch", "no")),
+        Flag("save_steps", FLOAT, 500, "Steps between checkpoints. A number below 1 is a share of all steps.",
+             common=True, least=0),
+        Flag("save_total_limit", INT, None,
+             "Number of checkpoints to keep; older ones go, but never the best if it is loaded at the end."),
+        Flag("save_only_model", BOOL, False, "Save checkpoints of the model alone, from which no run can resume."),
+        Flag("save_on_each_node", BOOL, False, "Save on every node, for nodes that do not share --output_dir."),
+        Flag("logging_strategy", TEXT, "steps", "When to log: no, steps or epoch.", values=("no", "steps", "epoch")),
+        Flag("logging_steps", FLOAT, 10, "Steps between log lines. A number below 1 is a share of all steps.", ours=1,
+             common=True, least=0),
+        Flag("logging_first_step", BOOL, False, "Also write a log line for the first step."),
+        Flag("logging_nan_inf_filter", BOOL, True, "Leave NaN and infinite losses out of the logged mean."),
+        Flag("log_on_each_node", BOOL, True,
+             "Apply --log_level to the first process of every node, not only to the first of all."),
+        Flag("log_level", TEXT, "passive",
+             "Messages of the main process: detail, debug, info, warning, error, critical or passive.", values=_LEVELS,
+             node=True),
+        Flag("log_level_replica", TEXT, "warning",
+             "Messages of all other processes, with the same words as --log_level.", values=_LEVELS, node=True),
+        Flag("disable_tqdm", BOOL, None, "Hide the progress bars.", node=True),
+        Flag("skip_memory_metrics", BOOL, True, "Leave memory use out of the metrics; measuring it takes time."),
+        Flag("report_to", NAMES, "none",
+             "tensorboard, trackio, wandb, …. Services that receive the metrics; none and all are accepted, too.",
+             common=True, node=True),
+        Flag("run_name", TEXT, None, "Name of the run in trackio, wandb, mlflow, comet and swanlab.", node=True),
+        Flag("project", TEXT, "huggingface", "Name of the project in trackio."),
+        Flag("trackio_space_id", TEXT, None, "Space for live trackio logs: name, user/name or organization/name."),
+        Flag("trackio_bucket_id", TEXT, None, "Hugging Face bucket in which trackio keeps the logs of its Space."),
+        Flag("trackio_static_space_id", NAME_OR_FALSE, None,
+             "Space for a read-only copy of trackio's logs after training, or False for none."),
+    ),
+    *_in(
+        "Hub",
+        Flag("push_to_hub", BOOL, False, "Upload the trained model, and by --hub_strategy checkpoints.", common=True),
+        Flag("hub_model_id", TEXT, None, "Hub repository for uploads: name, user/name or organization/name.",
+             aliases=("push_to_hub_model_id",)),
+        Flag("hub_token", TEXT, None, "Access token for uploads to the hub.", secret=True, node=True,
+             aliases=("push_to_hub_token",)),
+        Flag("hub_strategy", TEXT, "every_save",
+             "What to upload during training: end (nothing), every_save, checkpoint or all_checkpoints.",
+             values=("end", "every_save", "checkpoint", "all_checkpoints")),
+        Flag("hub_private_repo", BOOL, None,
+             "Make the hub repository private when it is created; an existing one stays as it is."),
+        Flag("hub_always_push", BOOL, False,
+             "Upload a checkpoint even if the last upload is still running, instead of skipping it."),
+        Flag("hub_revision", TEXT, None, "Branch of the hub repository to which uploads go."),
+    ),
+    *_in(
+        "Before a run",
+        Flag("dry_run", BOOL, False,
+             "Check the whole run, then stop. This prints the resolved run and checks data, model files and disk.",
+             own=True, common=True),
+        Flag("explain", BOOL, False, "Also print the reasons for what was decided.", own=True, common=True),
+        Flag("prepare_only", BOOL, False, "Tokenise and pack the data, then stop. A later run then starts at once.",
+             own=True, common=True),
+        Flag("profile", BOOL, False, "Write a profiler trace of a few steps, one for each rank, to output_dir/profile.",
+             own=True),
+        Flag("profile_steps", INT, 3, "Number of steps that --profile traces, from the third step of the run on.",
+             own=True, least=1, reason="there would be nothing to trace"),
+    ),
+    *_in(
+        "With one value",
+        *_only(BOOL, False, "auto_find_batch_size bf16_full_eval do_predict enable_jit_checkpoint fp16_full_eval "
+                            "ignore_bias_buffers use_cache"),
+        *_only(BOOL, True, "average_tokens_across_devices dataloader_in_order"),
+        *_only(TEXT, None, "accelerator_config dataset_kwargs ddp_backend optim_args optim_target_modules"),
+        *_only(TEXTS, None, "label_names"),
+        Flag("debug", ANY, None, "Debugging aid of transformers.", values=(None, "", [])),
+        Flag("ignore_data_skip", BOOL, False, "Let a resumed run start at the beginning of the data.", values=(False,),
+             reason="a resumed run would train on data again that it has seen"),
+        Flag("include_num_input_tokens_seen", BOOL, "no", "Count the input tokens; the log always has them.",
+             values=("no", False)),
+    ),
+    *_instead("choose the engine with --engine deepspeed or a DeepSpeed profile (--config_file configs/zero3.yaml)",
+              "deepspeed"),
+    *_instead("choose the engine with --engine fsdp2 or an FSDP profile (--config_file configs/fsdp2.yaml)", "fsdp"),
+    *_instead("set FSDP's options in an FSDP profile (--config_file configs/fsdp2.yaml)", "fsdp_config"),
+    *_instead("set the degrees with --sp and --dp_replicate", "parallelism_config"),
+    *_idle("since evaluation keeps sums over tokens, and no flag names a compute_metrics",
+           "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
+           "include_for_metrics prediction_loss_only"),
+    *_idle("since --eval_strategy says when to evaluate", "do_eval"),
+    *_idle("without --train_sampling_strategy group_by_length", "length_column_name"),
+    *_idle("without DDP: FSDP2 or ZeRO average the gradients",
+           "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph"),
+    *_idle("since batches are cut on the CPU and only a part of each goes to the device", "dataloader_pin_memory"),
+    *_idle("since a resumed run always goes on with its callbacks as they were",
+           "restore_callback_states_from_checkpoint"),
+    *_idle("since rows hold tokens and labels only", "remove_unused_columns"),
+    *_idle("since this command trains", "do_train"),
+    *_idle("since the launcher sets the rank", "local_rank"),
+)
+# fmt: on
 
-_LISTS_TOO = ("fsdp", "report_to")
-"""Flags with one value on the command line for which transformers also takes lists."""
-
-_OF_SEVERAL = {
-    "dataset_name": " Several data sets are --datasets.",
-    "dataset_test_split": " One set is evaluated on, of several splits if they are joined: test+validation.",
-    "dataset_train_split": " Splits are joined: train+validation.",
-}
-
-
-def _read_config(path: str, parser: _Parser) -> dict[str, Any]:
-    """Return {flag: value} of a YAML file, and set the variables of its `env:` block, as TRL does."""
-    config = {installed_name(name, parser.names()): value for name, value in read_config(path).items()}
-    env = config.pop("env", {})
-    if not isinstance(env, dict):
-        raise ValueError(f"--config {path}: env is {env!r}, expected a block of 'VARIABLE: value' lines.")
-    check_config(path, config, parser.names() - NO_FIELDS, parser.method)
-    for name, value in config.items():
-        if isinstance(value, list) and parser.action(name).nargs not in ("+", "*") and name not in _LISTS_TOO:
-            raise ValueError(
-                f"--config {path} sets {name} to {value}, and it takes one value.{_OF_SEVERAL.get(name, '')}"
-            )
-    if "accelerate_config" in config:
-        raise ValueError(
-            f"--config {path} sets accelerate_config {config['accelerate_config']}, which decides how processes start. "
-            "Give it on the command line: --accelerate_config, or accelerate launch --config_file."
-        )
-    os.environ.update({str(name): str(value) for name, value in env.items()})
-    return config
-
-
-def _degree(text: str) -> int | str:
-    """Return --sp as a number, auto or all."""
-    try:
-        return text if text in (AUTO, ALL) else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not a number, {AUTO} or {ALL}") from None
-
-
-def _space_or_false(value: str) -> str | Literal[False]:
-    """Return a Space's name, or False, which transformers' own parser takes for a Space's name."""
-    return False if value.lower() in ("false", "no") else value
-
-
-def _json_object(text: str) -> str:
-    """Return the text, which the Trainer parses.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is not a JSON object, or holds NaN or Infinity.
-    """
-    try:
-        is_object = isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object. Example: '{{\"min_lr\": 1e-6}}'")
-    return text
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _is_scalar(value: Any) -> bool:
-    return value is not None and not isinstance(value, list | dict)
-
-
-def _text(value: Any, action: argparse.Action) -> str:
-    """Return a YAML scalar as command-line text. YAML reads an unquoted `no`, which some flags take, as false."""
-    if isinstance(value, bool) and action.type is not string_to_bool:
-        return "yes" if value else "no"
-    return str(value)
+SFT = Method(
+    module="longctx.train",
+    usage="longctx train [--sp N] [--FLAG VALUE ...] [--config FILE]",
+    description="Fine-tune a language model on sequences that are spread over --sp devices.",
+    flags={flag.name: flag for flag in _ROWS},
+    metrics=("loss", "mean_token_accuracy", "entropy"),
+    closing="Without a model and a data set, a small demo runs.",
+)

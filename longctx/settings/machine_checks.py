@@ -17,7 +17,6 @@ from longctx.forecast.closed_form import max_length, predict
 from longctx.forecast.hardware import available_host_memory
 from longctx.forecast.memory_options import NVME, MemoryOptions
 from longctx.forecast.memory_setup import MemorySetup
-from longctx.settings.checks import check
 from longctx.settings.run import Run
 from longctx.upstream.deepspeed_internals import stay_on_cpu
 
@@ -45,7 +44,6 @@ def check_machine(run: Run, env: Mapping[str, str]) -> None:
     check_disks(run.memory_options, setup, use_cpu=run.use_cpu)
 
 
-@check("dataloader_num_workers")
 def check_worker_sockets(num_workers: int, folder: str) -> None:
     """Check that data loader workers can make their sockets in the folder for temporary files.
 
@@ -62,7 +60,6 @@ def check_worker_sockets(num_workers: int, folder: str) -> None:
         )
 
 
-@check("attn_implementation", "max_length")
 def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
     """Check that the attention kernels of the ranks agree and support the length.
 
@@ -87,7 +84,6 @@ def check_kernels(found: Sequence[tuple[str, str]], tokens: int) -> None:
         raise ValueError(dense_refusal(tokens))
 
 
-@check("max_length", "offload_optimizer_device", "offload_param_device", "activation_offloading", "sequence_chunk_size")
 def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
     """Check that the host has room for what is offloaded.
 
@@ -112,7 +108,6 @@ def check_host_memory(setup: MemorySetup, length: int, available: int) -> None:
     )
 
 
-@check("offload_optimizer_device", "offload_param_device")
 def check_disks(memory_options: MemoryOptions, setup: MemorySetup, *, use_cpu: bool) -> None:
     """Check that DeepSpeed can write to NVMe here.
 
@@ -133,7 +128,6 @@ def check_disks(memory_options: MemoryOptions, setup: MemorySetup, *, use_cpu: b
         )
 
 
-@check("offload_optimizer_nvme_path", "offload_param_nvme_path")
 def _check_folder(flag: str, folder: Path, needed: float) -> None:
     """Check that a folder for NVMe offload can be written, and has room."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -155,7 +149,6 @@ def _has_async_io(use_cpu: bool) -> bool:
     return bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
-@check("max_length", "per_device_train_batch_size", "sp")
 def check_row_length(max_length: int, num_rows: int, *, heads: int, ring: int) -> None:
     """Check that a row is not longer than attention kernels can count in int32.
 
@@ -201,7 +194,6 @@ QLORA_VERSIONS = {"bitsandbytes": "0.50.0"}
 """Releases for --load_in_4bit, the extra `qlora`."""
 
 
-@check("engine", "use_peft", "use_liger_kernel", "load_in_4bit")
 def check_versions(minimum: Mapping[str, str], user: str) -> None:
     """Check that packages are installed, in a release that is new enough.
 

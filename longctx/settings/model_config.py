@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +10,17 @@ from transformers import PretrainedConfig
 
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.adapter import changes_base
-from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, EXPERTS_IMPLEMENTATIONS, check_model, has_experts
+from longctx.model.allow_list import (
+    AUXILIARY_LOSS_MODELS,
+    EXPERTS_IMPLEMENTATIONS,
+    auxiliary_loss_coefficient,
+    check_model,
+    has_experts,
+)
 from longctx.model.load import load_config, load_whole_config
-from longctx.model.rope import extended, factor_for, parse_rope_scaling, scaling_for
+from longctx.model.rope import context_length, extended, factor_for, parse_rope_scaling, replacement, scaling_for
 from longctx.model.tied_head import untie_as_stored
-from longctx.settings.checks import check
-from longctx.settings.preference import check_model_of_pairs
-from longctx.settings.values import Values
+from longctx.settings.values import Settings
 from longctx.upstream.transformers_internals import set_experts_implementation
 
 _OWN_FLAGS = {
@@ -36,14 +39,13 @@ _PARALLELISM = {
 """Keys of model_init_kwargs with which transformers would shard the model itself."""
 
 
-@check("model_name_or_path", "model_init_kwargs", "rope_scaling", "dtype")
-def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
+def configure_model(values: Settings) -> tuple[Settings, PretrainedConfig]:
     """Check that the model, as changed by the flags, can be trained exactly.
 
     Raises:
         ValueError: if it cannot, or if two flags set the same value.
     """
-    values = values.set(rope_scaling=parse_rope_scaling(values["rope_scaling"]))
+    values = values.decided(rope_scaling=parse_rope_scaling(values["rope_scaling"]))
     overrides = _model_init_kwargs(values["model_init_kwargs"])
     experts = overrides.pop("experts_implementation", None)
     config = load_config(
@@ -57,26 +59,36 @@ def configure_model(values: Values) -> tuple[Values, PretrainedConfig]:
             "the head is not tied to the embeddings: the configuration says tie_word_embeddings true, but the model's "
             "files hold a head with other values, which is trained and saved as it is"
         )
+    replaced = ""
     if values["rope_scaling"] is not None:
         if twice := sorted(overrides.keys() & {"rope_parameters", "rope_scaling", "max_position_embeddings"}):
             raise ValueError(f"--rope_scaling and {twice[0]} in --model_init_kwargs set the same. Keep one of them.")
+        replaced = replacement(config, values["rope_scaling"])
         config = extended(config, values["rope_scaling"])
     check_model(config)
     _set_experts_implementation(config, experts)
     _set_auxiliary_loss(config, values["router_aux_loss_coef"])
     ModelSizes.of_config(config)  # a model is made of it before anything else is read
-    if values.flags.method.reads_pairs:
-        check_model_of_pairs(config)
+    if values.method.reads_pairs:
+        _check_model_of_pairs(config)
     if values["dtype"] == "auto" and str(config.dtype).endswith("float16") and "bfloat16" not in str(config.dtype):
         raise ValueError(
             f"--dtype auto means {config.dtype} for {values['model_name_or_path']}, whose gradients underflow "
             "without a scaled loss, which is not supported. Use --dtype float32 or bfloat16."
         )
     whole = load_whole_config(values["model_name_or_path"], revision=values["model_revision"])
-    return values.note(*_notes(values, config, whole)), config
+    return values.note(*_notes(values, config, whole, replaced)), config
 
 
-@check("model_init_kwargs")
+def _check_model_of_pairs(config: PretrainedConfig) -> None:
+    """Check that the model has no loss besides that of pairs."""
+    if coefficient := auxiliary_loss_coefficient(config):
+        raise ValueError(
+            f"The routers of {config.model_type} have an auxiliary loss with the coefficient {coefficient:g}, which is "
+            "not supported for pairs of answers. Add --router_aux_loss_coef 0."
+        )
+
+
 def _set_experts_implementation(config: PretrainedConfig, name: object) -> None:
     """Check and set how transformers computes experts; None means its default, grouped_mm where the device has it.
 
@@ -98,7 +110,6 @@ def _set_experts_implementation(config: PretrainedConfig, name: object) -> None:
     set_experts_implementation(config, name)
 
 
-@check("router_aux_loss_coef")
 def _set_auxiliary_loss(config: PretrainedConfig, coefficient: float | None) -> None:
     """Check and set the routers' auxiliary loss, which is on unless its coefficient is 0, as in TRL.
 
@@ -119,8 +130,9 @@ def _set_auxiliary_loss(config: PretrainedConfig, coefficient: float | None) -> 
     text.output_router_logits = bool(text.router_aux_loss_coef)
 
 
-def _notes(values: Values, config: PretrainedConfig, whole: PretrainedConfig | None) -> list[str]:
+def _notes(values: Settings, config: PretrainedConfig, whole: PretrainedConfig | None, replaced: str) -> list[str]:
     notes = []
+    context, positions = context_length(config), config.get_text_config().max_position_embeddings
     if whole is not None:
         name = shlex.quote(values["model_name_or_path"])
         notes.append(
@@ -128,9 +140,14 @@ def _notes(values: Values, config: PretrainedConfig, whole: PretrainedConfig | N
             f"saved. To put it back into the whole: longctx whole DIR --model_name_or_path {name} --output_dir WHOLE"
         )
     if (scaling := values["rope_scaling"]) is not None:
-        context = config.get_text_config().max_position_embeddings
         notes.append(
             f"positions are scaled ({scaling['rope_type']}): {context:,} = {scaling['factor']:g} × the original context"
+            f"{replaced and f'; {replaced}'}"
+        )
+    elif context > positions:
+        notes.append(
+            f"the model's context is {context:,}, to which the YaRN in its configuration scales positions; its "
+            f"max_position_embeddings, {positions:,}, does not count that"
         )
     if changes_base(values) and whole is None:
         notes.append(
@@ -140,18 +157,9 @@ def _notes(values: Values, config: PretrainedConfig, whole: PretrainedConfig | N
     return notes
 
 
-_EXAMPLE = "Example: '{\"attention_dropout\": 0.0}'."
-
-
-@check("model_init_kwargs")
-def _model_init_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check that --model_init_kwargs is a JSON object of configuration keys."""
-    try:
-        kwargs = json.loads(given) if isinstance(given, str) else dict(given or {})
-    except ValueError as error:
-        raise ValueError(f"--model_init_kwargs {given} is not a JSON object ({error}). {_EXAMPLE}") from None
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"--model_init_kwargs {given} is not a JSON object. {_EXAMPLE}")
+def _model_init_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Check that the keys of --model_init_kwargs are the configuration's."""
+    kwargs = dict(given or {})
     for name in sorted(kwargs.keys() & _PARALLELISM):
         raise ValueError(
             f"--model_init_kwargs sets {name}, and the expert and tensor parallelism of transformers are not "
@@ -174,14 +182,13 @@ def _remedy(config: PretrainedConfig, length: int) -> str:
     return f", which --rope_scaling {shlex.quote(str(scaling))} would do"
 
 
-@check("max_length", "rope_scaling")
-def limit_length(values: Values, config: PretrainedConfig) -> Values:
+def limit_length(values: Settings, config: PretrainedConfig) -> Settings:
     """Check that --max_length is within the context that --rope_scaling sets; by default it is the context.
 
     Raises:
         ValueError: if it is longer.
     """
-    context = config.get_text_config().max_position_embeddings
+    context = context_length(config)
     length = int(values["max_length"] or context)
     if length > context and (scaling := values["rope_scaling"]) is not None:
         factor = factor_for(length, round(context / scaling["factor"]))
@@ -194,4 +201,4 @@ def limit_length(values: Values, config: PretrainedConfig) -> Values:
             f"max_length {length:,} is beyond the model's context of {context:,}; positions are not rescaled"
             f"{_remedy(config, length)}"
         )
-    return values.set(max_length=length)
+    return values.decided(max_length=length)

@@ -1,7 +1,6 @@
 """Resolve flags, profile, environment and model config to one run, in stages that change nothing in place.
 
-Nothing here starts a process, opens data or reads weights, so a bad combination costs seconds. Checks stand beside the
-settings they concern; `python -m longctx.settings` prints a table of them.
+Nothing here starts a process, opens data or reads weights, so a bad combination costs seconds.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from transformers import PretrainedConfig
 
 from longctx.attention.cost import Setup, devices_per_node
 from longctx.data import STDLIB
+from longctx.data.kinds import PAIRS
 from longctx.forecast.hardware import Hardware
 from longctx.forecast.memory_options import ALL, AUTO
+from longctx.forecast.memory_presets import asked_memory_options
 from longctx.launch.spawn import device_count
 from longctx.layers.compiled import check_compile
 from longctx.layers.liger import check_liger_device, liger_parts
@@ -23,16 +24,8 @@ from longctx.model.adapter import check_adapted_experts, check_adapter, check_qu
 from longctx.model.tiny import TINY
 from longctx.ranks import is_first_rank
 from longctx.settings.auto import choose_layout, one_group, with_forecast
-from longctx.settings.data import stream, take_mixture
-from longctx.settings.engine import (
-    ask_memory_options,
-    choose,
-    choose_engine,
-    choose_precision,
-    clipping,
-    precision_notes,
-)
-from longctx.settings.flags import Flags
+from longctx.settings.engine import choose, choose_engine, clipping, precision_notes
+from longctx.settings.launcher import Launcher
 from longctx.settings.machine_checks import (
     LIGER_VERSIONS,
     PEFT_VERSIONS,
@@ -43,80 +36,90 @@ from longctx.settings.machine_checks import (
 )
 from longctx.settings.model_config import configure_model, limit_length
 from longctx.settings.processes import Processes, accumulate, check_dp_shard, count_all_processes, count_processes
-from longctx.settings.profile import LaunchProfile
+from longctx.settings.rules import fill
 from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
-from longctx.settings.values import Values, check_counts, check_numbers, check_profile, read_values, take_profile
+from longctx.settings.values import Settings
 from longctx.training.checkpoint.folder import check_output, default_folder, is_restarted
 
 
-def resolve(flags: Flags, profile: LaunchProfile, env: Mapping[str, str]) -> Run:
+def resolve(settings: Settings, launcher: Launcher, env: Mapping[str, str]) -> Run:
     """Return the resolved run.
+
+    Args:
+        settings: as `parse_flags` returns them.
+        env: the environment, for the launcher's ranks and nodes.
 
     Raises:
         ValueError: for the first setting that cannot be carried out exactly, with its value, limit and remedy.
     """
     check_versions(REQUIRED_VERSIONS, "longctx")
-    check_profile(profile)
     hardware = Hardware.here(device_count())
+    settings = fill(settings, launcher)
+    try:
+        return _resolved(settings, launcher, env, hardware)
+    except ValueError as error:
+        raise ValueError(settings.as_asked(str(error))) from error
 
-    values = read_values(flags)
-    values = _take_output(stream(take_mixture(values)), env)
-    values, model_config = configure_model(values)
-    arranged = partial(_arranged, model_config=model_config, profile=profile, env=env, hardware=hardware)
-    world_size = count_all_processes(flags, profile, env, hardware.gpus)
-    if values["sp"] == ALL:
-        values = one_group(values, world_size, arranged)
-    if AUTO in (values["sp"], values["memory"]):
-        run = choose_layout(values, world_size, arranged)
+
+def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], hardware: Hardware) -> Run:
+    if settings.method.reads_pairs:
+        settings = settings.decided(dataset_text_field=PAIRS, padding_free=True)
+    settings, model_config = configure_model(_take_output(settings, env))
+    arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, hardware=hardware)
+    world_size = count_all_processes(settings, launcher, hardware.gpus)
+    if settings["sp"] == ALL:
+        settings = one_group(settings, world_size, arranged)
+    if AUTO in (settings["sp"], settings["memory"]):
+        run = choose_layout(settings, world_size, arranged)
     else:
-        run = arranged(values)
-    return with_forecast(run, values, arranged)
+        run = arranged(settings)
+    return with_forecast(run, settings, arranged)
 
 
 def _arranged(
-    values: Values,
+    settings: Settings,
     *,
     model_config: PretrainedConfig,
-    profile: LaunchProfile,
+    launcher: Launcher,
     env: Mapping[str, str],
     hardware: Hardware,
 ) -> Run:
     """Return the run for values of --sp and --memory that are not auto, without a forecast."""
-    flags = values.flags
-    values, processes = count_processes(values, profile, env, hardware.gpus)
+    asked = settings
+    settings, processes = count_processes(settings, launcher, hardware.gpus)
     use_cpu = processes.use_cpu
-    values = choose_precision(values, profile, use_cpu=use_cpu)
-    values = take_profile(values, profile)
-    check_numbers(values)  # the profile's, too
-    check_counts(values)
-    values = limit_length(values, model_config)
+    settings = settings.decided(bf16=not use_cpu if settings["bf16"] is None else settings["bf16"])
+    settings = limit_length(settings, model_config)
 
-    setup = _attention_setup(values, model_config, processes, env, hardware)
-    multiple = given_multiple(flags)
-    values, memory_options = ask_memory_options(values, profile)
-    wanted_backend, backend = choose(processes.wanted_backend, setup, values, memory_options)
+    setup = _attention_setup(settings, model_config, processes, env, hardware)
+    memory_options = asked_memory_options(settings)
+    wanted_backend, backend = choose(processes.wanted_backend, setup, settings, memory_options)
     dims = arrange(processes.world_size, backend, processes.dp_replicate)
-    check_dp_shard(profile, dims)
-    values = accumulate(values, profile, dims)
-    engine = choose_engine(flags, profile, backend, dims, use_cpu=use_cpu)
-    if values["use_peft"]:
-        check_versions(PEFT_VERSIONS, "--use_peft")
-        check_adapter(values, model_config, engine.name)
-    if values["use_liger_kernel"]:
-        values = _take_liger(values, model_config, use_cpu=use_cpu)
-    if values["torch_compile"]:
-        check_compile(values, engine.name, model_config)
-    values = values.note(*precision_notes(values, engine.name, use_cpu=use_cpu))
-    values = values.set(
-        max_grad_norm=clipping(values["max_grad_norm"], engine.name), pad_to_multiple_of=pad_multiple(multiple, dims)
+    check_dp_shard(launcher, dims)
+    settings = accumulate(settings, dims)
+    launcher.check_train_batch_size(
+        micro_batch_size=settings["per_device_train_batch_size"],
+        accumulation=settings["gradient_accumulation_steps"],
+        world_size=dims.world_size,
     )
-    if values["measure_links"] and processes.sp == 1:
-        values = values.note("--measure_links has no effect at sp 1: no sequence is shared")
+    engine = choose_engine(settings, launcher, backend, dims, use_cpu=use_cpu)
+    if settings["use_peft"]:
+        check_versions(PEFT_VERSIONS, "--use_peft")
+        check_adapter(settings, model_config, engine.name)
+    if settings["use_liger_kernel"]:
+        settings = _take_liger(settings, model_config, use_cpu=use_cpu)
+    if settings["torch_compile"]:
+        check_compile(settings, engine.name, model_config)
+    settings = settings.note(*precision_notes(settings, engine.name, use_cpu=use_cpu)).decided(
+        max_grad_norm=clipping(settings["max_grad_norm"], engine.name),
+        pad_to_multiple_of=pad_multiple(given_multiple(asked), dims),
+    )
+    if settings["measure_links"] and processes.sp == 1:
+        settings = settings.note("--measure_links has no effect at sp 1: no sequence is shared")
 
     run = Run(
-        flags=flags,
-        settings=dict(values),
-        filled=values.filled,
+        flags=asked,
+        settings=dict(settings),
         model_config=model_config,
         dims=dims,
         wanted_backend=wanted_backend,
@@ -127,31 +130,30 @@ def _arranged(
         promotes_engine=engine.is_promoted,
         zero_stage=engine.zero_stage,
         asked_memory_options=memory_options,
-        checkpoints_by_default=bool(values["gradient_checkpointing"]),
+        checkpoints_by_default=bool(settings["gradient_checkpointing"]),
         use_cpu=use_cpu,
         hardware=hardware,
-        launched=profile.launched,
-        is_demo=values.is_demo,
-        notes=values.notes,
+        launched=launcher.launched,
+        notes=settings.notes,
     )
     run = run.with_memory_options().with_prompts()
-    if values["use_peft"] and values["lora_target_parameters"]:
+    if settings["use_peft"] and settings["lora_target_parameters"]:
         check_adapted_experts(run.settings)
-    if values["load_in_4bit"]:
+    if settings["load_in_4bit"]:
         check_versions(QLORA_VERSIONS, "--load_in_4bit")
         check_quantization(run.settings, model_config, engine.name, use_cpu)
     check_machine(run, env)
     return run
 
 
-def _take_output(values: Values, env: Mapping[str, str]) -> Values:
+def _take_output(values: Settings, env: Mapping[str, str]) -> Settings:
     """Return values with the output folder, after a check that this run may write there; restarts go on in it."""
     asked = values["resume_from_checkpoint"]
     folder = Path(values["output_dir"]) if values["output_dir"] else default_folder(resuming=asked is not None)
-    values = values.set(output_dir=str(folder))
+    values = values.decided(output_dir=str(folder))
     restarted = is_restarted(folder, env)
     if restarted:
-        values = values.set(resume_from_checkpoint=asked or "auto", overwrite_output_dir=False)
+        values = values.decided(resume_from_checkpoint=asked or "auto", overwrite_output_dir=False)
     if not values["prepare_only"]:
         check_output(
             folder,
@@ -163,7 +165,7 @@ def _take_output(values: Values, env: Mapping[str, str]) -> Values:
     return values
 
 
-def _read_by(values: Values) -> list[tuple[str, str]]:
+def _read_by(values: Settings) -> list[tuple[str, str]]:
     """Return flags and the paths that they name, of what a run reads besides checkpoints."""
     of_flags = [(name, values[name]) for name in ("model_name_or_path", "dataset_name", "chat_template_path")]
     of_flags += [("datasets", data_set.path) for data_set in values["datasets"] or []]
@@ -171,7 +173,7 @@ def _read_by(values: Values) -> list[tuple[str, str]]:
 
 
 def _attention_setup(
-    values: Values,
+    values: Settings,
     model_config: PretrainedConfig,
     processes: Processes,
     env: Mapping[str, str],
@@ -189,10 +191,10 @@ def _attention_setup(
     )
 
 
-def _take_liger(values: Values, model_config: PretrainedConfig, *, use_cpu: bool) -> Values:
+def _take_liger(values: Settings, model_config: PretrainedConfig, *, use_cpu: bool) -> Settings:
     """Return values whose `liger_kernel_config` names the parts that Liger computes, or raise ValueError."""
     check_versions(LIGER_VERSIONS, "--use_liger_kernel")
     parts = liger_parts(model_config, values["liger_kernel_config"])
     if not values["prepare_only"]:
         check_liger_device(use_cpu)
-    return values.set(liger_kernel_config=dict.fromkeys(parts, True))
+    return values.decided(liger_kernel_config=dict.fromkeys(parts, True))

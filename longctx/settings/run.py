@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,19 +29,17 @@ from longctx.model.allow_list import auxiliary_loss_coefficient
 from longctx.model.branches import branch_obstacle
 from longctx.model.recurrent import recurrent_sizes
 from longctx.sequence.mesh import ParallelDims
-from longctx.settings.checks import check
-from longctx.settings.flags import Flags
+from longctx.settings.values import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything that is decided before processes start."""
 
-    flags: Flags
+    flags: Settings
+    """What was asked for, with who asked."""
     settings: Mapping[str, Any]
     """Every flag's final value: the user's, the profile's, the preset's or the default."""
-    filled: frozenset[str]
-    """Unset flags that the demo preset or longctx's defaults filled in."""
     model_config: PretrainedConfig
     dims: ParallelDims
     wanted_backend: str
@@ -61,7 +59,6 @@ class Run:
     """Whether activations are checkpointed if no memory option decides it."""
     use_cpu: bool
     launched: bool
-    is_demo: bool
     layout_reason: str = ""
     """What --sp auto and --memory auto chose, and why."""
     hardware: Hardware
@@ -107,7 +104,7 @@ class Run:
     @property
     def prompts_obstacle(self) -> str | None:
         """Why the answers of a pair do not share their prompt; None if they do."""
-        if not self.flags.values["share_prompts"]:
+        if not self.flags["share_prompts"]:
             return "as --share_prompts False asks"
         return branch_obstacle(
             self.model_config,
@@ -198,7 +195,9 @@ class Run:
 
     def training_arguments(self) -> dict[str, Any]:
         """Return keywords for SFTConfig."""
-        chosen = {name: self.settings[name] for name in self.flags.of(SFTConfig)}
+        names = [f.name for f in fields(SFTConfig) if f.init and f.name in self.settings]
+        rows = {name: self.flags.flag(name) for name in names}
+        chosen = {name: self.settings[name] for name, row in rows.items() if not (row.idle or row.instead)}
         if self.flags.method.reads_pairs:
             del chosen["loss_type"]  # of longctx.training.preference
         chosen["activation_offloading"] &= not self.use_cpu  # TRL copies on a GPU's streams; see longctx.run
@@ -216,7 +215,7 @@ class Run:
             self.wanted_backend,
             setup,
             documents,
-            ring_size=self.flags.ring_size,
+            ring_size=self.flags["ring_size"],
             pad_to_multiple_of=given_multiple(self.flags),
             before=self.backend,
         )
@@ -264,7 +263,7 @@ class Run:
             lines.append(Line("liger", describe_liger(self.liger_parts)))
         if settings["torch_compile"]:
             lines.append(Line("compile", "layers, around their attention; the first steps take longer"))
-        if self.is_demo and self.changed:
+        if self.flags.is_demo and self.changed:
             lines.append(Line("preset", f"{len(self.changed)} flags have the demo's values", self._changes()))
         elif self.changed:
             lines.append(Line("defaults", self._changes()))
@@ -302,16 +301,15 @@ class Run:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Unset values that differ from TRL's defaults, by flag."""
-        defaults = self.flags.values
-        return {name: self.settings[name] for name in sorted(self.filled) if self.settings[name] != defaults[name]}
+        """Values that nobody set and that differ from TRL's defaults, by flag."""
+        names = sorted(self.flags.filled)
+        return {n: self.settings[n] for n in names if self.settings[n] != self.flags.flag(n).default}
 
     def _changes(self) -> str:
         """Return `changed` as text; except for the demo, with TRL's defaults."""
-        if self.is_demo:
+        if self.flags.is_demo:
             return " ".join(f"--{name} {value}" for name, value in self.changed.items())
-        defaults = self.flags.values
-        return ", ".join(f"--{name} {value} (TRL: {defaults[name]})" for name, value in self.changed.items())
+        return ", ".join(f"--{n} {value} (TRL: {self.flags.flag(n).default})" for n, value in self.changed.items())
 
 
 def row_length(settings: Mapping[str, Any]) -> int:
@@ -319,22 +317,12 @@ def row_length(settings: Mapping[str, Any]) -> int:
     return int(settings["max_length"] * settings["per_device_train_batch_size"])
 
 
-@check("pad_to_multiple_of")
-def given_multiple(flags: Flags) -> int | None:
-    """Check that --pad_to_multiple_of is a number or auto, and return the number or None."""
-    given = flags.pad_to_multiple_of if "pad_to_multiple_of" in flags.explicit else "auto"
-    if str(given).lower() in ("none", "null", "auto"):
-        return None
-    try:
-        wanted = int(str(given))
-    except ValueError:
-        raise ValueError(f"--pad_to_multiple_of {given} is neither a number nor auto.") from None
-    if wanted < 1:
-        raise ValueError(f"--pad_to_multiple_of {wanted} is below 1. Leave it out, or use a multiple of --sp.")
-    return wanted
+def given_multiple(asked: Settings) -> int | None:
+    """Return --pad_to_multiple_of, and None where it is left to the backend."""
+    multiple = asked["pad_to_multiple_of"]
+    return multiple if isinstance(multiple, int) else None
 
 
-@check("pad_to_multiple_of", "sp", "ring_size")
 def pad_multiple(given: int | None, dims: ParallelDims) -> int:
     """Check that the backend can divide rows padded to --pad_to_multiple_of."""
     if given is not None and given % dims.multiple:

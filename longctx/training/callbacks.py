@@ -27,6 +27,7 @@ from longctx.forecast.expected_step import ExpectedStep
 from longctx.launch.console import say
 from longctx.launch.terminal import INTERRUPTED
 from longctx.packing import PackingReport
+from longctx.settings.flags import STEPS_BEFORE_PROFILE
 from longctx.training.data_order import MicroBatch, StepSampler
 from longctx.training.peak_memory import GIB
 
@@ -222,8 +223,6 @@ logger = logging.getLogger(__name__)
 
 PROFILE_FOLDER = "profile"
 """Folder in output_dir with the traces of `--profile`, for Perfetto or chrome://tracing."""
-STEPS_BEFORE_PROFILE = 2
-"""Number of steps before the trace: the first, and one in which the profiler warms up."""
 
 
 class ProfileSteps(TrainerCallback):

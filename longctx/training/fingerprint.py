@@ -24,8 +24,8 @@ from longctx.data.kinds import PAIRS
 from longctx.data.records import local_files
 from longctx.model.files import files_read, has_saved_buffers
 from longctx.ranks.agreement import check_agreement, gather_objects, on_all_ranks
+from longctx.settings.dpo import LOSS_FLAGS, uses_reference
 from longctx.training.dataset import StreamedData, TrainingData
-from longctx.training.preference import LOSS_FLAGS, uses_reference
 from longctx.upstream.transformers_internals import commit_of
 
 

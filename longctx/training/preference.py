@@ -23,21 +23,8 @@ from longctx.parallel import SequenceParallel
 from longctx.sequence.batch import ShardedBatch
 from longctx.sequence.host_tensors import send
 from longctx.sequence.shard import document_bounds, shard_tokens
+from longctx.settings.dpo import LOSS_FLAGS, uses_reference
 from longctx.training.objective import Metrics, Objective
-
-LOSS_FLAGS = (
-    "beta",
-    "discopop_tau",
-    "f_alpha_divergence_coef",
-    "f_divergence_type",
-    "label_smoothing",
-    "ld_alpha",
-    "loss_type",
-    "loss_weights",
-    "reference_free",
-    "simpo_gamma",
-)
-"""Flags on which the loss depends, which a resumed run must not change."""
 
 
 class Pairs(NamedTuple):
@@ -151,10 +138,6 @@ LOSSES: Mapping[str, Loss] = {
 SFT = "sft"
 """The --loss_type that is no loss of a pair: the mean token loss of the chosen answers, as in fine-tuning."""
 
-F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-WITH_F_DIVERGENCES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", SFT})
-"""Losses of a difference of scores, in which a partition function cancels."""
-
 _LARGEST_EXPONENT = 80.0
 
 
@@ -168,11 +151,6 @@ def f_divergence_scores(ratios: Tensor, flags: Mapping[str, Any]) -> Tensor:
     if kind == "alpha_divergence" and abs(power) >= 1e-6:
         return (torch.exp(torch.clamp(power * ratios, max=_LARGEST_EXPONENT)) - 1) / power
     return ratios
-
-
-def uses_reference(flags: Mapping[str, Any]) -> bool:
-    """Return whether losses or logged rewards compare with a reference model. As in TRL, only SimPO's do not."""
-    return not flags["reference_free"] and "simpo" not in flags["loss_type"]
 
 
 class PairsOfBatch(NamedTuple):

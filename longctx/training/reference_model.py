@@ -25,10 +25,11 @@ from longctx.launch.console import Line, show
 from longctx.packing import PairedDataset
 from longctx.ranks.agreement import broadcast_object, gather_objects
 from longctx.ranks.watchdog import phase
+from longctx.settings.dpo import uses_reference
 from longctx.training.data_order import StepSampler
 from longctx.training.fingerprint import column_arrays, digest
 from longctx.training.metrics import NonFiniteError
-from longctx.training.preference import PreferenceLoss, uses_reference
+from longctx.training.preference import PreferenceLoss
 from longctx.untrusted.files import written_whole
 
 

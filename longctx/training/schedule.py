@@ -22,23 +22,6 @@ from longctx.training.data_order import StepSampler
 logger = logging.getLogger(__name__)
 
 
-def check_length(max_steps: int, num_train_epochs: float) -> None:
-    """Check that a run trains at least one step; a negative --max_steps leaves its length to --num_train_epochs.
-
-    Raises:
-        ValueError: if it trains none.
-    """
-    if max_steps == 0:
-        raise ValueError(
-            "--max_steps 0 trains nothing. Give 1 or more, or leave it out to train for --num_train_epochs."
-        )
-    if max_steps < 0 and not 0 < num_train_epochs < math.inf:
-        raise ValueError(
-            f"--num_train_epochs {num_train_epochs:g} is not a length to train for. Give a number above 0, such as 3 "
-            "or 0.5, or --max_steps."
-        )
-
-
 def check_training_steps(args: SFTConfig, rows: PackedDataset | PackedStream, dp: int) -> None:
     """Check that there are sequences for at least one optimizer step, and a learning rate for each step.
 

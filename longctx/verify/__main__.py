@@ -5,7 +5,6 @@ Exit code 0 if everything is exact, 1 if anything is off, 2 for what cannot be r
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -14,97 +13,88 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from longctx.launch.accelerate import who_starts
+from longctx.launch.interrupts import interrupts_end
+from longctx.launch.terminal import end_refused, quieten
+from longctx.settings.flags import SFT
+from longctx.settings.help import help_asked
+from longctx.settings.launcher import Launcher
+from longctx.settings.read import parse_flags
+from longctx.settings.schema import BOOL, INT, Flag, Method
+from longctx.settings.values import Settings
+from longctx.train import take_over
 from longctx.verify.report import Check, Finding, as_advice, as_json, as_table, culprit
 
 if TYPE_CHECKING:
     from longctx.settings.run import Run
 
 OFF = 1
-MODULE = "longctx.verify"
+
+VERIFY = Method(
+    module="longctx.verify",
+    usage="longctx verify [--sp N] [--FLAG VALUE ...] [--json] [--num_layers N]",
+    description="Compare one optimizer step at --sp N with one device, on your model, data and machine. The exit code "
+    "is 0 if they agree, 1 if they do not, and 2 if the comparison cannot run. Findings about the machine are advice.",
+    flags={
+        **SFT.flags,
+        "json": Flag("json", BOOL, False, "Print one JSON object instead of a table.", own=True, group="Comparison"),
+        "num_layers": Flag(
+            *("num_layers", INT, None, "Use only this many of the model's layers, from the first on."),
+            own=True,
+            group="Comparison",
+            default_is="all layers of a small model; of a large one two, or as many as include every kind of layer",
+            least=1,
+        ),
+    },
+    metrics=SFT.metrics,
+    closing="It takes the flags of longctx train. Those that set the number of steps, the optimizer, clipping, "
+    "evaluation, logs or saving have no effect on the one step. Without --model_name_or_path and --dataset_name, it "
+    "uses the built-in tiny model and the sources of Python's standard library. A folder with a config.json and no "
+    "weights gets random weights.",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Verify one run and return the exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = sys.argv[1:] if arguments is None else arguments
-    own, others = _parser().parse_known_args(arguments)
-    if {"-h", "--help"} & set(arguments):
-        _parser().print_help()
+    if text := help_asked(arguments, VERIFY):
+        print(text)
         return 0
-    from longctx.launch.interrupts import interrupts_end
-    from longctx.launch.terminal import end_refused
-    from longctx.settings.help import check_names
-
     try:
-        check_names(arguments, also=[action.dest for action in _parser()._actions])
+        settings = parse_flags(arguments, VERIFY)
+        launcher = take_over(settings, VERIFY.module)
     except ValueError as error:
         return end_refused(error)
     with interrupts_end(), redirect_stdout(sys.stderr):  # what libraries print; the result alone goes to stdout
-        return _verify(arguments, others, own)
+        return _verify(settings, launcher)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="longctx verify",
-        usage="longctx verify [--sp N] [--FLAG VALUE ...] [--json] [--num_layers N]",
-        description="Compare one optimizer step at --sp N with one device, on your model, data and machine. The exit "
-        "code is 0 if they agree, 1 if they do not, and 2 if the comparison cannot run. Findings about the machine are "
-        "advice.",
-        epilog="It also takes the flags of longctx train (longctx train --help). Those that set the number of steps, "
-        "the optimizer, clipping, evaluation, logs or saving have no effect on the one step. Without "
-        "--model_name_or_path and --dataset_name, it uses the built-in tiny model and the sources of Python's standard "
-        "library. A folder with a config.json and no weights gets random weights.",
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    parser.add_argument(
-        "--num_layers",
-        "--num-layers",
-        type=int,
-        help="Use only this many of the model's layers, from the first on. Default: all layers of a small model; of a "
-        "large one two, or as many as include every kind of layer.",
-    )
-    return parser
-
-
-def _verify(arguments: list[str], others: list[str], own: argparse.Namespace) -> int:
-    from longctx.launch.terminal import end_refused, quieten
+def _verify(settings: Settings, launcher: Launcher) -> int:
     from longctx.training.engines import prefer_huge_pages, set_up_allocators
-    from longctx.upstream.deepspeed_internals import stay_on_cpu
 
     quieten()
     prefer_huge_pages()
     set_up_allocators()
-    from longctx.launch.slurm import join_step
-    from longctx.launch.spawn import device_count, spawn
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile, relaunch, who_starts
+    from longctx.launch.spawn import spawn
     from longctx.settings.resolve import resolve
     from longctx.verify.setup import check_engine, few_layers, with_defaults
 
     try:
-        flags = replace(parse_flags(others), arguments=tuple(arguments))
-        if flags.accelerate_config is None:
-            join_step(os.environ)
-        profile = read_profile()
-        if flags.accelerate_config is not None:
-            if device_count() == 0:
-                stay_on_cpu()  # the launcher imports DeepSpeed, which would say so on stdout
-            relaunch(flags, profile, MODULE)
-        run = check_engine(resolve(with_defaults(flags, profile), profile, os.environ))
-        run = few_layers(run, own.num_layers)
+        run = check_engine(resolve(with_defaults(settings, launcher), launcher, os.environ))
+        run = few_layers(run, settings["num_layers"])
     except ValueError as error:
         return end_refused(error)
     if run.must_spawn:
-        print(f"longctx: {who_starts(profile, run.dims.world_size, MODULE)}", flush=True)
-        return spawn(run.dims.world_size, arguments, MODULE)
+        why = who_starts(run.dims.world_size, VERIFY.module, only_one_started=launcher.only_one_started)
+        print(f"longctx: {why}", flush=True)
+        return spawn(run.dims.world_size, list(settings.arguments), VERIFY.module)
 
     from longctx.run import finish
 
     try:
         with tempfile.TemporaryDirectory(prefix="longctx-verify-") as folder:
-            checks = _compare(run, folder, for_scripts=own.json)
+            checks = _compare(run, folder, for_scripts=settings["json"])
     except ValueError as error:
         return end_refused(error)
     finish()

@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 
 from longctx.attention.cost import measure_link
 from longctx.attention.kernels import DenseKernel, flash_attn
+from longctx.launch.accelerate import default_config_file
 from longctx.model.allow_list import head_size, kernel_of
 from longctx.ranks.agreement import gather_objects
-from longctx.settings.profile import default_config_file
 from longctx.settings.run import Run
 from longctx.verify.report import Finding
 

@@ -21,9 +21,9 @@ from longctx.model.tiny import TINY, tiny_config
 from longctx.packing import PackedDataset
 from longctx.ranks.agreement import on_all_ranks
 from longctx.run import PreparedRun, load
-from longctx.settings.flags import Flags
-from longctx.settings.profile import LaunchProfile
+from longctx.settings.launcher import Launcher
 from longctx.settings.run import Run
+from longctx.settings.values import Settings
 from longctx.training.dataset import TrainingData
 from longctx.upstream.accelerate_internals import load_whole_models
 
@@ -70,21 +70,19 @@ LARGE = 200_000_000
 CONSIDERED_ROWS = 500
 
 
-def with_defaults(flags: Flags, profile: LaunchProfile) -> Flags:
-    """Return the flags, completed by what a verification needs."""
+def with_defaults(settings: Settings, launcher: Launcher) -> Settings:
+    """Return the settings, completed by what a verification needs."""
     wanted: dict[str, Any] = dict(DEFAULTS)
-    if flags.datasets:
+    if settings["datasets"]:
         del wanted["dataset_name"]
-    if profile.gradient_accumulation_steps is None:
+    if "gradient_accumulation_steps" not in launcher.values:
         wanted["gradient_accumulation_steps"] = 2  # with other numbers of label tokens
-    if profile.mixed_precision is None and (flags.use_cpu or profile.use_cpu or device_count() == 0):
+    if "bf16" not in launcher.values and (settings["use_cpu"] or "use_cpu" in launcher.values or device_count() == 0):
         wanted["bf16"] = False
-    kept = {name: value for name, value in wanted.items() if name not in flags.explicit}
-    # Where a profile sets what is fixed here, it keeps its word: see `longctx.settings.resolve`.
-    fixed = {name: value for name, value in FIXED.items() if name != "max_grad_norm" or not profile.gradient_clipping}
-    return replace(
-        flags, values={**flags.values, **kept, **fixed}, explicit=flags.explicit | kept.keys() | fixed.keys()
-    )
+    kept = {name: value for name, value in wanted.items() if not settings.is_set(name)}
+    # Where a profile clips, it keeps its word.
+    fixed = {name: value for name, value in FIXED.items() if name not in launcher.values}
+    return settings.with_("command", **kept, **fixed)
 
 
 def check_engine(run: Run) -> Run:

@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 from trl import SFTConfig
 
 from longctx.ranks.agreement import gather_objects, on_all_ranks
+from longctx.settings.flags import SFT
 from longctx.training.checkpoint.files import (
     MANIFEST,
     CheckpointError,
@@ -384,27 +385,12 @@ class ResumableTrainer(PushingTrainer):
                 reader.fill(piece, only=(WEIGHT,))
 
 
-_OPTIMIZATION = (
-    "optim",
-    "learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "label_smoothing_factor",
-    "bf16",
-)
-
-
 def optimization_flags(args: SFTConfig) -> dict[str, Any]:
     """Return the flags that a resumed run must not change, by name and as JSON gives them back.
 
     Optimizer states, loss and schedule depend on them. Engines express no clipping as 0 or infinity; both become 0.
     """
-    flags = {name: _plain(getattr(args, name)) for name in _OPTIMIZATION}
+    flags = {flag.name: _plain(getattr(args, flag.name)) for flag in SFT.flags.values() if flag.resume == "same"}
     clipping = args.max_grad_norm or 0.0
     flags["max_grad_norm"] = clipping if math.isfinite(clipping) else 0.0
     return json.loads(json.dumps(flags))
