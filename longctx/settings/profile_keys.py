@@ -33,7 +33,7 @@ _PASSED = {
     "": """aio. comms_logger. flops_profiler. timers. disable_python_gc dump_state log_level memory_breakdown
         seq_parallel_communication_data_type steps_per_print train_batch_size wall_clock_breakdown
         zero_allow_untested_optimizer""",
-    "checkpoint.": "parallel_write tag_validation",
+    "checkpoint.": "parallel_write.pipeline_stage tag_validation",
     "optimizer.": "type params.betas params.torch_adam",
     "zero_optimization.": """allgather_bucket_size allgather_partitions contiguous_gradients enable_sanity_checks
         ignore_unused_parameters log_trace_cache_warnings memory_efficient_linear overlap_comm reduce_bucket_size

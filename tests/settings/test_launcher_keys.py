@@ -1,0 +1,434 @@
+"""Every key of accelerate's config and of a deepspeed_config_file is read, changes no result, or is refused by name.
+
+profile_keys.tsv lists them: where a key stands, a value that acts, and what becomes of it. Accelerate's own code makes
+the environment of each file; the start of processes is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from longctx.launch.accelerate import shipped_configs
+from longctx.settings.launcher import FLAG_FIRST, PROFILE_FIRST, read_profile
+
+with Path(__file__).with_name("profile_keys.tsv").open(encoding="utf-8") as file:
+    ROWS = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+FSDP2 = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+DEEPSPEED: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+BASES: dict[str, dict[str, Any]] = {
+    "plain": {"distributed_type": "MULTI_GPU", "num_processes": 2},
+    "no": {"distributed_type": "NO", "num_processes": 1},
+    "one": {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True},
+    "fsdp1": {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 1}},
+    "fsdp2": {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": FSDP2},
+    "cp": {
+        "distributed_type": "FSDP",
+        "num_processes": 2,
+        "fsdp_config": FSDP2,
+        "parallelism_config": {"parallelism_config_cp_size": 2},
+    },
+    "sp": {**DEEPSPEED, "parallelism_config": {"parallelism_config_sp_size": 2}},
+    "deepspeed": {**DEEPSPEED, "deepspeed_config": {"zero_stage": 2}},
+    "file": {**DEEPSPEED, "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+    "yaml beside file": {**DEEPSPEED, "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+}
+JSON: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+SCHEDULER = {"type": "WarmupLR", "params": WARMUP}
+
+
+@pytest.fixture
+def exported(launch, monkeypatch, tmp_path):
+    """`exported(profile, JSON)` -> the environment in which accelerate starts the first process of a profile."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
+    monkeypatch.setattr("accelerate.utils.launch._get_mpirun_args", lambda: ("mpirun", "-f", "-n", "-ppn", ""))
+
+    def export(profile, config=JSON):
+        Path("ds.json").write_text(json.dumps(config))
+        Path("profile.yaml").write_text(yaml.safe_dump(profile))
+        started = launch("profile.yaml")
+        env = dict(started["env"])
+        if started.get("command", [""])[0] == "mpirun":
+            return env | {"OMPI_COMM_WORLD_SIZE": str(profile["num_processes"])}
+        if "nproc_per_node" in started:
+            env |= {"RANK": "0", "WORLD_SIZE": started["nproc_per_node"]}
+        return env
+
+    return export
+
+
+def with_key(tree, path, value):
+    """A copy of nested objects with the value at `a.b.c`."""
+    tree = copy.deepcopy(tree)
+    *above, last = path.split(".")
+    node = tree
+    for name in above:
+        node = node.setdefault(name, {})
+    node[last] = value
+    return tree
+
+
+def at(tree, path):
+    for name in path.split("."):
+        tree = tree[name]
+    return tree
+
+
+def found(launcher):
+    """What is asked for, by name and as text."""
+    names = ("engine", "zero_stage", "dp_shard")
+    asked = {flag: value for flag, (value, _) in launcher.values.items()}
+    asked |= {name: getattr(launcher, name) for name in names} | {"layer_classes": " ".join(launcher.layer_classes)}
+    asked |= {"train_batch_size": launcher.train_batch_size and launcher.train_batch_size.value}
+    return {name: str(value) for name, value in asked.items()}
+
+
+def seen_by_deepspeed(env):
+    return json.loads(base64.urlsafe_b64decode(env["ACCELERATE_DEEPSPEED_CONFIG_FILE"]))
+
+
+# The table
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['in']}-{row['key']}-{row['value']}")
+def test_key(row, exported):
+    place, key, value, detail = row["in"], row["key"], json.loads(row["value"]), row["detail"]
+    if place == "variable":
+        base = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}
+        envs = [base, base | {key: value}]
+    elif place == "file":
+        envs = [exported(BASES[place], config) for config in (JSON, with_key(JSON, key, value))]
+    elif row["outcome"] == "refused by accelerate":
+        with pytest.raises(ValueError, match=detail):
+            exported(with_key(BASES[place], key, value))
+        return
+    else:
+        envs = [exported(profile) for profile in (BASES[place], with_key(BASES[place], key, value))]
+    *_, given = envs
+    if row["outcome"] == "refused":
+        with pytest.raises(ValueError, match=detail) as refused:
+            read_profile(given)
+        assert "\n" not in str(refused.value)
+        assert place != "file" or "in deepspeed_config_file ds.json" in str(refused.value)
+        return
+    launcher = read_profile(given)
+    if place == "file":  # of an earlier call, which the second one has written over
+        Path("ds.json").write_text(json.dumps(JSON))
+    before, now = found(read_profile(envs[0])), found(launcher)
+    if row["outcome"] == "read":
+        name, _, wanted = detail.partition("=")
+        assert (now[name], before.get(name)) != (before.get(name), now[name])
+        assert now[name] == wanted
+        return
+    assert now == before
+    if row["outcome"] == "translated":
+        assert re.search(detail, launcher.notes[0])
+        assert "optimizer" not in seen_by_deepspeed(given)
+        return
+    assert row["outcome"] == "passed on"
+    assert len(launcher.notes) == (detail == "note")
+    if place == "variable":
+        assert given[key] == value
+    elif place == "file":
+        assert at(seen_by_deepspeed(given), key) == value
+
+
+def test_table_has_every_key_of_accelerate():
+    """A key of a newer release fails here until it has a row. Megatron-LM and fp8 are refused as a whole."""
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    nested = ("fsdp_", "parallelism_config_", "dynamo_", "deepspeed_", "offload_", "gradient_", "zero")
+    names = {action.dest for action in launch_command_parser()._actions if action.dest.startswith(nested)}
+    names |= {name for name in ClusterConfig.__dataclass_fields__ if not name.endswith("_config")}
+    missing = names - {row["key"].rpartition(".")[2] for row in ROWS}
+    assert not missing, f"add {sorted(missing)} to profile_keys.tsv"
+
+
+def test_table_has_every_key_of_deepspeed():
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig as OfOptimizer
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig as OfParam
+
+    keys = [row["key"] + "." for row in ROWS if row["in"] == "file"]
+    zero = "zero_optimization."
+    for section, model in (
+        (zero, DeepSpeedZeroConfig),
+        (f"{zero}offload_optimizer.", OfOptimizer),
+        (f"{zero}offload_param.", OfParam),
+        ("bf16.", DeepSpeedBF16Config),
+        ("fp16.", DeepSpeedFP16Config),
+    ):
+        names = [f"{section}{field.alias or name}." for name, field in model.model_fields.items()]
+        missing = [name for name in names if not any(key.startswith(name) for key in keys)]
+        assert not missing, f"add {missing} to profile_keys.tsv"
+
+
+# Sections of a DeepSpeed file that become flags
+
+
+def test_sections_with_auto_become_flags_and_leave_the_engine(exported):
+    config = {**JSON, "optimizer": OPTIMIZER, "scheduler": {"type": "WarmupDecayLR"}}
+    config["scheduler"]["params"] = {**WARMUP, "total_num_steps": "auto"}
+    env = exported(BASES["file"], config)
+    launcher = read_profile(env)
+    assert launcher.values == {"lr_scheduler_type": ("linear", "scheduler.type in deepspeed_config_file ds.json")}
+    assert launcher.values.keys() <= FLAG_FIRST
+    optimizer, scheduler = launcher.notes
+    assert re.search(r"AdamW of deepspeed_config_file ds.json .*--optim", optimizer)
+    assert re.search(r"WarmupDecayLR .*--lr_scheduler_type linear, unless .*linear, where .*logarithmic", scheduler)
+    assert seen_by_deepspeed(env) == {
+        "zero_optimization": {"stage": 2},
+        **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+        "train_batch_size": "auto",
+    }
+
+
+@pytest.mark.parametrize("missing", ["warmup_max_lr", "warmup_num_steps"])
+def test_scheduler_that_leaves_a_key_to_deepspeed_is_refused(missing, exported):
+    """DeepSpeed's own defaults are a rate of 0.001 after 1,000 steps."""
+    params = {key: value for key, value in WARMUP.items() if key != missing}
+    env = exported(BASES["file"], {**JSON, "scheduler": {"type": "WarmupLR", "params": params}})
+    with pytest.raises(ValueError, match=rf"scheduler.params.{missing} is not in .*--lr_scheduler_type constant_with"):
+        read_profile(env)
+
+
+def test_explicit_values_are_asked_for_with_their_keys(exported):
+    params = {"lr": 2e-3, "betas": [0.5, 0.6], "eps": "auto", "weight_decay": 0.1}
+    launcher = read_profile(exported(BASES["file"], {**JSON, "optimizer": {"type": "Adam", "params": params}}))
+    where = "in deepspeed_config_file ds.json"
+    assert launcher.values == {
+        "learning_rate": (2e-3, f"optimizer.params.lr {where}"),
+        "weight_decay": (0.1, f"optimizer.params.weight_decay {where}"),
+        "adam_beta1": (0.5, f"optimizer.params.betas {where}"),
+        "adam_beta2": (0.6, f"optimizer.params.betas {where}"),
+    }
+
+
+def test_auto_that_nobody_fills_in_is_left_out(exported):
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    zero = {"stage": 3, "overlap_comm": "auto", **dict.fromkeys(sizes, "auto")}
+    env = exported(BASES["file"], {"zero_optimization": zero, "communication_data_type": "auto"})
+    assert read_profile(env).values == {}
+    seen = seen_by_deepspeed(env)
+    assert seen["zero_optimization"] == {"stage": 3, **dict.fromkeys(sizes, "auto")}
+    assert "communication_data_type" not in seen
+
+
+def test_accelerate_and_transformers_take_what_the_engine_sees(exported, monkeypatch):
+    """Their own classes read it from the environment, and fill `auto` in from the flags."""
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    config = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "bf16": {"enabled": True}, "gradient_clipping": "4.0"}
+    env = exported(BASES["file"], {"zero_optimization": {"stage": "3"}, **config})
+    assert read_profile(env).values["max_grad_norm"].value == "4.0"
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        monkeypatch.setenv(name, env[name])
+    plugin = DeepSpeedPlugin()
+    assert (plugin.zero_stage, plugin.zero3_init_flag) == (3, True)
+    filled = HfTrainerDeepSpeedConfig(plugin.deepspeed_config)
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
+    args = TrainingArguments("out", per_device_train_batch_size=2, max_grad_norm=4.0, bf16=True, use_cpu=True)
+    filled.trainer_config_process(args)
+    assert filled.mismatches == []
+    assert (filled.config["train_batch_size"], filled.config["gradient_clipping"]) == (2, 4.0)
+    assert filled.config["bf16"] == {"enabled": True}
+    assert not {"optimizer", "scheduler"} & filled.config.keys()
+
+
+def test_train_batch_size_is_the_product_or_refused(exported):
+    """The number stays in the engine's configuration, where transformers compares it, too."""
+    env = exported(BASES["file"], {**JSON, "train_batch_size": 16})
+    launcher = read_profile(env)
+    assert seen_by_deepspeed(env)["train_batch_size"] == 16
+    launcher.check_train_batch_size(micro_batch_size=4, accumulation=2, world_size=2)
+    with pytest.raises(ValueError, match=r"^train_batch_size in .*ds.json is 16.* 1 × .* 1 × 2 processes is 2\. "):
+        launcher.check_train_batch_size(micro_batch_size=1, accumulation=1, world_size=2)
+    read_profile(exported(BASES["file"])).check_train_batch_size(micro_batch_size=1, accumulation=1, world_size=2)
+
+
+MIXED = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto", **JSON}
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "schedule": (
+        {"optimizer": OPTIMIZER, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}},
+        "max_lr",
+    ),
+    "schedule alone": ({"scheduler": SCHEDULER}, {"lr_scheduler_type": "constant_with_warmup"}),
+    "betas": ({"optimizer": with_key(OPTIMIZER, "params.betas", [0.5, 0.6])}, {"adam_beta1": 0.5, "adam_beta2": 0.6}),
+    "Adam": ({"optimizer": {**OPTIMIZER, "type": "Adam"}}, {}),
+    "Lion": ({"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}, r"optimizer\.type Lion"),
+    "OneBitAdam": ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.001}}}, r"optimizer\.type OneBitAdam"),
+    "no optimizer": ({}, {}),
+    "prescaled": ({"prescale_gradients": True, "gradient_predivide_factor": 4.0}, "prescale_gradients true"),
+    "curriculum": ({"data_efficiency": {"enabled": True}}, r"data_efficiency\.enabled true"),
+    "checkpointing": ({"activation_checkpointing": {"partition_activations": True}}, "partition_activations true"),
+    "auto": ({"optimizer": OPTIMIZER, "scheduler": SCHEDULER}, {"lr_scheduler_type": "constant_with_warmup"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_deepspeed_file(case, exported):
+    config, outcome = CASES[case]
+    env = exported(BASES["file"], {**MIXED, **config})
+    if isinstance(outcome, str):
+        with pytest.raises(ValueError, match=rf"{outcome}.* in deepspeed_config_file ds\.json"):
+            read_profile(env)
+        return
+    assert {flag: asked.value for flag, asked in read_profile(env).values.items()} == outcome
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[1]", "expected an object"),
+        ("{", "cannot be read as JSON"),
+        ('{"zero_optimization": {"stage": 2}, "gradient_clipping": 1, "gradient_clipping": 2}', "more than once"),
+        ('{"optimizer": [1], "zero_optimization": {"stage": 2}}', r"optimizer \[1\]"),
+        ('{"fp16": true, "zero_optimization": {"stage": 2}}', r"fp16\.enabled true"),
+        ('{"zero_optimization": 2}', "zero_optimization 2"),
+        ("{}", r"zero_optimization\.stage .*null"),
+        ('{"zero_optimization": {"stage": "auto"}}', None),
+    ],
+)
+def test_damaged_file(text, why, exported):
+    env = exported(BASES["file"])
+    Path("ds.json").write_text(text)
+    if why is None:
+        assert read_profile(env).zero_stage == 2  # accelerate's default
+        return
+    with pytest.raises(ValueError, match=why):
+        read_profile(env)
+
+
+# Profiles that are published
+
+
+TRL: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no", "machine_rank": 0}
+TRL |= {"main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
+TRL |= {"rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "use_cpu": False}
+OF_FSDP2 = {**FSDP2, "fsdp_activation_checkpointing": True, "fsdp_cpu_ram_efficient_loading": True}
+OF_FSDP2 |= {"fsdp_offload_params": False, "fsdp_reshard_after_forward": True}
+OF_FSDP2 |= {"fsdp_state_dict_type": "FULL_STATE_DICT"}
+OF_FSDP1 = {"fsdp_version": 1, "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True}
+OF_FSDP1 |= {"fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_sync_module_states": True, "fsdp_use_orig_params": True}
+DEGREES = {"parallelism_config_dp_replicate_size": 1, "parallelism_config_tp_size": 1}
+CP2 = {**DEGREES, "parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 2}
+SP2 = {**DEGREES, "parallelism_config_dp_shard_size": 2, "parallelism_config_sp_size": 2}
+SP2 |= {"parallelism_config_sp_backend": "deepspeed", "parallelism_config_sp_seq_length_is_variable": True}
+SP2 |= {"parallelism_config_sp_attn_implementation": "flash_attention_2"}
+ZERO3 = {"deepspeed_multinode_launcher": "standard", "offload_optimizer_device": "none", "zero3_init_flag": True}
+ZERO3 |= {"offload_param_device": "none", "zero3_save_16bit_model": True, "zero_stage": 3}
+OLD: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "deepspeed_config": {},
+    "fsdp_config": {},
+    "main_process_ip": None,
+}
+ZERO_PART = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto", "sub_group_size": 1e9}
+TEMPLATE = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {**WARMUP, "total_num_steps": "auto"}},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}, **ZERO_PART},
+    "gradient_accumulation_steps": 1,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+    "seq_parallel_communication_data_type": "bf16",
+}
+OF_TEMPLATE = {"gradient_accumulation_steps": 1, "offload_param_device": "cpu", "lr_scheduler_type": "linear"}
+RING = {"sp": 2, "sp_backend": "ring", "activation_checkpointing": True, "bf16": True}
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+    "context_parallel_2gpu": (
+        {**TRL, "distributed_type": "FSDP", "fsdp_config": OF_FSDP2, "parallelism_config": CP2},
+        {},
+        RING,
+    ),
+    "alst_ulysses_4gpu": (
+        {**TRL, "distributed_type": "DEEPSPEED", "deepspeed_config": ZERO3, "parallelism_config": SP2},
+        {},
+        {"sp": 2, "sp_backend": "ulysses", "bf16": True},
+    ),
+    "deepspeed_zero3": ({**TRL, "distributed_type": "DEEPSPEED", "deepspeed_config": ZERO3}, {}, {"bf16": True}),
+    "fsdp1": ({**TRL, "distributed_type": "FSDP", "fsdp_config": OF_FSDP1}, {}, {"bf16": True}),
+    "multi_gpu": ({**TRL, "distributed_type": "MULTI_GPU", "gpu_ids": "all"}, {}, {"bf16": True}),
+    "of an old release": ({**OLD, "distributed_type": "NO", "num_processes": 1}, {}, {}),
+    "accelerate's DeepSpeed template": (BASES["file"], TEMPLATE, OF_TEMPLATE),
+    "the template in fp16": (BASES["file"], with_key(TEMPLATE, "fp16.enabled", True), "fp16.enabled true"),
+    "two degrees": ({**TRL, "distributed_type": "FSDP", "parallelism_config": {**CP2, **SP2}}, {}, "set one of them"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_profile(name, exported):
+    profile, config, outcome = PUBLISHED[name]
+    env = exported(profile, config)
+    if isinstance(outcome, str):
+        with pytest.raises(ValueError, match=outcome):
+            read_profile(env)
+        return
+    assert {flag: asked.value for flag, asked in read_profile(env).values.items()} == outcome
+
+
+@pytest.mark.parametrize("path", sorted(shipped_configs().glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_profile_leaves_to_the_flags_what_flags_set(path, exported):
+    profile = yaml.safe_load(path.read_text())
+    machines = {"main_process_ip": "10.0.0.1", "main_process_port": 29500} if "num_machines" in profile else {}
+    launcher = read_profile(exported({**profile, **machines}))
+    assert launcher.values.keys() <= {"sp", "sp_backend", "activation_checkpointing"}
+    assert launcher.launched == (profile["num_processes"] > 1)
+
+
+def test_checkpointing_of_fsdp_acts_whatever_the_flag_says(exported):
+    profile = with_key(BASES["fsdp2"], "fsdp_config.fsdp_activation_checkpointing", True)
+    profile["fsdp_config"]["fsdp_activation_checkpointing_offload"] = True
+    launcher = read_profile(exported(profile))
+    assert {flag: asked.value for flag, asked in launcher.values.items()} == dict.fromkeys(PROFILE_FIRST, True)
+
+
+# Processes
+
+
+def test_what_accelerate_must_not_act_on_is_taken_out_and_read_again(exported):
+    """A process that starts from what is left, or a second call, reads the same; a new launcher's values go first."""
+    profile = {**BASES["file"], "parallelism_config": {"parallelism_config_sp_size": 2}}
+    env = exported(profile, {**JSON, "optimizer": OPTIMIZER})
+    env["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
+    launcher = read_profile(env)
+    assert not [name for name in env if name.startswith(("PARALLELISM", "FSDP_ACT")) or "USE_PARALLELISM" in name]
+    assert seen_by_deepspeed(env).keys() & {"optimizer"} == set()
+    code = "import os, longctx.settings.launcher as l; print(l.read_profile()); print(l.read_profile())"
+    whole = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | env
+    root = Path(__file__).parents[2]
+    whole["PYTHONPATH"] = os.pathsep.join([str(root), whole.get("PYTHONPATH", "")])
+    printed = subprocess.run([sys.executable, "-c", code], env=whole, capture_output=True, text=True, check=True)
+    assert printed.stdout.splitlines() == [repr(launcher)] * 2
+
+    again = env | {"PARALLELISM_CONFIG_SP_SIZE": "4", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "other.json"}
+    Path("other.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    relaunched = read_profile(again)
+    assert (relaunched.values["sp"].value, relaunched.zero_stage, relaunched.notes) == (4, 3, ())
+
+
+def test_two_keys_that_ask_for_different_values_are_refused(exported):
+    env = exported(BASES["file"], {**JSON, "gradient_clipping": 1.0}) | {"ACCELERATE_GRADIENT_CLIPPING": "0.5"}
+    with pytest.raises(ValueError, match=r"^gradient_clipping is 0\.5, and gradient_clipping in .*ds\.json is 1\.0"):
+        read_profile(env)
