@@ -48,8 +48,9 @@ def end_refused(
 ) -> int:
     """Print why a run ends, and return its exit code.
 
-    An error that `is_listed` has a mistake on each line. A `RefusedOnAllRanks` is printed by the one rank that reports it. Of other errors, which every rank may have, each
-    machine's first rank prints one line; other ranks leave theirs to the launcher.
+    A `RefusedOnAllRanks` is printed by the one rank that reports it. Of other errors, which every rank may have, each
+    machine's first rank prints one line, or a line for each mistake of an error that `is_listed`; other ranks leave
+    theirs to the launcher.
 
     Args:
         is_mine: whether this rank reports it; None for what a `RefusedOnAllRanks` says, and True for other errors.

@@ -293,7 +293,7 @@ def _check_key(path: str, value: Any, leaves: Mapping[str, Any], file: str) -> N
             return
         path, value = f"{section}.enabled", enabled
     is_schedule = section == "scheduler" and rest in keys.SCHEDULE_KEYS and (rest == "type" or value == "auto")
-    is_empty_section = value == {} and any(known.startswith(f"{path}.") for known in (*keys.READ, *keys.PASSED))
+    is_empty_section = value in ({}, None) and any(known.startswith(f"{path}.") for known in (*keys.READ, *keys.PASSED))
     if is_schedule or is_empty_section or path in keys.READ or not keys.PASSED.isdisjoint((path, f"{section}.")):
         return
     shown = f"{path} {json.dumps(value)[:60]} in {file}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -17,9 +17,11 @@ from longctx.model.allow_list import (
     check_model,
     has_experts,
 )
+from longctx.model.files import without_weights
 from longctx.model.load import load_config, load_whole_config
 from longctx.model.rope import context_length, extended, factor_for, parse_rope_scaling, replacement, scaling_for
 from longctx.model.tied_head import untie_as_stored
+from longctx.settings.launcher import profile_name
 from longctx.settings.values import Settings
 from longctx.upstream.transformers_internals import set_experts_implementation
 
@@ -78,6 +80,24 @@ def configure_model(values: Settings) -> tuple[Settings, PretrainedConfig]:
         )
     whole = load_whole_config(values["model_name_or_path"], revision=values["model_revision"])
     return values.note(*_notes(values, config, whole, replaced)), config
+
+
+def check_layer_classes(names: Sequence[str], config: PretrainedConfig) -> None:
+    """Check that the layers that a profile names for wrapping are the model's.
+
+    Raises:
+        ValueError: for a name that no module of the model has. Accelerate would end with it after the weights are read.
+    """
+    if not names:
+        return
+    model = without_weights(config)
+    own = {type(module).__name__ for module in model.modules()}
+    if missing := next((name for name in names if name not in own), None):
+        layers = " and ".join(sorted(set(model._no_split_modules or ()) & own))
+        raise ValueError(
+            f"fsdp_transformer_layer_cls_to_wrap {missing} in {profile_name()} is no layer of {config.model_type}, "
+            f"whose layers are {layers}. Name them, or take the key out: they are then found by themselves."
+        )
 
 
 def _check_model_of_pairs(config: PretrainedConfig) -> None:

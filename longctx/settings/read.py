@@ -99,7 +99,11 @@ def parser(method: Method) -> argparse.ArgumentParser:
 
 def _command_line(arguments: Sequence[str], method: Method, errors: list[str]) -> dict[str, Any]:
     """Return the words given for each flag, by today's name."""
-    todays = [_todays(argument, method) for argument in arguments]
+    spelled: dict[str, set[str]] = {}
+    todays = [_todays(argument, method, spelled) for argument in arguments]
+    for name, names in spelled.items():
+        if len(names) > 1:
+            errors.append(f"--{' and --'.join(sorted(names))} are names of one flag. Keep --{name}.")
     values, left = parser(method).parse_known_args(todays)
     for number, word in enumerate(left):
         if word.startswith("-") and not word.lstrip("-")[:1].isdigit():
@@ -110,13 +114,18 @@ def _command_line(arguments: Sequence[str], method: Method, errors: list[str]) -
     return vars(values)
 
 
-def _todays(argument: str, method: Method) -> str:
-    """Return `--flag` or `--flag=value` with today's name of the flag, and underscores for dashes."""
+def _todays(argument: str, method: Method, spelled: dict[str, set[str]]) -> str:
+    """Return `--flag` or `--flag=value` with today's name of the flag, and underscores for dashes.
+
+    Args:
+        spelled: the names that were given for each flag, to which this one is added.
+    """
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument[2:].partition("=")
     negation = "no_" if re.match("no[-_]", name) and not method.find(name) else ""
     if flag := method.find(name[len(negation) :]):
+        spelled.setdefault(flag.name, set()).add(name[len(negation) :].replace("-", "_"))
         return f"--{negation}{flag.name}{equals}{value}"
     return argument
 
@@ -127,12 +136,19 @@ def advice(name: str, method: Method) -> str:
     words = {flag.name: flag.name for flag in method.flags.values()} | {
         alias: flag.name for flag in method.flags.values() for alias in flag.aliases
     }
+    if name in _OF_OTHER_METHODS:
+        return f" It is one of another method: {POINTER}."
     if name in _ABBREVIATIONS:
         return f" Did you mean --{_ABBREVIATIONS[name]}?"
     close = difflib.get_close_matches(name, sorted(words), n=1)
     meant = f" Did you mean --{words[close[0]]}?" if close else ""
     return f"{meant} All flags: longctx {method.command} --help-all"
 
+
+_OF_OTHER_METHODS = (
+    *("num_generations", "max_completion_length", "max_prompt_length", "reward_funcs", "reward_weights", "epsilon"),
+    *("use_vllm", "vllm_mode", "temperature", "num_iterations", "scale_rewards", "desirable_weight", "kl_coef"),
+)
 
 _ABBREVIATIONS = {
     "batch_size": "per_device_train_batch_size",

@@ -34,7 +34,7 @@ from longctx.settings.machine_checks import (
     check_machine,
     check_versions,
 )
-from longctx.settings.model_config import configure_model, limit_length
+from longctx.settings.model_config import check_layer_classes, configure_model, limit_length
 from longctx.settings.processes import Processes, accumulate, check_dp_shard, count_all_processes, count_processes
 from longctx.settings.rules import fill
 from longctx.settings.run import Run, arrange, given_multiple, pad_multiple
@@ -65,6 +65,7 @@ def _resolved(settings: Settings, launcher: Launcher, env: Mapping[str, str], ha
     if settings.method.reads_pairs:
         settings = settings.decided(dataset_text_field=PAIRS, padding_free=True)
     settings, model_config = configure_model(_take_output(settings, env))
+    check_layer_classes(launcher.layer_classes, model_config)
     arranged = partial(_arranged, model_config=model_config, launcher=launcher, env=env, hardware=hardware)
     world_size = count_all_processes(settings, launcher, hardware.gpus)
     if settings["sp"] == ALL:

@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     nargs: str | None = None
     """argparse's number of words; None for one."""
     reads_none: bool = False
-    """Whether the words none and null mean no value."""
+    """Whether the words none and null mean no value, for a flag that can be without one."""
 
     @property
     def takes_several(self) -> bool:
@@ -101,7 +101,7 @@ FLOATS = Kind("a list of numbers", _listed(_float), "+", True)
 JSON = Kind("a JSON object, such as '{\"key\": 1}'", _object, None, True)
 JSON_OR_TEXT = Kind("one value or a JSON object", lambda value: value if isinstance(value, Mapping) else _text(value))
 ENTRIES = Kind("a list of data sets", lambda value: list(value) if isinstance(value, list) else [value], "+")
-ANY = Kind("a value", lambda value: value, "*")
+ANY = Kind("a value", lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value, "*")
 DEGREE = Kind("a whole number, auto or all", _one_of(("auto", "all"), _int), None, True)
 MULTIPLE = Kind("a whole number or auto", _one_of(("auto",), _int), None, True)
 NAME_OR_FALSE = Kind("a name or False", lambda value: False if str(value).lower() in ("false", "no") else _text(value))
@@ -148,13 +148,16 @@ class Flag:
     """Whether reports hide it."""
     aliases: tuple[str, ...] = ()
     """Names that other releases of TRL and transformers gave it."""
-    optional: bool = False
-    """Whether some supported releases of TRL lack it."""
 
     @property
     def unset(self) -> Any:
         """Its value where nobody sets it."""
         return self.default if self.ours is UNSET else self.ours
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether the words none and null mean no value."""
+        return self.kind.reads_none and None in (self.default, self.ours, *self.values)
 
     @property
     def limits(self) -> str:
@@ -182,7 +185,7 @@ def check(flag: Flag, value: Any, subject: str = "") -> Any:
     Raises:
         ValueError: with the value, the limit and the remedy.
     """
-    if value is None or (flag.kind.reads_none and str(value).lower() in ("none", "null")):
+    if value is None or (flag.may_be_none and str(value).lower() in ("none", "null")):
         return None
     fault = ""
     try:
@@ -201,7 +204,8 @@ def _fault(flag: Flag, value: Any) -> str:
         return f"would shard the model a second time: {flag.instead}" if value not in (False, "", [], {}) else ""
     if flag.kind in (PATH, FOLDER):
         check_path(flag.name, value)
-    if flag.values and value not in flag.values:
+    items = value if isinstance(value, list) and value not in flag.values else [value]
+    if flag.values and not all(item in flag.values for item in items):
         reason = flag.reason or "it has not been compared with one device under sequence parallelism" * (not flag.own)
         remedy = f"Use {_or(flag.choices)}" if flag.choices else "Leave it out"
         return f"is refused: {reason}. {remedy}" if reason else f"is unknown. {remedy}"
