@@ -1,10 +1,13 @@
-"""The refusals of longctx/: every `raise` of an error for users, and which test meets it.
+"""The refusals of longctx/: whatever refuses what users ask for, and which test meets it.
 
-`tests/refusals.tsv` holds one line for each: the file, the function, the message as the source has it, and the test
-that makes the product raise it. `tests/test_refusal_table.py` compares the table with the source, so that a refusal
-that is taken away fails there. While the tests run, every `raise` in longctx/ is recorded (`install`), and a test that
-the table names and that does not meet its refusal fails the run (`tests/conftest.py`), so that a refusal that no longer
-comes fails, too.
+A refusal is a `raise` of an error for users, a message that is added to `errors`, which are raised together, a `Rule`
+of settings, or a row of the flags' table that takes some values only.
+
+`tests/refusals.tsv` holds one line for each: the file, the function (or `RULES` and a rule's flags, or `FLAGS`), the
+message as the source has it, and the test that makes the product refuse. `tests/test_refusal_table.py` compares the
+table with the source, so that a refusal that is taken away fails there. While the tests run, every refusal is recorded
+(`install`), and a test that the table names and that does not meet its refusal fails the run (`tests/conftest.py`), so
+that a refusal that no longer comes fails, too.
 
 `tests/golden/data/refusals.json` holds, for each message of the source, the texts that users see in these tests, so
 that a text that changes fails the run as well. Texts are recorded without what varies from run to run (`_VARYING`); a
@@ -31,8 +34,9 @@ import socket
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -64,8 +68,12 @@ _VARYING = tuple(
 """What a text may have that varies from run to run, and what is recorded in its place."""
 
 
+Place = tuple[str, int | str]
+"""Where a refusal is met: a file, and a line or the flag of a row."""
+
+
 class Refusal(NamedTuple):
-    """A `raise`, by what stays the same when lines move."""
+    """A refusal, by what stays the same when lines move."""
 
     file: str
     function: str
@@ -79,33 +87,49 @@ class Refusal(NamedTuple):
 
 
 @functools.cache
-def refusals() -> dict[Refusal, tuple[str, int, int]]:
-    """Every refusal in longctx/, with its file and its first and last line."""
-    found: dict[Refusal, tuple[str, int, int]] = {}
+def refusals() -> dict[Refusal, list[Place]]:
+    """Every refusal in longctx/, with the places of which it is met in one."""
+    found: dict[Refusal, list[Place]] = {}
     for path in sorted((ROOT / "longctx").rglob("*.py")):
         if not path.resolve().is_relative_to(ROOT / "longctx"):
             continue  # the links to benchmarks/ and configs/
         file = str(path.relative_to(ROOT))
         seen: Counter[Refusal] = Counter()
-        for function, node in _raises(ast.parse(path.read_text(encoding="utf-8"))):
-            refusal = Refusal(file, function, _message(node))
+        for function, node in _refusing(ast.parse(path.read_text(encoding="utf-8"))):
+            refusal = Refusal(file, function, _message(_said(node)))
             seen[refusal] += 1
             if seen[refusal] > 1:
                 refusal = refusal._replace(message=f"{refusal.message} #{seen[refusal]}")
-            found[refusal] = file, node.lineno, node.end_lineno or node.lineno
-    return found
+            found[refusal] = [(file, line) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)]
+    return found | dict(_rows())
 
 
-def _raises(tree: ast.AST, function: str = "") -> list[tuple[str, ast.Raise]]:
-    """Those that make an error, in the order of the source, with the function each stands in."""
-    found = []
+FLAGS, FLAGS_OF_DPO = "longctx/settings/flags.py", "longctx/settings/dpo.py"
+
+
+def _rows() -> Iterator[tuple[Refusal, list[Place]]]:
+    """Yield the flags that refuse values of their kind."""
+    from longctx.settings.dpo import DPO
+    from longctx.settings.flags import SFT
+
+    changed = {name: flag for name, flag in DPO.flags.items() if flag is not SFT.flags.get(name)}
+    for file, flags in ((FLAGS, SFT.flags), (FLAGS_OF_DPO, changed)):
+        for name, flag in flags.items():
+            if fact := next((fact for fact in ("values", "limits", "instead") if getattr(flag, fact)), None):
+                yield Refusal(file, "FLAGS", f"--{name}: {fact}"), [(file, name)]
+
+
+def _refusing(tree: ast.AST, function: str = "") -> list[tuple[str, ast.Raise | ast.Call]]:
+    """What refuses, in the order of the source, with the function each stands in."""
+    found: list[tuple[str, ast.Raise | ast.Call]] = []
     for node in ast.iter_child_nodes(tree):
         inner = function
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = f"{function}.{node.name}".lstrip(".")
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _name(node.exc) not in NO_REFUSALS:
-            found.append((function, node))
-        found += _raises(node, inner)
+        if isinstance(node, ast.Raise | ast.Call) and _said(node) is not None:
+            of_rule = isinstance(node, ast.Call) and _name(node) == "Rule"
+            found.append((f"RULES {_text(node.args[0])}" if of_rule else function, node))
+        found += _refusing(node, inner)
     return found
 
 
@@ -113,10 +137,22 @@ def _name(call: ast.Call) -> str:
     return ast.unparse(call.func)
 
 
-def _message(node: ast.Raise) -> str:
-    assert isinstance(node.exc, ast.Call)
-    text = _text(node.exc.args[0]) if node.exc.args else ""
-    return " ".join((text if text.strip("{} ") else ast.unparse(node.exc)).split())
+def _said(node: ast.Raise | ast.Call) -> ast.expr | None:
+    """The error or the message of what refuses; None for anything else."""
+    if isinstance(node, ast.Raise):
+        return node.exc if isinstance(node.exc, ast.Call) and _name(node.exc) not in NO_REFUSALS else None
+    if _name(node) == "Rule":
+        return node.args[2]
+    # An error that was raised has been noted there.
+    adds = _name(node) == "errors.append" and not isinstance(node.args[0], ast.Call)
+    return node.args[0] if adds else None
+
+
+def _message(said: ast.expr | None) -> str:
+    assert said is not None
+    told = said.args[0] if isinstance(said, ast.Call) and said.args else said
+    text = _text(told.body if isinstance(told, ast.Lambda) else told)
+    return " ".join((text if text.strip("{} ") else ast.unparse(said)).split())
 
 
 def _text(said: ast.expr) -> str:
@@ -174,15 +210,37 @@ def _functions(file: str) -> frozenset[str]:
 
 # Recording
 
-met: dict[tuple[str, int], dict[str, None]] = {}
-"""The texts of every `raise` in longctx/ since somebody cleared it, by file and line, in the order of their coming."""
+met: dict[Place, dict[str, None]] = {}
+"""The texts of every refusal of longctx/ since somebody cleared it, by its place, in the order of their coming."""
 
 
-def _note(file: str, line: int, error: BaseException) -> BaseException:
-    texts = met.setdefault((file, line), {})
+def _note(file: str, place: int | str, error: Any) -> Any:
+    texts = met.setdefault((file, place), {})
     if len(texts) < MOST_TEXTS:
         texts[_plain(str(error))] = None
     return error
+
+
+def _note_why(file: str, line: int, why: str | Callable[[Any], str]) -> Callable[[Any], str]:
+    """What is wrong with settings that break a rule, noted where it is asked for."""
+    return lambda settings: _note(file, line, why if isinstance(why, str) else why(settings))
+
+
+def _note_rows(fault: Callable[[Any, Any], str]) -> Callable[[Any, Any], str]:
+    """What is wrong with a value of a flag, noted with the flag's row."""
+
+    def noting(flag: Any, value: Any) -> str:
+        from longctx.settings.flags import SFT
+
+        if found := fault(flag, value):
+            _note(
+                FLAGS if SFT.flags.get(flag.name) is flag else FLAGS_OF_DPO,
+                flag.name,
+                f"--{flag.name} {value} {found}.",
+            )
+        return found
+
+    return noting
 
 
 def _plain(text: str) -> str:
@@ -219,19 +277,31 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(tree, self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module):
-        module.__dict__["__met__"] = _note
+        module.__dict__.update(__met__=_note, __why__=_note_why)
         super().exec_module(module)
+        if module.__name__ == "longctx.settings.schema":
+            module._fault = _note_rows(module._fault)
 
 
 class _Noting(ast.NodeTransformer):
     def __init__(self, file: str):
         self.file = file
 
+    def _noted(self, said: ast.expr, line: int, by: str = "__met__") -> ast.expr:
+        where = [ast.Constant(self.file), ast.Constant(line)]
+        return ast.copy_location(ast.Call(ast.Name(by, ast.Load()), [*where, said], []), said)
+
     def visit_Raise(self, node: ast.Raise) -> ast.Raise:
         if isinstance(node.exc, ast.Call):
-            where = [ast.Constant(self.file), ast.Constant(node.lineno)]
-            noted = ast.Call(ast.Name("__met__", ast.Load()), [*where, node.exc], [])
-            node.exc = ast.copy_location(noted, node.exc)
+            node.exc = self._noted(node.exc, node.lineno)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if _name(node) == "Rule":
+            node.args[2] = self._noted(node.args[2], node.lineno, "__why__")
+        elif _said(node) is not None:
+            node.args[0] = self._noted(node.args[0], node.lineno)
         return node
 
 
@@ -239,7 +309,7 @@ class RefusalsMet:
     """A pytest plugin: which test meets which refusal, held against the table at the end."""
 
     def __init__(self):
-        self.met: dict[str, dict[tuple[str, int], dict[str, None]]] = {}
+        self.met: dict[str, dict[Place, dict[str, None]]] = {}
         self.collected: Counter[str] = Counter()
         self.passed: Counter[str] = Counter()
         self.partial: set[str] = set()
@@ -258,7 +328,7 @@ class RefusalsMet:
     def pytest_runtest_makereport(self):
         report = yield
         # Travels with the report from the process that ran the test.
-        report.refusals_met = [(file, line, list(texts)) for (file, line), texts in met.items()]
+        report.refusals_met = [(*place, list(texts)) for place, texts in met.items()]
         return report
 
     def pytest_deselected(self, items):
@@ -280,8 +350,8 @@ class RefusalsMet:
 
     def pytest_runtest_logreport(self, report):
         found = self.met.setdefault(self.function(report.nodeid), {})
-        for file, line, texts in getattr(report, "refusals_met", ()):
-            found.setdefault((file, line), {}).update(dict.fromkeys(texts))
+        for file, place, texts in getattr(report, "refusals_met", ()):
+            found.setdefault((file, place), {}).update(dict.fromkeys(texts))
         self.passed[self.function(report.nodeid)] += report.when == "call" and report.passed
 
     def whole(self):
@@ -295,8 +365,7 @@ class RefusalsMet:
 
     def _texts(self, refusal, test):
         """The texts of a refusal that a test met; empty if it did not meet it."""
-        file, first, last = refusals().get(refusal, ("", 0, 0))
-        texts = (self.met.get(test, {}).get((file, line), ()) for line in range(first, last + 1))
+        texts = (self.met.get(test, {}).get(place, ()) for place in refusals().get(refusal, ()))
         return [text for found in texts for text in found]
 
     def texts(self):

@@ -45,8 +45,8 @@ from longctx.ring.planner import plan_ring
 from longctx.ring.transport import check_shard
 from longctx.sequence.batch import AttentionKind
 from longctx.sequence.mesh import ParallelDims
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
 from longctx.training.checkpoint.states import _parts
@@ -95,8 +95,7 @@ def test_a_condition_that_never_holds_is_noticed():
     run = refusals.RefusalsMet()
     run.collected[test] = run.passed[test] = 1
     assert (row, test) in run.missed()
-    file, first, _ = refusals.refusals()[row]
-    run.met[test] = {(file, first): {"text": None}}
+    run.met[test] = {refusals.refusals()[row][0]: {"text": None}}
     assert (row, test) not in run.missed()
     assert "    new: text" in list(run.changed())
     run.met.clear()

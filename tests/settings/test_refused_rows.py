@@ -1,0 +1,151 @@
+"""Every row of the table of flags refuses what lies outside of it, and every rule what breaks it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from longctx.settings.data import MIXTURE_RULES, STREAM_RULES
+from longctx.settings.dpo import DPO, DPO_RULES
+from longctx.settings.flags import SFT
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
+from longctx.settings.rules import MACHINE_FLAGS, RULES, fill
+from longctx.settings.schema import FLOAT, check
+
+# ------------------------------------------------------------------------------------------------
+# Rows
+# ------------------------------------------------------------------------------------------------
+
+ROWS = [(SFT, flag) for flag in SFT.flags.values()]
+ROWS += [(DPO, flag) for flag in DPO.flags.values() if flag is not SFT.flags.get(flag.name)]
+
+
+def outside(flag):
+    """Values that a flag's row refuses, with words of the remedy."""
+    if flag.instead:
+        yield "x", flag.instead
+    elif flag.values:
+        value = next(value for value in ("x", "true", "false", "0.5") if not is_taken(flag, value))
+        yield value, f"Use {flag.choices[0]}" if len(flag.choices) == 1 else ", ".join(flag.choices[:-1])
+        if flag.choices:
+            yield value, f"{flag.choices[-1]}."
+        else:
+            yield value, "Leave it out."
+    elif flag.limits:
+        step = 1 if flag.kind.name.startswith("a whole number") else 0.5
+        beyond = [flag.above, flag.below]
+        beyond += [flag.least - step] if flag.least is not None else []
+        beyond += [flag.most + step] if flag.most is not None else []
+        yield from ((value, f"Use a number {flag.limits}.") for value in beyond if value is not None)
+
+
+def is_taken(flag, value):
+    """Whether a row takes a value, or its kind refuses it."""
+    try:
+        return flag.kind.convert(value) in flag.values
+    except (ValueError, TypeError):
+        return True
+
+
+CASES = [(method, flag, value, remedy) for method, flag in ROWS for value, remedy in outside(flag)]
+
+
+@pytest.mark.parametrize(
+    ("method", "flag", "value", "remedy"), CASES, ids=[f"{m.command}-{f.name}-{v}" for m, f, v, _ in CASES]
+)
+def test_a_value_outside_a_row_is_refused(method, flag, value, remedy):
+    with pytest.raises(ValueError, match=rf"^--{flag.name} {re.escape(str(value))} ") as refused:
+        parse_flags([f"--{flag.name}={value}"], method)
+    assert remedy in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for _, flag in ROWS if flag.kind is FLOAT and not flag.values], ids=lambda flag: flag.name
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_refused(flag, value):
+    with pytest.raises(ValueError, match=rf"^--{flag.name} {value} .*(finite number|Use a number)"):
+        check(flag, value)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rules
+# ------------------------------------------------------------------------------------------------
+
+TRAIN = "--model_name_or_path tiny --dataset_name stdlib"
+MIXED = "--model_name_or_path tiny --datasets a b"
+FRACTION = "datasets: [{path: a, fraction: %s}, {path: b}]"
+STREAM = f"{TRAIN} --dataset_streaming True --max_steps 1"
+
+BREAKING = [
+    *((f"{name} accelerate_config", f"{TRAIN} --{name} 1") for name in MACHINE_FLAGS),
+    ("eval_on_start eval_strategy", f"{TRAIN} --eval_on_start True"),
+    ("load_best_model_at_end eval_strategy", f"{TRAIN} --load_best_model_at_end True"),
+    ("early_stopping_patience eval_strategy", f"{TRAIN} --early_stopping_patience 2"),
+    ("metric_for_best_model eval_strategy", f"{TRAIN} --eval_strategy epoch --metric_for_best_model bleu"),
+    (
+        "save_only_model load_best_model_at_end",
+        f"{TRAIN} --eval_strategy epoch --load_best_model_at_end True --save_only_model True",
+    ),
+    ("eval_steps", f"{TRAIN} --eval_strategy steps --eval_steps 1.5"),
+    ("max_steps", f"{TRAIN} --max_steps 0"),
+    ("num_train_epochs max_steps", f"{TRAIN} --num_train_epochs 0"),
+    ("profile max_steps", f"{TRAIN} --profile True --max_steps 2"),
+    ("logging_steps logging_strategy", f"{TRAIN} --logging_steps 0"),
+    ("chat_template_path", f"{TRAIN} --chat_template_path no_such.jinja"),
+    ("attn_implementation", f"{TRAIN} --attn_implementation flash"),
+    ("report_to", f"{TRAIN} --report_to paper"),
+    ("dataset_name datasets", f"{MIXED} --dataset_name stdlib"),
+    ("dataset_weights datasets", f"{MIXED} --dataset_weights 1"),
+    ("dataset_weights datasets", "--dataset_weights 1 2", FRACTION % 0.5),
+    ("datasets", "", FRACTION % 0.5),
+    ("datasets", "", "datasets: [{path: a, fraction: 0}]"),
+    ("datasets dataset_streaming", "--streaming True --max_steps 1", "datasets: [{path: a, fraction: 0.5}]"),
+    ("test_split_size dataset_streaming", f"{STREAM} --test_split_size 0.5"),
+    (
+        "test_split_size dataset_weights dataset_stopping_strategy",
+        f"{MIXED} --test_split_size 0.5 --dataset_weights 1 2 --dataset_stopping_strategy all_exhausted",
+    ),
+    ("dataset_streaming max_steps", f"{TRAIN} --dataset_streaming True"),
+    ("balance_packs dataset_streaming", f"{STREAM} --balance_packs True"),
+    ("eval_strategy dataset_streaming", f"{STREAM} --eval_strategy epoch"),
+    ("logging_strategy dataset_streaming", f"{STREAM} --logging_strategy epoch"),
+    ("prepare_only dataset_streaming", f"{STREAM} --prepare_only True"),
+    ("save_strategy dataset_streaming", f"{STREAM} --save_strategy epoch"),
+    ("shuffle_dataset dataset_streaming", f"{STREAM} --shuffle_dataset True"),
+    ("packing_strategy dataset_streaming", f"{STREAM} --packing_strategy wrapped"),
+]
+BREAKING_OF_DPO = [
+    ("loss_weights loss_type", f"{TRAIN} --loss_weights 1 2"),
+    ("loss_type", f"{TRAIN} --loss_type simpo sigmoid"),
+    ("f_divergence_type loss_type", f"{TRAIN} --loss_type simpo --f_divergence_type js_divergence"),
+    ("label_smoothing loss_type", f"{TRAIN} --loss_type robust --label_smoothing 0.5"),
+    ("loss_type label_smoothing", f"{TRAIN} --loss_type exo_pair"),
+]
+"""A command line, and a run file beside it, for each rule of each table in its order, under the rule's flags."""
+EACH = [(SFT, rule, case) for rule, case in zip(RULES, BREAKING, strict=True)]
+EACH += [(DPO, rule, case) for rule, case in zip(DPO_RULES, BREAKING_OF_DPO, strict=True)]
+
+
+def test_the_rules_are_those_of_all_tables():
+    assert set(RULES) >= {*MIXTURE_RULES, *STREAM_RULES}
+    assert [rule.flags for _, rule, _ in EACH] == [case[0] for _, _, case in EACH]
+
+
+@pytest.mark.parametrize(("method", "rule", "case"), EACH, ids=[rule.flags for _, rule, _ in EACH])
+def test_what_breaks_a_rule_is_refused(method, rule, case, tmp_path):
+    _, line, *file = case
+    if file:
+        (tmp_path / "run.yaml").write_text(file[0], encoding="utf-8")
+        line += f" --model_name_or_path tiny --config {tmp_path}/run.yaml"
+    settings = parse_flags(line.split(), method)
+    with pytest.raises(ValueError, match=rf"^--{rule.flags.split()[0]} ") as refused:
+        fill(settings, read_profile({}))
+    told = str(refused.value)
+    assert "\n" not in told, "a case breaks one rule"
+    assert "{" not in told
+    if isinstance(rule.why, str):
+        assert rule.why.partition("{")[0] in told
