@@ -289,8 +289,8 @@ def traces(*, pairs: bool = False) -> str:
 
 def loss_of_pairs(sequence: Any, batch: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
     """DPO's loss of a batch whose documents are the sides of pairs, for `trace_training_step`."""
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.methods import DPO
+    from longctx.settings.dpo import DPO
+    from longctx.settings.read import parse_flags
     from longctx.training.preference import PreferenceLoss
 
     objective = PreferenceLoss(sequence, parse_flags([], DPO).values)

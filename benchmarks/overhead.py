@@ -33,8 +33,8 @@ from transformers import TrainerCallback
 
 from longctx import regions
 from longctx.run import build_trainer, finish, load, prepare
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.trainer import SequenceTrainer
 

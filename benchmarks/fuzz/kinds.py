@@ -89,8 +89,8 @@ def _write_saved(folder: Path, draw: random.Random) -> Path:
 @cache
 def usual_settings(**flags: str) -> dict[str, Any]:
     """Of a run on the built-in model."""
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     given = {"model_name_or_path": "tiny", "dataset_name": "stdlib", "max_length": "64", "overlong": "split", **flags}
@@ -354,7 +354,7 @@ def _write_run(folder: Path, draw: random.Random) -> Path:
 
 
 def _read_run(path: Path, folder: Path) -> str | None:
-    from longctx.settings.flags import parse_flags
+    from longctx.settings.read import parse_flags
 
     before = dict(os.environ)
     try:
@@ -383,7 +383,7 @@ def _write_deepspeed(folder: Path, draw: random.Random) -> Path:
 
 
 def _read_deepspeed(path: Path, folder: Path) -> str | None:
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
 
     read_profile({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)})
     return None

@@ -14,10 +14,11 @@ from typing import Any, Final, Literal
 
 from longctx.forecast.closed_form import Breakdown, predict
 from longctx.forecast.memory_setup import MemorySetup
+from longctx.launch.accelerate import find_profile
 from longctx.model.allow_list import num_heads
 from longctx.model.load import load_config
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import find_profile, read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.settings.run import Run
 

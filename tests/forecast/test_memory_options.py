@@ -25,9 +25,9 @@ from longctx.forecast.memory_setup import MemorySetup
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_config
 from longctx.sequence.host_tensors import SavedOnHost, allocates_host_memory
-from longctx.settings.flags import parse_flags
+from longctx.settings.launcher import read_profile
 from longctx.settings.machine_checks import check_host_memory
-from longctx.settings.profile import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.engines import configure_deepspeed, set_up_allocators
 from longctx.upstream.accelerate_internals import configure_fsdp

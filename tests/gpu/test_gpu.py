@@ -20,8 +20,8 @@ from longctx.forecast.closed_form import predict
 from longctx.layers.loss_kernel import fused_losses
 from longctx.layers.loss_tile import BOUND_OF_OUTPUTS, kernel_agrees
 from longctx.model.tiny import tiny_tokenizer
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests import loss_kernel_cases
 from tests.model.test_models import FAMILIES, make_batch, make_model, tolerance

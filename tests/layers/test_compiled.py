@@ -12,8 +12,8 @@ from longctx import parallelize
 from longctx.layers.compiled import check_compile, install_compiled
 from longctx.model.allow_list import has_experts
 from longctx.model.tiny import tiny_config, tiny_model
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.model.test_models import FAMILIES, TOLERANCE, gradients, largest_error, make_batch, make_model, stock_step
 from tests.workers import run_ranks

@@ -204,8 +204,8 @@ def run_tiled(cases):
     from accelerate.state import AcceleratorState
 
     import longctx.run.model
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     parallelize, environment, results = longctx.run.model.parallelize, dict(os.environ), {}

@@ -20,8 +20,8 @@ from longctx.model.load import load_config, load_model
 from longctx.model.multimodal import names_in_whole
 from longctx.model.rope import extended
 from longctx.model.tiny import tiny_tokenizer
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.model.more_families import GEMMA4, LFM3, LLAMA4
 from tests.model.test_families import documents_loss

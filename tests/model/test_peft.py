@@ -92,8 +92,8 @@ def run_cases(cases):
 
     from longctx.model.adapter import add_adapter
     from longctx.run import fit, load, prepare
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     results = {}

@@ -17,8 +17,8 @@ from longctx.forecast.closed_form import placed_states
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.load import load_config, load_model
 from longctx.model.quantized import ALIGNMENT, ShardableLinear4bit, loading_pieces, make_shardable
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
 from tests.model.test_peft import Adapt

@@ -25,8 +25,8 @@ from longctx.forecast.model_sizes import ModelSizes
 from longctx.launch.terminal import token_label
 from longctx.model.tiny import tiny_config
 from longctx.report.memory_advice import MEMORY_OPTIONS, out_of_memory_explained
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.metrics import StepMetrics
 from longctx.training.peak_memory import GIB, MemoryWarnings, PeakMemory, describe_reach, is_out_of_memory

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from longctx.forecast.hardware import Hardware
 from longctx.model.load import load_config, load_tokenizer
 from longctx.run.preflight import preflight
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
 

@@ -24,9 +24,9 @@ import longctx
 from longctx.attention.backends import BACKENDS
 from longctx.collate import SequenceCollator
 from longctx.model.tiny import tiny_model
-from longctx.settings.flags import parse_flags
-from longctx.settings.methods import DPO
-from longctx.settings.profile import read_profile
+from longctx.settings.dpo import DPO
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.preference import LOSS_FLAGS, PreferenceLoss
 from longctx.training.reference_model import ReferencedPreferenceLoss

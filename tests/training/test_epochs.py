@@ -154,8 +154,8 @@ def built_trainer(flags):
     from accelerate.state import AcceleratorState
 
     from longctx.run import build_trainer, load, prepare
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state(True)
@@ -179,8 +179,8 @@ def train(flags, resume_from=None, num_steps=None):
     from transformers import TrainerCallback
 
     from longctx.run import build_trainer, load, prepare
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state(True)

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longctx.run.preparation import prepare_data
-from longctx.settings.flags import parse_flags
-from longctx.settings.methods import SFT
-from longctx.settings.profile import read_profile
+from longctx.settings.flags import SFT
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
 from tests.reference import dense_logits
@@ -131,8 +131,8 @@ def trained(arguments, method=SFT):
     from accelerate.state import AcceleratorState
 
     from longctx.run import fit, load, prepare
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-
 from longctx.settings.trl_flags import NOT_BUILT
+
 from tests.training.test_training import run_cases
 from tests.workers import run_ranks
 

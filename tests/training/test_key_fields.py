@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from datasets import Dataset
+from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
 from trl.scripts.utils import DatasetConfig
 
 from longctx.data import Mixture, load_records
@@ -22,9 +23,8 @@ from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.packing import PackedStream, Packing, plan_packing
 from longctx.run.processes import _OF_A_NODE, _decided
 from longctx.settings.flags import SequenceArguments, parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
 from longctx.settings.resolve import resolve
-from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
 from longctx.training.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
 from longctx.training.checkpoint.trainer import _OPTIMIZATION
 from longctx.training.dataset import _evaluation_settings, prepare_data_set

@@ -36,8 +36,8 @@ def log_of(arguments):
     from accelerate.state import AcceleratorState
 
     from longctx.run import fit, load, prepare
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     AcceleratorState._reset_state()

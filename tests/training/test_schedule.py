@@ -43,8 +43,8 @@ TRAINED = "cosine_with_min_lr"
 def rates_of_all(cases):
     """{engine: (rates in a log, {schedule: (rates of every step and group, the same when resumed after step 3)})}."""
     from longctx.run import fit, load, prepare
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     rates = {}

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from longctx.attention.backends import BACKENDS
 from longctx.attention.cost import Setup, device_named
-from longctx.settings.methods import SFT
+from longctx.settings.flags import SFT
 from tests.reference import train_reference
 from tests.small_model import HEADS
 from tests.workers import one_by_one, run_ranks
@@ -69,8 +69,8 @@ def logs_of_cases(cases):
 def log_of(arguments, method=SFT):
     """The log's history of a run, on this rank."""
     from longctx.run import fit, load, prepare
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     prepared = prepare(resolve(parse_flags(arguments, method), read_profile(), os.environ))

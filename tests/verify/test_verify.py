@@ -15,8 +15,8 @@ from transformers import Qwen3Config
 
 from longctx.forecast.model_sizes import ModelSizes
 from longctx.model.tiny import tiny_model, tiny_tokenizer
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.reference import check_reference_fits, reference_bytes
 from longctx.verify import machine, parity
