@@ -26,7 +26,9 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 from benchmarks.differential.commands import ADAPTERS
 from benchmarks.differential.values import PREFERENCES, SCHEDULES, UNLUCKY
-from longctx.settings.methods import DPO, SFT, Method
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
+from longctx.settings.schema import BOOL, FLOAT, FLOATS, Method
 from tests import support_page
 from tests.golden.commands import ALONE, ENVIRONMENTS, ON_8B, PAIRS, RANDOM, RUN_FILES, SETS, WITH_PROFILES
 from tests.matrix import MODELS, RUNS, SETUPS
@@ -63,8 +65,8 @@ def _place() -> Iterator[Callable[[Case], Any]]:
     Adapter: all that this module knows of the inside of longctx.
     """
     from longctx.forecast.hardware import Hardware
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
@@ -75,7 +77,7 @@ def _place() -> Iterator[Callable[[Case], Any]]:
         patch.setattr("longctx.settings.model_config.load_config", support_page._load_config)
         patch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
         patch.setattr("longctx.settings.machine_checks._has_async_io", lambda use_cpu: True)
-        patch.setattr("longctx.settings.values.default_config_file", lambda: None)
+        patch.setattr("longctx.settings.launcher.default_config_file", lambda: None)
 
         def resolved(case: Case) -> Any:
             gpus = MACHINES[case.machine]
@@ -94,7 +96,7 @@ def _place() -> Iterator[Callable[[Case], Any]]:
                 told[line.label].append(_without_forecasts(str(line).partition(" ")[2].strip()))
             choice = {"engine": run.engine, "zero_stage": run.zero_stage, "promoted": run.promotes_engine}
             choice |= {"use_cpu": run.use_cpu, "spawns": run.must_spawn, "has_group": run.has_group}
-            given_defaults = parse_flags([], case.method).values
+            given_defaults = parse_flags([], case.method)
             found = {f"says {label}": lines for label, lines in told.items()} | asdict(run.dims) | choice
             found |= {f"memory.{name}": value for name, value in asdict(run.memory_options).items()}
             found |= {f"--{k}": v for k, v in run.settings.items() if v != given_defaults.get(k, MISSING)}
@@ -200,16 +202,14 @@ def _matrix() -> Iterator[Case]:
 
 def _alone() -> Iterator[Case]:
     """Every flag by itself, with values that differ from its default."""
-    from longctx.settings.help import flags
-
     seen = set()
     for method in (SFT, DPO):
-        for name, flag in (flags(method) or {}).items():
-            kind, default = flag.annotation, flag.default
-            values = ALONE.get(name) or [choice for choice in flag.choices if choice != default]
-            if flag.is_switch:
-                values = [str(not default)] if default is not None else ["True", "False"]
-            values = values or ["2" if "int" in kind else "0.5" if "float" in kind else "other"]
+        for name, flag in method.flags.items():
+            values = ALONE.get(name) or [choice for choice in flag.choices if choice != flag.unset]
+            if flag.kind is BOOL:
+                values = [str(not flag.unset)] if flag.unset is not None else ["True", "False"]
+            whole, fraction = flag.kind.name.startswith("a whole number"), flag.kind in (FLOAT, FLOATS)
+            values = values or ["2" if whole else "0.5" if fraction else "other"]
             for value in values:
                 if (name, value) not in seen:
                     yield Case(

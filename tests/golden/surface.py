@@ -177,36 +177,40 @@ def commands() -> dict[str, str]:
     return {name: command.module for name, command in COMMANDS.items()}
 
 
-class _Found(Exception):
-    """The parser of a command."""
-
-
-def parser_of(module: str) -> argparse.ArgumentParser:
-    """The parser that a command reads its flags with. Commands of trainers first read the name of their --config."""
-    parse = argparse.ArgumentParser.parse_known_args
-
-    def parse_known_args(self: argparse.ArgumentParser, *arguments: Any, **keywords: Any) -> Any:
-        if len(self._actions) < 2:
-            return parse(self, *arguments, **keywords)
-        raise _Found(self)
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args), silent():
-        try:
-            importlib.import_module(module).main(["--explain"] if module.endswith(("train", "dpo")) else [])
-        except _Found as found:
-            return found.args[0]
-    raise AssertionError(f"{module} reads no flags")
-
-
 def flags() -> Iterator[tuple[str, str]]:
     """Yield kind, default, choices and short form of each flag, with the commands that have it."""
     of_flags: dict[str, dict[str, list[str]]] = {}
     for command, module in commands().items():
-        for action in parser_of(module)._actions:
-            name = _name_of(action)
-            of_flags.setdefault(name, {}).setdefault(_facts(action, name, command), []).append(command)
+        for name, facts in _flags_of(module):
+            of_flags.setdefault(name, {}).setdefault(facts, []).append(command)
     for name, facts in sorted(of_flags.items()):
         yield f"flag: {name}", "; ".join(f"{', '.join(which)}: {what}" for what, which in facts.items())
+
+
+def _flags_of(module: str) -> Iterator[tuple[str, str]]:
+    """Yield name and facts of each flag of a command. `longctx verify` takes those of `longctx train`, too."""
+    from longctx.settings.dpo import DPO
+    from longctx.settings.flags import SFT
+    from longctx.settings.read import parser
+    from longctx.verify.__main__ import VERIFY
+
+    methods = {method.module: method for method in (SFT, DPO, VERIFY)}
+    if (method := methods.get(module.removesuffix(".__main__"))) is None:
+        yield from ((name := _name_of(action), _facts(action, name)) for action in _parser_of(module)._actions)
+        return
+    rows = {name: flag for name, flag in method.flags.items() if method is not VERIFY or name not in SFT.flags}
+    for action in parser(method)._actions:
+        if flag := rows.get(action.dest):
+            name = _name_of(action)
+            yield name, _facts_of_row(flag) if name == f"--{flag.name}" else "switch, default False"
+    for flag in rows.values():
+        yield from ((f"--{alias}", f"another name of --{flag.name}") for alias in flag.aliases)
+    if method is not VERIFY:
+        yield from {"--config": "str, default None", "--help": "switch, also -h", "--help_all": "switch"}.items()
+
+
+def _parser_of(module: str) -> argparse.ArgumentParser:
+    return importlib.import_module(module)._parser()
 
 
 def _name_of(action: argparse.Action) -> str:
@@ -215,17 +219,9 @@ def _name_of(action: argparse.Action) -> str:
     return max(names or [str(action.metavar or action.dest)], key=len)
 
 
-def _default(action: argparse.Action, command: str) -> Any:
-    """The default that applies: trainers replace some of TRL's."""
-    from longctx.settings.help import applied_default
-
-    default = applied_default(action.dest, action.default) if command in ("train", "dpo") else action.default
-    return getattr(default, "value", default)
-
-
-def _facts(action: argparse.Action, name: str, command: str) -> str:
+def _facts(action: argparse.Action, name: str) -> str:
     kind = getattr(action.type, "__name__", None) or ("switch" if action.nargs == 0 else "str")
-    kind = {"string_to_bool": "bool", "<lambda>": "str"}.get(kind, kind.lstrip("_"))
+    kind = {"<lambda>": "str"}.get(kind, kind.lstrip("_"))
     others = [o for o in action.option_strings if o != name and o.replace("-", "_") != name.replace("-", "_")]
     facts = [kind if action.nargs in (None, 0) else f"{kind} × {action.nargs}"]
     if action.choices is not None:
@@ -233,8 +229,17 @@ def _facts(action: argparse.Action, name: str, command: str) -> str:
     if action.required:
         facts.append("required")
     elif action.default != argparse.SUPPRESS:
-        facts.append(f"default {_default(action, command)!r}")
+        facts.append(f"default {action.default!r}")
     return ", ".join([*facts, *([f"also {' '.join(others)}"] if others else [])])
+
+
+def _facts_of_row(flag: Any) -> str:
+    words = {"a whole number": "int", "a number": "float", "a list of numbers": "float", "true or false": "bool"}
+    kind, nargs = words.get(flag.kind.name, "str"), flag.kind.nargs
+    facts = [kind if nargs is None else f"{kind} × {nargs}"]
+    facts += [f"one of {' '.join(flag.choices)}"] if flag.choices else []
+    default = list(flag.unset) if isinstance(flag.unset, tuple) else flag.unset
+    return ", ".join([*facts, f"default {default!r}"])
 
 
 def entry_points() -> Iterator[tuple[str, str]]:

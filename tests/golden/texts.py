@@ -52,7 +52,7 @@ def _terminal() -> Iterator[Callable[..., list[Any]]]:
         patch.chdir(folder)
         patch.setattr("longctx.settings.resolve.device_count", lambda: 0)
         patch.setattr("longctx.settings.resolve.QLORA_VERSIONS", {})
-        patch.setattr("longctx.settings.values.default_config_file", lambda: None)
+        patch.setattr("longctx.settings.launcher.default_config_file", lambda: None)
         for work in (
             "longctx.launch.spawn.spawn",
             "longctx.train._train",
