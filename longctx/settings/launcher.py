@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,9 @@ class Launcher:
             )
 
 
+_HANDLED_HERE = ("PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_ACTIVATION_CHECKPOINTING")
+"""Variables that begin so are taken out: longctx does what they ask for."""
+
 _TAKEN = "LONGCTX_TAKEN_FROM_LAUNCHER"
 """Variable with what was taken out of the environment, for processes that start from it."""
 
@@ -120,7 +124,10 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> Launcher:
     if changes:
         env[_TAKEN] = json.dumps({name: (env[name], after) for name, after in changes.items()})
     for name, after in changes.items():
-        env.pop(name) if after is None else env.update({name: after})
+        if after is None:
+            del env[name]
+        else:
+            env[name] = after
     is_launched = "RANK" in env and "WORLD_SIZE" in env
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
     return Launcher(
@@ -138,9 +145,6 @@ def read_profile(env: MutableMapping[str, str] | None = None) -> Launcher:
     )
 
 
-_HANDLED_HERE = ("PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_ACTIVATION_CHECKPOINTING")
-
-
 class _Profile:
     """What accelerate's config asks for, and the file that it names."""
 
@@ -148,7 +152,7 @@ class _Profile:
         self.values: dict[str, Asked] = {}
         self.notes: list[str] = []
         self.train_batch_size: Asked | None = None
-        self.zero_stage = _whole(env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"), "zero_stage", least=0)
+        self.zero_stage = _whole(env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"), "zero_stage", least=0, most=3)
         if self.zero_stage is None and _engine(env) == "deepspeed":
             self.zero_stage = 2  # accelerate's default
         self.dp_shard = self._read_degrees(env)
@@ -224,27 +228,25 @@ class _Profile:
         for path, value in leaves.items():
             _check_key(path, value, leaves, file)
         for path, flag in keys.READ.items():
-            value = leaves.get(path)  # bfp16 is another name of DeepSpeed's
-            self.ask(
-                flag, "bf16" if (path, value) == ("communication_data_type", "bfp16") else value, f"{path} in {file}"
-            )
-        batch, stage = leaves.get("train_batch_size") or "auto", leaves.get("zero_optimization.stage")
-        if batch != "auto":
+            value = leaves.get(path)
+            is_bf16 = flag == "communication_data_type" and value == "bfp16"  # another name of DeepSpeed's
+            self.ask(flag, "bf16" if is_bf16 else value, f"{path} in {file}")
+        if (batch := leaves.get("train_batch_size")) not in ("auto", None):
             self.train_batch_size = Asked(batch, f"train_batch_size in {file}")
-        if stage != "auto":
-            self.zero_stage = _whole(stage, f"zero_optimization.stage in {file}", least=0)
-        if self.zero_stage is None or self.zero_stage > 3:
-            raise ValueError(f"zero_optimization.stage in {file} is {json.dumps(stage)}. Set it to 1, 2 or 3.")
+        if (stage := leaves.get("zero_optimization.stage")) != "auto":
+            self.zero_stage = _whole(stage, f"zero_optimization.stage in {file}", least=0, most=3)
+        if self.zero_stage is None:
+            raise ValueError(f"zero_optimization.stage is not in {file}. Set it to 1, 2 or 3.")
         if any(path.startswith("optimizer.") for path in leaves):
             self._read_optimizer(leaves, file)
         if any(path.startswith("scheduler.") for path in leaves):
             self._read_scheduler(leaves, file)
         kept = {name: value for name, value in config.items() if name not in ("optimizer", "scheduler")}
-        seen = _without_auto(kept)
+        seen = _without_defaults(kept)
         seen.setdefault("zero_optimization", {})["stage"] = self.zero_stage
         # transformers fills these in from the flags, which hold what the file asks for
         seen |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
-        seen |= {"gradient_clipping": "auto", "train_batch_size": batch}
+        seen |= {"gradient_clipping": "auto", "train_batch_size": "auto" if batch is None else batch}
         if "bf16" in seen:
             seen["bf16"]["enabled"] = "auto"
         return seen
@@ -253,12 +255,12 @@ class _Profile:
         name = str(leaves.get("optimizer.type", "AdamW"))
         if name.lower() not in ("adamw", "adam"):
             raise ValueError(f"optimizer.type {name} in {file} is not supported. {keys.REMEDIES['optimizer']}")
-        betas = leaves.get("optimizer.params.betas") or "auto"
-        if betas != "auto" and (not isinstance(betas, list) or len(betas) != 2):
-            raise ValueError(f"optimizer.params.betas {betas} in {file}: expected two numbers or auto. Correct it.")
-        for number, beta in enumerate(() if betas == "auto" else betas, start=1):
-            self.ask(f"adam_beta{number}", beta, f"optimizer.params.betas in {file}")
-        self.notes.append(f"optimizer {name} of {file} is AdamW as --optim makes it: DeepSpeed builds none")
+        if (betas := leaves.get("optimizer.params.betas")) not in ("auto", None):
+            if not isinstance(betas, list) or len(betas) != 2:
+                raise ValueError(f"optimizer.params.betas {betas} in {file}: expected two numbers or auto. Correct it.")
+            for number, beta in enumerate(betas, start=1):
+                self.ask(f"adam_beta{number}", beta, f"optimizer.params.betas in {file}")
+        self.notes.append(f"optimizer {name} of {file} is left to --optim (AdamW, unless given): DeepSpeed builds none")
 
     def _read_scheduler(self, leaves: Mapping[str, Any], file: str) -> None:
         name = str(leaves.get("scheduler.type"))
@@ -375,10 +377,13 @@ def _leaves(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield f"{above}{name}", value
 
 
-def _without_auto(node: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return a copy without the `auto` that nobody fills in, which DeepSpeed would not understand."""
-    kept = {name: value for name, value in node.items() if value != "auto" or f"{above}{name}" in keys.FILLED}
-    return {n: _without_auto(value, f"{above}{n}.") if isinstance(value, dict) else value for n, value in kept.items()}
+def _without_defaults(node: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return a copy without null, and without the `auto` that nobody fills in: DeepSpeed takes its defaults there."""
+    copy = {
+        n: _without_defaults(value, f"{above}{n}.") if isinstance(value, dict) else value for n, value in node.items()
+    }
+    filled = [name for name in copy if copy[name] != "auto" or f"{above}{name}" in keys.FILLED]
+    return {name: copy[name] for name in filled if copy[name] is not None}
 
 
 def _remedy(path: str) -> str:
@@ -401,10 +406,11 @@ def _is_on(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "false").lower() in ("true", "1", "yes")
 
 
-def _whole(value: Any, key: str, least: int = 1) -> int | None:
+def _whole(value: Any, key: str, *, least: int = 1, most: int = sys.maxsize) -> int | None:
     """Return a whole number; None for None."""
     if value is None:
         return None
-    if not str(value).isdecimal() or int(str(value)) < least:
-        raise ValueError(f"{key} is {value}, expected a whole number of at least {least}. Correct it.")
+    if not str(value).isdecimal() or not least <= int(str(value)) <= most:
+        limit = f"from {least} to {most}" if most < sys.maxsize else f"of at least {least}"
+        raise ValueError(f"{key} is {value}, expected a whole number {limit}. Correct it.")
     return int(str(value))
