@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.settings.test_flags import OWN, resolved
 
