@@ -1,7 +1,7 @@
 """Pages that are made when the site is built, each from the one place where its facts stand.
 
-The start page is README.md, and the changelog and CONTRIBUTING.md are pages; flags are listed from the parser and from
-the tables of what is supported, profiles from the first lines of configs/*.yaml.
+The start page is README.md, and the changelog and CONTRIBUTING.md are pages; flags are listed from their table, and
+profiles from the first lines of configs/*.yaml.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from longctx.settings.schema import UNSET, Flag
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -111,77 +112,62 @@ def _target(document: str, link: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(document), link))
 
 
-DEFAULT = re.compile(r" Default: (.+)\.$")
-"""The end of a flag's help where the default depends on other settings."""
-
-
 def flags_page() -> str:
-    """Every flag of `longctx train`, by what it does."""
-    from longctx.attention.backends import BACKENDS
-    from longctx.settings import trl_flags
-    from longctx.settings.flags import SequenceArguments
+    """Every flag of `longctx train` and `longctx dpo`, by group."""
+    from longctx.settings.dpo import DPO
+    from longctx.settings.flags import SFT
 
     lines = [
         "# Flags",
         "",
-        "These are the flags of `longctx train`. `longctx verify` also takes them, and uses those that affect a single",
-        "step. Dashes may stand for underscores. `--config run.yaml` sets any flag, and the command line overrides it.",
-        "`longctx plan` and `longctx bench` have flags of their own, which their `--help` lists.",
+        "These are the flags of `longctx train`. The last table has those that `longctx dpo` adds or changes. `longctx",
+        "verify` takes the flags of `longctx train`, and uses those that affect a single step. `longctx plan` and",
+        "`longctx bench` have flags of their own, which their `--help` lists.",
         "",
-        "## Flags of longctx",
-        "",
-    ]
-    rows = []
-    for f in fields(SequenceArguments):
-        choices = re.findall(r"['\"](\w+)['\"]", str(f.type))
-        if f.name == "sp_backend":
-            choices = ["auto", *BACKENDS.spread]
-        meaning = f.metadata["help"]
-        default = "" if f.default is None else f"`{f.default}`"
-        if f.default is None and (found := DEFAULT.search(meaning)):
-            meaning, default = meaning[: found.start()], found[1]
-        meaning = FLAG.sub(r"`\g<0>`", meaning)
-        rows.append([f"`--{f.name}`", " ".join(f"`{c}`" for c in choices), default, meaning])
-    lines += _table(["flag", "values", "default", "meaning"], rows)
-    lines += [
-        "",
-        "## Flags of TRL and transformers",
-        "",
-        "These flags have the names, meanings and defaults of TRL and transformers. Where a default differs, the run",
-        "prints it when it starts. These flags always take effect:",
+        "Dashes may stand for underscores, and `--no_FLAG` for the value false. `--config run.yaml` sets any flag, and",
+        "the command line overrides it. Flags have the names, meanings and defaults of TRL and transformers, except",
+        "those marked ✦, which longctx adds. Where a default differs from TRL's, the table gives both. Values that are",
+        "not listed are refused.",
         "",
     ]
-    acting = [
-        [group, " ".join(f"`--{name}`" for name in names.split())] for group, names in trl_flags._ACTING_GROUPS.items()
-    ]
-    lines += _table(["", "flags"], acting)
-    lines += ["", "These flags take effect only together with the flag on the left:", ""]
-    with_others: dict[str, list[str]] = {}
-    for name, (switch, values) in trl_flags.ACTS_WITH.items():
-        chosen = "" if values == (True,) else f" {' or '.join(values)}"
-        with_others.setdefault(f"`--{switch}`{chosen}", []).append(f"`--{name}`")
-    lines += _table(["with", "flags"], [[switch, " ".join(names)] for switch, names in with_others.items()])
-    lines += ["", "For these flags, only the listed values are supported. Any other value is refused:", ""]
-    supported = [
-        [
-            f"`--{name}`",
-            " ".join(f"`{v}`" for v in allowed if v not in (None, "", [])) or "unset",
-            FLAG.sub(r"`\g<0>`", trl_flags.REASONS.get(name, "")),
-        ]
-        for name, allowed in trl_flags.NOT_BUILT.items()
-    ]
-    lines += _table(["flag", "supported values", "why others are not supported"], supported)
-    lines += ["", "These flags are refused, because they would shard the model a second time:", ""]
-    lines += _table(
-        ["flag", "instead"],
-        [[f"`--{name}`", FLAG.sub(r"`\g<0>`", way)] for name, way in trl_flags.GIVEN_ELSEWHERE.items()],
+    of_dpo = [flag for name, flag in DPO.flags.items() if flag is not SFT.flags.get(name)]
+    groups: dict[str, list[Flag]] = {}
+    for flag in SFT.flags.values():
+        groups.setdefault(flag.group, []).append(flag)
+    for title, flags in (groups | {"Flags of longctx dpo": of_dpo}).items():
+        rows = ([f"`--{flag.name}`{' ✦' * flag.own}", *_facts_of(flag)] for flag in flags)
+        lines += [f"## {title}", "", *_table(["flag", "values", "default", "meaning"], rows), ""]
+    return "\n".join(lines)
+
+
+def _facts_of(flag: Flag) -> list[str]:
+    """Return values, default and meaning of a flag for the table."""
+    from longctx.attention.backends import BACKENDS
+
+    if flag.idle or flag.instead:
+        return ["", "", _marked(f"No effect {flag.idle}." if flag.idle else f"Refused: {flag.instead}.")]
+    default = flag.default_is or _code(flag.unset)
+    if flag.ours is not UNSET:
+        default += f" (TRL: {_code(flag.default) or 'unset'})"
+    switch, *needed = flag.needs or ("",)
+    meaning = (
+        flag.help or "Only this value is accepted.",
+        f"It takes effect with --{switch} {' or '.join(map(str, needed))}." * bool(switch),
+        f"Other values are refused: {flag.reason}." * bool(flag.reason),
+        f"Other names: {', '.join(f'--{alias}' for alias in flag.aliases)}." * bool(flag.aliases),
     )
-    lines += ["", "These flags have no effect. If you set one of them, the run prints a note:", ""]
-    idle = [
-        [FLAG.sub(r"`\g<0>`", why), " ".join(f"`--{n}`" for n in names.split())]
-        for why, names in trl_flags._IDLE_GROUPS.items()
-    ]
-    return "\n".join([*lines, *_table(["why", "flags"], idle), ""])
+    choices = ("auto", *BACKENDS.spread) if flag.name == "sp_backend" else flag.choices or flag.values
+    values = "unset" if choices == flag.values and None in choices else " ".join(f"`{value}`" for value in choices)
+    return [values or f"{flag.kind.name} {flag.limits}".strip(), default, _marked(" ".join(filter(None, meaning)))]
+
+
+def _code(default: object) -> str:
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    return "" if shown in (None, "") else f"`{shown}`"
+
+
+def _marked(text: str) -> str:
+    return FLAG.sub(r"`\g<0>`", text)
 
 
 def profiles_page() -> str:

@@ -7,7 +7,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -19,20 +18,29 @@ from benchmarks.gpu.__main__ import _parser as gpu_parser
 from benchmarks.max_length.__main__ import _parser as bench_parser
 from longctx.attention.backends import BACKENDS
 from longctx.plan import _parser as plan_parser
-from longctx.settings.flags import SequenceArguments, parse_flags
-from longctx.settings.help import installed_name
-from longctx.settings.methods import DPO
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
+from tests import refusals
 from tests.test_docs import PAGES, ROOT
 
 
 @cache
 def messages() -> list[str]:
-    """Strings of longctx/, with … for what is filled in; those that stand behind each other in the code are one."""
-    found = []
+    """Strings of longctx/, with … for what is filled in; those that stand behind each other in the code are one.
+
+    What is wrong with a flag's value is said behind the flag and its value, as in `--… … is unknown`.
+    """
+    found = [
+        f"--{refusal.function.split()[1]} … {re.sub('{.*?}', '…', refusal.message)}"
+        for refusal in refusals.refusals()
+        if refusal.function.startswith("RULES ")
+    ]
     for path in (ROOT / "longctx").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
+                if path.name == "schema.py":
+                    found.append(f"--… … {found[-1]}")
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return found
@@ -85,15 +93,14 @@ def test_flags_that_a_page_names_exist(page):
         "mkdocs": "strict",
         "pip": "upgrade",
     }
-    ours = set(parse_flags([]).values) | {action.dest for p in (plan_parser(), bench_parser()) for action in p._actions}
-    ours |= set(parse_flags([], DPO).values)
+    ours = {action.dest for parser in (plan_parser(), bench_parser()) for action in parser._actions}
     ours |= {"config", "json", "num_layers", "version", "help", "support"}
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", text))
     if page.name in ("CONTRIBUTING.md", "support-matrix.md", "scaling.md"):
         ours |= {"check", "output", "record", "against"}
         ours |= {action.dest for parser in (differential_parser(), gpu_parser()) for action in parser._actions}
         ours |= {"list", "only"}  # of benchmarks.mutants
-    named = {installed_name(name, ours) for name in named}
+    named = {name for name in named if not DPO.find(name.removeprefix("no_"))}
     assert named - ours - set(" ".join(of_launchers.values()).split()) == set()
 
 
@@ -116,13 +123,15 @@ def test_the_drawings_are_those_of_the_plans():
 
 
 def test_the_flags_page_names_every_flag():
-    page = load(ROOT / "docs" / "pages.py").flags_page()
-    assert set(re.findall(r"^\| `--(\w+)` \|", page, re.MULTILINE)) >= {f.name for f in fields(SequenceArguments)}
-    named = set(re.findall(r"`--(\w+)`", page))
-    # Those that no table names are refused when they are set, and told so.
-    known = set(parse_flags([]).values)
-    assert {installed_name(name, known) for name in named} - known == {"help", "config_file"}
-    assert {"learning_rate", "lora_r", "save_steps", "eval_steps", "load_in_4bit", "deepspeed"} <= named
+    page, _, of_dpo = load(ROOT / "docs" / "pages.py").flags_page().partition("## Flags of longctx dpo")
+    changed = {name for name, flag in DPO.flags.items() if flag is not SFT.flags.get(name)}
+    assert re.findall(r"^\| `--(\w+)`", page, re.MULTILINE) == sorted(SFT.flags, key=[*SFT.flags].index)
+    assert set(re.findall(r"^\| `--(\w+)`", of_dpo, re.MULTILINE)) == changed
+    named = set(re.findall(r"`--(\w+)`", page + of_dpo))
+    assert {name for name in named if not DPO.find(name)} == {"help", "config_file", "no_FLAG"}
+    assert "| `--optim` | `adamw_torch_fused` `adamw_torch` `sgd` `rmsprop` | `adamw_torch_fused` |" in page
+    assert "| `--packing` | true or false | `True` (TRL: `False`) |" in page
+    assert "| `--beta` | a number above 0 | `0.1` |" in of_dpo
 
 
 def test_the_lengths_in_the_readme_are_those_of_its_table():
