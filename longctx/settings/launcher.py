@@ -152,9 +152,8 @@ class _Profile:
         self.values: dict[str, Asked] = {}
         self.notes: list[str] = []
         self.train_batch_size: Asked | None = None
-        self.zero_stage = _whole(env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"), "zero_stage", least=0, most=3)
-        if self.zero_stage is None and _engine(env) == "deepspeed":
-            self.zero_stage = 2  # accelerate's default
+        stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2" if _engine(env) == "deepspeed" else None)  # its default
+        self.zero_stage = _whole(stage, "zero_stage", least=0, most=3)
         self.dp_shard = self._read_degrees(env)
         self.ask("bf16", env.get("ACCELERATE_MIXED_PRECISION") == "bf16" or None, "mixed_precision")
         self.ask("use_cpu", _is_on(env, "ACCELERATE_USE_CPU") or None, "use_cpu")
