@@ -434,7 +434,7 @@ _ROWS = (
            "restore_callback_states_from_checkpoint"),
     *_idle("since rows hold tokens and labels only", "remove_unused_columns"),
     *_idle("since this command trains", "do_train"),
-    *_idle("since the launcher sets the rank", "local_rank"),
+    Flag("local_rank", ANY, None, "", group="Without effect", idle="since the launcher sets the rank", node=True),
 )
 # fmt: on
 
