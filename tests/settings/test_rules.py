@@ -1,8 +1,6 @@
-"""Every row of the table of flags refuses what lies outside of it, and every rule what breaks it."""
+"""Every rule of settings refuses what breaks it."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 
@@ -12,68 +10,6 @@ from longctx.settings.flags import SFT
 from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.rules import MACHINE_FLAGS, RULES, fill
-from longctx.settings.schema import FLOAT, check
-
-# ------------------------------------------------------------------------------------------------
-# Rows
-# ------------------------------------------------------------------------------------------------
-
-ROWS = [(SFT, flag) for flag in SFT.flags.values()]
-ROWS += [(DPO, flag) for flag in DPO.flags.values() if flag is not SFT.flags.get(flag.name)]
-
-
-def outside(flag):
-    """Values that a flag's row refuses, with words of the remedy."""
-    if flag.instead:
-        yield "x", flag.instead
-    elif flag.values:
-        value = next(value for value in ("x", "true", "false", "0.5") if not is_taken(flag, value))
-        yield value, f"Use {flag.choices[0]}" if len(flag.choices) == 1 else ", ".join(flag.choices[:-1])
-        if flag.choices:
-            yield value, f"{flag.choices[-1]}."
-        else:
-            yield value, "Leave it out."
-    elif flag.limits:
-        step = 1 if flag.kind.name.startswith("a whole number") else 0.5
-        beyond = [flag.above, flag.below]
-        beyond += [flag.least - step] if flag.least is not None else []
-        beyond += [flag.most + step] if flag.most is not None else []
-        yield from ((value, f"Use a number {flag.limits}.") for value in beyond if value is not None)
-
-
-def is_taken(flag, value):
-    """Whether a row takes a value, or its kind refuses it."""
-    try:
-        return flag.kind.convert(value) in flag.values
-    except (ValueError, TypeError):
-        return True
-
-
-CASES = [(method, flag, value, remedy) for method, flag in ROWS for value, remedy in outside(flag)]
-
-
-@pytest.mark.parametrize(
-    ("method", "flag", "value", "remedy"), CASES, ids=[f"{m.command}-{f.name}-{v}" for m, f, v, _ in CASES]
-)
-def test_a_value_outside_a_row_is_refused(method, flag, value, remedy):
-    with pytest.raises(ValueError, match=rf"^--{flag.name} {re.escape(str(value))} ") as refused:
-        parse_flags([f"--{flag.name}={value}"], method)
-    assert remedy in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "flag", [flag for _, flag in ROWS if flag.kind is FLOAT and not flag.values], ids=lambda flag: flag.name
-)
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_a_number_that_is_not_finite_is_refused(flag, value):
-    with pytest.raises(ValueError, match=rf"^--{flag.name} {value} .*(finite number|Use a number)"):
-        check(flag, value)
-
-
-# ------------------------------------------------------------------------------------------------
-# Rules
-# ------------------------------------------------------------------------------------------------
 
 TRAIN = "--model_name_or_path tiny --dataset_name stdlib"
 MIXED = "--model_name_or_path tiny --datasets a b"
