@@ -37,7 +37,8 @@ def help_text(method: Method, *, common: bool) -> str:
             if len(head) > column or not text:  # a long name has a line of its own
                 lines.append(head)
                 head = " " * column
-            lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * column)
+            indents = {"initial_indent": head, "subsequent_indent": " " * column}
+            lines += textwrap.wrap(text, width, break_on_hyphens=False, **indents)
     return "\n".join(lines)
 
 
