@@ -14,7 +14,9 @@ import torch
 
 from longctx.attention.backends import BACKENDS
 from longctx.sequence.shard import complete_position_ids
-from longctx.settings.methods import DPO, SFT, Method
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
+from longctx.settings.schema import Method
 
 NUMBERS, COMPILED, SOFT_DEVICE = "numbers", "compiled", "soft device"
 

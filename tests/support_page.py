@@ -17,10 +17,11 @@ from unittest import mock
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from longctx.model.load import load_config
-from longctx.settings.flags import parse_flags
-from longctx.settings.methods import SFT, Method
-from longctx.settings.profile import read_profile
+from longctx.settings.flags import SFT
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
+from longctx.settings.schema import Method
 from tests.matrix import FEATURES, MODELS, RUNS, SETUPS, Feature, TrainingRun
 
 PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
@@ -101,7 +102,7 @@ def refusal(
         mock.patch("longctx.settings.resolve.QLORA_VERSIONS", {}),  # bitsandbytes is in no extra of the tests
         mock.patch("longctx.settings.resolve.device_count", return_value=devices),
         mock.patch(
-            "longctx.settings.values.default_config_file", return_value=None
+            "longctx.settings.launcher.default_config_file", return_value=None
         ),  # may be left behind on this machine
     ):
         try:

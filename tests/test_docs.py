@@ -30,8 +30,8 @@ from longctx.forecast.candidates import (
 )
 from longctx.forecast.hardware import Hardware, host_bytes
 from longctx.plan import _parser as plan_parser
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.verify.machine import DISTRIBUTION
 from longctx.whole import _parser as whole_parser
@@ -207,11 +207,11 @@ def resolve_launched(run: Started, flags: list[str]) -> None:
         env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
         env |= {"GROUP_RANK": "0", "ROLE_RANK": "0"}
     given = parse_flags(flags)
-    gpus = max(8, world // run.nodes) if given.model_name_or_path in CONFIGS else 0
+    gpus = max(8, world // run.nodes) if given["model_name_or_path"] in CONFIGS else 0
     with machine_of(gpus):
         resolved = resolve(given, read_profile(env), env)
-    assert resolved.dims.world_size == (gpus if given.sp == "auto" else max(world, resolved.dims.sp))
-    if given.model_name_or_path in CONFIGS:
+    assert resolved.dims.world_size == (gpus if given["sp"] == "auto" else max(world, resolved.dims.sp))
+    if given["model_name_or_path"] in CONFIGS:
         assert resolved.forecast is not None
         assert resolved.forecast.fits, resolved.forecast.describe()
 

@@ -14,8 +14,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longctx.model.tiny import tiny_tokenizer
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.matrix import SETUPS
 from tests.reference import train_reference

@@ -22,8 +22,8 @@ from longctx.forecast.traced_step import StepSettings, trace_training_step
 from longctx.model.load import load_config
 from longctx.model.tiny import tiny_config
 from longctx.plan import main
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 
 LLAMA_8B = LlamaConfig(

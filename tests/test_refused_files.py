@@ -17,7 +17,7 @@ from longctx.data.encoders import TextEncoder
 from longctx.forecast.documents import drawn_from
 from longctx.model.load import load_config, load_model
 from longctx.model.tiny import tiny_tokenizer
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
 from longctx.training.checkpoint.files import Manifest, read_manifest, write_manifest
 from longctx.training.checkpoint.states import StateReader
 from longctx.training.dataset import _template

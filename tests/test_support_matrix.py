@@ -18,7 +18,8 @@ from datasets import Dataset, interleave_datasets
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from longctx.model.tiny import tiny_tokenizer
-from longctx.settings.methods import DPO, SFT
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
 from tests import support_page
 from tests.matrix import COMPILED, FEATURES, NUMBERS, RUNS, SETUPS, SOFT_DEVICE, TRAINED_MODELS, YARN
 from tests.reference import train_reference
