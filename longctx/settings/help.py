@@ -37,8 +37,8 @@ def help_text(method: Method, *, common: bool) -> str:
             if len(head) > column or not text:  # a long name has a line of its own
                 lines.append(head)
                 head = " " * column
-            indents = {"initial_indent": head, "subsequent_indent": " " * column}
-            lines += textwrap.wrap(text, width, break_on_hyphens=False, **indents)
+            indent = " " * column
+            lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines)
 
 
