@@ -47,8 +47,8 @@ def mixture(settings: Settings) -> Settings:
         name, config, split = (settings[flag] for flag in _OF_ONE)
         one = Source(path=name, name=config, split=split)
         note = f"--test_split_size {size} of --dataset_name {name} is kept for evaluation; TRL ignores it here"
-        settings = settings.decided(datasets=[one], dataset_weights=None, dataset_stopping_strategy="first_exhausted")
-        return settings.note(note, *_idle_names(settings))
+        settings = settings.note(note, *_idle_names(settings))  # of what was asked, which is no mixture
+        return settings.decided(datasets=[one], dataset_weights=None, dataset_stopping_strategy="first_exhausted")
     streamed = settings["dataset_streaming"] or settings["streaming"]
     return settings.decided(datasets=sources, dataset_streaming=streamed).note(*_idle_names(settings))
 
