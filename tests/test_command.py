@@ -13,7 +13,7 @@ import pytest
 
 import longctx
 from longctx.__main__ import COMMANDS, main
-from longctx.settings.flag_sources import METHODS, POINTER
+from longctx.settings.read import OTHER_METHODS, POINTER
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ def test_the_command_line_that_names_no_command(capsys):
     assert capsys.readouterr().err == listed
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == f"longctx: error: trian is not a command. Did you mean train?\n{listed}"
-    for method in METHODS:
+    for method in OTHER_METHODS:
         assert main([method, "--beta", "0.1"]) == 2
         assert capsys.readouterr().err == f"longctx: error: {method} is not a command: {POINTER}.\n"
 

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from longctx.completion import SHELLS
-from longctx.settings.flags import parse_flags
+from longctx.settings.dpo import DPO
+from longctx.verify.__main__ import VERIFY
 
 BASH = """source {script}
 COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_longctx; printf '%s\\n' "${{COMPREPLY[@]}}"
@@ -58,6 +59,7 @@ def test_a_shell_completes_commands_flags_and_values(shell, scripts):
     assert completed(shell, scripts[shell], "longctx tr") == {"train"}
     assert completed(shell, scripts[shell], "longctx train --overlong ") == {"raise", "truncate", "drop", "split"}
     assert completed(shell, scripts[shell], "longctx train --packing ") == {"True", "False"}
+    assert {"sigmoid", "simpo"} <= completed(shell, scripts[shell], "longctx dpo --loss_type ")
     assert completed(shell, scripts[shell], "longctx verify --num_l") == {"--num_layers"}
     assert completed(shell, scripts[shell], "longctx plan --gpu_") == {"--gpu_memory_gib"}
     assert {"bash", "zsh", "fish"} <= completed(shell, scripts[shell], "longctx completion ")
@@ -67,4 +69,4 @@ def test_a_shell_completes_commands_flags_and_values(shell, scripts):
 def test_every_flag_is_completed(shell, scripts):
     words = set(re.findall(r"[\w-]+", scripts[shell].read_text()))
     prefix = "" if shell == "fish" else "--"
-    assert {f"{prefix}{name}" for name in parse_flags([]).values} <= words
+    assert {f"{prefix}{name}" for method in (DPO, VERIFY) for name in method.flags} <= words

@@ -32,8 +32,8 @@ from longctx.data import (
 from longctx.model.tiny import tiny_tokenizer
 from longctx.packing import PackedDataset, PackedStream, plan_packing
 from longctx.run.preparation import prepare_data
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
 from longctx.training.data_order import StepStream
@@ -389,10 +389,10 @@ REPEATS = ["--dataset_stopping_strategy", "all_exhausted"]
     ("flags", "words"),
     [
         ([*TWO, "--dataset_name", "c"], "--dataset_name c beside --datasets a.jsonl b.jsonl: keep one"),
-        ([*TWO, "--dataset_weights", "1"], "--dataset_weights [1.0] for 2 --datasets: give one weight"),
-        ([*TWO, "--dataset_weights", "1", "0"], "--dataset_weights [1.0, 0.0]: each has to be a number above 0"),
-        ([*TWO, "--dataset_weights", "1", "nan"], "--dataset_weights [1.0, nan]"),
-        ([*TWO, "--test_split_size", "2"], "--test_split_size 2.0 is not a share"),
+        ([*TWO, "--dataset_weights", "1"], "--dataset_weights 1.0 for 2 --datasets: give one weight"),
+        ([*TWO, "--dataset_weights", "1", "0"], "--dataset_weights 1 0 is out of range: leave out a data set"),
+        ([*TWO, "--dataset_weights", "1", "nan"], "--dataset_weights 1 nan is out of range"),
+        ([*TWO, "--test_split_size", "2"], "--test_split_size 2 is out of range: it is a share of the documents."),
         ([*TWO, "--test_split_size", "0.5", "--streaming", "True"], "--test_split_size 0.5 of a stream"),
         (
             [*TWO, *REPEATS, "--dataset_weights", "1", "1", "--test_split_size", "0.5"],
@@ -401,7 +401,7 @@ REPEATS = ["--dataset_stopping_strategy", "all_exhausted"]
         (["--datasets", "{path: a, weight: 1}"], "a sets weight, which is not a key"),
         (["--datasets", "{path: json, data_files: a.jsonl}"], "json sets data_files a.jsonl, which is not supported"),
         (["--datasets", "{name: a}"], "is not a data set. Expected '- path:"),
-        (["--datasets", "a"], "is not a data set. Expected '- path:"),
+        (["--datasets", "5"], "5 is not a data set. Expected '- path:"),
         (["--datasets", "{path: a, columns: text}"], "a has columns 'text'; expected a list"),
         (["--datasets", "{path: a, fraction: 1}", "{path: b}"], "fractions [1, None]: set a fraction for all"),
         (["--datasets", "{path: a, fraction: -1}"], "fractions [-1]: each has to be a number above 0"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from dataclasses import MISSING, fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3MoeConfig
-from trl import DPOConfig, DPOTrainer
+from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from longctx.collate import SequenceCollator
@@ -25,12 +24,12 @@ from longctx.dpo import main
 from longctx.model.branches import branch_obstacle
 from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.packing import PairedDataset, kept_of_sides, plan_pairs
-from longctx.settings.flags import parse_flags
-from longctx.settings.methods import DPO
-from longctx.settings.preference import PreferenceConfig, check_model_of_pairs
-from longctx.settings.profile import read_profile
+from longctx.settings.dpo import DPO
+from longctx.settings.launcher import read_profile
+from longctx.settings.model_config import _check_model_of_pairs
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
-from longctx.settings.values import read_values
+from longctx.settings.rules import fill
 from longctx.training.preference import LOSSES, Pairs, _summable, sides_of_batch
 from tests.model.more_families import LLAMA4, SMALL
 
@@ -223,13 +222,16 @@ NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
         ([*NAMED, "--use_weighting", "True"], "--use_weighting True is refused"),
         ([*NAMED, "--sync_ref_model", "True"], "--sync_ref_model True is refused"),
         ([*NAMED, "--label_smoothing_factor", "0.1"], "That of preferences is --label_smoothing"),
-        ([*NAMED, "--loss_type", "aot"], "--loss_type aot is refused: it sorts"),
-        ([*NAMED, "--loss_type", "aot_unpaired"], "--loss_type aot_unpaired is refused: it sorts"),
-        ([*NAMED, "--loss_type", "sigmoid", "dpo"], "--loss_type dpo is refused: Use any of"),
-        ([*NAMED, "--loss_weights", "1", "2"], "--loss_weights has 2 values"),
+        ([*NAMED, "--loss_type", "aot"], "aot is refused: aot would depend on how pairs are spread over batches"),
+        ([*NAMED, "--loss_type", "aot_unpaired"], "--loss_type aot_unpaired is refused: aot would depend"),
+        ([*NAMED, "--loss_type", "sigmoid", "dpo"], "--loss_type sigmoid dpo is refused"),
+        ([*NAMED, "--loss_weights", "1", "2"], "--loss_weights 1.0 2.0 has not as many values as --loss_type"),
         ([*NAMED, "--loss_type", "simpo", "sft"], "Use simpo alone"),
         ([*NAMED, "--loss_type", "apo_zero", "--f_divergence_type", "js_divergence"], "differences of rewards"),
-        ([*NAMED, "--beta", "0"], "--beta 0.0 is not above 0"),
+        (
+            [*NAMED, "--beta", "0"],
+            "--beta 0 is out of range: the loss would not depend on the answers. Use a number above 0",
+        ),
         ([*NAMED, "--loss_type", "robust", "--label_smoothing", "0.5"], "from 0 to below 0.5"),
         ([*NAMED, "--loss_type", "exo_pair"], "exo_pair needs --label_smoothing above 0"),
         ([*NAMED, "--ld_alpha", "1.5"], "--ld_alpha 1.5 is out of range"),
@@ -239,18 +241,7 @@ NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
 )
 def test_flags_that_are_refused(flags, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        read_values(parse_flags(flags, DPO))
-
-
-def test_flags_have_the_names_and_defaults_of_trl():
-    """All but `precompute_ref_log_probs`, which has no effect: the reference is always computed before training."""
-
-    def defaults(config):
-        made = {f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING}
-        return {field.name: field.default for field in fields(config)} | made
-
-    ours, theirs = defaults(PreferenceConfig), defaults(DPOConfig)
-    assert {n for n in theirs if n not in ours or ours[n] != theirs[n]} == {"precompute_ref_log_probs"}
+        fill(parse_flags(flags, DPO), read_profile({}))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +258,8 @@ def test_flags_have_the_names_and_defaults_of_trl():
     ids=str,
 )
 def test_who_has_a_reference(flags, notes):
-    assert [note for note in read_values(parse_flags([*NAMED, *flags], DPO)).notes if "reference" in note] == notes
+    settings = fill(parse_flags([*NAMED, *flags], DPO), read_profile({}))
+    assert [note for note in settings.notes if "reference" in note] == notes
 
 
 def test_a_prompt_that_the_tokenizer_merges_with_the_answers_ends_earlier(monkeypatch):
@@ -287,7 +279,7 @@ def test_a_prompt_that_the_tokenizer_merges_with_the_answers_ends_earlier(monkey
 def test_a_model_with_a_loss_of_its_own_is_refused():
     config = Qwen3MoeConfig(output_router_logits=True, router_aux_loss_coef=0.01)
     with pytest.raises(ValueError, match="Add --router_aux_loss_coef 0"):
-        check_model_of_pairs(config)
+        _check_model_of_pairs(config)
 
 
 def test_sums_of_log_probabilities_are_the_same_in_any_order():

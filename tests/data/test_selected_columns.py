@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from trl.scripts.utils import DatasetConfig
 
 from longctx.data import DataError, load_records
 from longctx.model.tiny import tiny_tokenizer
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.data import Source
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.dataset import prepare_data_set
 
@@ -29,7 +29,7 @@ def test_selected_columns_decide_the_kind_of_json_records(streaming, tmp_path, m
     def first(*columns):
         flags = ["--model_name_or_path", "tiny", "--max_length", "64", "--dataset_streaming", streaming]
         run = resolve(parse_flags([*flags, "--max_steps", "1", "--dataset_name", str(path)]), read_profile({}), {})
-        settings = {**run.settings, "datasets": [DatasetConfig(path=str(path), columns=[*columns])]}
+        settings = {**run.settings, "datasets": [Source(path=str(path), columns=[*columns])]}
         data = prepare_data_set(settings, tokenizer, run.model_config)
         return tokenizer.decode(next(iter(data.documents))["input_ids"])
 

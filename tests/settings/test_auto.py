@@ -8,8 +8,8 @@ import pytest
 from transformers import Qwen3Config
 
 from longctx.forecast.hardware import Hardware
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 
 GIB = 2**30
@@ -167,7 +167,7 @@ def test_auto_without_a_possible_arrangement_says_why(resolved):
     impossible = ("--num_processes", "8", "--dp_replicate", "2", "--global_batch_size", "3")
     with pytest.raises(ValueError, match=r"--sp auto: no arrangement can run\. --global_batch_size 3"):
         resolved("--sp", "auto", *impossible)
-    with pytest.raises(ValueError, match="four is not a number, auto or all"):
+    with pytest.raises(ValueError, match="--sp four is not a whole number, auto or all"):
         resolved("--sp", "four")
 
 
@@ -181,13 +181,12 @@ def test_a_global_batch_is_the_same_on_any_layout(resolved, sp, steps):
 
 def test_a_global_batch_that_cannot_be_is_refused(resolved):
     given = ("--max_length", "4096", "--sp", "2", "--num_processes", "8")
-    for wanted in (10, 0, -4):
-        with pytest.raises(ValueError, match=rf"--global_batch_size {wanted} is not a multiple of the 4 sequences"):
-            resolved(*given, "--global_batch_size", str(wanted))
-    with pytest.raises(ValueError, match="needs 2 micro-batches a step here, and --gradient_accumulation_steps is 3"):
+    with pytest.raises(ValueError, match=r"--global_batch_size 10 is not a multiple of the 4 sequences"):
+        resolved(*given, "--global_batch_size", "10")
+    with pytest.raises(ValueError, match="needs 2 micro-batches a step here, and --gradient_accumulation_steps 3 asks"):
         resolved(*given, "--global_batch_size", "8", "--gradient_accumulation_steps", "3")
     env = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    with pytest.raises(ValueError, match="and gradient_accumulation_steps in accelerate's config is 3"):
+    with pytest.raises(ValueError, match="and gradient_accumulation_steps 3 in accelerate's config asks"):
         resolved(*given, "--global_batch_size", "8", env=env)
     agreed = resolved(*given, "--global_batch_size", "8", "--gradient_accumulation_steps", "2")
     assert agreed.settings["gradient_accumulation_steps"] == 2

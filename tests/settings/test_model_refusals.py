@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 from longctx.model.allow_list import AUXILIARY_LOSS_MODELS, CAUSAL_MODELS, auxiliary_loss_coefficient, check_model
 from longctx.model.releases import ADDED_IN
 from longctx.model.tiny import tiny_config, tiny_model, tiny_tokenizer
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.train import main
 from tests.workers import run_main
@@ -198,7 +198,7 @@ def test_float16_weights(tmp_path, refused):
     folder = save_config(tmp_path, "llama", dtype="float16")
     given = ("--model_name_or_path", folder, "--dataset_name", "stdlib")
     refused(*given, "--dtype", "auto", parts=("--dtype auto means torch.float16", "--dtype float32 or bfloat16"))
-    refused(*given, "--dtype", "float16", parts=("--dtype float16", "Use float32 or bfloat16 or auto"))
+    refused(*given, "--dtype", "float16", parts=("--dtype float16", "Use float32, bfloat16 or auto"))
 
 
 def test_no_such_model(tmp_path, refused):

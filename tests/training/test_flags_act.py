@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
-from longctx.settings.trl_flags import NOT_BUILT
 
+from longctx.settings.flags import SFT
 from tests.training.test_training import run_cases
 from tests.workers import run_ranks
 
 STEPS = "--max_steps 3 --max_length 64 --per_device_train_batch_size 2 --overlong split --save_strategy no"
 TRAINED = {
-    **{name: f"--optim {name} --learning_rate 1e-3" for name in NOT_BUILT["optim"]},
+    **{name: f"--optim {name} --learning_rate 1e-3" for name in SFT.flags["optim"].values},
     "no clipping": "--max_grad_norm 0",
     "decay": "--weight_decay 0.1 --adam_beta1 0.8 --adam_beta2 0.9 --adam_epsilon 1e-6",
     "constant": "--lr_scheduler_type constant_with_warmup --warmup_steps 2",

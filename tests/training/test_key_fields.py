@@ -14,19 +14,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from datasets import Dataset
-from longctx.settings.trl_flags import ACTS, ACTS_WITH, GIVEN_ELSEWHERE, IDLE, NOT_BUILT
-from trl.scripts.utils import DatasetConfig
 
 from longctx.data import Mixture, load_records
 from longctx.data.contents import cache_folder
 from longctx.model.tiny import tiny_config, tiny_tokenizer
 from longctx.packing import PackedStream, Packing, plan_packing
-from longctx.run.processes import _OF_A_NODE, _decided
-from longctx.settings.flags import SequenceArguments, parse_flags
+from longctx.run.processes import _decided
+from longctx.settings.data import Source
+from longctx.settings.dpo import DPO, LOSS_FLAGS
+from longctx.settings.flags import SFT
 from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
-from longctx.training.checkpoint.trainer import _OPTIMIZATION
+from longctx.training.checkpoint.trainer import optimization_flags
 from longctx.training.dataset import _evaluation_settings, prepare_data_set
 from longctx.training.fingerprint import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
 
@@ -100,6 +101,7 @@ CHANGED_STREAM = {
         *("eos_token", "max_length", "overlong", "dataloader_drop_last", "model_init_kwargs", "rope_scaling"),
     )
 }
+OF_THE_OPTIMIZER = sorted(flag.name for flag in SFT.flags.values() if flag.resume == "same")
 KNOWN_ELSEWHERE = {
     "by `sequences_per_step`": "per_device_train_batch_size gradient_accumulation_steps global_batch_size",
     "by names and shapes of what is trained": (
@@ -109,7 +111,8 @@ KNOWN_ELSEWHERE = {
     "by the mixture, below": "datasets dataset_weights dataset_stopping_strategy test_split_size",
     "by the identity of 4-bit weights": "load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
     "by the model's configuration, which it sets": "router_aux_loss_coef",
-    "by the flags of the optimizer": " ".join([*_OPTIMIZATION, "max_grad_norm"]),
+    "by the flags of the optimizer": " ".join(OF_THE_OPTIMIZER),
+    "by the flags of the loss of pairs": " ".join({*LOSS_FLAGS} - SFT.flags.keys()),
     "another name of `dataset_streaming`": "streaming",
     "hub data, whose tokens or name and configuration are compared": "dataset_config",
 }
@@ -121,9 +124,8 @@ MAY_CHANGE = {
     "a memory option changes no result": (
         "memory tiled_mlp tiled_mlp_num_shards heads_k_stride overlap_exchange sequence_chunk_size "
         "offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path "
-        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs "
-        "activation_offloading torch_empty_cache_steps attn_implementation use_liger_kernel liger_kernel_config "
-        "bnb_4bit_quant_storage loss_type"
+        "gradient_checkpointing gradient_checkpointing_kwargs activation_offloading torch_empty_cache_steps "
+        "attn_implementation use_liger_kernel liger_kernel_config bnb_4bit_quant_storage"
     ),
     "a compiled layer computes the same": "torch_compile torch_compile_backend torch_compile_mode",
     "padding changes no result": "pad_to_multiple_of pad_token padding_free",
@@ -150,6 +152,9 @@ MAY_CHANGE = {
     ),
     "trusting code changes none": "trust_remote_code",
     "weights are the checkpoint's, and an adapter's base is known by its files": "model_revision",
+    "a prompt that is computed once is as one that is computed twice": "share_prompts",
+    "the reference is computed before training in any case": "precompute_ref_log_probs precompute_ref_batch_size",
+    "both of its values are one loss": "loss_type",
     "has one value that is accepted": "lora_dropout lora_task_type",
 }
 
@@ -159,9 +164,8 @@ def listed(table):
 
 
 def test_every_flag_is_known_by_a_resumed_run_or_may_change():
-    ours = {field.name for field in fields(SequenceArguments)}
-    of_one_value = {name for name, values in NOT_BUILT.items() if len(values) == 1} | set(IDLE) | set(GIVEN_ELSEWHERE)
-    acting = (ACTS | set(ACTS_WITH) | set(NOT_BUILT) | ours) - of_one_value
+    rows = [*SFT.flags.values(), *(flag for flag in DPO.flags.values() if flag.name not in SFT.flags)]
+    acting = {flag.name for flag in rows if not (flag.idle or flag.instead or len(flag.values) == 1)}
     places = [*CHANGED, *listed(KNOWN_ELSEWHERE), *listed(MAY_CHANGE)]
     assert len(places) == len(set(places)), sorted(name for name in places if places.count(name) > 1)
     assert sorted(acting - set(places)) == [], "say what a resumed run does with these flags"
@@ -229,7 +233,19 @@ def test_model_init_kwargs_are_the_same_however_they_are_spelled(data):
     assert not refuses(one, other)
 
 
-@pytest.mark.parametrize("name", [*_OPTIMIZATION, "max_grad_norm"])
+def test_the_flags_of_the_optimizer_are_written_down():
+    """Those that engines express in their own way as they act."""
+    args = SimpleNamespace(**parse_flags(["--learning_rate", "0.5"]))
+    known = optimization_flags(args)
+    assert sorted(known) == OF_THE_OPTIMIZER
+    assert {"learning_rate", "optim", "lr_scheduler_kwargs", "bf16", "max_grad_norm"} <= {*OF_THE_OPTIMIZER}
+    assert (known["learning_rate"], known["max_grad_norm"]) == (0.5, 1.0)
+    for clipping in (None, 0.0, float("inf")):
+        args.max_grad_norm = clipping
+        assert optimization_flags(args)["max_grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("name", OF_THE_OPTIMIZER)
 def test_the_optimizer_s_states_belong_to_its_flags(name):
     before = {name: 1.0}
     check_same(a_manifest(optimization=before), "c", sequences_per_step=4, data={}, optimization={name: 1.0})
@@ -264,7 +280,7 @@ def test_a_mixture_is_known_by_all_that_decides_what_is_drawn():
 def test_a_streamed_mixture_is_known_by_every_field_of_its_entries(data):
     """A fraction is refused in a stream, and data_dir and the like where flags are read."""
     settings = dict(resolved(data, {}).settings)
-    base = DatasetConfig(path="a", name="b", split="c", columns=["d"])
+    base = Source(path="a", name="b", split="c", columns=["d"])
     stream = PackedStreamOf([])
     for name in ("path", "name", "split", "columns"):
         known = []
@@ -307,24 +323,22 @@ def test_a_manifest_s_digest_has_every_field(name, tmp_path):
 
 OF_A_NODE = {
     "where files are; their contents are compared": "dataset_name model_name_or_path output_dir",
-    "what is printed and reported": "disable_tqdm log_level log_level_replica logging_dir report_to run_name",
+    "what is printed and reported": "disable_tqdm log_level log_level_replica report_to run_name",
     "a secret, and the number of a process": "hub_token local_rank",
 }
 
 
 def test_every_setting_that_is_not_of_a_node_has_to_agree(data, tmp_path):
-    assert set(_OF_A_NODE) == set(listed(OF_A_NODE))
+    assert {flag.name for flag in DPO.flags.values() if flag.node} == {*listed(OF_A_NODE)}
     run = resolved(data, {})
     args = SimpleNamespace(output_dir=str(tmp_path))
     before = _decided(run, args)
-    assert {f"--{name}" for name in run.settings} - set(before) == {f"--{name}" for name in listed(OF_A_NODE)} & {
-        f"--{name}" for name in run.settings
-    }
+    assert {f"--{name}" for name in run.settings} - set(before) == {f"--{name}" for name in listed(OF_A_NODE)}
     for name in run.settings:
         value = "auto" if name == "resume_from_checkpoint" else "something else"
         other = _decided(replace(run, settings={**run.settings, name: value}), args)
         differs = {key for key in before if before[key] != other[key]} - {"checkpoints"}
-        assert differs == (set() if name in _OF_A_NODE else {f"--{name}"}), name
+        assert differs == (set() if name in listed(OF_A_NODE) else {f"--{name}"}), name
 
 
 @pytest.mark.parametrize("part", ["mesh", "engine", "backend", "longctx", "torch", "transformers", "trl", "accelerate"])
