@@ -185,9 +185,6 @@ def _layers(count: int) -> str:
 
 def check_support(asked: Mapping[str, Any], place: RunTraits) -> None:
     """Raise ValueError for a memory option that, by itself, the run does not support."""
-    for name in ("tiled_mlp_num_shards", "heads_k_stride", "sequence_chunk_size"):
-        if asked.get(name, 1) < 1:
-            raise ValueError(f"--{name} {asked[name]} is below 1. Leave it out, or use at least 1.")
     if asked.get("tiled_mlp") is False and "tiled_mlp_num_shards" in asked:
         raise ValueError(
             f"--tiled_mlp_num_shards {asked['tiled_mlp_num_shards']} contradicts --tiled_mlp False. Leave out one."
