@@ -154,7 +154,8 @@ def test_offloading_of_a_deepspeed_file_is_ours(tmp_path):
     values = {"zero_optimization": zero | {"offload_param": {"device": "none"}}, "communication_data_type": "bfp16"}
     (tmp_path / "ds.json").write_text(json.dumps(values))
     env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
-    assert dict(read_profile(env).memory_options) == {
+    asked = {name: value for name, (value, _) in read_profile(env).values.items()}
+    assert asked == {
         "offload_optimizer_device": "nvme",
         "offload_optimizer_nvme_path": str(tmp_path),
         "communication_data_type": "bf16",

@@ -200,16 +200,17 @@ def test_large_models_are_verified_on_layers_of_every_kind(tmp_path, monkeypatch
 
 def test_what_the_user_sets_stays():
     flags = with_defaults(parse_flags(["--max_length", "64", "--dataset_name", "x.jsonl"]), read_profile({}))
-    assert (flags.max_length, flags.dataset_name, flags.overlong) == (64, "x.jsonl", "split")
+    assert (flags["max_length"], flags["dataset_name"], flags["overlong"]) == (64, "x.jsonl", "split")
     flags = with_defaults(parse_flags([]), read_profile({}))
-    assert (flags.model_name_or_path, flags.dataset_name) == ("tiny", "stdlib")
+    assert (flags["model_name_or_path"], flags["dataset_name"]) == ("tiny", "stdlib")
 
 
 def test_flags_without_effect_on_one_step_are_fixed():
     given = {"max_steps": "9", "optim": "adamw_torch", "max_grad_norm": "1", "eval_strategy": "steps"}
     given |= {"logging_steps": "7", "report_to": "all", "save_strategy": "steps", "push_to_hub": "True"}
     flags = parse_flags([word for name, value in given.items() for word in (f"--{name}", value)])
-    assert {name: with_defaults(flags, read_profile({})).values[name] for name in given} == {
+    fixed = with_defaults(flags, read_profile({}))
+    assert {name: fixed[name] for name in given} == {
         "max_steps": 1,
         "optim": "sgd",
         "max_grad_norm": 0.0,
