@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from longctx.settings.read import parse_flags
 from longctx.settings.rules import fill
 from longctx.settings.schema import BOOL, FLOAT, INT, TEXT, Flag, check
 from longctx.verify.__main__ import VERIFY
+from tests.test_pages import load
 
 
 def fields_of(*configs):
@@ -166,8 +168,7 @@ NEW = Flag("brand_new", TEXT, "slow", "How it is done. Some say more.", own=True
 NEW = replace(NEW, values=("slow", "fast"), aliases=("brandnew_older",))
 
 
-def test_a_flag_is_added_by_one_row(tmp_path):
-    """And the page of flags, see tests/test_pages.py."""
+def test_a_flag_is_added_by_one_row(tmp_path, monkeypatch):
     method = replace(SFT, flags={**SFT.flags, "brand_new": NEW})
     assert parse_flags([], method)["brand_new"] == "slow"
     (path := tmp_path / "run.yaml").write_text("brandnew-older: fast\n")
@@ -185,6 +186,10 @@ def test_a_flag_is_added_by_one_row(tmp_path):
     assert "--brand_new How it is done. Some say more. Values: slow, fast. Default: slow." in whole
     [action] = [a for a in _flags_of(method)._actions if a.option_strings == ["--brand_new"]]
     assert (action.choices, action.help) == (("slow", "fast"), "How it is done")
+    monkeypatch.setattr("longctx.settings.flags.SFT", method)
+    page = load(Path(__file__).parents[2] / "docs" / "pages.py").flags_page()
+    said = "How it is done. Some say more. Other names: `--brandnew_older`."
+    assert f"| `--brand_new` ✦ | `slow` `fast` | `slow` | {said} |" in page
 
 
 # ------------------------------------------------------------------------------------------------
