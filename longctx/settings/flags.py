@@ -49,8 +49,8 @@ def _only(kind: Kind, value: object, names: str) -> Iterator[Flag]:
     return (Flag(name, kind, value, "", values=(value,)) for name in names.split())
 
 
-def _idle(why: str, names: str) -> Iterator[Flag]:
-    return (Flag(name, ANY, None, "", group="Without effect", idle=why) for name in names.split())
+def _idle(why: str, names: str, kind: Kind = ANY) -> Iterator[Flag]:
+    return (Flag(name, kind, None, "", group="Without effect", idle=why) for name in names.split())
 
 
 def _instead(remedy: str, names: str) -> Iterator[Flag]:
@@ -423,16 +423,18 @@ _ROWS = (
     *_instead("set FSDP's options in an FSDP profile (--config_file configs/fsdp2.yaml)", "fsdp_config"),
     *_instead("set the degrees with --sp and --dp_replicate", "parallelism_config"),
     *_idle("since evaluation keeps sums over tokens, and no flag names a compute_metrics",
-           "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object "
-           "include_for_metrics prediction_loss_only"),
+           "batch_eval_metrics eval_accumulation_steps eval_use_gather_object include_for_metrics "
+           "prediction_loss_only"),
+    *_idle("since evaluation keeps sums over tokens", "eval_do_concat_batches", BOOL),
     *_idle("since --eval_strategy says when to evaluate", "do_eval"),
     *_idle("without --train_sampling_strategy group_by_length", "length_column_name"),
     *_idle("without DDP: FSDP2 or ZeRO average the gradients",
            "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph"),
-    *_idle("since batches are cut on the CPU and only a part of each goes to the device", "dataloader_pin_memory"),
+    *_idle("since batches are cut on the CPU and only a part of each goes to the device", "dataloader_pin_memory",
+           BOOL),
     *_idle("since a resumed run always goes on with its callbacks as they were",
            "restore_callback_states_from_checkpoint"),
-    *_idle("since rows hold tokens and labels only", "remove_unused_columns"),
+    *_idle("since rows hold tokens and labels only", "remove_unused_columns", BOOL),
     *_idle("since this command trains", "do_train"),
     Flag("local_rank", ANY, None, "", group="Without effect", idle="since the launcher sets the rank", node=True),
 )
