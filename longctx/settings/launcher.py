@@ -302,9 +302,8 @@ def _check_key(path: str, value: Any, leaves: Mapping[str, Any], file: str) -> N
         raise ValueError(_unverified(shown))
     if path not in keys.ONLY:
         raise ValueError(f"{shown} is not supported. {_remedy(path)}")
-    only = keys.ONLY[path]
-    if value != "auto" and (value != only or isinstance(value, bool) != isinstance(only, bool)):
-        raise ValueError(f"{shown} is not supported, only {json.dumps(only)} is. {_remedy(path)}")
+    if value not in ("auto", keys.ONLY[path]):
+        raise ValueError(f"{shown} is not supported, only {json.dumps(keys.ONLY[path])} is. {_remedy(path)}")
 
 
 def _check_variables(env: Mapping[str, str]) -> None:
