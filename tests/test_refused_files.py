@@ -159,11 +159,18 @@ def test_histograms_and_templates_that_cannot_be_read_are_named(tmp_path):
         _template(str(tmp_path / "template.jinja"))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"zero_optimization": 3}'])
-def test_deepspeed_configurations_that_are_none_are_named(text, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "zero.json cannot be read as JSON"),
+        ("[]", "zero.json cannot be read as JSON .it is '\\[\\]', expected an object"),
+        ('{"zero_optimization": 3}', "zero_optimization 3 in deepspeed_config_file .*zero.json is not supported"),
+    ],
+)
+def test_deepspeed_configurations_that_are_none_are_named(text, words, tmp_path):
     path = write(tmp_path / "zero.json", text)
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": path, "WORLD_SIZE": "1"}
-    with pytest.raises(ValueError, match=r"zero.json cannot be read as JSON"):
+    with pytest.raises(ValueError, match=words):
         read_profile(environment | {"RANK": "0", "ACCELERATE_MIXED_PRECISION": "no"})
 
 
