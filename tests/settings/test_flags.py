@@ -292,6 +292,14 @@ def test_what_changes_nothing_earns_a_note(name):
     assert not resolved().notes
 
 
+@pytest.mark.parametrize("given", ["--no_remove_unused_columns", "--no-dataloader-pin-memory", "--local_rank=1"])
+def test_flags_that_never_act_are_taken_and_noted(given):
+    name = given.partition("=")[0].replace("-", "_").removeprefix("__").removeprefix("no_")
+    run = resolved(given)
+    assert [note for note in run.notes if note.startswith(f"--{name} has no effect since ")]
+    assert name not in run.training_arguments()
+
+
 def test_flags_of_evaluation_act_with_their_strategy():
     given = ["--eval_steps", "4", "--per_device_eval_batch_size", "4", "--eval_packing", "False"]
     assert not resolved("--eval_strategy", "steps", *given).notes
