@@ -32,8 +32,8 @@ from longctx.forecast.step_time import Speeds
 from longctx.forecast.traced_step import StepSettings, trace_training_step
 from longctx.report.memory_advice import out_of_memory_explained
 from longctx.ring.planner import plan_ring
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.golden.digests import digest
 

@@ -109,8 +109,8 @@ def _launched(patch: Any, profile: Mapping[str, Any]) -> tuple[Any, Any]:
     import torch
     import yaml
 
-    from longctx.settings.flags import parse_flags
-    from longctx.settings.profile import read_profile
+    from longctx.settings.launcher import read_profile
+    from longctx.settings.read import parse_flags
     from longctx.settings.resolve import resolve
     from tests.settings.conftest import launcher
     from tests.settings.test_specification import described, environment

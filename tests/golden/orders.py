@@ -33,8 +33,8 @@ from longctx.packing import (
     plan_pairs,
 )
 from longctx.run.preparation import prepare_data
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.data_order import StepLoader, StepSampler, StepStream
 from tests.golden.data_sets import own_folder, write_lines

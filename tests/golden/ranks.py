@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from longctx.model.tiny import tiny_tokenizer
 from longctx.run.processes import _decided
-from longctx.settings.flags import parse_flags
-from longctx.settings.methods import DPO, SFT
-from longctx.settings.profile import read_profile
+from longctx.settings.dpo import DPO
+from longctx.settings.flags import SFT
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.trainer import SequenceTrainer
 from tests.small_model import save_small_model

@@ -17,8 +17,8 @@ from longctx.data import load_records, stream_records, tokenize_records, tokeniz
 from longctx.data.kinds import PAIRS
 from longctx.model.load import load_tokenizer
 from longctx.run.preparation import prepare_data
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import read_profile
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.golden.data_sets import own_folder, write_lines
 from tests.golden.digests import digest
