@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import longctx
 from longctx.launch.terminal import USAGE_ERROR
-from longctx.settings.read import OTHER_METHODS, POINTER
 
 BROKEN_PIPE = 128 + 13
 """The exit code of a process that SIGPIPE ends."""
@@ -58,6 +57,8 @@ def _run(arguments: list[str]) -> int:
     if name == "--version":
         print(f"longctx {longctx.__version__}")
         return 0
+    from longctx.settings.read import OTHER_METHODS, POINTER  # which reads all flags
+
     if name in OTHER_METHODS:
         print(f"longctx: error: {name} is not a command: {POINTER}.", file=sys.stderr)
         return USAGE_ERROR
