@@ -23,11 +23,10 @@ TRAINED = {
 }
 
 
-def trained_losses(arguments):
+def trained_losses(arguments, folder):
     """{case: [(loss, gradient norm) of each step]} on this process group, or on one process."""
-    return run_cases(
-        {case: [*arguments, *STEPS.split(), *given.split(), "--logging_steps", "1"] for case, given in TRAINED.items()}
-    )
+    given = {case: [*STEPS.split(), *flags.split(), "--logging_steps", "1"] for case, flags in TRAINED.items()}
+    return run_cases({case: [*arguments, *given[case], "--output_dir", f"{folder}/{case}"] for case in TRAINED})
 
 
 @pytest.mark.long
@@ -36,9 +35,9 @@ def test_flags_act_on_sharded_engines_as_on_one_device(backend, tmp_path):
     """Two ranks with FSDP2 or ZeRO-3 against one process without an engine."""
     (tmp_path / "data.jsonl").write_text("".join(f'{{"text": "{i} {"ab" * i}"}}\n' for i in range(1, 30)))
     arguments = ["--model_name_or_path", "tiny", "--dataset_name", str(tmp_path / "data.jsonl"), "--use_cpu"]
-    one = run_ranks(1, f"{__name__}:alone", [*arguments, "--output_dir", str(tmp_path / "one")])[0]
-    two = [*arguments, "--sp", "2", "--sp_backend", backend, "--output_dir", str(tmp_path / "two")]
-    for results in run_ranks(2, f"{__name__}:trained_losses", two):
+    one = run_ranks(1, f"{__name__}:alone", arguments, str(tmp_path / "one"))[0]
+    two = [*arguments, "--sp", "2", "--sp_backend", backend]
+    for results in run_ranks(2, f"{__name__}:trained_losses", two, str(tmp_path / "two")):
         for case, expected in one.items():
             assert len(results[case]) == len(expected) == 3
             for (loss, norm), (expected_loss, expected_norm) in zip(results[case], expected, strict=True):
@@ -46,8 +45,8 @@ def test_flags_act_on_sharded_engines_as_on_one_device(backend, tmp_path):
                 assert norm == pytest.approx(expected_norm, rel=1e-3), case
 
 
-def alone(arguments):
+def alone(arguments, folder):
     """`trained_losses` without the group, as a process that no launcher has started."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    return trained_losses(arguments)
+    return trained_losses(arguments, folder)
