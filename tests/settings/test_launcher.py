@@ -119,6 +119,7 @@ VALUES: dict[str, Any] = {
 VALUES |= {"main_process_port": None}
 STEP = {"STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node[3-4]", "JOB_ID": "0"}
 STEP |= {"STEP_ID": "5", "NODEID": "1", "LOCALID": "0", "PROCID": "1"}
+TRAIN = ["-m", "longctx.train", "--run_name", "machine_rank"]
 RELAUNCHED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
     "plain": ({}, {}, {}),
     "processes": ({"num_processes": 2}, {}, {"num_processes": "2"}),
@@ -148,14 +149,16 @@ def test_relaunch(case, monkeypatch):
         monkeypatch.setenv(f"SLURM_{name}", value)
     started: list[str] = []
     monkeypatch.setattr(os, "execv", lambda program, command: started.extend(command))
-    arguments = ["--machine-rank=1", "--sp", "2", "--accelerate_config", "zero3", "--main_process_ip", "10.0.0.1"]
+    arguments = ["--machine-rank=1", "--run_name", "machine_rank", "--accelerate_config", "zero3"]
+    arguments += ["--main_process_ip", "10.0.0.1"]
     relaunch({**VALUES, **values}, arguments, is_launched=False)
     flags = [word for name, value in launcher.items() for word in (f"--{name}", value)]
     config = ["--config_file", str(find_profile("zero3"))]
-    assert started[1:] == ["-m", "accelerate.commands.launch", *config, *flags, "-m", "longctx.train", "--sp", "2"]
+    assert started[1:] == ["-m", "accelerate.commands.launch", *config, *flags, *TRAIN]
 
 
 def test_relaunch_is_refused_where_processes_run_already(monkeypatch):
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("a process was replaced"))
     with pytest.raises(ValueError, match=r"zero3 comes too late.*accelerate launch --config_file zero3"):
         relaunch(VALUES, [], is_launched=True)
     for name, value in {**STEP, "STEP_NUM_TASKS": "4", "STEP_TASKS_PER_NODE": "2(x2)"}.items():
