@@ -291,6 +291,11 @@ PROFILES = {
         "parallelism_config_cp_size 2 and parallelism_config_sp_size 2",
     ),
     "shards": ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "parallelism_config_dp_shard_size 3"),
+    "another model's layers": (
+        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+        | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer,GPT2Block"},
+        "fsdp_transformer_layer_cls_to_wrap GPT2Block in .* whose layers are ",
+    ),
     "ZeRO-0": (
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"},
         "ZeRO stage 0 is not verified",
