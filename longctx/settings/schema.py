@@ -103,7 +103,7 @@ JSON_OR_TEXT = Kind("one value or a JSON object", lambda value: value if isinsta
 ENTRIES = Kind("a list of data sets", lambda value: list(value) if isinstance(value, list) else [value], "+")
 ANY = Kind("a value", lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value, "*")
 DEGREE = Kind("a whole number, auto or all", _one_of(("auto", "all"), _int), None, True)
-MULTIPLE = Kind("a whole number or auto", _one_of(("auto",), _int), None, True)
+MULTIPLE = Kind("a whole number or auto", _one_of(("auto", "none", "null"), _int))
 NAME_OR_FALSE = Kind("a name or False", lambda value: False if str(value).lower() in ("false", "no") else _text(value))
 
 
