@@ -21,8 +21,8 @@ import longctx.training.dataset
 from longctx.data.encoders import Encoder
 from longctx.model.load import load_config
 from longctx.packing import Packing, load_plan, plan_packing, save_plan
+from longctx.settings.flags import SFT
 from longctx.train import main
-from longctx.training.checkpoint.trainer import _OPTIMIZATION
 from longctx.training.fingerprint import column_arrays, digest
 from tests.workers import run_ranks, start_warm_server
 
@@ -447,4 +447,4 @@ def test_documents_are_known_by_their_labels_too():
 
 def test_states_of_adamw_belong_to_all_its_flags():
     adamw = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
-    assert adamw | {"optim", "lr_scheduler_type"} <= set(_OPTIMIZATION)
+    assert adamw | {"optim", "lr_scheduler_type"} <= {name for name, flag in SFT.flags.items() if flag.resume == "same"}
