@@ -93,7 +93,7 @@ def _with_profile(settings: Settings, launcher: Launcher, errors: list[str]) -> 
                     "the key to auto."
                 )
             continue
-        elif value != settings[flag.name] and flag.group == "Training":
+        elif value != settings[flag.name] and flag.group == "Training" and name not in FLAG_FIRST:
             settings = settings.note(f"{flag.name} {value} is the profile's {key}")
         settings = replace(
             settings.with_("profile", **{flag.name: value}),
