@@ -293,7 +293,7 @@ def loss_of_pairs(sequence: Any, batch: Mapping[str, Any]) -> Callable[[Any, Any
     from longctx.settings.read import parse_flags
     from longctx.training.preference import PreferenceLoss
 
-    objective = PreferenceLoss(sequence, parse_flags([], DPO).values)
+    objective = PreferenceLoss(sequence, parse_flags([], DPO))
     starts = np.flatnonzero(batch["position_ids"][0] == 0)
     row = {"input_ids": batch["input_ids"][0], "reference": np.zeros((len(starts) // 2, 2))}
     fields = objective.collate([row], batch)

@@ -378,7 +378,7 @@ def test_chats_and_adapters_are_those_of_trl(layout, options, saved_model, trl, 
 def test_a_pair_of_equal_answers_prefers_neither():
     """Whatever rounding makes of its two sides, which lie in different places; and a pair of other answers does."""
     model, sequence = longctx.parallelize(tiny_model(), sp=1)
-    flags = parse_flags([], DPO).values
+    flags = parse_flags([], DPO)
     loss = PreferenceLoss(sequence, {name: flags[name] for name in LOSS_FLAGS})
     labels = [-100, 5, 6, -100, 5, 6, -100, 5, 6, -100, 5, 7]
     ids = np.array([4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5, 7])
