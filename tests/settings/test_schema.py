@@ -24,6 +24,7 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.rules import fill
 from longctx.settings.schema import BOOL, FLOAT, INT, TEXT, Flag, check
+from longctx.training.checkpoint.trainer import optimization_flags
 from longctx.verify.__main__ import VERIFY
 from tests.test_pages import load
 
@@ -159,6 +160,18 @@ def test_the_rows_with_limits_are_known():
     refusing = {flag.name for _, flag, _ in REFUSING}
     assert {"sp", "learning_rate", "beta", "ld_alpha", "dtype", "fsdp", "use_weighting", "debug"} <= refusing
     assert len(refusing) > 80
+
+
+def test_the_flags_of_the_optimizer_are_written_down():
+    """In a checkpoint, which no run with others resumes: tests/training/test_key_fields.py."""
+    args = SimpleNamespace(**parse_flags(["--learning_rate", "0.5"]))
+    known = optimization_flags(args)
+    assert known.keys() == {flag.name for flag in SFT.flags.values() if flag.resume == "same"}
+    assert {"learning_rate", "optim", "lr_scheduler_kwargs", "bf16", "max_grad_norm"} <= known.keys()
+    assert (known["learning_rate"], known["max_grad_norm"]) == (0.5, 1.0)
+    for clipping in (None, 0.0, float("inf")):
+        args.max_grad_norm = clipping
+        assert optimization_flags(args)["max_grad_norm"] == 0.0
 
 
 # ------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from longctx.settings.launcher import read_profile
 from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from longctx.training.checkpoint.files import CheckpointError, Manifest, check_same, read_manifest, write_manifest
-from longctx.training.checkpoint.trainer import optimization_flags
 from longctx.training.dataset import _evaluation_settings, prepare_data_set
 from longctx.training.fingerprint import FilesIdentity, _mixture_identity, data_identity, files_identity, node_identity
 
@@ -231,18 +230,6 @@ def test_model_init_kwargs_are_the_same_however_they_are_spelled(data):
         identity(data, {"model_init_kwargs": text}) for text in ('{"rms_norm_eps":1e-5}', '{ "rms_norm_eps" : 0.00001}')
     )
     assert not refuses(one, other)
-
-
-def test_the_flags_of_the_optimizer_are_written_down():
-    """Those that engines express in their own way as they act."""
-    args = SimpleNamespace(**parse_flags(["--learning_rate", "0.5"]))
-    known = optimization_flags(args)
-    assert sorted(known) == OF_THE_OPTIMIZER
-    assert {"learning_rate", "optim", "lr_scheduler_kwargs", "bf16", "max_grad_norm"} <= {*OF_THE_OPTIMIZER}
-    assert (known["learning_rate"], known["max_grad_norm"]) == (0.5, 1.0)
-    for clipping in (None, 0.0, float("inf")):
-        args.max_grad_norm = clipping
-        assert optimization_flags(args)["max_grad_norm"] == 0.0
 
 
 @pytest.mark.parametrize("name", OF_THE_OPTIMIZER)
