@@ -12,21 +12,22 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
-from longctx.settings.flags import parse_flags
-from longctx.settings.profile import find_profile, read_profile, relaunch, shipped_configs
+from longctx.launch.accelerate import find_profile, shipped_configs
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
+from longctx.train import take_over
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
 PROFILES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 RUNS = sorted(path.stem for path in CONFIGS.glob("run/*.yaml"))
-NO_PROFILE = read_profile({})
 TINY = ["--model_name_or_path", "tiny", "--dataset_name", "stdlib", "--max_length", "256"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 TRAIN = ["-m", "longctx.train"]
@@ -95,17 +96,11 @@ def test_every_key_of_a_profile_acts(name, key, launch, tmp_path):
         return
     as_changed = launch(tmp_path / "other.yaml", *flags)
     assert as_changed != as_shipped
-    if key[-1].startswith(READ_BY_LONGCTX):
+    if key[-1] == "parallelism_config_tp_size":
+        with pytest.raises(ValueError, match=r"parallelism_config_tp_size 2 in .*does not support tensor parallelism"):
+            read_profile(as_changed["env"])
+    elif key[-1].startswith(READ_BY_LONGCTX):
         assert read_profile(as_changed["env"]) != read_profile(as_shipped["env"])
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_profiles_leave_to_the_flags_what_flags_set(name, launch):
-    profile = read_profile(launch(CONFIGS / f"{name}.yaml")["env"])
-    assert profile.mixed_precision is None
-    assert profile.gradient_accumulation_steps is None
-    assert profile.gradient_clipping is None
-    assert profile.micro_batch_size is None
 
 
 @pytest.mark.parametrize("path", [f"{name}.yaml" for name in PROFILES] + [f"run/{name}.yaml" for name in RUNS])
@@ -153,16 +148,20 @@ def test_run_yaml_resolves_with_its_profile(name, launch):
 def test_hybrid_profile_carries_fsdp2_and_its_run_yaml_the_degrees(launch):
     started = launch(CONFIGS / "hybrid_8gpu.yaml")
     profile = read_profile(dict(started["env"]))
-    assert (profile.engine, profile.cp, profile.sp) == ("fsdp2", None, None)
+    assert profile.engine == "fsdp2"
+    assert "sp" not in profile.values
     arguments = ["--config", str(CONFIGS / "run/hybrid_8gpu.yaml"), "--model_name_or_path", "tiny"]
     run = resolve_launched(started, arguments)
     assert (run.engine, run.backend.name, run.dims.ring, run.dims.ulysses) == ("fsdp2", "hybrid", 2, 4)
 
 
 def test_demo_yaml_is_the_demo_preset():
-    from longctx.settings.values import DEMO
-
-    assert yaml.safe_load((CONFIGS / "run/demo.yaml").read_text()) == DEMO
+    """A run of the file, which names model and data, is the run that names neither."""
+    of_file, of_preset = (
+        resolve(parse_flags([*config, "--use_cpu", "True", "--output_dir", "out"]), read_profile({}), {}).settings
+        for config in (["--config", str(CONFIGS / "run/demo.yaml")], [])
+    )
+    assert of_file == of_preset
 
 
 def test_fsdp1_is_refused_on_the_cpu_and_above_sp_1(launch):
@@ -171,15 +170,6 @@ def test_fsdp1_is_refused_on_the_cpu_and_above_sp_1(launch):
         resolve_launched(started, [*TINY, "--use_cpu", "True"])
     with pytest.raises(ValueError, match=r"sp 2 needs FSDP2 or DeepSpeed"):
         resolve_launched(started, [*TINY, "--use_cpu", "True", "--sp", "2"])
-
-
-def test_degrees_of_a_profile_are_taken_out_of_the_environment(launch):
-    env = launch(CONFIGS / "alst_ulysses_4gpu.yaml")["env"]
-    assert env["PARALLELISM_CONFIG_SP_SIZE"] == "2"
-    assert env["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
-    profile = read_profile(env)
-    assert (profile.sp, profile.dp_shard) == (2, 2)
-    assert not [name for name in env if "PARALLELISM_CONFIG" in name]
 
 
 # Finding a profile
@@ -196,42 +186,41 @@ def test_profiles_are_found_by_name_and_by_path(tmp_path):
     assert shipped_configs().is_dir()
 
 
-def test_accelerate_config_replaces_the_process_by_accelerate_launch(monkeypatch):
-    started = []
-    monkeypatch.setattr(os, "execv", lambda program, command: started.extend(command))
-    relaunch(parse_flags(["--sp", "2", "--accelerate_config", "fsdp2", "--max_steps", "3"]), NO_PROFILE)
-    assert started[:5] == [*ACCELERATE, "--config_file", str(shipped_configs() / "fsdp2.yaml")]
-    assert started[5:] == [*TRAIN, "--sp", "2", "--max_steps", "3"]
+def started_by(*flags):
+    """The command in whose favour `longctx train` with these flags gives up its process."""
+    with patch.dict(os.environ), patch.object(os, "execv") as execv:
+        take_over(parse_flags(flags), "longctx.train")
+    _, command = execv.call_args.args
+    return command
 
 
-def test_num_processes_goes_before_that_of_the_profile(monkeypatch):
-    started = []
-    monkeypatch.setattr(os, "execv", lambda program, command: started.extend(command))
-    relaunch(parse_flags(["--accelerate_config", "zero3", "--num_processes", "2"]), NO_PROFILE)
-    assert started[5:] == ["--num_processes", "2", *TRAIN, "--num_processes", "2"]
-
-
-def started_by(monkeypatch, *flags):
-    started = []
-    monkeypatch.setattr(os, "execv", lambda program, command: started.extend(command))
-    relaunch(parse_flags([*flags, "--sp", "2"]), NO_PROFILE)
-    assert started[:5] == [*ACCELERATE, "--config_file", str(shipped_configs() / "zero3.yaml")]
-    assert started[-len(TRAIN) - 2 :] == [*TRAIN, "--sp", "2"]
-    words = started[5 : -len(TRAIN) - 2]
+def launched_with(*flags):
+    """What `accelerate launch` is told beside the profile zero3, by name."""
+    command = started_by(*flags, "--sp", "2")
+    zero3, train = ["--config_file", str(shipped_configs() / "zero3.yaml")], [*TRAIN, "--sp", "2"]
+    assert (command[:5], command[-4:]) == ([*ACCELERATE, *zero3], train)
+    words = command[5:-4]
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
-def test_accelerate_config_hands_the_machine_on(monkeypatch):
+def test_accelerate_config_replaces_the_process_by_accelerate_launch():
+    """--num_processes goes before that of the profile, and stays for the processes to compare."""
+    rest = ["--num_processes", "2", "--max_steps", "3"]
+    profile = ["--config_file", str(shipped_configs() / "fsdp2.yaml"), "--num_processes", "2"]
+    assert started_by("--accelerate_config", "fsdp2", *rest) == [*ACCELERATE, *profile, *TRAIN, *rest]
+
+
+def test_accelerate_config_hands_the_machine_on():
     flags = ["--machine-rank=1", "--accelerate_config", "zero3", "--main_process_ip", "10.0.0.1"]
     given = {"--machine_rank": "1", "--main_process_ip": "10.0.0.1", "--deepspeed_multinode_launcher": "standard"}
-    assert started_by(monkeypatch, *flags) == given
+    assert launched_with(*flags) == given
 
 
 def test_accelerate_config_takes_the_machine_from_srun(monkeypatch):
     told = {"STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node[3-4]", "JOB_ID": "0"}
     for name, value in (told | {"STEP_ID": "5", "NODEID": "1", "LOCALID": "0", "PROCID": "1"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert started_by(monkeypatch, "--accelerate_config=zero3") == {
+    assert launched_with("--accelerate_config=zero3") == {
         "--num_machines": "2",
         "--machine_rank": "1",
         "--main_process_ip": "node3",
@@ -240,10 +229,13 @@ def test_accelerate_config_takes_the_machine_from_srun(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("by", ["launched", "by_accelerate"])
-def test_accelerate_config_is_too_late_inside_a_launch(by):
+@pytest.mark.parametrize("env", [{"RANK": "0", "WORLD_SIZE": "2"}, {"ACCELERATE_MIXED_PRECISION": "no"}], ids=str)
+def test_accelerate_config_is_too_late_inside_a_launch(env, monkeypatch):
+    """accelerate sets no rank where it starts one process."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"--accelerate_config zero3 comes too late.*accelerate launch --config_file"):
-        relaunch(parse_flags(["--accelerate_config", "zero3"]), replace(NO_PROFILE, **{by: True}))
+        started_by("--accelerate_config", "zero3")
 
 
 @pytest.mark.long  # .ci/run installs the wheel
@@ -258,7 +250,9 @@ def test_wheel_holds_the_profiles(tmp_path):
     wheels, target = tmp_path / "wheels", tmp_path / "target"
     _check_call([*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", str(wheels)], cwd=tmp_path / "source")
     _check_call([*pip, "install", "--no-deps", "--target", str(target), str(next(wheels.glob("*.whl")))], cwd=tmp_path)
-    look_up = "from longctx.settings.profile import find_profile as f; print(f('zero3')); print(f('zero3').read_text())"
+    look_up = (
+        "from longctx.launch.accelerate import find_profile as f; print(f('zero3')); print(f('zero3').read_text())"
+    )
     env = os.environ | {"PYTHONPATH": str(target)}
     path, _, text = _check_call([sys.executable, "-c", look_up], cwd=tmp_path, env=env).partition("\n")
     assert Path(path) == target / "longctx/configs/zero3.yaml"
@@ -276,36 +270,6 @@ def _check_call(command, **options):
 # Flags against a file of one's own
 
 
-CONTRADICTIONS = {
-    "sp": ({"cp": 2}, ["--sp", "4"], ["--sp 4", "cp_size 2"]),
-    "cp": ({"sp": 2}, ["--cp", "2"], ["--sp_backend ring", "sp_size 2"]),
-    "sp_backend": ({"cp": 2}, ["--sp_backend", "ulysses"], ["--sp_backend ulysses", "cp_size 2 (ring)"]),
-    "dp_replicate": ({"dp_replicate": 2}, ["--dp_replicate", "4"], ["--dp_replicate 4", "dp_replicate_size 2"]),
-    "engine": ({"engine": "deepspeed"}, ["--engine", "fsdp2"], ["--engine fsdp2", "starts deepspeed"]),
-    "accumulation": (
-        {"gradient_accumulation_steps": 2},
-        ["--gradient_accumulation_steps", "4"],
-        ["--gradient_accumulation_steps 4", "gradient_accumulation_steps 2"],
-    ),
-    "clipping": (
-        {"gradient_clipping": 0.5},
-        ["--max_grad_norm", "1.0"],
-        ["--max_grad_norm 1.0", "gradient_clipping 0.5"],
-    ),
-    "micro batch": (
-        {"micro_batch_size": 4},
-        ["--per_device_train_batch_size", "2"],
-        ["--per_device_train_batch_size 2", "train_micro_batch_size_per_gpu 4"],
-    ),
-    "learning rate": (
-        {"deepspeed_values": {"learning_rate": 1e-3}},
-        ["--learning_rate", "1e-4"],
-        ["--learning_rate 0.0001", "optimizer.params.lr 0.001"],
-    ),
-    "precision": ({"mixed_precision": "bf16"}, ["--bf16", "False"], ["--bf16 False", "mixed_precision bf16"]),
-}
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_trainer_checkpoints_in_the_place_of_fsdp(offload):
     """accelerate's own checkpointing would run the ring a second time."""
@@ -318,31 +282,80 @@ def test_the_trainer_checkpoints_in_the_place_of_fsdp(offload):
     assert not any(name.startswith("FSDP_ACTIVATION_CHECKPOINTING") for name in env)
 
 
+CP, SP, COPIES = ({f"PARALLELISM_CONFIG_{name}_SIZE": "2"} for name in ("CP", "SP", "DP_REPLICATE"))
+CONTRADICTIONS = {
+    "sp": (CP, ["--sp", "4"], ["--sp 4", "cp_size 2"], ("sp", 2)),
+    "cp": (SP, ["--cp", "2"], ["--sp_backend ring", "sp_size"], ("sp", 2)),
+    "sp_backend": (CP, ["--sp_backend", "ulysses"], ["--sp_backend ulysses", "cp_size"], ("sp_backend", "ring")),
+    "dp_replicate": (
+        COPIES,
+        ["--dp_replicate", "4"],
+        ["--dp_replicate 4", "dp_replicate_size 2"],
+        ("dp_replicate", 2),
+    ),
+    "engine": (
+        {"ACCELERATE_USE_DEEPSPEED": "true"},
+        ["--engine", "fsdp2"],
+        ["--engine fsdp2", "starts deepspeed"],
+        ("engine", "auto"),
+    ),
+    "accumulation": (
+        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
+        ["--gradient_accumulation_steps", "4"],
+        ["--gradient_accumulation_steps 4", "accelerate's config", "gradient_accumulation_steps 2"],
+        ("gradient_accumulation_steps", 2),
+    ),
+    "clipping": (
+        {"ACCELERATE_GRADIENT_CLIPPING": "0.5"},
+        ["--max_grad_norm", "1.0"],
+        ["--max_grad_norm 1.0", "gradient_clipping 0.5"],
+        ("max_grad_norm", 0.5),
+    ),
+    "micro batch": (
+        {"train_micro_batch_size_per_gpu": 4},
+        ["--per_device_train_batch_size", "2"],
+        ["--per_device_train_batch_size 2", "ds.json", "train_micro_batch_size_per_gpu 4"],
+        ("per_device_train_batch_size", 4),
+    ),
+    "learning rate": (
+        {"optimizer": {"params": {"lr": 1e-3}}},
+        ["--learning_rate", "1e-4"],
+        ["--learning_rate 0.0001", "ds.json", "optimizer.params.lr 0.001"],
+        ("learning_rate", 1e-3),
+    ),
+    "precision": (
+        {"ACCELERATE_MIXED_PRECISION": "bf16"},
+        ["--bf16", "False"],
+        ["--bf16 False", "mixed_precision"],
+        ("bf16", True),
+    ),
+}
+"""Variables of accelerate's or keys of a DeepSpeed file, flags against them, what is told, and what they set alone."""
+
+
+def resolve_against(asked, flags, folder):
+    """The run of four processes with these variables or keys, and these flags."""
+    env = {"RANK": "0", "WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "no"}
+    if any(name.isupper() for name in asked):
+        env |= asked
+    else:
+        (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **asked}))
+        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "ds.json")}
+    return resolve(parse_flags([*TINY, "--use_cpu", "True", *flags]), read_profile(env), env)
+
+
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_flag_that_contradicts_the_file_is_an_error_with_both_values(case):
-    fields, arguments, both = CONTRADICTIONS[case]
-    env = {"RANK": "0", "WORLD_SIZE": "4"}
-    profile = replace(NO_PROFILE, launched=True, by_accelerate=True, **fields)
+def test_a_flag_that_contradicts_the_file_is_an_error_with_both_values(case, tmp_path):
+    asked, flags, both, _ = CONTRADICTIONS[case]
     with pytest.raises(ValueError, match=".*".join(map(re.escape, both))):
-        resolve(parse_flags([*TINY, "--use_cpu", "True", *arguments]), profile, env)
+        resolve_against(asked, flags, tmp_path)
 
 
-@pytest.mark.parametrize("case", [case for case in CONTRADICTIONS if case not in ("cp", "sp_backend", "dp_replicate")])
-def test_the_file_alone_is_no_contradiction(case):
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_the_file_alone_is_no_contradiction(case, tmp_path):
     """The same file without the flag resolves: the error above is about the two together."""
-    profile = replace(NO_PROFILE, launched=True, by_accelerate=True, **CONTRADICTIONS[case][0])
-    run = resolve(parse_flags([*TINY, "--use_cpu", "True"]), profile, {"RANK": "0", "WORLD_SIZE": "4"})
-    wanted = {
-        "accumulation": ("gradient_accumulation_steps", 2),
-        "clipping": ("max_grad_norm", 0.5),
-        "micro batch": ("per_device_train_batch_size", 4),
-        "learning rate": ("learning_rate", 1e-3),
-        "precision": ("bf16", True),
-        "checkpointing": ("gradient_checkpointing", False),
-    }
-    name, value = wanted.get(case, ("use_cpu", True))
-    assert run.settings[name] == value
-    assert case != "sp" or (run.dims.sp, run.backend.name) == (2, "ring")
+    asked, _, _, (name, value) = CONTRADICTIONS[case]
+    assert resolve_against(asked, [], tmp_path).settings[name] == value
 
 
 def test_deepspeed_config_file_is_read(launch, tmp_path):

@@ -29,9 +29,9 @@ from transformers import Qwen2Config
 
 import longctx.settings.model_config
 from benchmarks.published import CONFIGS
-from longctx.settings.flags import parse_flags
-from longctx.settings.help import check_names
-from longctx.settings.profile import read_profile, relaunch
+from longctx.launch.accelerate import relaunch
+from longctx.settings.launcher import read_profile
+from longctx.settings.read import parse_flags
 from longctx.settings.resolve import resolve
 from tests.test_docs import machine_of
 
@@ -44,6 +44,7 @@ TINY = {"model_name_or_path": "tiny", "dataset_name": "stdlib", "max_length": "2
 
 PLAIN = {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0}
 PLAIN |= {"offload_optimizer_device": "none", "offload_param_device": "none", "communication_data_type": "auto"}
+PLAIN |= {"lr_scheduler_type": "linear"}
 """Settings that a profile may decide, as a run without one has them."""
 
 _QWEN2: dict[str, Any] = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
@@ -60,6 +61,7 @@ def outcome_of(launch, monkeypatch, tmp_path):
     monkeypatch.setattr(model_config, "load_whole_config", lambda *_, **__: None)
     for module in ("accelerate.commands.launch", "accelerate.commands.config.config_args"):
         monkeypatch.setattr(f"{module}.default_config_file", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # longctx names the default config in its messages
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     monkeypatch.setattr("accelerate.utils.launch._get_mpirun_args", lambda: ("mpirun", "-f", "-n", "-ppn", ""))
 
@@ -76,7 +78,6 @@ def outcome_of(launch, monkeypatch, tmp_path):
         env, gpus = environment(started)
         with machine_of(gpus):
             try:
-                check_names(flags)
                 return described(resolve(parse_flags(flags), read_profile(env), env))
             except ValueError as error:
                 return {"outcome": "refused", "message": without(tmp_path, error)}
@@ -89,7 +90,8 @@ def by_name(profile, flags, launcher):
     if "--accelerate_config" not in flags:
         return profile, flags, launcher
     with patch.dict(os.environ), patch.object(os, "execv") as execv:
-        relaunch(parse_flags(flags), read_profile({}))
+        settings = parse_flags(flags)
+        relaunch(settings, settings.arguments, is_launched=False)
     words = execv.call_args.args[1]
     config, module = words.index("--config_file") + 1, words.index("longctx.train")
     return yaml.safe_load(Path(words[config]).read_text()), words[module + 1 :], words[config + 1 : module - 1]
@@ -112,7 +114,8 @@ def environment(started):
 def described(run):
     engine = run.engine if run.zero_stage is None else f"{run.engine} ZeRO-{run.zero_stage}"
     changed = {name for name in PLAIN if run.settings[name] != PLAIN[name]}
-    named = (changed | run.flags.explicit) - TINY.keys() - {"config", "output_dir"} | {"max_length"}
+    given = parse_flags(run.flags.arguments).explicit  # also where the profile acts in a flag's place
+    named = (changed | given) - TINY.keys() - {"output_dir"} | {"max_length"}
     found = {
         "outcome": "resolved with a note" if run.notes else "resolved",
         "message": "\n".join(run.notes),
@@ -120,6 +123,12 @@ def described(run):
         "settings": ", ".join(f"{name} {run.settings[name]}" for name in sorted(named)),
     }
     return {name: text for name, text in found.items() if text}
+
+
+def with_tiny(flags):
+    """Flags, with TINY's where they are not among them."""
+    given = {"max_length" if flag in ("--max_seq_length", "--config") else flag[2:] for flag in flags}
+    return [*flags, *(word for flag, value in TINY.items() if flag not in given for word in (f"--{flag}", value))]
 
 
 def without(folder, error):
@@ -145,9 +154,7 @@ def test_specification(name, outcome_of, tmp_path):
     for path, keys in case.get("files", {}).items():
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(yaml.safe_dump(SPECIFICATION["profiles"][keys]))
-    given = {"max_length" if flag in ("--max_seq_length", "--config") else flag[2:] for flag in flags}
-    flags += [word for flag, value in TINY.items() if flag not in given for word in (f"--{flag}", value)]
-    check(case, outcome_of(profile, flags, case.get("launcher", ())))
+    check(case, outcome_of(profile, with_tiny(flags), case.get("launcher", ())))
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED["profiles"], *PUBLISHED["deepspeed"]])
@@ -166,5 +173,4 @@ def test_published_launch_profile(name, outcome_of, tmp_path, monkeypatch):
         profile = case["keys"]
         (tmp_path / case.get("started_in", "")).mkdir(parents=True, exist_ok=True)
         monkeypatch.chdir(tmp_path / case.get("started_in", ""))
-    given = [word for flag, value in TINY.items() for word in (f"--{flag}", value)]
-    check(case, outcome_of(profile, given, case.get("launcher", ())))
+    check(case, outcome_of(profile, with_tiny(case.get("flags", ())), case.get("launcher", ())))
