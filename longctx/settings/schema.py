@@ -187,25 +187,27 @@ def check(flag: Flag, value: Any, subject: str = "") -> Any:
     """
     if value is None or (flag.may_be_none and str(value).lower() in ("none", "null")):
         return None
-    fault = ""
+    given = value if isinstance(value, list) else [value]
     try:
         converted = flag.kind.convert(value)
     except (ValueError, TypeError, RecursionError):
-        fault, converted = f"is not {flag.kind.name}", value
-    if fault := fault or _fault(flag, converted):
-        shown = " ".join(map(str, value)) if isinstance(value, list) else value
+        fault, shown = f"is not {flag.kind.name}", " ".join(map(str, given))
+    else:
+        items = converted if isinstance(converted, list) and converted not in flag.values else [converted]
+        faults = ((_fault(flag, item), text) for item, text in zip(items, given, strict=False))
+        fault, shown = next((found for found in faults if found[0]), ("", ""))
+    if fault:
         raise ValueError(f"{subject or f'--{flag.name} {shown}'} {fault}.")
     return converted
 
 
 def _fault(flag: Flag, value: Any) -> str:
-    """Return what is wrong with a value of the flag's kind, and the remedy; an empty text for one that it takes."""
+    """Return what is wrong with a value, or with one of several, and the remedy; an empty text if nothing is."""
     if flag.instead:
         return f"would shard the model a second time: {flag.instead}" if value not in (False, "", [], {}) else ""
     if flag.kind in (PATH, FOLDER):
         check_path(flag.name, value)
-    items = value if isinstance(value, list) and value not in flag.values else [value]
-    if flag.values and not all(item in flag.values for item in items):
+    if flag.values and value not in flag.values:
         reason = flag.reason or "it has not been compared with one device under sequence parallelism" * (not flag.own)
         remedy = f"Use {_or(flag.choices)}" if flag.choices else "Leave it out"
         return f"is refused: {reason}. {remedy}" if reason else f"is unknown. {remedy}"

@@ -224,7 +224,7 @@ NAMED = ["--model_name_or_path", "tiny", "--dataset_name", "pairs.jsonl"]
         ([*NAMED, "--label_smoothing_factor", "0.1"], "That of preferences is --label_smoothing"),
         ([*NAMED, "--loss_type", "aot"], "aot is refused: aot would depend on how pairs are spread over batches"),
         ([*NAMED, "--loss_type", "aot_unpaired"], "--loss_type aot_unpaired is refused: aot would depend"),
-        ([*NAMED, "--loss_type", "sigmoid", "dpo"], "--loss_type sigmoid dpo is refused"),
+        ([*NAMED, "--loss_type", "sigmoid", "dpo"], "--loss_type dpo is refused"),
         ([*NAMED, "--loss_weights", "1", "2"], "--loss_weights 1.0 2.0 has not as many values as --loss_type"),
         ([*NAMED, "--loss_type", "simpo", "sft"], "Use simpo alone"),
         ([*NAMED, "--loss_type", "apo_zero", "--f_divergence_type", "js_divergence"], "differences of rewards"),
