@@ -59,8 +59,6 @@ ATTRIBUTES = {
     "_indices": ("datasets:Dataset", "rows that are selected, without copying them"),
     "_resolve_features": ("datasets:IterableDataset", "columns of a stream before it is read"),
     # the standard library
-    "_action_groups": ("argparse:ArgumentParser", "our flags come first in --help-all"),
-    "_actions": ("argparse:ArgumentParser", "the names of all flags"),
     "_asdict": ("collections:namedtuple", "documented"),
     "_current_frames": ("sys", "documented; where the main thread is"),
     "_exit": ("os", "documented; a rank that hangs is ended"),
@@ -131,7 +129,6 @@ MODULES = {
 """Private modules: all but distributed.tensor._utils, for the places of FSDP2's shards, are for traces."""
 
 OVERRIDDEN = {
-    "longctx.settings.flags:_HelpFormatter": {"_format_action_invocation", "_get_help_string"},
     "longctx.training.checkpoint.hub:PushingTrainer": {"_finish_current_push", "_push_from_checkpoint"},
     "longctx.training.checkpoint.trainer:ResumableTrainer": {
         "_init_training_state",
@@ -184,7 +181,7 @@ def _of_others() -> tuple[set[str], set[str]]:
             if isinstance(node, ast.Attribute) and node.attr[:1] == "_" and node.attr[:2] != "__":
                 attributes.add(node.attr)
             if isinstance(node, ast.ImportFrom) and not node.level and "._" in f".{node.module}":
-                modules |= {node.module} - {"__future__", "longctx.__main__"}
+                modules |= {node.module} - {"__future__", "longctx.__main__", "longctx.verify.__main__"}
     return attributes - _defined_here(), modules
 
 

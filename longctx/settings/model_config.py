@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.nn import ModuleList
 from transformers import PretrainedConfig
 
 from longctx.forecast.model_sizes import ModelSizes
@@ -93,7 +94,9 @@ def check_layer_classes(names: Sequence[str], config: PretrainedConfig) -> None:
     model = without_weights(config)
     own = {type(module).__name__ for module in model.modules()}
     if missing := next((name for name in names if name not in own), None):
-        layers = " and ".join(sorted(set(model._no_split_modules or ()) & own))
+        depth = config.get_text_config().num_hidden_layers
+        stacks = (module for module in model.modules() if isinstance(module, ModuleList) and len(module) == depth)
+        layers = " and ".join(sorted({type(layer).__name__ for stack in stacks for layer in stack}))
         raise ValueError(
             f"fsdp_transformer_layer_cls_to_wrap {missing} in {profile_name()} is no layer of {config.model_type}, "
             f"whose layers are {layers}. Name them, or take the key out: they are then found by themselves."

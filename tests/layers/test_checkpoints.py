@@ -13,6 +13,7 @@ from longctx.attention.operator import LocalSchedule
 from longctx.forecast.memory_options import RunTraits, check_combinations
 from longctx.forecast.memory_presets import asked_memory_options, memory_flags, resolve_memory_options
 from longctx.model.tiny import tiny_config, tiny_model
+from longctx.settings.read import parse_flags
 
 # The older name works everywhere.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
@@ -135,7 +136,12 @@ PLACE = RunTraits(
 
 
 def of_kwargs(kwargs):
-    return asked_memory_options({"activation_checkpointing_kwargs": kwargs}, {"activation_checkpointing_kwargs"})
+    return asked_by({"activation_checkpointing_kwargs": kwargs})
+
+
+def asked_by(flags):
+    words = (word for name, value in flags.items() for word in (f"--{name}", str(value)))
+    return asked_memory_options(parse_flags([*words]))
 
 
 @pytest.mark.parametrize(
@@ -189,4 +195,4 @@ def test_memory_options_by_layer_are_described_and_their_flags_ask_for_them(kwar
     memory_options = resolve_memory_options("balanced", asked, PLACE, checkpoints_by_default=True)
     assert memory_options.describe() == text
     flags = memory_flags(asked)
-    assert asked_memory_options(flags, set(flags)) == asked
+    assert asked_by(flags) == asked
